@@ -1,0 +1,77 @@
+"""Errors of the ops' callers, raised alike by the real op and by its fake."""
+
+import torch
+
+from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.transforms import Transform
+
+
+def check_operand(op: str, x: torch.Tensor) -> None:
+    """x must be a matrix of floats.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if x.dim() != 2:
+        raise ValueError(
+            f"q2::{op} takes a matrix, got {x.dim()} dimensions: flatten the leading ones first."
+        )
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"q2::{op} takes float32, bfloat16 or float16, got {x.dtype}.")
+
+
+def check_seed(op: str, seed: torch.Tensor | None, scheme: Scheme, transform: Transform) -> None:
+    """A seed must be there when coins or signs are drawn; one that nothing uses is ignored.
+
+    Raises:
+        ValueError: it is missing, or not an int64 scalar.
+    """
+    if seed is None:
+        if scheme.stochastic or transform.seeded:
+            raise ValueError(
+                f"q2::{op} with {scheme.name} and {transform.name} draws random numbers: "
+                "give it a seed."
+            )
+        return
+    if seed.dtype != torch.int64 or seed.dim() != 0:
+        raise ValueError(
+            f"q2::{op}: seed must be an int64 scalar, got {seed.dtype} of {seed.dim()} dimensions."
+        )
+
+
+def check_amax(op: str, amax: torch.Tensor | None, scheme: Scheme) -> None:
+    """The tensor's amax must be given exactly when the scheme takes it.
+
+    Raises:
+        ValueError: it is missing, superfluous or not an fp32 scalar.
+    """
+    if (amax is not None) != scheme.takes_amax:
+        need = (
+            "needs the amax of the tensor (q2::amax)"
+            if scheme.takes_amax
+            else "takes no amax: pass None"
+        )
+        raise ValueError(f"q2::{op} with scheme {scheme.name} {need}.")
+    if amax is not None and (amax.dtype != torch.float32 or amax.dim() != 0):
+        raise ValueError(
+            f"q2::{op}: amax must be a float32 scalar, got {amax.dtype} of {amax.dim()} dimensions."
+        )
+
+
+def check_quantized(
+    op: str, codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
+) -> None:
+    """A quantised operand must be uint8 codes [M, Kp/2], 8-bit scales (2-D) and an fp32 scalar.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or scales.dim() != 2:
+        raise ValueError(
+            f"q2::{op}: a quantised operand has uint8 codes and 8-bit scales in two dimensions, "
+            f"got {codes.dtype} in {codes.dim()} and {scales.dtype} in {scales.dim()}."
+        )
+    if global_scale.dtype != torch.float32 or global_scale.dim() != 0:
+        raise ValueError(
+            f"q2::{op}: the global scale must be a float32 scalar, got {global_scale.dtype}."
+        )

@@ -1,0 +1,25 @@
+"""q2::dequantize: the numbers that a quantised matrix stands for.
+
+    dequantize(codes [M, Kp/2], scales, global_scale, scheme, cols, dtype) -> [M, cols]
+
+value = (e2m1(code) * scale) * global_scale in fp32, the first product exact, then one rounding to
+dtype. With a power of two as global scale the value is exact in bf16: e2m1 has 2 significant bits
+and e4m3 4, so the product has at most 6 and bf16 holds 8.
+"""
+
+from q2compile.runtime_kernels.checks import check_quantized
+from q2compile.runtime_kernels.registry import define
+from q2compile.runtime_kernels.schemes import get_scheme
+
+
+def fake(codes, scales, global_scale, scheme, cols, dtype):
+    check_quantized("dequantize", codes, scales, global_scale)
+    get_scheme(scheme)
+    return codes.new_empty((codes.shape[0], cols), dtype=dtype)
+
+
+define(
+    "dequantize(Tensor codes, Tensor scales, Tensor global_scale, str scheme, SymInt cols,"
+    " ScalarType dtype) -> Tensor",
+    fake=fake,
+)

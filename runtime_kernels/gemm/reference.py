@@ -1,0 +1,64 @@
+"""q2::gemm in torch: 4-bit operands widened without error, then one ordinary matrix product.
+
+An operand without its global scale, code * scale, has at most 6 significant bits, so it is exact in
+bf16 (8 bits), and the product on any bf16 tensor core with fp32 accumulation is the 4-bit GEMM up
+to the order of the sums. A global scale that is a power of two only moves exponents: folded into
+the operands it leaves them exact, and nothing remains to be done after the product. Any other
+global scale is applied to the fp32 result.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.checks import check_quantized
+from q2compile.runtime_kernels.dequantize.reference import dequantize, scaled_codes
+from q2compile.runtime_kernels.registry import REFERENCE, kernel
+from q2compile.runtime_kernels.schemes import get_scheme
+
+
+@kernel("gemm", REFERENCE)
+def gemm(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_global: torch.Tensor,
+    b_codes: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_global: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_scheme: str,
+    b_scheme: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See gemm/op.py.
+
+    Raises:
+        ValueError: the operands are not padded to the same contraction.
+    """
+    check_quantized("gemm", a_codes, a_scales, a_global)
+    check_quantized("gemm", b_codes, b_scales, b_global)
+    if a_codes.shape[1] != b_codes.shape[1]:
+        raise ValueError(
+            f"q2::gemm: the operands are padded to contractions of {2 * a_codes.shape[1]} and "
+            f"{2 * b_codes.shape[1]}; quantise both with the same block width and transform."
+        )
+    a_spec, b_spec = get_scheme(a_scheme), get_scheme(b_scheme)
+    bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
+    if bf16 and a_spec.folds and b_spec.folds:
+        width = 2 * a_codes.shape[1]
+        a = dequantize(a_codes, a_scales, a_global, a_scheme, width, dtype)
+        b = dequantize(b_codes, b_scales, b_global, b_scheme, width, dtype)
+        # addmm adds the bias to the fp32 sums, before the one rounding.
+        return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
+    a = scaled_codes(a_codes, a_scales, a_spec)
+    b = scaled_codes(b_codes, b_scales, b_spec)
+    out = _mm_fp32(a, b).mul_(a_global * b_global)
+    if bias is not None:
+        out += bias
+    return out.to(dtype)
+
+
+def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A B^T in fp32 of operands that are exact in bf16. Torch has a bf16 product with an fp32
+    result on CUDA only."""
+    if a.is_cuda:
+        return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+    return a @ b.t()

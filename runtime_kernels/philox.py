@@ -1,0 +1,54 @@
+"""Philox4x32-10 in torch integer arithmetic: counter-based random words, the same on every device.
+
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call of the
+cipher turns a 128-bit counter and a 64-bit key into four 32-bit words:
+
+    key     = (seed low, seed high)
+    counter = (index low, index high, stream, purpose)
+
+A word needs no state, so a kernel that walks the tensor in any order draws the same coins. Word i
+of a stream is word i % 4 of the block whose index is i // 4. `stream` keeps the operands of one
+GEMM apart under a shared seed, `purpose` keeps coins apart from signs.
+"""
+
+import torch
+
+SIGNS = 1  # the diagonal of a randomised Hadamard transform
+COINS = 2  # stochastic rounding, of elements or of block scales
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor]) -> Counter:
+    """Ten rounds of Philox. All values are int64 tensors holding unsigned 32-bit words; shapes
+    broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap modulo 2^64, so that their bits are those of the unsigned product.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & _LOW, (product1 >> 32) & _LOW
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _LOW, high0 ^ c3 ^ k1, product0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def words(seed: torch.Tensor, count: int, *, stream: int, purpose: int) -> torch.Tensor:
+    """The first `count` words of a stream.
+
+    Args:
+        seed: int64, 0-dim; all 64 bits are the key. It is not read on the host.
+        count: words wanted.
+
+    Returns:
+        int64 [count], each in [0, 2^32).
+    """
+    index = torch.arange((count + 3) // 4, device=seed.device)
+    constant = torch.full_like
+    counter = (index & _LOW, index >> 32, constant(seed, stream), constant(seed, purpose))
+    blocks = philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW))
+    return torch.stack(blocks, dim=1).flatten()[:count]

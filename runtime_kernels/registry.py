@@ -1,0 +1,125 @@
+"""The ops of namespace q2 and the kernels behind them.
+
+`define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.
+`kernel` registers an implementation. A call runs the first registered kernel that serves the device
+and accepts the arguments, newest registration first; the torch reference, which serves every
+device, is behind them all. `select` returns one implementation by name, and never another in its
+place.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+LIBRARY = torch.library.Library("q2", "DEF")
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of one op.
+
+    device_type: "cpu", "cuda", ..., or None for any.
+    refuses: called with the op's arguments; None when the kernel serves them, otherwise the reason
+        in words.
+    """
+
+    op: str
+    name: str
+    device_type: str | None
+    function: Callable
+    refuses: Callable[..., str | None]
+
+    def why_not(self, *args) -> str | None:
+        """None when this kernel serves the arguments, otherwise the reason in words."""
+        device = device_of(args)
+        if self.device_type not in (None, device.type):
+            return f"it runs on {self.device_type}, the operands are on {device.type}"
+        return self.refuses(*args)
+
+
+_KERNELS: dict[str, list[Kernel]] = {}
+
+
+def _accept(*args) -> None:
+    return None
+
+
+def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> None:
+    """Makes torch.ops.q2.<name> from a schema, with a fake that must hold for symbolic shapes.
+
+    The body is opaque to AOTAutograd and Inductor (CompositeExplicitAutograd): graphs show the op
+    and nothing of its inside.
+    """
+    name = schema.partition("(")[0]
+
+    def call(*args):
+        return select(name, args)(*args)
+
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"q2::{name}", fake, lib=LIBRARY)
+    _KERNELS[name] = []
+
+
+def kernel(
+    op: str,
+    name: str,
+    *,
+    device_type: str | None = None,
+    refuses: Callable[..., str | None] = _accept,
+) -> Callable[[Callable], Callable]:
+    """Decorator: registers an implementation of an op. A later registration is tried before an
+    earlier one."""
+
+    def register(function: Callable) -> Callable:
+        assert all(k.name != name for k in _KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
+        _KERNELS[op].insert(0, Kernel(op, name, device_type, function, refuses))
+        return function
+
+    return register
+
+
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """All implementations of an op, in the order in which they are tried.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if op not in _KERNELS:
+        raise ValueError(f"q2 has no op {op!r}; it has {', '.join(sorted(_KERNELS))}.")
+    return tuple(_KERNELS[op])
+
+
+def select(op: str, args: Sequence, name: str | None = None) -> Callable:
+    """The implementation that will run op on these arguments.
+
+    Args:
+        op: name of the op without its namespace.
+        args: the op's positional arguments (tensors may be fake).
+        name: a kernel's name, to have that one and no other.
+
+    Raises:
+        ValueError: the named kernel does not exist or does not serve these arguments; the message
+            says why.
+    """
+    candidates = kernels(op)
+    if name is None:
+        return next(k.function for k in candidates if k.why_not(*args) is None)
+    for candidate in candidates:
+        if candidate.name == name:
+            reason = candidate.why_not(*args)
+            if reason is not None:
+                raise ValueError(f"kernel {name!r} cannot run q2::{op} here: {reason}.")
+            return candidate.function
+    raise ValueError(
+        f"q2::{op} has no kernel {name!r} on this machine; it has "
+        f"{', '.join(k.name for k in candidates)}."
+    )
+
+
+def device_of(args: Sequence) -> torch.device:
+    """The device of the first tensor among an op's arguments."""
+    return next(a.device for a in args if isinstance(a, torch.Tensor))

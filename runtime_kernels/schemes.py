@@ -1,0 +1,112 @@
+"""The table of quantisation schemes: what one quantised operand is, as data.
+
+A quantised tensor of logical shape [M, K] stands for
+
+    value[m, k] = e2m1(code[m, k]) * scale[block of (m, k)] * global_scale
+
+with 4-bit e2m1 codes, one 8-bit scale a block, and one fp32 scalar. Blocks lie along the last
+dimension, the one that the GEMM contracts. Two formats exist:
+
+    nvfp4   blocks of 16 (or 16x16), e4m3 scales, fp32 global scale
+    mxfp4   blocks of 32, e8m0 (power of two) scales, global scale 1 (4/3 where codes shrink by 3/4)
+
+Sources: NVFP4 and its recipe, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); 4/6, "Four over
+    Six" (2512.02010); MS-EDEN, Quartet II (2601.22813 v2); QuEST and RTN 3/4, Quartet (2505.14669
+    v4); SR 3/4, "Training LLMs with MXFP4" (2502.20586).
+"""
+
+import difflib
+from dataclasses import dataclass, replace
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+# SR puts a block's maximum at 16/17 of 6: an e4m3 scale rounded to nearest is at most 1/17 too
+# small, so nothing clips.
+SR_HEADROOM = 16 / 17
+# MS-EDEN's clipping point, Quartet II section 4: 6 * (16/17) / 0.93 = 6.072, the value that
+# minimises the error on N(0,1).
+MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one operand is rounded. Instances live in SCHEMES; the ops take the name."""
+
+    name: str
+    format: str  # "nvfp4" | "mxfp4"
+    rounding: str  # "rtn" | "sr" | "ms_eden" | "quest"
+    block: tuple[int, int]  # rows and columns that share a scale: (1, 16), (16, 16), (1, 32)
+    # "exact": from the tensor's amax, known before the codes (ms_eden: from the corrected scales).
+    # "pow2": a power of two found after the codes; code * scale * 2^k is then exact in bf16.
+    # "none": mxfp4 has no second level.
+    global_scale: str
+    vmax: float = E2M1_MAX  # where a block's maximum lands on the e2m1 grid
+    cap: float = E4M3_MAX  # where the largest block scale lands on the e4m3 grid, at most
+    select: str | None = (
+        None  # 4/6: "mse" or "mae" picks between the scales blkmax/vmax and 1.5 * blkmax/vmax
+    )
+    shrink: float = (
+        1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
+    )
+
+    @property
+    def stochastic(self) -> bool:
+        """Draws coins, so needs a seed."""
+        return self.rounding in ("sr", "ms_eden")
+
+    @property
+    def takes_amax(self) -> bool:
+        """The op must be given the tensor's amax (MS-EDEN finds its global scale from the corrected
+        block scales)."""
+        return self.global_scale == "exact" and self.rounding != "ms_eden"
+
+    @property
+    def folds(self) -> bool:
+        """global_scale is a power of two, so that the whole value is exact in bf16."""
+        return self.global_scale == "pow2" or (self.global_scale == "none" and self.shrink == 1.0)
+
+    @property
+    def width(self) -> int:
+        """Elements along the contraction that share one scale."""
+        return self.block[1]
+
+
+def _table() -> dict[str, Scheme]:
+    nvfp4 = Scheme("nvfp4", "nvfp4", "rtn", (1, 16), "exact")
+    schemes = [
+        nvfp4,
+        # 1.5 * 448 is not an e4m3 number: the scale of the second candidate needs the cap of 256.
+        replace(nvfp4, name="nvfp4_46", select="mse", cap=256.0),
+        replace(nvfp4, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
+    ]
+    # Every nvfp4 scheme has a twin whose global scale is a power of two. The cap of the 4/6 twin is
+    # 448, since both candidates exist before the global scale does.
+    schemes += [
+        replace(
+            s,
+            name=s.name + "_pow2",
+            global_scale="pow2",
+            cap=s.cap if s.rounding == "ms_eden" else E4M3_MAX,
+        )
+        for s in schemes
+    ]
+    return {s.name: s for s in schemes}
+
+
+SCHEMES: dict[str, Scheme] = _table()
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name.
+
+    Raises:
+        ValueError: no such scheme; the message names the nearest one and all of them.
+    """
+    if name in SCHEMES:
+        return SCHEMES[name]
+    near = difflib.get_close_matches(name, SCHEMES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"unknown quantisation scheme {name!r}.{hint} Known schemes: {', '.join(SCHEMES)}."
+    )
