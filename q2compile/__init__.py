@@ -1,0 +1,38 @@
+"""q2compile: trains unmodified PyTorch models with their linear layers in NVFP4.
+
+model = torch.compile(model, backend="quartet2")        # nothing to import
+
+q2compile.Config      the backend's options as a frozen dataclass
+q2compile.explain     what the backend does with a model: one row per matmul
+q2compile.quantize    the quantisers, on any device
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from q2compile.config import Config as Config
+    from q2compile.explain import explain as explain
+    from q2compile.numerics import QuantizedTensor as QuantizedTensor
+    from q2compile.numerics import quantize as quantize
+
+__version__ = "0.1.0"
+__all__ = ["Config", "QuantizedTensor", "explain", "quantize"]
+
+_HOMES = {
+    "Config": "q2compile.config",
+    "explain": "q2compile.explain",
+    "quantize": "q2compile.numerics",
+    "QuantizedTensor": "q2compile.numerics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: the public names stand on torch._dynamo, which takes a second to
+    import.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(_HOMES[name])
+    return getattr(module, name)

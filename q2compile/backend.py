@@ -1,0 +1,137 @@
+"""The Dynamo backend ``quartet2``: capture → rewrite → Inductor, for one graph at a time.
+
+Registered by the entry point group ``torch_dynamo_backends``, so ``torch.compile(model,
+backend="quartet2")`` needs no import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from q2compile import compat
+from q2compile.attention import inline_attention
+from q2compile.compat import NotTakenError
+from q2compile.config import Config
+from q2compile.coverage import Coverage
+from q2compile.dump import DumpFolder, GraphDump
+from q2compile.names import Names
+from q2compile.passes.manager import PassManager
+from q2compile.report import Report, Row, collector
+from q2compile.rewrite import rewrite
+from q2compile.saved import count_saved
+
+
+def quartet2(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | Config | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with its linear layers quantised as ``options`` say (see `Config`).
+
+    Raises ValueError for options that can't be used as given, and for a policy that this graph
+    can't keep; under ``strict`` RuntimeError for a matmul that the policy wanted and that was not
+    taken.
+    """
+    config = Config.from_options(options, mode)
+    names = Names.of_graph(gm)
+    coverage = Coverage.of(names.root, config)
+    compilation = _Compilation(config, coverage)
+    compilation.dump_graph("0_dynamo", gm)
+    inline_attention(gm)
+    rows = rewrite(gm, config, names)
+    compilation.dump_graph("1_rewritten", gm)
+    coverage.add(rows, names)
+    compilation.add_rows(rows)
+    if config.strict:
+        coverage.refuse_unmatched_patterns()
+        _refuse_not_taken(rows)
+    compiled = compilation.compile(gm, example_inputs)
+    return coverage.check_in_first_backward(compiled) if config.strict else compiled
+
+
+def _refuse_not_taken(rows: list[Row]) -> None:
+    wanted = [r for r in rows if r.has_parameter and not r.taken and not r.why.startswith("policy")]
+    wanted = [r for r in wanted if r.why != "the recipe is bf16"]
+    if wanted:
+        listed = "; ".join(f"{r.module}: {r.why}" for r in wanted)
+        raise NotTakenError(
+            f"strict: {len(wanted)} matmul(s) with a weight were not taken: {listed}. "
+            "Give them 'bf16' in the policy if that is meant, or set strict=False"
+        )
+
+
+class _Compilation:
+    """One graph on its way through Inductor, with those who watch: the dump and the report."""
+
+    def __init__(self, config: Config, coverage: Coverage) -> None:
+        self.config = config
+        self.coverage = coverage
+        self.dump: GraphDump | None = None
+        self.reports: list[tuple[Report, DumpFolder | None]] = []
+        if config.dump is not None:
+            folder = DumpFolder.get(config.dump)
+            self.dump = folder.new_graph()
+            self.reports.append((folder.report, folder))
+        collecting = collector.get()
+        if collecting is not None:
+            self.reports.append((collecting, None))
+        self.manager = PassManager(
+            config, self._observe if self.watched else None, compat.pass_in_slot()
+        )
+
+    @property
+    def watched(self) -> bool:
+        return bool(self.reports)
+
+    def dump_graph(self, stage: str, gm: fx.GraphModule) -> None:
+        if self.dump is not None:
+            self.dump.write_graph(stage, gm)
+
+    def add_rows(self, rows: list[Row]) -> None:
+        self.rows = rows
+        for report, _ in self.reports:
+            number = self.dump.number if self.dump else report.graphs
+            for row in rows:
+                row.graph = number
+            report.add(rows, self.coverage)
+        self._write_reports()
+
+    def _write_reports(self) -> None:
+        for report, folder in self.reports:
+            if folder is not None:
+                report.write(folder.path)
+
+    def _observe(self, graph: fx.Graph, kind: str, when: str) -> None:
+        gm = graph.owning_module
+        assert gm is not None
+        if when == "before":
+            if kind == "forward":
+                count_saved(graph, self.rows)
+                self._write_reports()
+            self.dump_graph("2_forward" if kind == "forward" else "3_backward", gm)
+        else:
+            self.dump_graph(f"4_after_passes_{kind}", gm)
+            if self.dump is not None:
+                self.dump.write_passes(self.manager.records)
+
+    def _output_code(self, gm: fx.GraphModule, source: str) -> None:
+        if self.dump is not None:
+            self.dump.write_code(f"5_output_code_{compat.graph_kind(gm.graph)}", source)
+
+    def compile(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if self.config.inner == "eager":
+            return compat.aot_eager_compile(gm, example_inputs, lambda g: self.manager(g.graph))
+        patches = {
+            **compat.inductor_options_of_mode(self.config.mode),
+            **self.config.inductor,
+            **compat.pass_slot(self.manager),
+        }
+        if self.watched:  # a cache hit would skip the passes, and with them what is to be shown
+            patches["fx_graph_cache"] = False
+            return compat.inductor_compile(gm, example_inputs, patches, self._output_code)
+        return compat.inductor_compile(gm, example_inputs, patches)

@@ -1,0 +1,396 @@
+"""Find every matmul of a Dynamo graph, and say of each what it multiplies.
+
+A matmul of activation × parameter, however spelled, is brought to one form, `Matmul`: y = x wᵀ +
+bias with the views that lead there. Everything else that multiplies matrices is a `Left` with the
+reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from q2compile.compat import parameter_of
+
+aten = torch.ops.aten
+
+View = tuple[str, tuple[Any, ...]]  # a tensor method and its arguments
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """y = y_views(x_views(x) · wᵀ + bias), with w [N, K] after w_views."""
+
+    gm: fx.GraphModule
+    node: fx.Node
+    spelling: str
+    parameter: nn.Parameter
+    x: fx.Node
+    w: fx.Node
+    bias: fx.Node | None = None
+    x_views: tuple[View, ...] = ()
+    w_views: tuple[View, ...] = ()
+    y_views: tuple[View, ...] = ()
+
+    @property
+    def shape(self) -> tuple[Any, int, int]:
+        """(T, N, K); T may be symbolic."""
+        n, k = example(self.w).shape
+        if self.w_views:
+            n, k = k, n
+        return example(self.x).numel() // max(k, 1), n, k
+
+
+@dataclass(frozen=True)
+class Left:
+    """A matmul that is not activation × parameter, or not in a form that can be rewritten."""
+
+    gm: fx.GraphModule
+    node: fx.Node
+    spelling: str
+    why: str
+    parameter: nn.Parameter | None = None
+
+
+@dataclass
+class _Scope:
+    """One graph and what its placeholders stand for."""
+
+    gm: fx.GraphModule
+    parameters: dict[fx.Node, nn.Parameter] = field(default_factory=dict)
+    opaque: str = ""  # why nothing in here can be taken
+
+    def parameter(self, node: object) -> nn.Parameter | None:
+        """The parameter that ``node`` is a view or a cast of, None for anything else."""
+        while isinstance(node, fx.Node):
+            if node.op == "placeholder":
+                return self.parameters.get(node)
+            if node.op == "get_attr":
+                value = _attribute(self.gm, str(node.target))
+                return value if isinstance(value, nn.Parameter) else None
+            if not _is_view_or_cast(node):
+                return None
+            node = node.args[0] if node.args else node.kwargs.get("input")
+        return None
+
+
+# Methods and functions with one tensor input whose result is that tensor, seen or stored otherwise.
+_VIEW_METHODS = frozenset(
+    ["t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "mT", "T"]
+    + ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "detach"]
+    + ["narrow", "chunk", "split", "unbind", "select", "clone"]
+    + ["to", "type", "type_as", "bfloat16", "half", "float", "cpu", "cuda"]
+)
+_VIEW_FUNCTIONS = frozenset(
+    [torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.reshape]
+    + [torch.chunk, torch.split, torch.narrow, torch.unbind, torch.squeeze, torch.unsqueeze]
+    + [torch.detach, torch.clone, operator.getitem]
+    + [aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default]
+    + [aten.split.Tensor, aten.slice.Tensor, aten._to_copy.default, aten.to.dtype]
+    + [aten.chunk.default, aten.split_with_sizes.default, aten.reshape.default, aten.detach.default]
+)
+
+
+def _is_view_or_cast(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _VIEW_METHODS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in ("T", "mT", "H", "mH", "data")
+    return node.target in _VIEW_FUNCTIONS
+
+
+def example(node: Any) -> torch.Tensor:
+    """The fake tensor that Dynamo, or a trace, saw at this node."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    assert isinstance(value, torch.Tensor), f"{node} carries no example tensor"
+    return value
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# ---- the spellings: each handler gives a Matmul or the reason why not
+# --------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A matmul call with its arguments by name."""
+
+    scope: _Scope
+    node: fx.Node
+    spelling: str
+    args: dict[str, Any]
+
+    def left(self, why: str, parameter: nn.Parameter | None = None) -> Left:
+        return Left(self.scope.gm, self.node, self.spelling, why, parameter)
+
+    def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | Left:
+        why = _unusable(x, w)
+        if why:
+            return self.left(why, parameter)
+        return Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
+
+
+def _unusable(x: Any, w: Any) -> str:
+    """Why activation x and weight w can't be operands here; "" if they can."""
+    x_, w_ = example(x), example(w)
+    if w_.ndim != 2:
+        return f"the weight is {w_.ndim}-D, {list(w_.shape)}; only 2-D weights are taken"
+    for name, t in (("activation", x_), ("weight", w_)):
+        if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            dtype = str(t.dtype).removeprefix("torch.")
+            return f"the {name} is {dtype}; fp32, bf16 and fp16 are taken"
+    if min(w_.shape) < 16:
+        return f"too small: the weight is {list(w_.shape)}, a block has 16 values"
+    return ""
+
+
+_TRANSPOSED: tuple[View, ...] = (("transpose", (0, 1)),)
+
+
+def _linear(call: _Call) -> Matmul | Left:
+    x, w, bias = call.args["input"], call.args["weight"], call.args.get("bias")
+    parameter = call.scope.parameter(w)
+    if parameter is None:
+        return call.left("the weight is computed, not a parameter or a view of one")
+    return call.taken(parameter, x, w, bias=bias)
+
+
+def _matmul(call: _Call) -> Matmul | Left:
+    """x @ p, or p @ x as (xᵀ pᵀ)ᵀ; as addmm with a 1-D bias, or another summand added after."""
+    a, b, summand = call.args["a"], call.args["b"], call.args.get("input")
+    if summand is not None and (call.args.get("beta", 1), call.args.get("alpha", 1)) != (1, 1):
+        return call.left("addmm with beta or alpha other than 1")
+    left, right = call.scope.parameter(a), call.scope.parameter(b)
+    if left is not None and right is not None:
+        return call.left("parameter × parameter: no activation to quantise", right)
+    if right is not None:
+        is_bias = summand is not None and example(summand).shape == example(b).shape[-1:]
+        bias = summand if is_bias else None
+        y_views = () if is_bias or summand is None else (("add", (summand,)),)
+        if example(b).ndim != 2:
+            return call.left(_batched(example(b)), right)
+        return call.taken(right, a, b, bias=bias, w_views=_TRANSPOSED, y_views=y_views)
+    if left is not None:
+        if example(a).ndim != 2 or example(b).ndim < 2:
+            return call.left(_batched(example(a)), left)
+        flip = (("transpose", (-2, -1)),)
+        after = flip if summand is None else (*flip, ("add", (summand,)))
+        return call.taken(left, b, a, x_views=flip, y_views=after)
+    return call.left("activation × activation")
+
+
+def _batched(w: torch.Tensor) -> str:
+    return f"the weight is {w.ndim}-D, {list(w.shape)}; only 2-D weights are taken"
+
+
+def _einsum(call: _Call) -> Matmul | Left:
+    """Two operands, one of them a 2-D parameter that shares exactly one index with the other."""
+    equation, operands = call.args["equation"], call.args["operands"]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return call.left("einsum of other than two operands with an equation")
+    flags = [call.scope.parameter(o) for o in operands]
+    if flags[0] is None and flags[1] is None:
+        return call.left("activation × activation")
+    if flags[0] is not None and flags[1] is not None:
+        return call.left("parameter × parameter: no activation to quantise", flags[1])
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    subs = inputs.split(",")
+    x, w, xs, ws = operands[0], operands[1], subs[0], subs[1]
+    if flags[0] is not None:
+        x, w, xs, ws = w, x, ws, xs
+    parameter = flags[0] if flags[0] is not None else flags[1]
+    assert parameter is not None
+    views = _einsum_views(xs, ws, out, example(x).ndim)
+    if views is None:
+        return call.left(
+            f"einsum {equation!r} is not activation × 2-D parameter over one index", parameter
+        )
+    x_views, w_views, y_views = views
+    return call.taken(parameter, x, w, x_views=x_views, w_views=w_views, y_views=y_views)
+
+
+def _einsum_views(
+    xs: str, ws: str, out: str, x_ndim: int
+) -> tuple[tuple[View, ...], tuple[View, ...], tuple[View, ...]] | None:
+    """The views that make einsum "xs,ws->out" a linear, None if it is not one.
+
+    "btk,nk->btn": none.  "bkt,kn->btn": x.movedim(1, -1), w.transpose(0, 1).
+    """
+    batch = "".join(chr(0x100 + i) for i in range(x_ndim - len(xs.replace("...", ""))))
+    xs, out = xs.replace("...", batch), out.replace("...", batch)
+    shared = set(xs) & set(ws)
+    if (
+        len(ws) != 2
+        or len(set(ws)) != 2
+        or len(set(xs)) != len(xs)
+        or len(shared) != 1
+        or "." in ws
+    ):
+        return None
+    k = shared.pop()
+    n = ws.replace(k, "")
+    rest = xs.replace(k, "")
+    if n in xs or sorted(out) != sorted(rest + n) or out.replace(n, "") != rest:
+        return None
+    x_views = () if xs.endswith(k) else (("movedim", (xs.index(k), -1)),)
+    w_views = () if ws.endswith(k) else _TRANSPOSED
+    y_views = () if out.endswith(n) else (("movedim", (-1, out.index(n))),)
+    return x_views, w_views, y_views
+
+
+_Handler = Callable[[_Call], Matmul | Left]
+
+
+def _never(why: str) -> _Handler:
+    return lambda call: call.left(why)
+
+
+# name shown, the targets that mean it, names of the positional arguments, handler
+_TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
+    (
+        "linear",
+        (F.linear, torch._C._nn.linear, aten.linear.default),
+        ("input", "weight", "bias"),
+        _linear,
+    ),
+    (
+        "matmul",
+        (torch.matmul, operator.matmul, operator.imatmul, "matmul", "__matmul__")
+        + (aten.matmul.default,),
+        ("a", "b"),
+        _matmul,
+    ),
+    ("matmul", ("__rmatmul__",), ("b", "a"), _matmul),
+    ("mm", (torch.mm, "mm", aten.mm.default), ("a", "b"), _matmul),
+    ("addmm", (torch.addmm, "addmm", aten.addmm.default), ("input", "a", "b"), _matmul),
+    ("bmm", (torch.bmm, "bmm", aten.bmm.default), ("a", "b"), _matmul),
+    ("baddbmm", (torch.baddbmm, "baddbmm"), ("input", "a", "b"), _matmul),
+    ("einsum", (torch.einsum,), ("equation", "operands"), _einsum),
+    (
+        "attention",
+        (F.scaled_dot_product_attention,),
+        (),
+        _never("attention: activation × activation"),
+    ),
+    ("bilinear", (F.bilinear,), (), _never("bilinear: three operands")),
+    (
+        "multi_head_attention_forward",
+        (F.multi_head_attention_forward,),
+        (),
+        _never("this form of multi-head attention could not be taken apart into linears"),
+    ),
+    (
+        "grouped_mm",
+        tuple(
+            getattr(torch, name)
+            for name in ("_grouped_mm", "_scaled_grouped_mm")
+            if hasattr(torch, name)
+        ),
+        (),
+        _never("grouped matmul of expert weights"),
+    ),
+]
+_SPELLINGS = {
+    target: (name, arguments, handler)
+    for name, targets, arguments, handler in _TABLE
+    for target in targets
+}
+
+_RENAMED = {"mat1": "a", "mat2": "b", "batch1": "a", "batch2": "b", "other": "b", "self": "a"}
+
+
+def _call_of(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
+    if node.op == "call_module":
+        module = scope.gm.get_submodule(str(node.target))
+        if isinstance(module, nn.Linear):
+            why = "a module call that Dynamo did not inline; set inline_inbuilt_nn_modules=True"
+            return _Call(scope, node, "linear", {}), lambda call: call.left(why, module.weight)
+        return None
+    if node.op not in ("call_function", "call_method") or node.target not in _SPELLINGS:
+        return None
+    spelling, names, handler = _SPELLINGS[node.target]
+    positional = node.args
+    if handler is _einsum and len(positional) > 2:
+        positional = (positional[0], positional[1:])
+    args = dict(zip(names, positional, strict=False))
+    for key, value in node.kwargs.items():
+        renamed = _RENAMED.get(key, key)
+        if key == "input" and "input" not in names:
+            renamed = "a"
+        args[renamed] = value
+    call = _Call(scope, node, spelling, args)
+    if args.get("out") is not None:
+        return call, _never("writes into an out= tensor")
+    if scope.opaque:
+        return call, _never(scope.opaque)
+    return call, handler
+
+
+# ---- the walk
+# ----------------------------------------------------------------------------------------
+
+
+def find_matmuls(gm: fx.GraphModule) -> Iterator[Matmul | Left]:
+    """Every matmul of ``gm`` and of the graphs inside it (checkpoint bodies and other higher-order
+    ops), in order of execution."""
+    parameters = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        parameter = parameter_of(node)
+        if parameter is not None:
+            parameters[node] = parameter
+    yield from _walk(_Scope(gm, parameters))
+
+
+def _walk(scope: _Scope) -> Iterator[Matmul | Left]:
+    for node in list(scope.gm.graph.nodes):
+        found = _call_of(scope, node)
+        if found is not None:
+            call, handler = found
+            yield handler(call)
+        elif node.op == "call_function":
+            for body, inner in _inner_scopes(scope, node):
+                assert body is inner.gm
+                yield from _walk(inner)
+
+
+def _inner_scopes(scope: _Scope, node: fx.Node) -> Iterator[tuple[fx.GraphModule, _Scope]]:
+    """The graphs that a higher-order op calls, each with the parameters among its inputs.
+
+    The inputs are the last arguments of the op, one for each placeholder of the body.
+    """
+    flat = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
+    bodies = [n for n in flat if n.op == "get_attr"]
+    for body in bodies:
+        gm = _attribute(scope.gm, str(body.target))
+        if not isinstance(gm, fx.GraphModule):
+            continue
+        inputs = [n for n in flat if n.op != "get_attr" or n not in bodies]
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        inner = _Scope(gm, opaque=scope.opaque)
+        if "autograd_function" in str(node.target):
+            inner.opaque = "inside a custom autograd.Function, which has its own backward"
+        elif len(inputs) < len(placeholders):
+            inner.opaque = f"inside {node.target}, whose inputs could not be followed"
+        else:
+            for placeholder, value in zip(placeholders, inputs[-len(placeholders) :], strict=False):
+                parameter = scope.parameter(value)
+                if parameter is not None:
+                    inner.parameters[placeholder] = parameter
+        yield gm, inner

@@ -1,0 +1,181 @@
+"""What differs between the torch versions supported (2.11 to 2.13), and what we use of torch's
+internals.
+
+Every name of `torch._dynamo`, `torch._inductor` or `torch._functorch` that the package stands on
+and that is not public is imported here or in the one module that its comment names, so that a new
+torch version is checked in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import ShortenTraceback
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+__all__ = [
+    "ConfigError",
+    "CustomGraphPass",
+    "NotTakenError",
+    "inductor_compile",
+    "inductor_options_of_mode",
+    "inductor_options",
+    "aot_eager_compile",
+    "graph_kind",
+]
+
+
+class _UserError(ShortenTraceback):
+    """Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a
+    ShortenTraceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class ConfigError(_UserError, ValueError):
+    """An option, a recipe, a policy or an environment setting that can't be used as given."""
+
+
+class NotTakenError(_UserError, RuntimeError):
+    """``strict`` found a matmul that the policy wanted and that was not taken, or not seen."""
+
+
+def inductor_options() -> set[str]:
+    """The keys that Inductor's config knows."""
+    from torch._inductor import list_options
+
+    return set(list_options())
+
+
+def inductor_options_of_mode(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
+    """Inductor's config for a mode of torch.compile; KeyError-free: unknown modes raise
+    ConfigError.
+    """
+    from torch._inductor import list_mode_options
+
+    if mode is None or mode == "default":
+        return {}
+    modes = list_mode_options(dynamic=dynamic)
+    if mode not in modes:
+        from q2compile.suggest import one_of
+
+        one_of("mode", mode, ["default", *modes])
+    return dict(list_mode_options(mode, dynamic))
+
+
+def inductor_compile(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    patches: Mapping[str, Any],
+    on_output_code: Callable[[fx.GraphModule, str], None] | None = None,
+) -> Callable[..., Any]:
+    """Inductor's compile_fx under ``patches``, never touching its global config.
+
+    on_output_code: called with each compiled graph and its generated source. Only pass it with the
+    FX
+        graph cache off: a wrapped inner_compile is not something that torch's caches know.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    compiled: Any
+    if on_output_code is None:
+        compiled = compile_fx(gm, example_inputs, config_patches=dict(patches))
+        return compiled
+
+    def inner(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        code = compile_fx_inner(graph, inputs, **kwargs)
+        on_output_code(graph, getattr(code, "source_code", ""))
+        return code
+
+    compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=dict(patches))
+    return compiled
+
+
+def aot_eager_compile(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    on_graph: Callable[[fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """AOTAutograd with Inductor's decompositions and partitioner, run without Inductor.
+
+    on_graph: called with the forward and the backward graph before they are run.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        on_graph(graph)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )(gm, example_inputs)
+
+
+def graph_kind(graph: fx.Graph) -> str:
+    """ "backward" if AOTAutograd's partitioner made this graph the backward one, else "forward".
+
+    The partitioner names the incoming gradients tangents_1, tangents_2, ...; forward and inference
+    graphs have none.
+    """
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        if node.name.startswith("tangents"):
+            return "backward"
+    return "forward"
+
+
+def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
+    """The parameter behind a placeholder of a Dynamo graph, None if it stands for something
+    else.
+    """
+    arg = node.meta.get("grapharg")
+    if arg is None:
+        return None
+    try:
+        example = arg.example
+    except AssertionError:  # the example was a temporary that is gone: no parameter
+        return None
+    return example if isinstance(example, torch.nn.Parameter) else None
+
+
+_SLOT = "post_grad_custom_pre_pass"
+
+
+def pass_slot(manager: CustomGraphPass) -> dict[str, Any]:
+    """The patch that runs ``manager`` over post-grad graphs. 2.11 takes one pass, 2.13 also a
+    list.
+    """
+    return {_SLOT: manager}
+
+
+def pass_in_slot() -> Any:
+    """The pass that Inductor's global config has in our slot, or None.
+
+    Raises ConfigError for a list of several (possible from 2.13 on): there is one place before
+    ours.
+    """
+    from torch._inductor import config
+
+    current = getattr(config, _SLOT)
+    if isinstance(current, list | tuple):
+        if len(current) > 1:
+            raise ConfigError(
+                f"torch._inductor.config.{_SLOT} holds {len(current)} passes; one can run before "
+                "q2compile's: combine them into one CustomGraphPass"
+            )
+        current = current[0] if current else None
+    return current

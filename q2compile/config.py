@@ -1,0 +1,175 @@
+"""The options of ``torch.compile(model, backend="quartet2", options={...})``, parsed strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from q2compile import compat
+from q2compile.compat import ConfigError
+from q2compile.policy import Policy
+from q2compile.suggest import one_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_FILE_VARIABLE = "Q2COMPILE_CONFIG"
+
+
+def _frozen(value: Any) -> Any:
+    """``value`` with mappings as tuples of pairs and lists as tuples: hashable, in the order
+    given.
+    """
+    if isinstance(value, Mapping):
+        return _FrozenMapping((k, _frozen(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(v) for v in value)
+    return value
+
+
+class _FrozenMapping(Mapping[str, Any]):
+    """A hashable mapping whose order counts, because the last matching pattern of a policy wins."""
+
+    def __init__(self, items: Any = ()) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return list(self.items()) == list(_frozen(other).items())
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The backend's options. Construction checks every value and raises ValueError at once.
+
+    recipe          a recipe's name, or a mapping that changes one (see `recipes.resolve`)
+    policy          {pattern: recipe or mapping}; the last match wins (see `policy`)
+    global_scale    "pow2": a power of two found after the codes; "exact": the papers', from amax
+    dump            a folder for every stage of every graph and the report; None writes nothing
+    strict          raise when a pattern matches nothing, or a wanted matmul was not taken or seen
+    mode            a mode of Inductor: "default", "reduce-overhead", "max-autotune", ...
+    inductor        settings of Inductor's config for these graphs alone
+    inner           "inductor", or "eager" to run the rewritten graphs without Inductor
+    disable_passes  names of post-grad passes to leave out, to find which one is at fault
+    """
+
+    recipe: Any = "quartet2"
+    policy: Mapping[str, Any] = _FrozenMapping()
+    global_scale: str = "pow2"
+    dump: str | None = None
+    strict: bool = False
+    mode: str | None = None
+    inductor: Mapping[str, Any] = _FrozenMapping()
+    inner: str = "inductor"
+    disable_passes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("policy", "inductor"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: a mapping")
+        for name in ("recipe", "policy", "inductor", "disable_passes"):
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        if isinstance(self.dump, os.PathLike):
+            object.__setattr__(self, "dump", os.fspath(self.dump))
+        if not (self.dump is None or isinstance(self.dump, str) and self.dump):
+            raise ConfigError(f"dump: got {self.dump!r}; allowed: a folder's path or None")
+        if not isinstance(self.strict, bool):
+            raise ConfigError(f"strict: got {self.strict!r}; allowed: True, False")
+        one_of("global_scale", self.global_scale, ("pow2", "exact"))
+        one_of("inner", self.inner, ("inductor", "eager"))
+        self._check_inductor()
+        self._check_passes()
+        _ = self.resolved_policy
+
+    def _check_inductor(self) -> None:
+        compat.inductor_options_of_mode(self.mode)
+        if self.inductor:
+            known = compat.inductor_options()
+            for key in self.inductor:
+                one_of("setting of Inductor", key, known)
+        if self.inner == "eager" and (self.mode or self.inductor):
+            raise ConfigError(
+                "inner='eager' runs without Inductor, so 'mode' and 'inductor' can't apply; "
+                "leave them out or use inner='inductor'"
+            )
+
+    def _check_passes(self) -> None:
+        from q2compile.passes import PASSES
+
+        if isinstance(self.disable_passes, str):
+            raise ConfigError(
+                f"disable_passes: got {self.disable_passes!r}; allowed: a list of names"
+            )
+        for name in self.disable_passes:
+            one_of("pass", name, PASSES)
+
+    @cached_property
+    def resolved_policy(self) -> Policy:
+        return Policy.build(self.recipe, self.policy, self.global_scale)
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None
+    ) -> Config:
+        """The Config of torch.compile's ``options`` and ``mode`` over the file that
+        Q2COMPILE_CONFIG names. An option given here replaces the file's of the same name.
+
+        Raises ValueError for an unknown key or value, saying what came, what is allowed, and the
+        nearest right name.
+        """
+        if isinstance(options, Config):
+            return options
+        given = {**_read_config_file(), **(options or {})}
+        for key in given:
+            one_of("option", key, [f.name for f in fields(cls)])
+        if mode is not None:
+            given["mode"] = mode
+        return cls(**given)
+
+
+def _read_config_file() -> Mapping[str, Any]:
+    """The mapping in the TOML or JSON file that the environment names; {} when none is named."""
+    path_text = os.environ.get(CONFIG_FILE_VARIABLE)
+    if not path_text:
+        return {}
+    path = Path(path_text)
+    where = f"{CONFIG_FILE_VARIABLE}={path_text}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            loaded = tomllib.loads(text)
+        elif path.suffix == ".json":
+            loaded = json.loads(text)
+        else:
+            raise ConfigError(f"{where}: the name must end in .toml or .json")
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except ValueError as error:  # tomllib.TOMLDecodeError is a ValueError
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{where}: got a {type(loaded).__name__}; allowed: a table of options")
+    return loaded

@@ -1,0 +1,117 @@
+"""What of a model has reached the backend, and what has not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from q2compile.compat import ConfigError, NotTakenError
+from q2compile.config import Config
+from q2compile.names import Names, expected_sites, site_names
+from q2compile.report import Row
+
+
+class Coverage:
+    """What of one model, under one Config, has reached the backend so far."""
+
+    _by_root: weakref.WeakKeyDictionary[nn.Module, dict[Config, Coverage]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, root: nn.Module | None, config: Config) -> None:
+        self.config = config
+        self.root = weakref.ref(root) if root is not None else lambda: None
+        self.seen: set[str] = set()
+        self.shared: dict[str, dict[str, None]] = {}  # frame -> sites of equal modules, in order
+
+    @classmethod
+    def of(cls, root: nn.Module | None, config: Config) -> Coverage:
+        if root is None:
+            return cls(None, config)
+        by_config = cls._by_root.setdefault(root, {})
+        return by_config.setdefault(config, cls(root, config))
+
+    def add(self, rows: list[Row], names: Names) -> None:
+        self.seen.update(row.module for row in rows)
+        if names.root is None or not names.prefix:
+            return
+        for _, parameter in names.root.get_submodule(names.prefix).named_parameters():
+            served = names.served_too(parameter)
+            self.seen.update(served)
+            if served:
+                self.shared.setdefault(names.prefix, {}).update(dict.fromkeys(served))
+
+    def not_seen(self) -> list[Row]:
+        """Rows for the linears of the model that no graph has held so far."""
+        root = self.root()
+        if root is None:
+            return []
+        why = (
+            "not seen: no compiled graph holds it so far; a graph break in a Python loop, "
+            "torch.compiler.disable or a branch not taken keeps code from the backend"
+        )
+        return [
+            Row(name, ("T", *shape), why=why)
+            for name, shape in expected_sites(root).items()
+            if name not in self.seen
+        ]
+
+    def notes(self) -> list[str]:
+        """What a reader of the report should know besides the rows."""
+        notes = [
+            f"the graph compiled for {prefix!r} also runs equal modules: {', '.join(served)}"
+            for prefix, served in self.shared.items()
+        ]
+        return notes + [
+            f"the policy's pattern {pattern!r} matches no module with a weight"
+            for pattern in self.unmatched_patterns()
+        ]
+
+    def refuse_unmatched_patterns(self) -> None:
+        unmatched = self.unmatched_patterns()
+        if unmatched:
+            raise ConfigError(
+                f"strict: the policy's pattern(s) {', '.join(map(repr, unmatched))} match no "
+                "module with a weight; print q2compile.explain(model, ...) for the names"
+            )
+
+    def unmatched_patterns(self) -> list[str]:
+        root = self.root()
+        if root is None:
+            return []
+        return self.config.resolved_policy.unmatched({*site_names(root), *self.seen})
+
+    def check_in_first_backward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled`` that raises NotTakenError in its first backward for linears that never came.
+
+        By then the whole forward has run, so what has not reached the backend never will; and no
+        optimizer step has been taken.
+        """
+        checked = False
+
+        def check(grad: torch.Tensor) -> torch.Tensor:
+            nonlocal checked
+            checked = True
+            missing = [r.module for r in self.not_seen()]
+            if missing:
+                raise NotTakenError(
+                    f"strict: {len(missing)} linear(s) never reached the backend: "
+                    f"{', '.join(missing)}. "
+                    "Look for graph breaks (TORCH_LOGS=graph_breaks), or set strict=False"
+                )
+            return grad
+
+        def call(*args: Any) -> Any:
+            outputs = compiled(*args)
+            if not checked:
+                for out in outputs:
+                    if isinstance(out, torch.Tensor) and out.requires_grad:
+                        out.register_hook(check)
+                        break
+            return outputs
+
+        return call

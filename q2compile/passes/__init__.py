@@ -1,0 +1,20 @@
+"""Post-grad passes: what is done to the forward and backward graphs before Inductor lowers them.
+
+One table lists them all, in order. A pass is a function ``xxx_pass(graph) -> int`` that changes an
+FX graph in place and returns how often it matched; the runner (`manager`) times it, counts ops
+before and after, dumps, and leaves it out when disabled by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from q2compile.passes.merge_seeds import merge_seeds_pass
+
+Pass = Callable[[fx.Graph], int]
+
+PASSES: dict[str, Pass] = {
+    "merge_seeds": merge_seeds_pass,
+}

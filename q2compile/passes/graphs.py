@@ -1,0 +1,40 @@
+"""Questions that several passes ask of an FX graph."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+Q2 = "q2"
+
+
+def is_q2(node: fx.Node, *names: str) -> bool:
+    """Whether ``node`` calls an op of the q2 namespace (one of ``names``, if any are given)."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    namespace, _, name = target.name().partition("::")
+    return namespace == Q2 and (not names or name in names)
+
+
+def q2_nodes(graph: fx.Graph, *names: str) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if is_q2(node, *names))
+
+
+def op_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each function is called."""
+    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+
+
+def device_of(node: fx.Node) -> torch.device:
+    return node.meta["val"].device
+
+
+def producer(node: fx.Node) -> Any:
+    """The node of the op behind one of its outputs: getitem(op, i) -> op; else the node itself."""
+    return node.args[0] if node.target is operator.getitem else node

@@ -1,0 +1,102 @@
+"""The runner of the post-grad passes: one `CustomGraphPass`, since torch 2.11 takes only one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from torch import fx
+
+from q2compile.compat import CustomGraphPass, graph_kind
+from q2compile.config import Config
+from q2compile.passes import PASSES
+from q2compile.passes.graphs import op_counts
+from q2compile.passes.spec import check_spec
+
+
+@dataclass
+class PassRecord:
+    """What one pass did to one graph."""
+
+    graph: str
+    name: str
+    matches: int
+    seconds: float
+    ops: dict[str, int] = field(default_factory=dict)  # op -> change of its count
+    note: str = ""
+
+
+class PassManager(CustomGraphPass):
+    """Runs PASSES over a graph, checking the spec at entry and at exit.
+
+    config     names the passes to leave out
+    first      a pass that was in Inductor's slot before us; it runs first
+    observe    called with (graph, kind, "before" | "after") for dumps and the report
+    records    a PassRecord for each pass and graph, zero matches included
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observe: Callable[[fx.Graph, str, str], None] | None = None,
+        first: Any = None,
+    ) -> None:
+        self.config = config
+        self.first = first
+        self.observe = observe
+        self.records: list[PassRecord] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.first is not None:
+            self.first(graph)
+        kind = graph_kind(graph)
+        check_spec(graph, kind, f"{kind} graph before the passes")
+        if self.observe:
+            self.observe(graph, kind, "before")
+        for name, one_pass in PASSES.items():
+            if name in self.config.disable_passes:
+                self.records.append(PassRecord(kind, name, 0, 0.0, note="disabled"))
+                continue
+            before, start = op_counts(graph), time.perf_counter()
+            matches = one_pass(graph)
+            seconds = time.perf_counter() - start
+            after = op_counts(graph)
+            change = {op: after[op] - before[op] for op in sorted({*before, *after})}
+            changed = {op: n for op, n in change.items() if n}
+            self.records.append(PassRecord(kind, name, matches, seconds, changed))
+        graph.lint()
+        check_spec(graph, kind, f"{kind} graph after the passes")
+        if self.observe:
+            self.observe(graph, kind, "after")
+
+    def uuid(self) -> Any:
+        """What Inductor's cache keys on: our sources, and the options that change graphs after the
+        rewrite. Without the sources, a stale graph is served after an edit of a pass. None, which
+        turns the cache off, when a pass that runs first gives no uuid of its own."""
+        own = f"{source_hash()}:{','.join(self.config.disable_passes)}"
+        if self.first is None:
+            return own
+        other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        return None if other is None else (own, other)
+
+
+@cache
+def source_hash() -> str:
+    """SHA-256 over every .py and .cu file of the installed package, read once a process."""
+    digest = hashlib.sha256()
+    for package in ("q2compile", "q2compile.lowering", "q2compile.runtime_kernels"):
+        _update(digest, files(package))
+    return digest.hexdigest()
+
+
+def _update(digest: Any, folder: Any) -> None:
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
+        if entry.is_dir() and not entry.name.startswith((".", "__")):
+            _update(digest, entry)
+        elif entry.name.endswith((".py", ".cu", ".cuh")):
+            digest.update(entry.name.encode() + b"\0" + entry.read_bytes())

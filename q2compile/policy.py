@@ -1,0 +1,90 @@
+"""The policy: which module gets which recipe.
+
+A policy is an ordered list of (pattern, recipe); the last match wins, as in .gitignore. A pattern
+is a glob over the whole module name (``*`` also crosses dots, ``?``, ``[01]``, ``[!0]``), or
+``re:`` and a regular expression that must match the whole name. A pattern is data: nothing in it is
+evaluated.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from q2compile import recipes
+from q2compile.compat import ConfigError
+from q2compile.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a policy: what its pattern matches gets its recipe."""
+
+    pattern: str
+    recipe: Recipe
+
+    def matches(self, name: str) -> bool:
+        return _compiled(self.pattern).fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A default recipe and the rules over it.
+
+    ``resolve(name)`` gives the recipe and the pattern that decided ("" for the default).
+    """
+
+    default: Recipe
+    rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def build(cls, recipe: Any, policy: Mapping[str, Any], global_scale: str) -> Policy:
+        """From the options ``recipe``, ``policy`` and ``global_scale``; ValueError says what is
+        wrong.
+
+        A rule that names only some GEMMs changes those of the default recipe.
+        """
+        rules = []
+        for pattern, spec in policy.items():
+            _compiled(pattern)
+            if isinstance(spec, Mapping) and "recipe" not in spec and "base" not in spec:
+                spec = {**_as_mapping(recipe), **spec}
+            rules.append(Rule(pattern, recipes.resolve(spec, global_scale)))
+        return cls(recipes.resolve(recipe, global_scale), tuple(rules))
+
+    def resolve(self, name: str) -> tuple[Recipe, str]:
+        for rule in reversed(self.rules):
+            if rule.matches(name):
+                return rule.recipe, rule.pattern
+        return self.default, ""
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that match none of ``names``, in order."""
+        names = list(names)
+        return [r.pattern for r in self.rules if not any(r.matches(n) for n in names)]
+
+
+def _as_mapping(recipe: Any) -> Mapping[str, Any]:
+    return recipe if isinstance(recipe, Mapping) else {"recipe": recipe}
+
+
+def _compiled(pattern: object) -> re.Pattern[str]:
+    allowed = "allowed: a glob such as 'model.layers.[01].*', or 're:' and a regular expression"
+    if not isinstance(pattern, str) or not pattern:
+        raise ConfigError(f"policy pattern: got {pattern!r}; {allowed}")
+    if pattern.startswith("re:"):
+        try:
+            return re.compile(pattern[3:])
+        except re.error as error:
+            raise ConfigError(f"policy pattern {pattern!r}: {error}; {allowed}") from None
+    if pattern.startswith("!"):
+        raise ConfigError(
+            f"policy pattern {pattern!r}: negation is not supported; write the exception as a "
+            f"later pattern, the last match wins; {allowed}"
+        )
+    if ":" in pattern or pattern.count("[") != pattern.count("]"):
+        raise ConfigError(f"policy pattern {pattern!r}: not a glob; {allowed}")
+    return re.compile(fnmatch.translate(pattern))
