@@ -3,17 +3,17 @@
     python examples/train_llama.py
     python examples/train_llama.py --size 30m --data corpus/ --steps 5000 --batch 32 --seq 512
 
-The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialised. Nothing of
-q2compile is imported: `torch.compile(model, backend="quartet2")` is the whole difference between
-one run and the next. Every recipe, bf16 among them, starts from the same weights, sees the same
-batches in the same order, and trains as in the Quartet II paper (arXiv 2601.22813): fp32 master
-weights under bf16 autocast, AdamW(0.9, 0.95), weight decay 0.1, gradient clipping at 1.0, and 10%
-of warm-up followed by a cosine to zero.
+The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialised; the options of
+`torch.compile(model, backend="quartet2", options=...)` are the only difference between the runs.
+Every recipe, bf16 among them, starts from the same weights, sees the same batches in the same
+order, and trains as in the Quartet II paper (arXiv 2601.22813): fp32 masters under bf16 autocast,
+AdamW(0.9, 0.95), weight decay 0.1, gradients clipped at norm 1.0, and 10% of warm-up followed by a
+cosine to zero.
 
 Written into --out:
     losses.csv      one row per loss: recipe, step, split (train or val), loss, lr, seconds
     losses.png      the curves
-    graphs/RECIPE/  what the backend did with the model, stage by stage, and its report
+    graphs/RECIPE/  what the backend did with the model, stage by stage, with a report
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import argparse
 import csv
 import json
 import math
+import os
 import random
 import statistics
+import subprocess
 import sys
 import sysconfig
 import time
@@ -38,6 +40,8 @@ from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import q2compile
 
 VALIDATION_SHARE = 0.05  # of the text, held out before the tokenizer is trained
 WARMUP_SHARE = 0.1  # of the steps
@@ -203,11 +207,20 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def compile_options(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
-    """What `torch.compile(..., options=)` is given for this recipe."""
-    options: dict[str, Any] = {"recipe": recipe, "policy": {"*lm_head*": "bf16"}}
+    """What `torch.compile(..., options=)` is given for this recipe.
+
+    As in the paper the output layer stays in bf16, unless --config has a policy of its own.
+    """
+    options: dict[str, Any] = {"recipe": recipe}
+    if args.config is None:
+        options["policy"] = {"*lm_head*": "bf16"}
     if recipe != "bf16":
-        options["dump"] = str(args.out / "graphs" / recipe)
+        options["dump"] = str(dump_folder(args, recipe))
     return {**options, **args.compile_options}
+
+
+def dump_folder(args: argparse.Namespace, recipe: str) -> Path:
+    return args.out / "graphs" / recipe
 
 
 def train(
@@ -348,7 +361,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-every", type=int, default=40, help="steps between two validations")
     add("--eval-batches", type=int, default=8, help="batches of one validation")
     add("--device", default="auto", help="auto takes CUDA when there is one")
-    add("--config", type=Path, help="TOML or JSON file of compile options (see README)")
+    add("--config", type=Path, help="TOML or JSON file of compile options, as Q2COMPILE_CONFIG")
     add(
         "--compile-options",
         type=json.loads,
@@ -365,23 +378,55 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    source = args.data or "the standard library's sources"
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse a wrong recipe or option now rather than after the runs before it."""
+    if args.config is not None:
+        os.environ["Q2COMPILE_CONFIG"] = str(args.config)
+    for recipe in args.recipes:
+        q2compile.Config.from_options(compile_options(args, recipe))
+
+
+def load_data(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(training batches, validation batches, vocabulary size); the same for every recipe."""
+    source = args.data or "Python's standard library"
     print(f"reading {source}, training a tokenizer of {args.vocab} entries", flush=True)
     train_text, val_text = split_text(read_documents(args.data), args.seed)
     tokenizer = train_tokenizer(train_text, args.vocab)
-    vocab_size = tokenizer.get_vocab_size()
     train_tokens, val_tokens = encode(tokenizer, train_text), encode(tokenizer, val_text)
-    train_set = draw_batches(train_tokens, args.steps, args.batch, args.seq, args.seed)
-    val_set = draw_batches(val_tokens, args.eval_batches, args.batch, args.seq, args.seed)
     print(
         f"{len(train_tokens):,} tokens to train on, {len(val_tokens):,} held out; "
         f"{args.steps} steps of {args.batch} x {args.seq} tokens on {args.device}",
         flush=True,
     )
+    train_set = draw_batches(train_tokens, args.steps, args.batch, args.seq, args.seed)
+    val_set = draw_batches(val_tokens, args.eval_batches, args.batch, args.seq, args.seed)
+    return train_set, val_set, tokenizer.get_vocab_size()
 
+
+def print_where_to_look(args: argparse.Namespace) -> None:
+    print(f"losses: {args.out / 'losses.csv'}")
+    print(f"loss curves: {args.out / 'losses.png'}")
+    for recipe in args.recipes:
+        folder = dump_folder(args, recipe)
+        if (folder / "report.json").exists():
+            subprocess.run(
+                [sys.executable, "-m", "q2compile.cli", "report", str(folder)],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            print(f"{recipe} report: {folder / 'report.html'} (as text: report.txt)")
+            print(f"{recipe} graphs: {folder}, a folder per graph, a file per stage")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        check_options(args)
+        train_set, val_set, vocab_size = load_data(args)
+    except ValueError as error:
+        print(f"train_llama.py: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
     runs = []
     with open(args.out / "losses.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -395,8 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs.append(train(args, recipe, train_set, val_set, vocab_size, write))
             plot(runs, f"Llama {args.size}, {args.steps} steps", args.out / "losses.png")
     print(summary(runs))
-    print(f"losses  {args.out / 'losses.csv'}")
-    print(f"curves  {args.out / 'losses.png'}")
+    print_where_to_look(args)
     return 0
 
 
