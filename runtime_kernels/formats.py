@@ -92,7 +92,12 @@ def keep_4_bits(x: torch.Tensor) -> torch.Tensor:
     return (bits + 0x7FFFF + odd).bitwise_and_(_KEPT).view(torch.float32)
 
 
+def exponent_of(x: torch.Tensor) -> torch.Tensor:
+    """floor(log2 x) of x >= 0 as int32, by its bits; -127 for zero and fp32 subnormals."""
+    return (x.view(torch.int32) >> 23) - 127
+
+
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2^exponent in fp32 for an integer tensor within [-126, 127], by its bits: a pow() need not be
+    """2^exponent in fp32 for integers within [-126, 127], by its bits: a pow() need not be
     exact."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

@@ -65,16 +65,16 @@ class Tiling:
         rows, contraction = reversed(x.shape) if transpose else x.shape
         return Tiling(rows, ceil_div(contraction, size), size, transpose)
 
-    def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Tiles of x, a new fp32 tensor, zero-padded: [1, size, rows * pieces], or with transpose
-        [pieces, size, rows]. Takes any strides and any float dtype."""
+    def cut(self, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Tiles of x, a new tensor, zero-padded: [1, size, rows * pieces], or with transpose
+        [pieces, size, rows]. Takes any strides and any dtype."""
         padding = self.pieces * self.size - x.shape[0 if self.transpose else 1]
         if padding:
             x = torch.nn.functional.pad(x, (0, 0, 0, padding) if self.transpose else (0, padding))
         if self.transpose:
-            return _copy(x).view(self.pieces, self.size, self.rows)
+            return _copy(x, dtype).view(self.pieces, self.size, self.rows)
         lanes = self.rows * self.pieces
-        return _copy(x.reshape(lanes, self.size).t()).view(1, self.size, lanes)
+        return _copy(x.reshape(lanes, self.size).t(), dtype).view(1, self.size, lanes)
 
     def join(self, tiles: torch.Tensor) -> torch.Tensor:
         """Undoes cut for tiles with n values a piece, any n: contiguous [rows, pieces * n]."""
@@ -86,11 +86,30 @@ class Tiling:
         return rows_first.contiguous().view(self.rows, self.pieces * n)
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+def _copy(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """uint8 codes [n, w, lanes] -> [n, w/2, lanes], two a byte, the even index in the low
     nibble."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [M, Kp/2], two codes a byte -> uint8 [M, Kp], one a byte."""
+    return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """bool [n, w, lanes] -> uint8 [n, w/8, lanes], the little bit first."""
+    packed = bits[:, 0::8].to(torch.uint8)
+    for i in range(1, 8):
+        packed |= bits[:, i::8].to(torch.uint8) << i
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [M, Kp/8], the little bit first -> bool [M, Kp]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(2) >> shifts) & 1).flatten(1).bool()

@@ -15,6 +15,7 @@ import torch
 
 SIGNS = 1  # the diagonal of a randomised Hadamard transform
 COINS = 2  # stochastic rounding, of elements or of block scales
+SECOND_COINS = 3  # of elements under the second candidate scale of 4/6
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

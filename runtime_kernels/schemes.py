@@ -67,34 +67,59 @@ class Scheme:
         return self.global_scale == "pow2" or (self.global_scale == "none" and self.shrink == 1.0)
 
     @property
+    def masked(self) -> bool:
+        """Has a trust mask, which the backward pass applies (op quantize_masked)."""
+        return self.rounding == "quest"
+
+    @property
     def width(self) -> int:
         """Elements along the contraction that share one scale."""
         return self.block[1]
 
 
-def _table() -> dict[str, Scheme]:
-    nvfp4 = Scheme("nvfp4", "nvfp4", "rtn", (1, 16), "exact")
-    schemes = [
-        nvfp4,
-        # 1.5 * 448 is not an e4m3 number: the scale of the second candidate needs the cap of 256.
-        replace(nvfp4, name="nvfp4_46", select="mse", cap=256.0),
-        replace(nvfp4, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
+def _nvfp4() -> list[Scheme]:
+    rtn = Scheme("nvfp4", "nvfp4", "rtn", (1, 16), "exact")
+    # 1.5 * 448 is not an e4m3 number, so the scale of the second 4/6 candidate needs the cap of
+    # 256.
+    selected = replace(rtn, select="mse", cap=256.0)
+    stochastic = replace(rtn, rounding="sr", vmax=E2M1_MAX * SR_HEADROOM)
+    exact = [
+        rtn,
+        replace(selected, name="nvfp4_46"),
+        replace(selected, name="nvfp4_46_mae", select="mae"),
+        replace(rtn, name="nvfp4_16x16", block=(16, 16)),
+        replace(selected, name="nvfp4_16x16_46", block=(16, 16)),
+        replace(stochastic, name="nvfp4_sr"),
+        # NVIDIA's library: the maximum goes to 6, and clips where the e4m3 scale was rounded down.
+        replace(stochastic, name="nvfp4_sr_clip", vmax=E2M1_MAX),
+        # Biased, since the draw with the smaller error is kept: for forward or for study.
+        replace(stochastic, name="nvfp4_sr_46", select="mse", cap=256.0),
+        replace(rtn, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
     ]
-    # Every nvfp4 scheme has a twin whose global scale is a power of two. The cap of the 4/6 twin is
-    # 448, since both candidates exist before the global scale does.
-    schemes += [
+    # The twins with a power of two as global scale. Their 4/6 may use all of e4m3, since both
+    # candidates exist before the global scale does.
+    return exact + [
         replace(
             s,
-            name=s.name + "_pow2",
+            name=f"{s.name}_pow2",
             global_scale="pow2",
-            cap=s.cap if s.rounding == "ms_eden" else E4M3_MAX,
+            cap=E4M3_MAX if s.select else s.cap,
         )
-        for s in schemes
+        for s in exact
     ]
-    return {s.name: s for s in schemes}
 
 
-SCHEMES: dict[str, Scheme] = _table()
+def _mxfp4() -> list[Scheme]:
+    rtn = Scheme("mxfp4_rtn", "mxfp4", "rtn", (1, 32), "none")
+    return [
+        rtn,
+        replace(rtn, name="mxfp4_rtn34", shrink=0.75),
+        replace(rtn, name="mxfp4_sr", rounding="sr", shrink=0.75),
+        replace(rtn, name="mxfp4_quest", rounding="quest"),
+    ]
+
+
+SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
 def get_scheme(name: str) -> Scheme:

@@ -76,25 +76,21 @@ def signs_of(
     return 1.0 - 2.0 * bits.flatten()[: transform.size].to(torch.float32)
 
 
-def hadamard(tiles: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
-    """Rotates the middle dimension of tiles.
+def hadamard(tiles: torch.Tensor) -> torch.Tensor:
+    """H along the middle dimension of fp32 tiles [n, size, lanes], which are overwritten.
 
-    Args:
-        tiles: fp32 [outer, size, lanes], overwritten.
-        signs: fp32 [size] of +-1 or None.
-
-    The order of operations is part of the contract, since kernels are held to the same bits:
-    multiply by the signs; then for h = 1, 2, 4, ..., size/2 replace each pair (a, b) at positions
-    (i, i + h) by (a + b, a - b) in fp32; then multiply every element once by the fp32 constant
-    nearest 1/sqrt(size).
+    The order of operations is part of the contract, since kernels are held to the same bits: signs
+    have been multiplied in before; for h = 1, 2, 4, ..., size/2 each pair (a, b) at positions
+    (i, i + h) becomes (a + b, a - b) in fp32; then every element is multiplied once by the fp32
+    number nearest 1/sqrt(size).
     """
-    outer, size, lanes = tiles.shape
-    if signs is not None:
-        tiles *= signs[:, None]
+    n, size, lanes = tiles.shape
+    if size == 1:
+        return tiles
     spare = torch.empty_like(tiles)
     h = 1
     while h < size:
-        shape = (outer, size // (2 * h), 2, h, lanes)
+        shape = (n, size // (2 * h), 2, h, lanes)
         a, b = tiles.view(shape).unbind(2)
         total, difference = spare.view(shape).unbind(2)
         torch.add(a, b, out=total)

@@ -2,9 +2,9 @@
 
 import torch
 
-from q2compile.runtime_kernels.blocks import Quantized
 from q2compile.runtime_kernels.checks import check_quantized
 from q2compile.runtime_kernels.dequantize.reference import dequantize
+from q2compile.runtime_kernels.quantizer import Quantized
 from q2compile.runtime_kernels.registry import REFERENCE, kernel
 from q2compile.runtime_kernels.rht_quantize.reference import rht_quantize
 

@@ -3,12 +3,11 @@
 import torch
 
 from q2compile.runtime_kernels.amax.op import amax
-from q2compile.runtime_kernels.blocks import Quantized, quantize_tiles
 from q2compile.runtime_kernels.checks import check_operand
 from q2compile.runtime_kernels.layout import Tiling
+from q2compile.runtime_kernels.quantizer import Quantized, quantize_tiles, rotate_tiles
 from q2compile.runtime_kernels.registry import REFERENCE, kernel
 from q2compile.runtime_kernels.rht_quantize.op import checked
-from q2compile.runtime_kernels.transforms import hadamard, signs_of
 
 
 @kernel("rht_quantize", REFERENCE)
@@ -24,10 +23,6 @@ def rht_quantize(
     spec, rotation = checked("rht_quantize", seed, scheme, transform)
     check_operand("rht_quantize", x)
     tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=transpose)
-    tiles = tiling.cut(x)
-    if rotation.size > 1:
-        outer, size, lanes = tiles.shape
-        chunks = tiles.view(outer * (size // rotation.size), rotation.size, lanes)
-        tiles = hadamard(chunks, signs_of(rotation, seed, x.device)).view(outer, size, lanes)
-    exact = amax(tiles) if spec.takes_amax else None
-    return quantize_tiles(tiles, tiling, spec, amax=exact, seed=seed, stream=stream)
+    tiles = rotate_tiles(tiling.cut(x), rotation, seed)
+    largest = amax(tiles) if spec.takes_amax else None
+    return quantize_tiles(tiles, tiling, spec, amax=largest, seed=seed, stream=stream)[:3]

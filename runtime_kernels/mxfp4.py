@@ -1,0 +1,47 @@
+"""Rounding rules of MXFP4: e2m1 codes in blocks of 32, e8m0 scales (powers of two), no second
+level.
+
+    rtn, sr   s = 2^(floor(log2 largest) - 2); code = round(shrink * x / s)
+    quest     s = 2^round(log2(2.92247856/6 * rms)); code = e2m1(x / s), trusted where |x / s| < 6
+
+The first is the scale rule of OCP's "Microscaling Formats (MX) v1.0": largest / s lies in [4, 8),
+of which the codes hold up to 6. With shrink = 3/4 nothing clips; the factor comes back as a global
+scale of 4/3, so that a GEMM's alpha is the papers' 16/9 ("Training LLMs with MXFP4", 2502.20586,
+with SR; Quartet, 2505.14669 v4, with RTN). QuEST's constant makes the error on a Gaussian smallest.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.blocks import Blocks, Rounded, finite_or_nan, sum_neighbours
+from q2compile.runtime_kernels.formats import exponent_of, power_of_two
+
+QUEST_CLIP = 2.92247856  # in units of the standard deviation, for 16 levels
+_MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # of e8m0
+
+
+def rounded(blocks: Blocks) -> Rounded:
+    """The scheme's rule."""
+    scheme, largest = blocks.scheme, blocks.largest()
+    quest = scheme.rounding == "quest"
+    exponent = _quest_exponent(blocks.x, largest) if quest else exponent_of(largest) - 2
+    # 127 is left out, so that the reciprocal is a normal number: no x but Inf has such a scale.
+    exponent = exponent.clamp(_MIN_EXPONENT, _MAX_EXPONENT - 1)
+    scaled = blocks.x * (scheme.shrink * power_of_two(-exponent))
+    values = blocks.to_e2m1(scaled)
+    scales = blocks.join_scales((exponent - _MIN_EXPONENT).to(torch.uint8))
+    unit = finite_or_nan(largest.new_full((), 1.0 / scheme.shrink), largest)
+    trusted = scaled.abs_() < 6.0 if quest else None
+    return Rounded(values, scales.view(torch.float8_e8m0fnu), unit, trusted)
+
+
+def _quest_exponent(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """round(log2(c * rms)), c = 2.92247856/6, without a logarithm: with w = (c * rms)^2 in
+    [2^e, 2^(e+1)) it is ceil(e / 2). The block is first scaled by a power of two to a maximum in
+    [1, 2), so that its squares are in range at any magnitude.
+
+    The paper adds 1e-8 inside the logarithm; without it x * 2^j has the codes of x for every j.
+    """
+    top = exponent_of(largest).clamp(min=-126)
+    mean_square = sum_neighbours((x * power_of_two(-top)).square_()) / x.shape[1]
+    e = exponent_of(mean_square * (QUEST_CLIP / 6.0) ** 2)
+    return top + ((e + 1) >> 1)

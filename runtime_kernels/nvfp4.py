@@ -1,0 +1,141 @@
+"""Rounding rules of NVFP4: e2m1 codes, e4m3 block scales, an fp32 global scale.
+
+    exact   g = amax / (vmax * cap); s = e4m3(largest / vmax / g); r = (1/g) / s; code = e2m1(x * r)
+    pow2    p = largest / vmax to 4 significant bits; r = 1 / p; code = e2m1(x * r); then, once all
+            blocks are done, g = 2^k from the largest p; s = e4m3(p / g)
+
+Where s or p is 0, r is taken as if it were 1. In pow2 the codes need nothing from outside their
+block: p has as many bits as an e4m3 number, so dividing it by 2^k loses bits only in e4m3's
+subnormals, below 2^-14 of the largest.
+
+"exact" is NVIDIA's rule, "Pretraining LLMs with NVFP4" (2509.25149), appendix B; "pow2" is ours.
+"""
+
+import torch
+
+from q2compile.runtime_kernels import philox
+from q2compile.runtime_kernels.blocks import (
+    Blocks,
+    Rounded,
+    finite_or_nan,
+    finite_reciprocal,
+    largest_of,
+    or_one,
+    sum_neighbours,
+)
+from q2compile.runtime_kernels.formats import (
+    keep_4_bits,
+    nearest_e4m3,
+    power_of_two,
+    round_e2m1,
+    stochastic_e4m3,
+)
+from q2compile.runtime_kernels.schemes import Scheme
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
+    """The scheme's rule. amax: fp32 0-dim, for schemes that take it."""
+    if blocks.scheme.rounding == "ms_eden":
+        return _ms_eden(blocks)
+    scheme, largest = blocks.scheme, blocks.largest()
+    unit = None if amax is None else exact_global_scale(amax, scheme)
+    scale = _block_scale(largest, scheme.vmax, unit)
+    if scheme.select:
+        values, scale = _four_over_six(blocks, largest, scale, unit)
+    else:
+        values = blocks.to_e2m1(blocks.x * _reciprocal(scale, unit))
+    if unit is None:
+        unit = pow2_global_scale(scale, largest, scheme.cap)
+        scale = scale / unit
+    return Rounded(values, nearest_e4m3(blocks.join_scales(scale)), unit)
+
+
+def _four_over_six(
+    blocks: Blocks, largest: torch.Tensor, six: torch.Tensor, unit: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two candidate scales of a block, which map its largest to vmax and to vmax / 1.5, the one
+    with the smaller error of the dequantised block; the first in a tie. "Four over Six"
+    (2512.02010). Returns the e2m1 values and the scale.
+
+    Errors are taken in units of each scale, x*r - e2m1(x*r), and put on one footing by the ratio of
+    the scales, so that squares neither overflow nor vanish at any magnitude of x.
+    """
+    four = _block_scale(largest, blocks.scheme.vmax / 1.5, unit)
+    ratio = or_one(four) / or_one(six)
+    if blocks.scheme.select == "mse":
+        ratio = ratio.square()
+    values_six, error_six = _candidate(blocks, _reciprocal(six, unit), philox.COINS)
+    values_four, error_four = _candidate(blocks, _reciprocal(four, unit), philox.SECOND_COINS)
+    chosen = error_four * ratio < error_six
+    return torch.where(chosen, values_four, values_six), torch.where(chosen, four, six)
+
+
+def _candidate(
+    blocks: Blocks, reciprocal: torch.Tensor, purpose: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e2m1 values under one scale, and each block's error in units of that scale."""
+    scaled = blocks.x * reciprocal
+    values = blocks.to_e2m1(scaled, purpose)
+    error = scaled.sub_(values)
+    error = error.square_() if blocks.scheme.select == "mse" else error.abs_()
+    return values, blocks.shared(sum_neighbours(error), total=True)
+
+
+def _ms_eden(blocks: Blocks) -> Rounded:
+    """MS-EDEN with post-hoc range alignment, Quartet II (2601.22813 v2), sections 4 and 5.
+
+    p = largest / s_clip to 4 significant bits (s_clip > 6 * 16/17: the far tail is clipped at 6,
+    for a smaller error of the rest); u = x / p; c = e2m1(u); the correction S = <u, u> / <u, c>
+    makes the block's projection on x exact, <x, c*p*S> = <x, x>. Only then is p*S split into a
+    global scale and e4m3 scales, the latter by stochastic rounding, whose mean keeps S.
+    """
+    scheme, largest = blocks.scheme, blocks.largest()
+    pseudo = keep_4_bits(largest * (1.0 / scheme.vmax))
+    scaled = blocks.x * _reciprocal(pseudo, None)
+    values = round_e2m1(scaled)
+    projection = sum_neighbours(scaled * values)
+    correction = sum_neighbours(scaled.square_()) / or_one(projection)
+    corrected = pseudo * torch.where(projection == 0, 1.0, correction)
+    if scheme.global_scale == "exact":
+        unit = finite_or_nan(_floored(largest_of(corrected) / scheme.cap), largest)
+    else:
+        unit = pow2_global_scale(corrected, largest, scheme.cap)
+    scales = blocks.join_scales(corrected) / unit
+    return Rounded(values, stochastic_e4m3(scales, blocks.coins(tuple(scales.shape))), unit)
+
+
+def exact_global_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """g = amax / (vmax * cap), fp32 0-dim; 1 for an all-zero tensor; NaN when amax is not
+    finite."""
+    return finite_or_nan(_floored(amax / (scheme.vmax * scheme.cap)), amax)
+
+
+def pow2_global_scale(scales: torch.Tensor, largest: torch.Tensor, cap: float) -> torch.Tensor:
+    """The smallest 2^k with max(scales) / 2^k <= cap, fp32 0-dim; 1 for an all-zero tensor; NaN
+    where a block's largest |x| is not finite."""
+    top = largest_of(scales)
+    fraction, exponent = torch.frexp(top)  # top = fraction * 2^exponent, fraction in [1/2, 1)
+    cap_fraction, cap_exponent = torch.frexp(torch.full_like(top, cap))
+    k = exponent - cap_exponent + (fraction > cap_fraction)
+    return finite_or_nan(torch.where(top == 0, 1.0, power_of_two(k.clamp(-126, 127))), largest)
+
+
+def _block_scale(largest: torch.Tensor, vmax: float, unit: torch.Tensor | None) -> torch.Tensor:
+    """The scale that maps largest to vmax, fp32 with at most 4 significant bits; in units of the
+    global scale where there is one."""
+    if unit is None:
+        return keep_4_bits(largest / vmax)
+    return nearest_e4m3(largest / vmax / unit).to(torch.float32)
+
+
+def _reciprocal(scale: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
+    """What x is multiplied by."""
+    return finite_reciprocal(1.0 if unit is None else 1.0 / unit, scale)
+
+
+def _floored(global_scale: torch.Tensor) -> torch.Tensor:
+    """1 instead of 0; and never an fp32 subnormal, whose reciprocal could be Inf (an amax under
+    3e-35)."""
+    return torch.where(global_scale == 0, 1.0, global_scale.clamp(min=_TINY))

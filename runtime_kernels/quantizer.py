@@ -1,0 +1,70 @@
+"""From fp32 tiles to a quantised operand, for either format: what the references of the ops
+share."""
+
+import torch
+
+from q2compile.runtime_kernels import mxfp4, nvfp4
+from q2compile.runtime_kernels.blocks import Blocks
+from q2compile.runtime_kernels.formats import encode_e2m1
+from q2compile.runtime_kernels.layout import Tiling, pack, pack_bits
+from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.transforms import Transform, hadamard, signs_of
+
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantize_tiles(
+    tiles: torch.Tensor,
+    tiling: Tiling,
+    scheme: Scheme,
+    *,
+    amax: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantises the tiles that tiling.cut made.
+
+    Args:
+        tiles: fp32 [outer, size, lanes], size a multiple of the block.
+        tiling: where they came from; the result lies along its rows.
+        amax: fp32 0-dim, largest |x| of the whole tensor, for schemes that take it.
+        seed, stream: where the coins of a stochastic scheme come from.
+
+    Returns:
+        codes uint8 [rows, Kp/2]; scales [rows / rows of a block, Kp / width]; global_scale fp32
+        0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8], one bit an element, else None.
+    """
+    outer, size, lanes = tiles.shape
+    shape = (outer * (size // scheme.width), scheme.width, lanes)
+    blocks = Blocks(tiles.view(shape), tiling, scheme, seed, stream)
+    rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
+    codes = blocks.join(pack(encode_e2m1(rounded.values)))
+    mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))
+    return codes, rounded.scales, rounded.global_scale, mask
+
+
+def rotate_tiles(
+    tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
+) -> torch.Tensor:
+    """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks. Overwrites
+    them."""
+    signs = signs_of(transform, seed, tiles.device)
+    if signs is not None:
+        tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
+    return hadamard(_chunks(tiles, transform)).view(tiles.shape)
+
+
+def rotate_tiles_back(
+    tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
+) -> torch.Tensor:
+    """Undoes rotate_tiles: D (H y), since H is symmetric and its own inverse. Overwrites them."""
+    signs = signs_of(transform, seed, tiles.device)
+    tiles = hadamard(_chunks(tiles, transform)).view(tiles.shape)
+    if signs is not None:
+        _chunks(tiles, transform).mul_(signs[:, None])
+    return tiles
+
+
+def _chunks(tiles: torch.Tensor, transform: Transform) -> torch.Tensor:
+    outer, size, lanes = tiles.shape
+    return tiles.view(outer * (size // transform.size), transform.size, lanes)
