@@ -172,12 +172,12 @@ def draw_batches(tokens: torch.Tensor, count: int, batch: int, seq: int, seed: i
 
     Drawn once and handed to every run, so that the order of the data cannot differ.
     """
-    if len(tokens) <= seq:
+    if len(tokens) < seq:
         raise ValueError(
-            f"the text has {len(tokens)} tokens, --seq {seq} needs more: give more text"
+            f"the text has {len(tokens)} tokens, less than --seq {seq}: give more text"
         )
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(tokens) - seq, (count, batch, 1), generator=generator)
+    starts = torch.randint(len(tokens) - seq + 1, (count, batch, 1), generator=generator)
     return tokens[starts + torch.arange(seq)]
 
 

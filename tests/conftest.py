@@ -1,0 +1,21 @@
+"""Shared by all tests: the gpu marker, and property tests that repeat exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples in every run, and no deadline: CI machines are slow and shared.
+settings.register_profile("q2compile", derandomize=True, deadline=None)
+settings.load_profile("q2compile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked gpu where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

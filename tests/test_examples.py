@@ -1,0 +1,223 @@
+"""The examples run as a user runs them, and their numbers are right."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from matplotlib import image
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ROOT / "examples" / "train_llama.py"
+STEPS = 30
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train_llama() -> ModuleType:
+    return load(TRAIN)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text with something to learn: 600 lines that differ in two numbers, and a file of noise."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for part in range(3):
+        lines = [
+            f"row {i}: the square of {i} is {i * i}." for i in range(200 * part, 200 * part + 200)
+        ]
+        (folder / f"part{part}.txt").write_text("\n".join(lines))
+    (folder / "not_text.bin").write_bytes(bytes(range(128, 256)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a run with both recipes wrote; its output is in stdout.txt."""
+    out = tmp_path_factory.mktemp("trained")
+    command = [sys.executable, str(TRAIN), "--recipes", "bf16,quartet2", "--size", "tiny"]
+    command += ["--steps", str(STEPS), "--batch", "4", "--seq", "64", "--vocab", "256"]
+    command += ["--eval-every", "15", "--eval-batches", "2", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--data", str(corpus), "--out", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (out / "stdout.txt").write_text(done.stdout)
+    return out
+
+
+def losses(folder: Path, recipe: str, split: str) -> dict[int, float]:
+    """step -> loss."""
+    with open(folder / "losses.csv", newline="") as file:
+        rows = [r for r in csv.DictReader(file) if (r["recipe"], r["split"]) == (recipe, split)]
+    return {int(row["step"]): float(row["loss"]) for row in rows}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "quartet2"])
+def test_the_loss_falls(trained: Path, recipe: str) -> None:
+    train, val = losses(trained, recipe, "train"), losses(trained, recipe, "val")
+    assert list(train) == list(range(1, STEPS + 1))
+    assert list(val) == [15, STEPS]
+    assert train[1] == pytest.approx(5.545, abs=0.15)  # ln 256: an untrained model knows nothing
+    assert val[STEPS] < val[15] < train[1]
+    assert val[STEPS] < 4.0
+
+
+def test_the_recipes_start_alike_and_then_differ(trained: Path) -> None:
+    bf16, quartet2 = (losses(trained, recipe, "train") for recipe in ("bf16", "quartet2"))
+    # Same weights, same batch: the first losses differ by the forward's quantisation alone.
+    assert 0 < abs(bf16[1] - quartet2[1]) < 0.02
+    assert bf16 != quartet2
+    gap = losses(trained, "quartet2", "val")[STEPS] - losses(trained, "bf16", "val")[STEPS]
+    assert abs(gap) < 0.25
+
+
+def test_the_curves_of_both_recipes_are_drawn(trained: Path) -> None:
+    pixels = torch.from_numpy(image.imread(trained / "losses.png")[..., :3])
+    assert pixels.shape == (750, 1200, 3)
+    for color in ("#1f77b4", "#ff7f0e"):  # matplotlib's C0 and C1
+        rgb = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        assert ((pixels - rgb).abs().amax(-1) < 0.02).sum() > 200
+
+
+def test_the_report_names_every_linear(trained: Path) -> None:
+    folder = trained / "graphs" / "quartet2"
+    rows = {row["module"]: row for row in json.loads((folder / "report.json").read_text())}
+    taken = {name.rsplit(".", 1)[-1] for name, row in rows.items() if row["taken"]}
+    assert taken == set(PROJECTIONS)
+    assert rows["model.layers.0.mlp.down_proj"]["shape"] == [4 * 64, 64, 128]
+    assert not rows["lm_head"]["taken"]
+    assert "*lm_head*" in rows["lm_head"]["why"]
+    page = (folder / "report.html").read_text()
+    assert all(name in page for name in PROJECTIONS)
+    assert (folder / "graph_0" / "2_forward.txt").read_text().count("q2.gemm") == len(PROJECTIONS)
+    assert not (trained / "graphs" / "bf16").exists()
+
+
+def test_the_summary_says_where_to_look(trained: Path) -> None:
+    printed = (trained / "stdout.txt").read_text()
+    for recipe in ("bf16", "quartet2"):
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{recipe} ")][:1]
+        assert f"{losses(trained, recipe, 'val')[STEPS]:.4f}" in line
+    for name in ("losses.csv", "losses.png", "report.html"):
+        (path,) = [word for word in printed.split() if word.endswith(name)]
+        assert Path(path).is_file()
+
+
+def test_a_wrong_recipe_is_refused_before_any_work(
+    train_llama: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert train_llama.main(["--recipes", "bf16,quartett2", "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert "quartett2" in printed.err and "quartet2" in printed.err
+    assert printed.out == "" and not out.exists()
+
+
+def test_missing_and_short_data_are_refused(
+    train_llama: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_llama.main(["--data", str(tmp_path / "absent")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+    (tmp_path / "short.txt").write_text("too little")
+    assert train_llama.main(["--data", str(tmp_path / "short.txt")]) == 2
+    assert "give more text" in capsys.readouterr().err
+    assert train_llama.main(["--data", str(tmp_path / "folder_without_text")]) == 2
+
+
+def test_held_out_text_is_not_trained_on(train_llama: ModuleType, corpus: Path) -> None:
+    documents = train_llama.read_documents(corpus)
+    assert len(documents) == 3  # the noise is not text
+    train, val = train_llama.split_text(documents, seed=0)
+    assert len(val) == pytest.approx(0.05 * (len(train) + len(val)), rel=0.01)
+    lines = [line for line in val.splitlines()[1:] if line]
+    assert len(lines) > 10 and not any(line in train for line in lines)
+    assert (train, val) == train_llama.split_text(documents, seed=0)
+    assert val != train_llama.split_text(documents, seed=1)[1]
+
+
+def test_tokens_are_the_text(train_llama: ModuleType, corpus: Path) -> None:
+    text = train_llama.read_documents(corpus)[0]
+    tokens = train_llama.encode(train_llama.train_tokenizer(text, 256), text)
+    assert len(tokens) == len(text.encode())  # 256 entries: one token a byte
+    merged = train_llama.train_tokenizer(text, 300)
+    assert len(train_llama.encode(merged, text)) < len(tokens) / 2
+
+
+def test_batches_are_windows_of_the_tokens(train_llama: ModuleType) -> None:
+    tokens = torch.arange(200)
+    batches = train_llama.draw_batches(tokens, count=500, batch=8, seq=16, seed=3)
+    assert batches.shape == (500, 8, 16)
+    assert torch.equal(batches - batches[..., :1], torch.arange(16).expand(500, 8, 16))
+    assert batches.max() == 199 and batches.min() == 0
+    assert torch.equal(batches, train_llama.draw_batches(tokens, 500, 8, 16, seed=3))
+    assert not torch.equal(batches, train_llama.draw_batches(tokens, 500, 8, 16, seed=4))
+
+
+def test_learning_rate_warms_up_and_decays(train_llama: ModuleType) -> None:
+    factors = [train_llama.learning_rate_factor(step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[9] == factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.5)
+    assert factors[100] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_smoothing_keeps_a_constant_and_follows_a_step(train_llama: ModuleType) -> None:
+    assert train_llama.smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
+    assert train_llama.smoothed([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 2 / 3])
+
+
+def test_options_given_to_the_backend(train_llama: ModuleType, tmp_path: Path) -> None:
+    config = tmp_path / "options.toml"
+    config.write_text('[policy]\n"*.down_proj" = "bf16"\n')
+    args = Namespace(out=tmp_path, config=None, compile_options={"strict": True})
+    assert train_llama.compile_options(args, "quartet2") == {
+        "recipe": "quartet2",
+        "policy": {"*lm_head*": "bf16"},
+        "dump": str(tmp_path / "graphs" / "quartet2"),
+        "strict": True,
+    }
+    args.config = config
+    options = train_llama.compile_options(args, "bf16")
+    assert options == {"recipe": "bf16", "strict": True}  # the file's policy is not overridden
+
+
+def test_benchmark_ratios() -> None:
+    step_cpu = load(ROOT / "examples" / "benchmarks" / "step_cpu.py")
+    samples = {
+        "bf16": [step_cpu.Sample(1.0, 10.0), step_cpu.Sample(2.0, 4.0), step_cpu.Sample(3.0, 6.0)],
+        "quartet2": [
+            step_cpu.Sample(6.0, 15.0),
+            step_cpu.Sample(5.0, 5.0),
+            step_cpu.Sample(9.0, 7.0),
+        ],
+    }
+    rows = {row["name"]: row for row in step_cpu.ratios(samples)}
+    assert rows["training step"]["ratio"] == 3.0
+    assert rows["compile, cold caches"]["ratio"] == 1.5
+    assert rows["compile, warm caches"]["seconds"] == {"bf16": 5.0, "quartet2": 6.0}
+
+
+def test_recorded_results_say_where_they_come_from() -> None:
+    results = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
+    keys = {"name", "ratio", "unit", "device", "versions", "date", "command"}
+    for path in results:
+        for row in json.loads(path.read_text()):
+            assert keys <= set(row), path.name
