@@ -18,6 +18,7 @@ from q2compile.runtime_kernels import (
     quantize_masked,
     requantize,
     rht_quantize,
+    rht_quantize_both,
     seed,
     transpose,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "quantize_masked",
     "requantize",
     "rht_quantize",
+    "rht_quantize_both",
     "seed",
     "transpose",
 ]

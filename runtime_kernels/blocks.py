@@ -31,11 +31,13 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; seed, stream: of the coins."""
+    """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what MS-EDEN has still to
+    multiply them by (the others find it done); seed, stream: of the coins."""
 
     x: torch.Tensor
     tiling: Tiling
     scheme: Scheme
+    factor: float | torch.Tensor
     seed: torch.Tensor | None
     stream: int
 

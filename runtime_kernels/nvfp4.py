@@ -93,15 +93,18 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     """
     scheme, largest = blocks.scheme, blocks.largest()
     pseudo = keep_4_bits(largest * (1.0 / scheme.vmax))
+    # Blocks with a subnormal pseudo-scale count as zeros: the reciprocal of every other is a normal
+    # number, and no kernel needs a slow path.
+    pseudo = torch.where(pseudo < _TINY, 0.0, pseudo)
     scaled = blocks.x * _reciprocal(pseudo, None)
     values = round_e2m1(scaled)
     projection = sum_neighbours(scaled * values)
     correction = sum_neighbours(scaled.square_()) / or_one(projection)
-    corrected = pseudo * torch.where(projection == 0, 1.0, correction)
+    corrected = pseudo * torch.where(projection == 0, 1.0, correction) * blocks.factor
     if scheme.global_scale == "exact":
-        unit = finite_or_nan(_floored(largest_of(corrected) / scheme.cap), largest)
+        unit = finite_or_nan(_floored(largest_of(corrected) / scheme.cap), corrected)
     else:
-        unit = pow2_global_scale(corrected, largest, scheme.cap)
+        unit = pow2_global_scale(corrected, corrected, scheme.cap)
     scales = blocks.join_scales(corrected) / unit
     return Rounded(values, stochastic_e4m3(scales, blocks.coins(tuple(scales.shape))), unit)
 

@@ -18,6 +18,7 @@ def quantize_tiles(
     tiling: Tiling,
     scheme: Scheme,
     *,
+    factor: float | torch.Tensor = 1.0,
     amax: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
     stream: int = 0,
@@ -27,16 +28,23 @@ def quantize_tiles(
     Args:
         tiles: fp32 [outer, size, lanes], size a multiple of the block.
         tiling: where they came from; the result lies along its rows.
-        amax: fp32 0-dim, largest |x| of the whole tensor, for schemes that take it.
+        factor: what the tiles have still to be multiplied by: the norm of a rotation, and the
+            global scale of a source that was quantised before. MS-EDEN, whose codes do not depend
+            on it, applies it to its block scales, one for 16 elements.
+        amax: fp32 0-dim, largest |x| of the whole tensor without the factor, for schemes that take
+            it.
         seed, stream: where the coins of a stochastic scheme come from.
 
     Returns:
         codes uint8 [rows, Kp/2]; scales [rows / rows of a block, Kp / width]; global_scale fp32
         0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8], one bit an element, else None.
     """
+    if scheme.rounding != "ms_eden" and not (isinstance(factor, float) and factor == 1.0):
+        tiles = tiles.mul_(factor)
+        amax = None if amax is None else amax * factor
     outer, size, lanes = tiles.shape
     shape = (outer * (size // scheme.width), scheme.width, lanes)
-    blocks = Blocks(tiles.view(shape), tiling, scheme, seed, stream)
+    blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, stream)
     rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
     codes = blocks.join(pack(encode_e2m1(rounded.values)))
     mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))
@@ -46,8 +54,8 @@ def quantize_tiles(
 def rotate_tiles(
     tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
 ) -> torch.Tensor:
-    """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks. Overwrites
-    them."""
+    """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
+    transform.norm. Overwrites them."""
     signs = signs_of(transform, seed, tiles.device)
     if signs is not None:
         tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
@@ -57,9 +65,10 @@ def rotate_tiles(
 def rotate_tiles_back(
     tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
 ) -> torch.Tensor:
-    """Undoes rotate_tiles: D (H y), since H is symmetric and its own inverse. Overwrites them."""
+    """Undoes the rotation, norm and all: D (H y), since H is symmetric and its own inverse.
+    Overwrites the tiles."""
     signs = signs_of(transform, seed, tiles.device)
-    tiles = hadamard(_chunks(tiles, transform)).view(tiles.shape)
+    tiles = hadamard(_chunks(tiles, transform)).view(tiles.shape).mul_(transform.norm)
     if signs is not None:
         _chunks(tiles, transform).mul_(signs[:, None])
     return tiles

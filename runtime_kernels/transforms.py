@@ -31,6 +31,11 @@ class Transform:
     def seeded(self) -> bool:
         return self.signs == "seed"
 
+    @property
+    def norm(self) -> float:
+        """What sums and differences of a chunk are multiplied by to make H orthogonal."""
+        return 1.0 / math.sqrt(self.size)
+
 
 TRANSFORMS: dict[str, Transform] = {
     t.name: t
@@ -77,12 +82,12 @@ def signs_of(
 
 
 def hadamard(tiles: torch.Tensor) -> torch.Tensor:
-    """H along the middle dimension of fp32 tiles [n, size, lanes], which are overwritten.
+    """sqrt(size) * H along the middle dimension of fp32 tiles [n, size, lanes], which are
+    overwritten.
 
     The order of operations is part of the contract, since kernels are held to the same bits: signs
     have been multiplied in before; for h = 1, 2, 4, ..., size/2 each pair (a, b) at positions
-    (i, i + h) becomes (a + b, a - b) in fp32; then every element is multiplied once by the fp32
-    number nearest 1/sqrt(size).
+    (i, i + h) becomes (a + b, a - b) in fp32. The norm is the caller's to apply (Transform.norm).
     """
     n, size, lanes = tiles.shape
     if size == 1:
@@ -97,4 +102,4 @@ def hadamard(tiles: torch.Tensor) -> torch.Tensor:
         torch.sub(a, b, out=difference)
         tiles, spare = spare, tiles
         h *= 2
-    return tiles.mul_(1.0 / math.sqrt(size))
+    return tiles

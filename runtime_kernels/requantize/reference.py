@@ -3,10 +3,12 @@
 import torch
 
 from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.dequantize.reference import dequantize
+from q2compile.runtime_kernels.dequantize.reference import scaled_codes
 from q2compile.runtime_kernels.quantizer import Quantized
 from q2compile.runtime_kernels.registry import REFERENCE, kernel
-from q2compile.runtime_kernels.rht_quantize.reference import rht_quantize
+from q2compile.runtime_kernels.rht_quantize.op import checked
+from q2compile.runtime_kernels.rht_quantize.reference import rotate_and_quantize
+from q2compile.runtime_kernels.schemes import get_scheme
 
 
 @kernel("requantize", REFERENCE)
@@ -23,5 +25,6 @@ def requantize(
 ) -> Quantized:
     """See requantize/op.py."""
     check_quantized("requantize", codes, scales, global_scale)
-    source = dequantize(codes, scales, global_scale, source_scheme, rows, torch.float32)
-    return rht_quantize(source, seed, scheme, transform, True, stream)
+    spec, rotation = checked("requantize", seed, scheme, transform)
+    source = scaled_codes(codes, scales, get_scheme(source_scheme))[:, :rows]
+    return rotate_and_quantize(source, global_scale, seed, spec, rotation, True, stream)
