@@ -1,0 +1,106 @@
+// Post-hoc range alignment: the second phase of MS-EDEN, over one value a block instead of sixteen.
+//
+//   worth    fp32 [n]: what a code of block i is worth before the norm of the rotation (rotate_quantize.cu)
+//   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1; NaN is above all numbers
+//   out      scales e4m3 [n], global_scale fp32
+//
+//   g = max(worth) * factor / 256 (Q2_POW2 = 0) or the smallest 2^k with max(worth) * factor / 2^k <= 256 (Q2_POW2 = 1)
+//   scale = SR_e4m3(worth * factor / g), also in the subnormals; coin i is word i % 4 of Philox block i / 4.
+//
+// factor = the norm of the rotation, times the source's global scale where there is one. All zeros: g = 1. NaN anywhere: g = NaN.
+// One launch serves the two directions of a both-from-one-read (blockIdx.y). Bytes a block: 4 read, 1 written.
+
+#include "numbers.cuh"
+
+struct Side {
+  const float* worth;
+  const u32* largest;
+  const u64* seed;
+  u8* scales;
+  float* global_scale;
+  long long count;
+  u32 stream;
+  int parts;
+};
+
+struct Params {
+  Side sides[2];
+  const float* source_global;  // or null
+  float norm;
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
+
+constexpr int kThreads = 256;
+
+Q2_INLINE float largest_of(const Side& side) {
+  __shared__ u32 of_warp[kThreads / 32];
+  u32 value = 0;
+  for (int i = threadIdx.x; i < side.parts; i += kThreads) value = max(value, side.largest[i]);
+  value = __reduce_max_sync(~0u, value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
+  return __uint_as_float(value);
+}
+
+Q2_INLINE float global_scale_of(float largest) {
+  if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
+  if (largest == 0.0f) return 1.0f;
+#if Q2_POW2
+  // 256 = 2^8. Subnormals get the floor of 2^-126.
+  u32 bits = __float_as_uint(largest);
+  int exponent = (int)(bits >> 23) - 8 + ((bits & 0x7FFFFFu) != 0);
+  return __uint_as_float((u32)max(exponent, 1) << 23);
+#else
+  return fmaxf(largest * 0x1p-8f, 0x1p-126f);
+#endif
+}
+
+// SR to e4m3 of x in [0, 448]; the grid around x has the step 2^(max(exponent, -6) - 3). Up when coin < fraction * 2^32.
+Q2_INLINE u32 stochastic_e4m3(float x, u32 coin) {
+  u32 binade = max(__float_as_uint(x) & 0x7F800000u, 121u << 23);
+  float position = x * __uint_as_float((257u << 23) - binade);  // x / step, below 16, exact: 2^-(binade - 127 - 3)
+  u32 below = (u32)position;
+  u32 up = coin < (u32)((position - (float)below) * 0x1p32f);
+  // Steps count through the binades: 8..15 are the mantissas of one binade, 16 is the next one's first.
+  return (((binade >> 23) - 121u) << 3) + below + up;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) align_scales(const __grid_constant__ Params p) {
+  const Side& side = p.sides[blockIdx.y];
+  float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
+  float global_scale = global_scale_of(largest_of(side) * factor);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
+  [[maybe_unused]] float inverse = __frcp_rn(global_scale);
+  u64 seed = *side.seed;
+  for (long long i = (blockIdx.x * (long long)kThreads + threadIdx.x) * 4; i < side.count; i += gridDim.x * (long long)kThreads * 4) {
+    uint4 coins = philox(seed, i / 4, side.stream, COINS);
+    u32 drawn[4] = {coins.x, coins.y, coins.z, coins.w};
+    float worth[4];
+    int n = (int)min(side.count - i, 4ll);
+    if (n == 4) {
+      float4 v = *(const float4*)(side.worth + i);
+      worth[0] = v.x, worth[1] = v.y, worth[2] = v.z, worth[3] = v.w;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) worth[j] = j < n ? side.worth[i + j] : 0.0f;
+    }
+    u32 bytes = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#if Q2_POW2
+      float x = worth[j] * factor * inverse;  // exact, as the quotient would be
+#else
+      float x = __fdiv_rn(worth[j] * factor, global_scale);
+#endif
+      bytes |= stochastic_e4m3(fminf(x, 448.0f), drawn[j]) << (8 * j);
+    }
+    if (n == 4) {
+      *(u32*)(side.scales + i) = bytes;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (j < n) side.scales[i + j] = (u8)(bytes >> (8 * j));
+    }
+  }
+}

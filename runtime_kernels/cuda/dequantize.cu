@@ -1,0 +1,76 @@
+// The numbers that a quantised matrix stands for: (e2m1(code) * scale) * global_scale, rounded to the output's type once.
+//
+//   codes  u8 [M, Kp/2], even element in the low nibble
+//   scales e4m3 [ceil(M / 2^row_shift), Kp/16] (row_shift 4: blocks of 16x16), or e8m0 [M, Kp/32]
+//   global_scale fp32, or null for 1
+//   out    [M, cols], cols <= Kp: bf16, f16 or fp32
+//
+// code * scale is exact (6 significant bits); with a power of two as global scale so is all of it in bf16. A thread takes 8 codes, one
+// 4-byte load, and writes 8 numbers. Bytes an element: .5625 read, 2 (4) written.
+
+#include "numbers.cuh"
+
+enum Out { BF16, F16, F32 };
+constexpr int kOut = Q2_OUT;
+constexpr bool kMx = Q2_MX;        // e8m0 scales of blocks of 32
+constexpr bool kWhole = Q2_WHOLE;  // cols == Kp, and rows do not share scales: everything is one flat array
+constexpr int kThreads = 256;
+constexpr int kOutBytes = kOut == F32 ? 4 : 2;
+
+struct Params {
+  const u32* codes;
+  const u8* scales;
+  const float* global_scale;
+  u8* out;
+  long long groups;  // of 8 codes
+  int groups_across, cols, row_shift;
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in dequantize.py");
+
+Q2_INLINE float decode_scale(u32 byte) {
+  if constexpr (kMx) return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
+  return from_f16x2(e4m3x2_to_f16x2(byte)).a;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) dequantize(const __grid_constant__ Params p) {
+  long long group = blockIdx.x * (long long)kThreads + threadIdx.x;
+  if (group >= p.groups) return;
+  constexpr int kPerScale = kMx ? 4 : 2;
+  long long scale_at = group / kPerScale, out_at = group * 8;
+  int left = 8;
+  if constexpr (!kWhole) {
+    long long row = group / p.groups_across;
+    int across = (int)(group - row * p.groups_across);
+    scale_at = (row >> p.row_shift) * (p.groups_across / kPerScale) + across / kPerScale;
+    out_at = row * p.cols + across * 8;
+    left = p.cols - across * 8;
+  }
+  float scale = decode_scale(p.scales[scale_at]);
+  float global_scale = p.global_scale ? *p.global_scale : 1.0f;
+  u32 words[4];
+  e2m1x8_to_f16x2(p.codes[group], words);
+  float x[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Pair two = from_f16x2(mul_f16x2(words[i], 0x74007400u));  // times 2^14: the e2m1 values themselves
+    x[i] = two.a * scale * global_scale;
+    x[i + 4] = two.b * scale * global_scale;
+  }
+  u8* out = p.out + out_at * kOutBytes;
+  if constexpr (kWhole) {
+    if constexpr (kOut == F32) {
+      ((float4*)out)[0] = {x[0], x[1], x[2], x[3]};
+      ((float4*)out)[1] = {x[4], x[5], x[6], x[7]};
+    } else {
+      auto narrow = [](float a, float b) { return kOut == BF16 ? to_bf16x2(a, b) : to_f16x2(a, b); };
+      *(uint4*)out = {narrow(x[0], x[1]), narrow(x[2], x[3]), narrow(x[4], x[5]), narrow(x[6], x[7])};
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i >= left) break;
+      if constexpr (kOut == F32) ((float*)out)[i] = x[i];
+      else ((u16*)out)[i] = (u16)(kOut == BF16 ? to_bf16x2(x[i], 0.0f) : to_f16x2(x[i], 0.0f));
+    }
+  }
+}

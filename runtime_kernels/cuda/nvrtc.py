@@ -1,0 +1,188 @@
+"""From a .cu file to a cubin: NVRTC, and a cache on disk.
+
+The sources include no CUDA header, so that NVRTC alone compiles them: no toolkit, no host compiler, no GPU. A variant is one entry
+point with its defines; the entry point has the name of the file.
+
+The cache holds one file a cubin, named by the hash of everything that went into it: sources, defines, architecture, options, and the
+version of NVRTC. A file begins with the hash of the rest; one that does not match is compiled again. The folder is
+$Q2COMPILE_CACHE_DIR, or q2compile under $XDG_CACHE_HOME or ~/.cache; deleting it costs a second at the next start.
+"""
+
+import functools
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).parent
+
+# The architecture for a compute capability. The suffix a is needed: plain sm_100 and sm_120 have no fp4 conversions.
+ARCHITECTURES = {
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
+_WITHOUT_FP4 = ("sm_90a",)
+# No contraction of a * b + c: every operation rounds by itself, as in the reference.
+_OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message has its log."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel: a source file beside this module, compiled with these defines."""
+
+    file: str
+    defines: tuple[tuple[str, int], ...]
+
+    @property
+    def entry(self) -> str:
+        """Name of the kernel: that of its file."""
+        return Path(self.file).stem
+
+    def __str__(self) -> str:
+        return f"{self.file} " + " ".join(f"{name}={value}" for name, value in self.defines)
+
+
+def cubin(variant: Variant, architecture: str) -> bytes:
+    """The variant's machine code, from the cache or compiled now.
+
+    Args:
+        architecture: a value of ARCHITECTURES, like "sm_90a".
+
+    Raises:
+        ImportError: cuda.bindings or NVRTC is not installed.
+        CompileError: the source does not compile.
+    """
+    path = _cache_path(variant, architecture)
+    code = _read(path)
+    if code is None:
+        code, _ = compile_variant(variant, architecture)
+        _write(path, code)
+    return code
+
+
+def compile_variant(
+    variant: Variant, architecture: str, extra: tuple[str, ...] = ()
+) -> tuple[bytes, str]:
+    """Compiles, past the cache: (cubin, log). `extra` are further options of NVRTC's."""
+    from cuda.bindings import nvrtc
+
+    headers = _headers()
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            _source(variant.file).encode(),
+            str(SOURCES / variant.file).encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
+            [name.encode() for name in headers],
+        )
+    )
+    options = [o.encode() for o in (*_options(variant, architecture), *extra)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+    try:
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{variant} does not compile for {architecture}:\n{log}")
+        return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """NVRTC's version, major and minor.
+
+    Raises:
+        ImportError: cuda.bindings or NVRTC is not installed.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the bindings find no libnvrtc
+        raise ImportError(
+            "the CUDA kernels of q2compile need cuda-bindings and NVRTC, which CUDA builds of torch >= 2.11 bring along: "
+            f"pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
+        ) from error
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    return major, minor
+
+
+def cache_dir() -> Path:
+    """Where cubins are kept."""
+    if folder := os.environ.get("Q2COMPILE_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "q2compile"
+
+
+def _options(variant: Variant, architecture: str) -> tuple[str, ...]:
+    fp4 = int(architecture not in _WITHOUT_FP4)
+    defines = (*variant.defines, ("Q2_HW_FP4", fp4))
+    return (
+        f"--gpu-architecture={architecture}",
+        *_OPTIONS,
+        *(f"-D{name}={value}" for name, value in defines),
+    )
+
+
+def _cache_path(variant: Variant, architecture: str) -> Path:
+    key = hashlib.sha256()
+    for part in (
+        _source(variant.file),
+        *_headers().values(),
+        *_options(variant, architecture),
+        version(),
+    ):
+        key.update(f"{part}\0".encode())
+    return cache_dir() / f"{variant.entry}-{architecture}-{key.hexdigest()[:24]}.cubin"
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:32], content[32:]
+    return code if digest == hashlib.sha256(code).digest() else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """All or nothing, also with several processes. A folder that cannot be written costs a compilation a process, no more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+@functools.cache
+def _source(file: str) -> str:
+    return (SOURCES / file).read_text()
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(SOURCES.glob("*.cuh"))}
+
+
+def _text(size_of: Any, get: Any, program: Any) -> bytes:
+    buffer = b" " * _checked(size_of(program))
+    _checked(get(program, buffer))
+    return buffer.rstrip(b"\0") if get.__name__ == "nvrtcGetProgramLog" else buffer
+
+
+def _checked(result: tuple) -> Any:
+    """The value of an NVRTC call whose only possible failure is a fault of ours."""
+    status, *values = result
+    assert int(status) == 0, f"NVRTC: {status}"
+    return values[0] if values else None

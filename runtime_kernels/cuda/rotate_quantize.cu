@@ -1,0 +1,362 @@
+// Rotation and MS-EDEN of a matrix along its rows, along its columns, or both from one read: the first of two phases.
+//
+// Behind q2::rht_quantize, q2::rht_quantize_both and q2::requantize. Phase 2, align_scales.cu, turns what a code is worth into scales.
+//
+//   x          [M, K], pitch elements a row: bf16, f16, fp32; or a quantised matrix, nvfp4 codes [M, Kp/2] and scales (requantize)
+//   along rows (contraction K):  codes u8 [M, Kp/2], worth fp32 [M, Kp/16]      Kp = K rounded up to whole chunks
+//   along cols (contraction M):  codes u8 [K, Mp/2], worth fp32 [K, Mp/16]      Mp = M rounded up to whole chunks
+//   largest    u32, one a thread block: the bits of the largest worth that it made (NaN compares above all)
+//
+// Per chunk of Q2_SIZE along the contraction: u = H (x * D), H of +-1 (the norm is left to phase 2), D from the seed; per
+// block of 16, ms_eden.cuh. A code's byte k/2 of a row holds element k in its low nibble for even k.
+//
+// A thread block walks over tiles of 128x128; the next tile is on its way into shared memory while this one is
+// worked on. A thread holds 32 elements of one row, or 32 of each of two neighbouring columns: bits 0-3 and 6 of an element's place in its
+// chunk of 128 count within the thread, so that a butterfly of h = 1, 2, 4, 8, 64 stays in registers, and bits 4 and 5 across
+// four lanes, for h = 16 and 32. Two 16-blocks, of the two halves of a chunk or of two columns, go through the arithmetic as pairs.
+//
+// Order of operations as in runtime_kernels/transforms.py:hadamard. Rounding: nearest even. Bits equal the reference's for all x with
+// |u| < 2^122 (above, the reciprocal of a pseudo-scale times 2^-6 is an fp32 subnormal).
+// Bytes an element, bf16 source: 2 read; .5 + .25 written for each direction. Quantised source: .5625 read, .75 written.
+
+#include "ms_eden.cuh"
+
+enum Source { BF16, F16, F32, NVFP4 };
+
+constexpr int kSource = Q2_SOURCE;
+constexpr bool kRows = Q2_ROWS;
+constexpr bool kCols = Q2_COLS;
+constexpr int kSize = Q2_SIZE;      // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
+constexpr bool kSigned = Q2_SIGNED;  // D is drawn from the seed, else all ones
+constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
+
+constexpr int kThreads = 256;
+constexpr int kTileCols = 128;
+constexpr int kTileRows = 128;
+constexpr int kBytes = kSource == F32 ? 4 : 2;           // an element in shared memory (NVFP4 is held as f16)
+constexpr int kRowBytes = kTileCols * kBytes;
+constexpr int kTileBytes = kTileRows * kRowBytes;
+constexpr int kStages = kSource == BF16 || kSource == F16 ? 2 : 1;  // tiles in shared memory
+constexpr int kBlock = 16;
+
+struct Output {
+  u8* codes;
+  float* worth;
+  u32* largest;
+  const u64* sign_seed;
+  int rows;    // of the result
+  int blocks;  // of 16, a row
+};
+
+struct Params {
+  const void* x;        // elements, or codes
+  const u8* scales;     // NVFP4: e4m3 [ceil(M / 2^scale_shift), blocks]
+  Output along_rows, along_cols;
+  long long pitch;      // elements (NVFP4: bytes) from row to row of x
+  int rows, cols;       // M, K
+  int source_blocks;    // NVFP4: blocks a row of the source
+  int scale_shift;      // NVFP4: 0 for blocks 1x16, 4 for 16x16
+  int tiles, tiles_across;
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
+
+extern __shared__ __align__(128) u8 shared_tiles[];
+
+struct __align__(16) Masks {
+  u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
+  u32 along_cols[128];
+};
+__shared__ Masks masks;
+
+// 16-byte piece `piece` of row `row` of a tile lies here. The exclusive or spreads over all banks what one access of a warp takes: 8 pieces of
+// a row in loading, 4 alternate pieces of 2 rows along rows, 2 neighbouring pieces of rows 16 apart along columns.
+Q2_INLINE u32 place(int row, int piece) {
+  int swizzled = kBytes == 2 ? piece ^ ((row & 1) | ((row >> 4 & 3) << 1))
+                             : piece ^ (piece >> 3 & 1) ^ ((row & 1) << 1) ^ ((row >> 4 & 1) << 2);
+  return row * kRowBytes + swizzled * 16;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Loading
+
+struct Tile {
+  int row, col;  // of its first element
+};
+
+Q2_INLINE Tile tile_at(const Params& p, int index) {
+  return {index / p.tiles_across * kTileRows, index % p.tiles_across * kTileCols};
+}
+
+// Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
+  constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
+  int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  int inside = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
+  const u8* source = (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
+#pragma unroll
+  for (int s = 0; s < kTileRows / kRowStep; ++s) {
+    int n = tile.row + row + s * kRowStep < p.rows ? inside : 0;
+    u8* target = shared + place(row + s * kRowStep, piece);
+    if constexpr (kVectors) {
+      copy_async(target, source, n * kBytes);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kPerPiece; ++i) {
+        if (kBytes == 2) ((u16*)target)[i] = i < n ? ((const u16*)source)[i] : 0;
+        else ((u32*)target)[i] = i < n ? ((const u32*)source)[i] : 0;
+      }
+    }
+    source += kRowStep * p.pitch * kBytes;
+  }
+  commit_copies();
+}
+
+// A thread's share of a quantised tile: blocks threadIdx.x, + 256, ... of 8 a row.
+constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
+struct Share {
+  uint2 codes[kShare];
+  u32 scales[kShare];
+};
+
+Q2_INLINE void fetch_codes(const Params& p, Tile tile, Share& share) {
+#pragma unroll
+  for (int s = 0; s < kShare; ++s) {
+    int row = tile.row + (s * kThreads + threadIdx.x) / 8, block = tile.col / kBlock + threadIdx.x % 8;
+    bool inside = row < p.rows && block < p.source_blocks;
+    share.codes[s] = inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
+    share.scales[s] = inside ? p.scales[(long long)(row >> p.scale_shift) * p.source_blocks + block] : 0;
+  }
+}
+
+// Dequantises a thread's share into the tile as f16: code * scale * 2^-7 * sign, exact (6 significant bits, from 2^-17 to 21).
+// Eight columns become four words of two, columns i and i + 4 (numbers.cuh, e2m1x8_to_f16x2).
+Q2_INLINE void expand_codes(const Share& share, u8* shared) {
+#pragma unroll
+  for (int s = 0; s < kShare; ++s) {
+    int row = (s * kThreads + threadIdx.x) / 8, block = threadIdx.x % 8;
+    u32 scale = mul_f16x2(e4m3x2_to_f16x2(share.scales[s] * 0x101u), 0x58005800u);  // 0x5800: 2^7
+    if (kSigned) scale ^= masks.along_cols[row];
+    u32 words[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      e2m1x8_to_f16x2(half ? share.codes[s].y : share.codes[s].x, words);
+      *(uint4*)(shared + place(row, 2 * block + half)) = {mul_f16x2(words[0], scale), mul_f16x2(words[1], scale),
+                                                         mul_f16x2(words[2], scale), mul_f16x2(words[3], scale)};
+    }
+  }
+}
+
+// 1 where the sign at this place of a chunk is negative. One Philox block has the 128 bits.
+Q2_INLINE u32 negative(uint4 random, int place) {
+  int bit = place & (kSize - 1);
+  u32 word = bit < 64 ? (bit < 32 ? random.x : random.y) : (bit < 96 ? random.z : random.w);
+  return word >> (bit & 31) & 1;
+}
+
+// The signs of one chunk, as masks for the words that hold its elements.
+Q2_INLINE void make_masks(const Params& p) {
+  int i = threadIdx.x;
+  if (kRows && i < (kBytes == 2 ? 64 : 128)) {
+    uint4 random = philox(*p.along_rows.sign_seed, 0, 0, SIGNS);
+    masks.along_rows[i] = kBytes == 2 ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31 : negative(random, i) << 31;
+  }
+  if (kCols && i < 128) {
+    uint4 random = philox(*p.along_cols.sign_seed, 0, 0, SIGNS);
+    masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Rotation and quantisation of what a thread holds
+
+// h = 1, 2, 4, 8, in registers.
+Q2_INLINE void butterflies(Pair (&x)[16]) {
+#pragma unroll
+  for (int h = 1; h < 16 && h < kSize; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (i & h) continue;
+      Pair a = x[i], b = x[i + h];
+      x[i] = add(a, b);
+      x[i + h] = sub(a, b);
+    }
+  }
+}
+
+// One butterfly between lanes that differ in bit `mask`: a + b in the lower, a - b in the upper.
+Q2_INLINE void butterfly_across(Pair (&x)[16], int mask) {
+  Pair sign = both(threadIdx.x & mask ? -1.0f : 1.0f);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    Pair other = {__shfl_xor_sync(~0u, x[i].a, mask), __shfl_xor_sync(~0u, x[i].b, mask)};
+    x[i] = fma(x[i], sign, other);
+  }
+}
+
+// Results of one row of the output from block `block` on.
+struct Target {
+  u8* codes;
+  float* worth;
+  int left;  // blocks that exist from here on
+};
+
+Q2_INLINE Target target_at(const Output& out, int row, int block) {
+  long long at = (long long)row * out.blocks + block;
+  return {out.codes + at * 8, out.worth + at, row < out.rows ? out.blocks - block : 0};
+}
+
+Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], float worth, u32& largest) {
+  if (ahead < target.left) {
+    *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+    target.worth[ahead] = worth;
+    largest = max(largest, __float_as_uint(worth));
+  }
+}
+
+// A chunk of 128 of each of 8 rows per warp and pass. Pairs: elements 64 apart.
+Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared, u32& largest) {
+  int lane = threadIdx.x % 32, quarter = lane % 4;
+  constexpr int kPieces = kBlock * kBytes / 16, kWords = 4 * kPieces, kPerWord = 4 / kBytes;
+#pragma unroll 1
+  for (int pass = 0; pass < kTileRows * 4 / kThreads; ++pass) {  // counted, so that the shuffles' lanes are known to be there
+    int row = pass * (kThreads / 4) + threadIdx.x / 4;
+    u32 words[2][kWords];
+#pragma unroll
+    for (int i = 0; i < 2 * kPieces; ++i) {
+      int half = i / kPieces, piece = i % kPieces;
+      uint4 v = *(const uint4*)(shared + place(row, (quarter + 4 * half) * kPieces + piece));
+      if (kSigned) {
+        uint4 m = ((const uint4*)masks.along_rows)[(quarter + 4 * half) * kPieces + piece];
+        v = {v.x ^ m.x, v.y ^ m.y, v.z ^ m.z, v.w ^ m.w};
+      }
+      words[half][4 * piece] = v.x, words[half][4 * piece + 1] = v.y;
+      words[half][4 * piece + 2] = v.z, words[half][4 * piece + 3] = v.w;
+    }
+    Pair x[16];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kBytes == 2) {
+        Pair a = kSource == BF16 ? from_bf16x2(words[0][i]) : from_f16x2(words[0][i]);
+        Pair b = kSource == BF16 ? from_bf16x2(words[1][i]) : from_f16x2(words[1][i]);
+        x[kPerWord * i] = {a.a, b.a};
+        x[kPerWord * i + 1] = {a.b, b.b};
+      } else {
+        x[i] = {__uint_as_float(words[0][i]), __uint_as_float(words[1][i])};
+      }
+    }
+    butterflies(x);
+    if (kSize > 16) butterfly_across(x, 1);
+    if (kSize > 32) butterfly_across(x, 2);
+    if (kSize > 64) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) x[i] = {x[i].a + x[i].b, x[i].a - x[i].b};
+    }
+    u32 codes[2][2];
+    Pair worth = ms_eden(x, codes);
+    Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock + quarter);
+    store(target, 0, codes[0], worth.a, largest);
+    store(target, 4, codes[1], worth.b, largest);
+  }
+}
+
+// A chunk of 128 of each of 16 columns per warp. Pairs: two columns.
+Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared, u32& largest) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
+  constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
+  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
+  Pair x[2][16];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 signs[16];
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      uint4 m = kSigned && kSource != NVFP4 ? *(const uint4*)(masks.along_cols + 64 * half + 16 * quarter + i) : uint4{0, 0, 0, 0};
+      signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const u8* at = shared + place(64 * half + 16 * quarter + i, piece) + within;
+      if constexpr (kBytes == 2) {
+        u32 word = *(const u32*)at ^ signs[i];
+        x[half][i] = kSource == BF16 ? from_bf16x2(word) : from_f16x2(word);
+      } else {
+        uint2 two = *(const uint2*)at;
+        x[half][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
+      }
+    }
+    butterflies(x[half]);
+    if (kSize > 16) butterfly_across(x[half], 8);
+    if (kSize > 32) butterfly_across(x[half], 16);
+  }
+  if (kSize > 64) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      Pair a = x[0][i], b = x[1][i];
+      x[0][i] = add(a, b);
+      x[1][i] = sub(a, b);
+    }
+  }
+  // The columns of a pair: neighbours, or 4 apart in expand_codes' order.
+  int first = tile.col + 16 * warp + (kSource == NVFP4 ? pair / 4 * 8 + pair % 4 : 2 * pair);
+  int second = first + (kSource == NVFP4 ? 4 : 1);
+  Target targets[2] = {target_at(p.along_cols, first, tile.row / kBlock + quarter),
+                       target_at(p.along_cols, second, tile.row / kBlock + quarter)};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 codes[2][2];
+    Pair worth = ms_eden(x[half], codes);
+    store(targets[0], 4 * half, codes[0], worth.a, largest);
+    store(targets[1], 4 * half, codes[1], worth.b, largest);
+  }
+}
+
+// The largest of the thread block's values, in thread 0.
+Q2_INLINE u32 block_largest(u32 value) {
+  __shared__ u32 of_warp[kThreads / 32];
+  value = __reduce_max_sync(~0u, value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
+  __syncthreads();
+  return value;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM) rotate_quantize(const __grid_constant__ Params p) {
+  u32 largest_along_rows = 0, largest_along_cols = 0;
+  int index = blockIdx.x;
+  Tile tile = tile_at(p, index), next;
+  Share share;  // NVFP4: the next tile on its way; plain elements travel straight to shared memory
+  if (kSource == NVFP4) fetch_codes(p, tile, share);
+  else fetch_elements(p, tile, shared_tiles);
+  if (kSigned) make_masks(p);
+  if (kSource == NVFP4) __syncthreads();  // expand_codes reads the masks
+  for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next) {
+    bool more = index + gridDim.x < p.tiles;
+    next = tile_at(p, index + gridDim.x);
+    u8* current = shared_tiles + stage * kTileBytes;
+    if (kSource == NVFP4) {
+      expand_codes(share, current);
+      if (more) fetch_codes(p, next, share);
+    } else if (kStages == 2) {
+      stage ^= 1;
+      if (more) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
+      if (more) await_copies<1>();
+      else await_copies<0>();
+    } else {
+      await_copies<0>();
+    }
+    __syncthreads();
+    if (kRows) quantize_along_rows(p, tile, current, largest_along_rows);
+    if (kCols) quantize_along_cols(p, tile, current, largest_along_cols);
+    __syncthreads();
+    if (kSource == F32 && more) fetch_elements(p, next, shared_tiles);
+  }
+  if (kRows) {
+    u32 largest = block_largest(largest_along_rows);
+    if (threadIdx.x == 0) p.along_rows.largest[blockIdx.x] = largest;
+  }
+  if (kCols) {
+    u32 largest = block_largest(largest_along_cols);
+    if (threadIdx.x == 0) p.along_cols.largest[blockIdx.x] = largest;
+  }
+}
