@@ -16,8 +16,6 @@ def quantize_masked(
     spec, rotation = checked(x, scheme, transform)
     tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=False)
     tiles = rotate_tiles(tiling.cut(x), rotation, None)
-    codes, scales, global_scale, mask = quantize_tiles(
-        tiles, tiling, spec, factor=rotation.norm
-    )
+    codes, scales, global_scale, mask = quantize_tiles(tiles, tiling, spec, factor=rotation.norm)
     assert mask is not None, "checked() lets only schemes with a mask through"
     return codes, scales, global_scale, mask

@@ -1,0 +1,170 @@
+"""The quantisers as plain functions, on any device: `quantize(x, scheme)` and back.
+
+    q = q2compile.quantize(x, "nvfp4_46")
+    q.codes, q.scales, q.global_scale      4-bit codes, one 8-bit scale a block, one fp32 scalar
+    q.dequantize()                         the numbers they stand for, in x's shape
+
+These are the ops that a compiled model runs (`q2compile.runtime_kernels`), called eagerly.
+
+Packing, for x seen as a matrix [M, K], quantised along K, with Kp = K rounded up to whole blocks
+(and whole chunks of the transform):
+
+    codes         uint8 [M, Kp/2]; element k of a row is the low nibble of byte k/2 if k is even,
+                  the high one if odd; a code is sign << 3 | index into {0, .5, 1, 1.5, 2, 3, 4, 6}
+    scales        nvfp4: float8_e4m3fn [M, Kp/16], or [ceil(M/16), Kp/16] for 16x16 blocks;
+                  mxfp4: float8_e8m0fnu [M, Kp/32]
+    global_scale  float32, 0-dim; value = e2m1(code) * scale * global_scale
+    mask          QuEST only: uint8 [M, Kp/8], bit k % 8 of byte k/8 is 1 where element k did not
+                  clip
+
+Blackwell's GEMMs want the scales in another order: `swizzle_32x4x4` makes it, nothing else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
+from q2compile.runtime_kernels.layout import Tiling
+from q2compile.runtime_kernels.quantizer import rotate_tiles_back
+from q2compile.runtime_kernels.schemes import SCHEMES, Scheme, get_scheme
+from q2compile.runtime_kernels.swizzle import swizzle_32x4x4, unswizzle_32x4x4
+from q2compile.runtime_kernels.transforms import TRANSFORMS, get_transform
+
+__all__ = [
+    "SCHEMES",
+    "TRANSFORMS",
+    "QuantizedTensor",
+    "quantize",
+    "swizzle_32x4x4",
+    "unswizzle_32x4x4",
+]
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor in 4 bits. See the module's text for the layout of codes, scales and mask.
+
+    scheme, transform: names in SCHEMES and TRANSFORMS.
+    shape: of the tensor that was quantised.
+    transpose: codes lie along the first dimension of that matrix instead of the last.
+    seed: int64 0-dim, the one that signs and coins came from; None where nothing was drawn.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor
+    mask: Tensor | None
+    scheme: str
+    transform: str
+    shape: torch.Size
+    transpose: bool
+    seed: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales, global scale and mask."""
+        parts = (self.codes, self.scales, self.global_scale, self.mask)
+        return sum(t.nbytes for t in parts if t is not None)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, rotate_back: bool = True) -> Tensor:
+        """The numbers that the codes stand for.
+
+        Args:
+            dtype: of the result; computed in fp32 and rounded once.
+            rotate_back: undo the transform, for an estimate of the original tensor. False gives the
+                rotated matrix as a GEMM sees it: [M, Kp], padding and all.
+        """
+        width = 2 * self.codes.shape[1]
+        values = torch.ops.q2.dequantize(
+            self.codes, self.scales, self.global_scale, self.scheme, width, torch.float32
+        )
+        if not rotate_back:
+            return values.to(dtype)
+        rotation = get_transform(self.transform)
+        if rotation.size > 1:
+            tiling = Tiling.of(values, rotation.size, transpose=False)
+            values = tiling.join(rotate_tiles_back(tiling.cut(values), rotation, self.seed))
+        if self.transpose:
+            values = values.t()
+        rows, columns = _matrix_shape(self.shape)
+        return values[:rows, :columns].reshape(self.shape).to(dtype)
+
+
+def quantize(
+    x: Tensor,
+    scheme: str = "nvfp4_46",
+    *,
+    transform: str = "none",
+    transpose: bool = False,
+    seed: int | Tensor | None = None,
+    stream: int = 0,
+    amax: Tensor | None = None,
+) -> QuantizedTensor:
+    """Rounds a tensor to a 4-bit format. Not differentiable.
+
+    Args:
+        x: float32, bfloat16 or float16, one dimension or more, any strides, any device. Leading
+            dimensions are rows; blocks lie along the last.
+        scheme: a name in SCHEMES: "nvfp4", "nvfp4_16x16", "nvfp4_46", "nvfp4_sr", "nvfp4_ms_eden",
+            "mxfp4_rtn", "mxfp4_sr", "mxfp4_quest", and more; "<name>_pow2" has a power of two as
+            its global scale.
+        transform: a name in TRANSFORMS, applied along the same dimension before rounding.
+        transpose: blocks lie along the first dimension of a matrix, and rows are its columns.
+        seed: of the signs and coins, where any are drawn: an int of 64 bits, or an int64 scalar on
+            x's device. By default one is drawn from the default generator of x's device.
+        stream: tells apart tensors that share a seed: equal signs, different coins.
+        amax: float32 scalar to use as max |x|, for schemes with an exact global scale (tensors
+            that share a scale). By default it is measured.
+
+    Raises:
+        ValueError: unknown scheme or transform (with the nearest name); x of another dtype or of no
+            dimension; transpose of other than a matrix; an illegal combination, such as a rotation
+            with 16x16 blocks; a seed that is not 64 bits.
+    """
+    spec, rotation = get_scheme(scheme), get_transform(transform)
+    if x.dim() == 0:
+        raise ValueError("quantize takes a tensor of one dimension or more, got a scalar.")
+    if transpose and x.dim() != 2:
+        raise ValueError(f"quantize with transpose takes a matrix, got {x.dim()} dimensions.")
+    matrix = x.detach().reshape(_matrix_shape(x.shape))
+    coins = _seed(seed, matrix) if spec.stochastic or rotation.seeded else None
+    mask = None
+    if transpose or rotation.size > 1:
+        if amax is not None:
+            raise ValueError(
+                f"quantize with transform {transform!r} or transpose measures the amax itself, "
+                "after the transform: pass no amax."
+            )
+        if spec.masked and not transpose and coins is None:
+            *parts, mask = torch.ops.q2.quantize_masked(matrix, scheme, transform)
+        else:
+            parts = torch.ops.q2.rht_quantize(matrix, coins, scheme, transform, transpose, stream)
+    elif spec.masked:
+        *parts, mask = torch.ops.q2.quantize_masked(matrix, scheme, transform)
+    else:
+        parts = torch.ops.q2.quantize(matrix, _amax(amax, spec, matrix), coins, scheme, stream)
+    return QuantizedTensor(*parts, mask, scheme, transform, x.shape, transpose, coins)
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    return shape[:-1].numel(), shape[-1]
+
+
+def _amax(amax: Tensor | None, spec: Scheme, matrix: Tensor) -> Tensor | None:
+    if amax is None and spec.takes_amax:
+        return torch.ops.q2.amax(matrix)
+    return amax
+
+
+def _seed(seed: int | Tensor | None, matrix: Tensor) -> Tensor:
+    if seed is None:
+        return torch.ops.q2.seed(matrix, 0)
+    if isinstance(seed, Tensor):
+        return seed
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"quantize: a seed has 64 bits, got {seed}.")
+    return torch.tensor(seed if seed < 2**63 else seed - 2**64, device=matrix.device)
