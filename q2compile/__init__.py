@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from q2compile.config import Config as Config
-    from q2compile.explain import explain as explain
+    from q2compile.explanation import explain as explain
     from q2compile.numerics import QuantizedTensor as QuantizedTensor
     from q2compile.numerics import quantize as quantize
 
@@ -20,7 +20,7 @@ __all__ = ["Config", "QuantizedTensor", "explain", "quantize"]
 
 _HOMES = {
     "Config": "q2compile.config",
-    "explain": "q2compile.explain",
+    "explain": "q2compile.explanation",
     "quantize": "q2compile.numerics",
     "QuantizedTensor": "q2compile.numerics",
 }

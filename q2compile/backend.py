@@ -55,12 +55,11 @@ def quartet2(
 
 
 def _refuse_not_taken(rows: list[Row]) -> None:
-    wanted = [r for r in rows if r.has_parameter and not r.taken and not r.why.startswith("policy")]
-    wanted = [r for r in wanted if r.why != "the recipe is bf16"]
-    if wanted:
-        listed = "; ".join(f"{r.module}: {r.why}" for r in wanted)
+    missed = [r for r in rows if r.wanted and not r.taken]
+    if missed:
+        listed = "; ".join(f"{r.module}: {r.why}" for r in missed)
         raise NotTakenError(
-            f"strict: {len(wanted)} matmul(s) with a weight were not taken: {listed}. "
+            f"strict: {len(missed)} matmul(s) with a weight were not taken: {listed}. "
             "Give them 'bf16' in the policy if that is meant, or set strict=False"
         )
 

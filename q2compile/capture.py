@@ -86,7 +86,7 @@ _VIEW_METHODS = frozenset(
     ["t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "mT", "T"]
     + ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "detach"]
     + ["narrow", "chunk", "split", "unbind", "select", "clone"]
-    + ["to", "type", "type_as", "bfloat16", "half", "float", "cpu", "cuda"]
+    + ["to", "type", "type_as", "bfloat16", "half", "float", "double", "cpu", "cuda"]
 )
 _VIEW_FUNCTIONS = frozenset(
     [torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.reshape]
@@ -285,7 +285,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
     ("einsum", (torch.einsum,), ("equation", "operands"), _einsum),
     (
         "attention",
-        (F.scaled_dot_product_attention,),
+        (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default),
         (),
         _never("attention: activation × activation"),
     ),

@@ -152,14 +152,14 @@ def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
     return example if isinstance(example, torch.nn.Parameter) else None
 
 
-_SLOT = "post_grad_custom_pre_pass"
+PASS_SLOT = "post_grad_custom_pre_pass"
 
 
 def pass_slot(manager: CustomGraphPass) -> dict[str, Any]:
     """The patch that runs ``manager`` over post-grad graphs. 2.11 takes one pass, 2.13 also a
     list.
     """
-    return {_SLOT: manager}
+    return {PASS_SLOT: manager}
 
 
 def pass_in_slot() -> Any:
@@ -170,11 +170,11 @@ def pass_in_slot() -> Any:
     """
     from torch._inductor import config
 
-    current = getattr(config, _SLOT)
+    current = getattr(config, PASS_SLOT)
     if isinstance(current, list | tuple):
         if len(current) > 1:
             raise ConfigError(
-                f"torch._inductor.config.{_SLOT} holds {len(current)} passes; one can run before "
+                f"torch._inductor.config.{PASS_SLOT} holds {len(current)} passes; one can run before "
                 "q2compile's: combine them into one CustomGraphPass"
             )
         current = current[0] if current else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,39 +25,28 @@ else:
 CONFIG_FILE_VARIABLE = "Q2COMPILE_CONFIG"
 
 
-def _frozen(value: Any) -> Any:
-    """``value`` with mappings as tuples of pairs and lists as tuples: hashable, in the order
-    given.
-    """
-    if isinstance(value, Mapping):
-        return _FrozenMapping((k, _frozen(v)) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(v) for v in value)
-    return value
+class _Frozen(Mapping[str, Any]):
+    """A mapping that can't be changed and whose order counts: the last match of a policy wins."""
 
-
-class _FrozenMapping(Mapping[str, Any]):
-    """A hashable mapping whose order counts, because the last matching pattern of a policy wins."""
-
-    def __init__(self, items: Any = ()) -> None:
-        self._items = dict(items)
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        self._items = copy.deepcopy(dict(items or {}))
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(tuple(self._items))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return list(self.items()) == list(_frozen(other).items())
+        return list(self.items()) == list(other.items())
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -78,12 +68,12 @@ class Config:
     """
 
     recipe: Any = "quartet2"
-    policy: Mapping[str, Any] = _FrozenMapping()
+    policy: Mapping[str, Any] = _Frozen()
     global_scale: str = "pow2"
     dump: str | None = None
     strict: bool = False
     mode: str | None = None
-    inductor: Mapping[str, Any] = _FrozenMapping()
+    inductor: Mapping[str, Any] = _Frozen()
     inner: str = "inductor"
     disable_passes: tuple[str, ...] = ()
 
@@ -91,8 +81,10 @@ class Config:
         for name in ("policy", "inductor"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: a mapping")
-        for name in ("recipe", "policy", "inductor", "disable_passes"):
-            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        for name in ("recipe", "policy", "inductor"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, _Frozen(value))
         if isinstance(self.dump, os.PathLike):
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if not (self.dump is None or isinstance(self.dump, str) and self.dump):
@@ -107,6 +99,11 @@ class Config:
 
     def _check_inductor(self) -> None:
         compat.inductor_options_of_mode(self.mode)
+        if compat.PASS_SLOT in self.inductor:
+            raise ConfigError(
+                f"inductor: {compat.PASS_SLOT} is q2compile's own place; set yours in "
+                "torch._inductor.config and it will run before q2compile's passes"
+            )
         if self.inductor:
             known = compat.inductor_options()
             for key in self.inductor:
@@ -126,6 +123,7 @@ class Config:
             )
         for name in self.disable_passes:
             one_of("pass", name, PASSES)
+        object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
 
     @cached_property
     def resolved_policy(self) -> Policy:

@@ -37,4 +37,5 @@ def explain(
         torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         collector.reset(token)
+    report.close()
     return report

@@ -23,7 +23,7 @@ class Row:
     shape         (T, N, K) of y[T, N] = x[T, K] wᵀ, or the output's shape where there is no weight;
                   T may be a symbol
     spelling      how the model wrote it
-    taken, why    whether it was rewritten, and why not
+    taken, why    whether it was rewritten, and why not; ``wanted``: whether the policy asked for it
     recipe        the recipe's name; ``pattern`` is the policy's line that chose it, "" the default
     fprop, dgrad, wgrad   what each GEMM is computed in (`recipes`), "bf16" where it is left
     kernels       GEMM -> the kernels that run it on this device
@@ -37,6 +37,7 @@ class Row:
     shape: tuple[Any, ...]
     spelling: str = "linear"
     taken: bool = False
+    wanted: bool = False
     why: str = ""
     recipe: str = "bf16"
     pattern: str = ""
@@ -68,6 +69,7 @@ class Report:
         self.compiled_rows: list[Row] = []
         self.graphs = 0
         self._coverages: list[Coverage] = []
+        self._closed: tuple[list[Row], list[str]] | None = None
 
     def add(self, rows: list[Row], coverage: Coverage) -> None:
         """The rows of one more compiled graph."""
@@ -78,11 +80,19 @@ class Report:
 
     @property
     def rows(self) -> list[Row]:
+        if self._closed is not None:
+            return self._closed[0]
         return self.compiled_rows + [row for c in self._coverages for row in c.not_seen()]
 
     @property
     def notes(self) -> list[str]:
+        if self._closed is not None:
+            return self._closed[1]
         return [note for c in self._coverages for note in c.notes()]
+
+    def close(self) -> None:
+        """Nothing more will come: keep what is known of the model, which may go away."""
+        self._closed = self.rows, self.notes
 
     def to_json(self) -> list[dict[str, Any]]:
         return [row.to_json() for row in self.rows]

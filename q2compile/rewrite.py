@@ -40,19 +40,18 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
         row = _row(found, names)
         if row.has_parameter:
             found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
+            recipe, row.pattern = config.resolved_policy.resolve(row.module)
+            row.recipe, row.wanted = recipe.name, recipe.quantises
         if isinstance(found, Matmul):
-            recipe, pattern = config.resolved_policy.resolve(row.module)
             _refuse_shared(found, recipe, names, config)
             row.fprop, row.dgrad, row.wgrad = recipe.texts()
-            row.recipe = recipe.name
-            row.pattern = pattern
             if recipe.quantises:
                 replace_by_linear(found, recipe, salt)
                 changed[id(found.gm)] = found.gm
                 row.taken, row.salt = True, salt
                 salt += 1
             else:
-                row.why = f"policy: {pattern!r} says bf16" if pattern else "the recipe is bf16"
+                row.why = f"policy: {row.pattern!r} says bf16" if row.pattern else "recipe: bf16"
         rows.append(row)
     for module in changed.values():
         module.recompile()

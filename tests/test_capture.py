@@ -1,0 +1,198 @@
+"""Every spelling of activation × parameter is found, named, and computes the same numbers."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from q2compile import explain
+from q2compile.attention import inline_attention
+from q2compile.capture import Left, Matmul, find_matmuls
+from q2compile.config import Config
+from q2compile.names import Names
+from q2compile.rewrite import rewrite
+
+K, N = 32, 48
+
+
+class Spelled(nn.Module):
+    """A [N, K] weight ``w``, a [K, N] weight ``v``, biases, and a forward given as a function."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(N, K))
+        self.v = nn.Parameter(torch.randn(K, N))
+        self.b = nn.Parameter(torch.randn(N))
+        self.cube = nn.Parameter(torch.randn(2, K, N))
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def rewritten(model, *inputs, **options):
+    """The output of the model with every matmul rewritten to q2::linear, and the report's rows.
+
+    The rewritten graph is then run with the recipe's GEMMs all in bf16 text, so that only the rewrite
+    itself, its views and its bias, is under test: the numbers must be the model's own.
+    """
+    rows = []
+
+    def backend(gm, example_inputs):
+        inline_attention(gm)
+        rows.extend(rewrite(gm, Config(**options), Names.of_graph(gm)))
+        for module in gm.modules():
+            for node in module.graph.nodes if hasattr(module, "graph") else ():
+                if node.target is torch.ops.q2.linear.default:
+                    node.args = (*node.args[:3], "bf16", "bf16", "bf16", node.args[6])
+            if hasattr(module, "recompile"):
+                module.recompile()
+        gm.graph.lint()
+        return gm
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend)(*inputs), rows
+
+
+SPELLINGS = {
+    "F.linear by position": lambda m, x: F.linear(x, m.w, m.b),
+    "F.linear by keyword": lambda m, x: F.linear(input=x, weight=m.w),
+    "@ w.t()": lambda m, x: x @ m.w.t(),
+    "@ w.mT": lambda m, x: x @ m.w.mT,
+    "@ w.T": lambda m, x: x @ m.w.T,
+    "@ v": lambda m, x: x @ m.v,
+    "x.matmul(v)": lambda m, x: x.matmul(m.v),
+    "torch.matmul by keyword": lambda m, x: torch.matmul(input=x, other=m.v),
+    "operator.matmul": lambda m, x: operator.matmul(x, m.v),
+    "mm": lambda m, x: torch.mm(x.view(-1, K), m.v),
+    "x.mm": lambda m, x: x.view(-1, K).mm(m.w.transpose(0, 1)),
+    "mm by keyword": lambda m, x: torch.mm(x.view(-1, K), mat2=m.v),
+    "addmm": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.v),
+    "addmm with a matrix": lambda m, x: torch.addmm(torch.ones(10, N), x.view(-1, K), m.v),
+    "b.addmm": lambda m, x: m.b.addmm(x.view(-1, K), m.v),
+    "w @ xT": lambda m, x: m.w @ x.transpose(-1, -2),
+    "cast": lambda m, x: x @ m.v.to(x.dtype),
+    "chunk": lambda m, x: F.linear(x, m.w.chunk(2)[0]),
+    "slice": lambda m, x: F.linear(x, m.w[:16]),
+    "einsum btk,nk->btn": lambda m, x: torch.einsum("btk,nk->btn", x, m.w),
+    "einsum btk,kn->btn": lambda m, x: torch.einsum("btk, kn -> btn", x, m.v),
+    "einsum parameter first": lambda m, x: torch.einsum("kn,btk->btn", m.v, x),
+    "einsum ...": lambda m, x: torch.einsum("...k,nk->...n", x, m.w),
+    "einsum, n in front": lambda m, x: torch.einsum("btk,nk->nbt", x, m.w),
+    "einsum, k inside": lambda m, x: torch.einsum("bkt,kn->btn", x.transpose(1, 2), m.v),
+    "one vector": lambda m, x: F.linear(x[0, 0], m.w, m.b),
+    "in a checkpoint": lambda m, x: checkpoint(F.linear, x, m.w, m.b, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_each_spelling_is_taken_and_computes_the_same(spelling):
+    torch.manual_seed(0)
+    model = Spelled(SPELLINGS[spelling])
+    x = torch.randn(2, 5, K)
+    y, rows = rewritten(model, x)
+    assert [row.taken for row in rows] == [True]
+    assert rows[0].module in ("w", "v")
+    torch.testing.assert_close(y, model(x))  # fp32 sums in another order
+
+
+LEFT = {
+    "activation × activation": lambda m, x: x @ x.mT,
+    "parameter × parameter": lambda m, x: m.w @ m.v,
+    "the weight is 3-D": lambda m, x: x @ m.cube,
+    "the weight is 3-D, [2, 32, 48]": lambda m, x: torch.bmm(x, m.cube),
+    "the weight is computed": lambda m, x: F.linear(x, m.w * 2),
+    "the activation is float64": lambda m, x: x.double() @ m.v.double(),
+    "too small": lambda m, x: x @ m.v[:, :8],
+    "beta or alpha": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.v, beta=2),
+    "out=": lambda m, x: torch.mm(x.view(-1, K), m.v, out=torch.empty(10, N)),
+    "over one index": lambda m, x: torch.einsum("btk,nk->bt", x, m.w),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_what_is_not_taken_has_its_reason(why):
+    y, rows = rewritten(Spelled(LEFT[why]).requires_grad_("out" not in why), torch.randn(2, 5, K))
+    assert [row.taken for row in rows] == [False]
+    assert why in rows[0].why
+
+
+def test_the_trap_of_the_alpha_of_addmm():
+    """torch.addmm's third and fourth positional names differ from matmul's; alpha scales the product."""
+    model = Spelled(lambda m, x: torch.addmm(m.b, x.view(-1, K), m.v, alpha=3))
+    _, rows = rewritten(model, torch.randn(2, 5, K))
+    assert "alpha" in rows[0].why
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multi_head_attention_is_taken_apart(batch_first):
+    """Trap: nn.MultiheadAttention is one opaque node in Dynamo's graph."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(K, 4, 64, dropout=0.0, batch_first=batch_first)
+    x = torch.randn(2, 5, K)
+    y, rows = rewritten(layer, x)
+    taken = [row.module for row in rows if row.taken]
+    assert taken == ["self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"]
+    torch.testing.assert_close(y, layer(x))
+
+
+def test_a_checkpointed_region_is_entered():
+    """Trap: a checkpointed region is a child GraphModule whose placeholders are not the parameters."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K))
+
+        def forward(self, x):
+            return checkpoint(self.mlp, x, use_reentrant=False) + x
+
+    y, rows = rewritten(Block(), torch.randn(2, 5, K))
+    assert [(r.module, r.taken) for r in rows] == [("mlp.0", True), ("mlp.2", True)]
+
+
+def test_inside_a_custom_autograd_function_is_left():
+    """Its backward is written by hand: rewriting its forward would change nothing that trains."""
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w = ctx.saved_tensors
+            return dy @ w.mT, x.flatten(0, 1).mT @ dy.flatten(0, 1)
+
+    _, rows = rewritten(Spelled(lambda m, x: Times.apply(x, m.v)), torch.randn(2, 5, K))
+    assert {row.taken for row in rows} == {False}
+    assert any("autograd.Function" in row.why for row in rows)
+
+
+def test_find_matmuls_gives_the_shape():
+    found = []
+
+    def backend(gm, example_inputs):
+        found.extend(find_matmuls(gm))
+        return gm
+
+    torch.compile(Spelled(lambda m, x: (x @ m.v) @ x.new_ones(N, 4)), backend=backend)(
+        torch.randn(2, 5, K)
+    )
+    first, second = found
+    assert isinstance(first, Matmul) and first.shape == (10, N, K)
+    assert isinstance(second, Left) and second.why == "activation × activation"
+
+
+def test_hugging_faces_conv1d():
+    """GPT-2's layers: addmm on a weight stored [K, N]."""
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    model = nn.Sequential(pytorch_utils.Conv1D(N, K))
+    report = explain(model, torch.randn(2, 5, K), options={"inner": "eager"})
+    (row,) = report.rows
+    assert (row.module, row.taken, row.shape) == ("0", True, (10, N, K))

@@ -1,0 +1,111 @@
+"""Options are parsed strictly: what came, what is allowed, the nearest right name."""
+
+import json
+
+import pytest
+import torch
+
+from q2compile import Config
+from q2compile.config import CONFIG_FILE_VARIABLE
+
+
+def test_defaults_are_the_contract():
+    config = Config.from_options(None)
+    assert (config.recipe, config.global_scale, config.inner) == ("quartet2", "pow2", "inductor")
+    assert (config.dump, config.strict, config.mode) == (None, False, None)
+    assert dict(config.policy) == {} and dict(config.inductor) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipes": "quartet2"}, "unknown option 'recipes'; did you mean 'recipe'?"),
+        ({"recipe": "quartet"}, "unknown recipe 'quartet'; did you mean 'quartet2'?"),
+        ({"policy": {"*": "bf17"}}, "unknown recipe 'bf17'; did you mean 'bf16'?"),
+        ({"policy": {"*": {"dgard": "bf16"}}}, "did you mean 'dgrad'?"),
+        ({"policy": {"re:(": "bf16"}}, "policy pattern 're:('"),
+        ({"policy": {"layers.[0": "bf16"}}, "not a glob"),
+        ({"policy": {"!head": "bf16"}}, "the last match wins"),
+        ({"policy": {"": "bf16"}}, "policy pattern"),
+        ({"policy": ["head"]}, "policy: got ['head']; allowed: a mapping"),
+        ({"inductor": {"max_autotun": True}}, "did you mean 'max_autotune'?"),
+        ({"global_scale": "exakt"}, "did you mean 'exact'?"),
+        ({"inner": "triton"}, "unknown inner 'triton'"),
+        ({"mode": "max-autotun"}, "did you mean 'max-autotune"),
+        ({"strict": "yes"}, "strict: got 'yes'; allowed: True, False"),
+        ({"dump": 3}, "dump: got 3"),
+        ({"disable_passes": ["merge_seed"]}, "did you mean 'merge_seeds'?"),
+        ({"disable_passes": "merge_seeds"}, "allowed: a list of names"),
+        ({"inner": "eager", "mode": "max-autotune"}, "inner='eager' runs without Inductor"),
+        ({"inductor": {"post_grad_custom_pre_pass": None}}, "q2compile's own"),
+    ],
+)
+def test_what_is_wrong_is_said(options, said):
+    with pytest.raises(ValueError) as error:
+        Config.from_options(options)
+    assert said in str(error.value)
+
+
+def test_a_wrong_option_is_a_value_error_through_torch_compile():
+    """Dynamo wraps a backend's exceptions in BackendCompilerFailed; the user must see a ValueError."""
+    compiled = torch.compile(torch.nn.Linear(16, 16), backend="quartet2", options={"recip": "x"})
+    with pytest.raises(ValueError, match="did you mean 'recipe'"):
+        compiled(torch.randn(2, 16))
+
+
+def test_equal_options_are_equal_configs_and_order_counts():
+    """Equal options share compiled code; the order of a policy is part of its meaning."""
+    one = {"policy": {"a": "bf16", "b": {"recipe": "quartet2", "dgrad": "bf16"}}}
+    assert Config(**one) == Config(**json.loads(json.dumps(one)))
+    assert hash(Config(**one)) == hash(Config(**one))
+    other = {"policy": dict(reversed(one["policy"].items()))}
+    assert Config(**one) != Config(**other)
+
+
+def test_a_config_is_frozen_and_does_not_follow_its_options():
+    options = {"policy": {"a": "bf16"}}
+    config = Config(**options)
+    options["policy"]["b"] = "bf16"
+    assert list(config.policy) == ["a"]
+    with pytest.raises(AttributeError):
+        config.recipe = "bf16"
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+def test_the_config_file_is_the_base_and_options_win(tmp_path, monkeypatch, kind):
+    """TOML keeps the order of a policy's lines, which decides what wins."""
+    path = tmp_path / f"q2.{kind}"
+    if kind == "toml":
+        path.write_text('recipe = "bf16"\nstrict = true\n[policy]\n"*" = "quartet2"\n"a" = "bf16"\n')
+    else:
+        policy = {"*": "quartet2", "a": "bf16"}
+        path.write_text(json.dumps({"recipe": "bf16", "strict": True, "policy": policy}))
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
+    config = Config.from_options({"strict": False})
+    assert (config.recipe, config.strict) == ("bf16", False)
+    assert list(config.policy) == ["*", "a"]
+    assert config.resolved_policy.resolve("a")[1] == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("q2.toml", "recipe = ", "Invalid value"),
+        ("q2.json", "{", "Expecting property name"),
+        ("q2.json", "[1]", "got a list; allowed: a table of options"),
+        ("q2.yaml", "recipe: bf16", "must end in .toml or .json"),
+        ("q2.toml", 'recip = "bf16"', "did you mean 'recipe'?"),
+    ],
+)
+def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, name, text, said):
+    (tmp_path / name).write_text(text)
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / name))
+    with pytest.raises(ValueError, match=".*") as error:
+        Config.from_options(None)
+    assert said in str(error.value)
+
+
+def test_a_config_file_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "none.toml"))
+    with pytest.raises(ValueError, match="No such file"):
+        Config.from_options(None)

@@ -1,0 +1,274 @@
+"""`q2::linear` and its autograd: gradients of the quantised forward, what is saved, dtypes, bias."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import q2compile.linear  # noqa: F401  registers q2::linear
+from q2compile import recipes
+
+QUARTET2 = recipes.resolve("quartet2").texts()
+q2 = torch.ops.q2
+
+
+def operands(t=48, n=64, k=80, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return draw(t, k).requires_grad_(), draw(n, k).requires_grad_(), draw(t, n)
+
+
+def dequantized(x, scheme="nvfp4_46_pow2"):
+    """What fprop sees of a tensor."""
+    amax = q2.amax(x) if not scheme.endswith("pow2") else None
+    return q2.dequantize(*q2.quantize(x, amax, None, scheme, 0), scheme, x.shape[1], torch.float32)
+
+
+def gradients(x, w, dy, recipe=QUARTET2, bias=None, salt=0):
+    y = q2.linear(x, w, bias, *recipe, salt)
+    inputs = [t for t in (x, w, bias) if t is not None and t.requires_grad]
+    return y, torch.autograd.grad(y, inputs, dy)
+
+
+def relative(error, reference):
+    return (error.norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("global_scale", ["pow2", "exact"])
+def test_forward_is_the_product_of_the_dequantised_operands(global_scale):
+    """fp32 sums in another order: K = 80 terms, so sqrt(80) * 2**-24 = 5e-7 relative is expected."""
+    x, w, _ = operands()
+    recipe = recipes.resolve("quartet2", global_scale)
+    y = q2.linear(x, w, None, *recipe.texts(), 0)
+    expected = dequantized(x, recipe.fprop.a.scheme) @ dequantized(w, recipe.fprop.b.scheme).t()
+    assert relative(y - expected, expected) < 2e-6
+
+
+def test_mean_gradient_is_that_of_the_quantised_forward_and_falls_as_one_over_b():
+    """Traps 7, 8, 11: gradients are with respect to the *quantised* x and w, unbiased over draws.
+
+    The squared error of a mean of B independent unbiased draws is 1/B of one draw's: over B = 1, 16,
+    256 it must fall 16-fold each time. A ratio of two such means of 4000+ entries scatters by a few
+    percent; a bias of 2% of the gradient's norm would stop the last step at 11 instead of 16.
+    """
+    x, w, dy = operands(128, 128, 80)
+    expected = (dy @ dequantized(w), dy.t() @ dequantized(x))
+    torch.manual_seed(1)
+    sums = [torch.zeros_like(g) for g in expected]
+    errors = {}
+    for b in range(1, 257):
+        _, draws = gradients(x, w, dy)
+        for total, draw in zip(sums, draws, strict=True):
+            total += draw
+        errors[b] = [
+            relative(total / b - g, g) ** 2 for total, g in zip(sums, expected, strict=True)
+        ]
+    for b in (1, 16):
+        for before, after in zip(errors[b], errors[16 * b], strict=True):
+            assert 12 < before / after < 20
+    # One draw: MS-EDEN's error is 9.4e-3 of an operand's energy, and the two operands' errors add.
+    assert all(0.017 < e < 0.021 for e in errors[1])
+
+
+def test_same_seed_same_bits_next_step_different():
+    x, w, dy = operands()
+    torch.manual_seed(3)
+    _, first = gradients(x, w, dy)
+    _, second = gradients(x, w, dy)
+    torch.manual_seed(3)
+    _, again = gradients(x, w, dy)
+    for a, b, c in zip(first, second, again, strict=True):
+        assert torch.equal(a, c) and not torch.equal(a, b)
+
+
+def test_dgrad_and_wgrad_take_their_own_seeds():
+    """Trap 7: each GEMM has its signs; with one seed the two GEMMs of a square layer would share."""
+    x, w, dy = operands(64, 64, 64)
+    seeds = []
+    with _recording(seeds):
+        gradients(x, w, dy)
+    assert len(seeds) == 2 and seeds[0] != seeds[1]
+
+
+class _recording(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the value of every q2::seed that is drawn."""
+
+    def __init__(self, seeds):
+        super().__init__()
+        self.seeds = seeds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is q2.seed.default:
+            self.seeds.append(int(out))
+        return out
+
+
+def saved_tensors(run):
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return saved
+
+
+def test_saved_for_backward_are_codes_scales_and_one_scalar_an_operand():
+    """Nothing in high precision: 4.5 bits an element and one fp32 scalar an operand."""
+    x, w, _ = operands(64, 64, 128, torch.bfloat16)
+    saved = saved_tensors(lambda: q2.linear(x, w, None, *QUARTET2, 0))
+    assert sorted((str(t.dtype), t.numel()) for t in saved) == sorted(
+        2 * [("torch.uint8", 64 * 64), ("torch.float8_e4m3fn", 64 * 8), ("torch.float32", 1)]
+    )
+    size = sum(t.numel() * t.element_size() for t in saved)
+    assert 8 * (size - 2 * 4) == 4.5 * (x.numel() + w.numel())
+
+
+def test_a_frozen_weight_has_no_wgrad_and_saves_no_x():
+    """Trap: needs_input_grad, LoRA's frozen base."""
+    x, w, dy = operands(64, 64, 128)
+    w.requires_grad_(False)
+    saved = saved_tensors(lambda: q2.linear(x, w, None, *QUARTET2, 0))
+    assert len(saved) == 3 and saved[0].shape == (64, 64)  # the codes of w [64, 128]
+    seeds = []
+    with _recording(seeds):
+        _, (dx,) = gradients(x, w, dy)
+    assert len(seeds) == 1 and dx.shape == x.shape
+
+
+def test_input_without_gradient_has_no_dgrad():
+    x, w, dy = operands(64, 64, 128)
+    x.requires_grad_(False)
+    assert len(saved_tensors(lambda: q2.linear(x, w, None, *QUARTET2, 0))) == 3
+    _, (dw,) = gradients(x, w, dy)
+    assert relative(dw - dy.t() @ dequantized(x), dw) < 0.2
+
+
+def test_bias_is_added_in_high_precision_and_its_gradient_is_not_quantised():
+    """Trap 13: the released kernels take a bias and drop it."""
+    x, w, dy = operands(dtype=torch.bfloat16)
+    bias = torch.randn(64, dtype=torch.bfloat16, requires_grad=True)
+    y, (_, _, dbias) = gradients(x, w, dy, bias=bias)
+    without = q2.linear(x.float(), w.float(), None, *QUARTET2, 0)
+    assert torch.equal(y, (without + bias.float()).to(torch.bfloat16))
+    assert torch.equal(dbias, dy.float().sum(0).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_come_back_as_they_went_in(dtype):
+    x, w, dy = operands(dtype=dtype)
+    y, (dx, dw) = gradients(x, w, dy)
+    assert {t.dtype for t in (y, dx, dw)} == {dtype}
+
+
+def test_autocast_casts_first_and_masters_get_their_own_dtype():
+    """Trap: custom ops are not on autocast's lists; x and w are cast before quantising."""
+    x, w, _ = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = q2.linear(x, w, None, *QUARTET2, 0)
+    plain = q2.linear(x.bfloat16(), w.bfloat16(), None, *QUARTET2, 0)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, plain)
+    y.sum().backward()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+
+
+def test_leading_dimensions_and_expanded_gradients():
+    """Trap 13: y.sum() hands back a stride-0 gradient; x may have any leading dimensions."""
+    x, w, _ = operands(60, 64, 80)
+    shaped = x.detach().view(3, 4, 5, 80).requires_grad_()
+    torch.manual_seed(0)
+    y = q2.linear(shaped, w, None, *QUARTET2, 0)
+    y.sum().backward()
+    torch.manual_seed(0)
+    _, (dx, dw) = gradients(x, w, torch.ones(60, 64))
+    assert y.shape == (3, 4, 5, 64)
+    assert torch.equal(shaped.grad.view(60, 80), dx) and torch.equal(w.grad, dw)
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_a_gemm_left_in_bf16_is_exact(gemm):
+    recipe = recipes.resolve({"base": "quartet2", gemm: "bf16"}).texts()
+    x, w, dy = operands()
+    y, (dx, dw) = gradients(x, w, dy, recipe)
+    exact = {"fprop": (y, x @ w.t()), "dgrad": (dx, dy @ w), "wgrad": (dw, dy.t() @ x)}
+    for name, (got, want) in exact.items():
+        assert (relative(got - want, want) < 1e-5) == (name == gemm)
+
+
+def test_bf16_everywhere_is_torchs_own_linear():
+    x, w, dy = operands()
+    bias = torch.randn(64, requires_grad=True)
+    y, grads = gradients(x, w, dy, ("bf16", "bf16", "bf16"), bias)
+    own = F.linear(x, w, bias)
+    assert torch.equal(y, own)
+    for got, want in zip(grads, torch.autograd.grad(own, (x, w, bias), dy), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_second_derivatives_are_refused():
+    x, w, dy = operands()
+    y = q2.linear(x, w, None, *QUARTET2, 0)
+    (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("where", ["x", "w", "dy"])
+def test_nan_and_inf_reach_the_output(bad, where):
+    """Trap 5: one Inf silently zeroes every other block of its tensor, and a max may drop a NaN; a
+    GradScaler must see it."""
+    x, w, dy = operands()
+    with torch.no_grad():
+        {"x": x, "w": w, "dy": dy}[where][3, 5] = BAD[bad]
+    y, (dx, dw) = gradients(x, w, dy)
+    if where in ("x", "w"):
+        assert not y.isfinite().any()
+    if where != "x":
+        assert not dx.isfinite().any()
+    if where != "w":
+        assert not dw.isfinite().any()
+
+
+def test_all_zero_gradients_give_zeros():
+    """Trap 1: a masked loss or frozen rows give an all-zero dy."""
+    x, w, dy = operands()
+    _, (dx, dw) = gradients(x, w, torch.zeros_like(dy))
+    assert dx.abs().max() == 0 and dw.abs().max() == 0
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e30])
+def test_tiny_and_huge_tensors_keep_their_direction(size):
+    """Trap 2: a floor on the tensor scale is what blew up one vendor's gradients. The cosine of one
+    MS-EDEN product is 1/sqrt(1 + 2 * 9.4e-3) = 0.991."""
+    x, w, dy = operands()
+    y, (dx, dw) = gradients(x, w, dy * size)
+    for got, want in ((dx, dy @ w), (dw, dy.t() @ x)):
+        got = got / size
+        assert F.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.98
+        assert 0.9 < got.norm() / want.norm() < 1.1
+    with torch.no_grad():
+        x *= size
+    y = q2.linear(x, w, None, *QUARTET2, 0) / size
+    assert relative(y - x / size @ w.t(), y) < 0.15
+
+
+@pytest.mark.parametrize(("t", "n", "k"), [(0, 32, 48), (1, 16, 16), (7, 17, 33), (129, 50, 130)])
+def test_any_shape(t, n, k):
+    """Traps 10 and 14: an expert without tokens, odd T, N and K that no block size divides."""
+    x, w, dy = operands(t, n, k)
+    y, (dx, dw) = gradients(x, w, dy)
+    assert (y.shape, dx.shape, dw.shape) == ((t, n), (t, k), (n, k))
+    if t == 0:
+        assert dw.abs().max() == 0
+    elif t > 1:
+        for got, want in ((y, x @ w.t()), (dx, dy @ w), (dw, dy.t() @ x)):
+            assert relative(got - want, want) < 0.25

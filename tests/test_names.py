@@ -1,0 +1,187 @@
+"""Absolute names by parameter identity, and a policy that one shared graph can't keep."""
+
+import pytest
+import torch
+from torch import nn
+
+from q2compile import explain
+from q2compile.names import expected_sites, site_name
+
+EAGER = {"inner": "eager"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 48)
+        self.down = nn.Linear(48, 32)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    """Three equal blocks and a head; ``breaks`` puts a graph break into the loop over them."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(32, 32)
+        self.breaks = breaks
+
+    def forward(self, x):
+        for block in self.layers:
+            x = block(x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return self.head(x)
+
+
+ALL = [f"layers.{i}.{m}" for i in range(3) for m in ("up", "down")] + ["head"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def names(report):
+    return [row.module for row in report.rows]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "site"),
+    [
+        ("mlp.up.weight", "mlp.up"),
+        ("attn.in_proj_weight", "attn.in_proj"),
+        ("table", "table"),
+        ("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight", "layers.0.up"),
+        ("weight", "weight"),
+    ],
+)
+def test_site_names(parameter, site):
+    assert site_name(parameter) == site
+
+
+def test_whole_model():
+    assert names(explain(Model(), torch.randn(4, 32), options=EAGER)) == ALL
+
+
+def test_inside_another_module_names_start_at_the_outermost():
+    class Harness(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Model()
+            self.net.compile(backend="quartet2", options={**EAGER, "strict": True, "policy": {
+                "net.layers.0.*": "bf16"}})
+
+        def forward(self, x):
+            return self.net(x).sum()
+
+    Harness()(torch.randn(4, 32)).backward()  # strict: the pattern matched
+
+
+def test_after_a_graph_break_names_are_absolute_and_what_was_not_seen_is_said():
+    """Trap: a graph break inside a Python loop makes Dynamo skip the outer frame: its head is never
+    seen, and the blocks share one graph."""
+    report = explain(Model(breaks=True), torch.randn(4, 32), options=EAGER)
+    taken = [row.module for row in report.rows if row.taken]
+    assert taken[:2] == ["layers.0.up", "layers.0.down"]
+    missing = [row for row in report.rows if row.why.startswith("not seen")]
+    assert [row.module for row in missing] == ["head"]
+    assert any("'layers.0' also runs equal modules" in note for note in report.notes)
+
+
+def test_strict_raises_for_what_was_not_seen_before_any_step_is_taken():
+    model = Model(breaks=True)
+    model.compile(backend="quartet2", options={**EAGER, "strict": True})
+    loss = model(torch.randn(4, 32)).sum()
+    with pytest.raises(RuntimeError, match="1 linear.* never reached the backend: head"):
+        loss.backward()
+
+
+def test_per_block_compile_has_absolute_names():
+    model = Model()
+    dumped = []
+
+    def backend(gm, inputs):
+        from q2compile.config import Config
+        from q2compile.names import Names
+        from q2compile.rewrite import rewrite
+
+        dumped.extend(r.module for r in rewrite(gm, Config(), Names.of_graph(gm)))
+        return gm
+
+    for block in model.layers:
+        block.compile(backend=backend)
+    model(torch.randn(4, 32))
+    assert set(dumped) <= set(ALL) and dumped[:2] == ["layers.0.up", "layers.0.down"]
+
+
+def test_a_policy_that_tells_equal_layers_apart_is_refused_when_they_share_a_graph():
+    """Trap: one graph serves all equal layers under per-block compile; a layer index can't be kept."""
+    model = Model()
+    options = {**EAGER, "policy": {"layers.0.up": "bf16"}}
+    for block in model.layers:
+        block.compile(backend="quartet2", options=options)
+    with pytest.raises(ValueError, match="'layers.0.up' and 'layers.1.up' different recipes"):
+        model(torch.randn(4, 32))
+
+
+def test_the_same_policy_is_kept_when_the_model_is_compiled_whole():
+    report = explain(
+        Model(), torch.randn(4, 32), options={**EAGER, "policy": {"layers.0.up": "bf16"}}
+    )
+    assert [row.module for row in report.rows if not row.taken] == ["layers.0.up"]
+
+
+def test_tied_weights_are_named_by_the_module_that_uses_them():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 32)
+            self.lm_head = nn.Linear(32, 64, bias=False)
+            self.lm_head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.lm_head(self.embed(x))
+
+    report = explain(Tied(), torch.arange(8), options={**EAGER, "policy": {"lm_head": "bf16"}})
+    (row,) = report.rows
+    assert (row.module, row.why) == ("lm_head", "policy: 'lm_head' says bf16")
+
+
+def test_a_compiled_function_names_parameters_by_its_variables():
+    block = Block()
+
+    def loss(x):
+        return block(x).sum()
+
+    report = explain(loss, torch.randn(4, 32), options=EAGER)
+    assert [row.taken for row in report.rows] == [True, True]
+    assert [row.module.split(".")[-1] for row in report.rows] == ["up", "down"]
+
+
+def test_strict_refuses_a_pattern_that_matches_nothing():
+    options = {**EAGER, "strict": True, "policy": {"*lm_head*": "bf16"}}
+    with pytest.raises(ValueError, match=r"'\*lm_head\*' match no module"):
+        torch.compile(Model(), backend="quartet2", options=options)(torch.randn(4, 32))
+
+
+def test_strict_refuses_a_wanted_matmul_that_was_not_taken():
+    model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))
+    with pytest.raises(RuntimeError, match="0: too small.*1: too small.*Give them 'bf16'"):
+        torch.compile(model, backend="quartet2", options={**EAGER, "strict": True})(
+            torch.randn(4, 32)
+        )
+    fine = {**EAGER, "strict": True, "policy": {"?": "bf16"}}
+    torch.compile(model, backend="quartet2", options=fine)(torch.randn(4, 32)).sum().backward()
+
+
+def test_expected_sites():
+    attention = nn.MultiheadAttention(32, 4)
+    assert expected_sites(nn.ModuleDict({"a": attention, "h": nn.Linear(32, 16)})) == {
+        "a.in_proj": (96, 32),
+        "a.out_proj": (32, 32),
+        "h": (16, 32),
+    }

@@ -1,0 +1,230 @@
+"""The pass runner, each pass alone, and the spec of the graphs."""
+
+import operator
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+import q2compile.runtime_kernels  # noqa: F401  registers the ops
+from q2compile.config import Config
+from q2compile.dump import readable
+from q2compile.passes import PASSES
+from q2compile.passes.manager import PassManager, source_hash
+from q2compile.passes.merge_seeds import merge_seeds_pass
+from q2compile.passes.spec import GraphSpecError, check_spec
+
+q2 = torch.ops.q2
+EDEN = "nvfp4_ms_eden_pow2"
+
+
+class Builder:
+    """Hand-built post-grad graphs: nodes with fake values."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+
+    def placeholder(self, name, *shape, dtype=torch.bfloat16):
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, target, *args):
+        node = self.graph.call_function(target, args)
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*values)
+        return node
+
+    def outputs(self, node):
+        return [self.call(operator.getitem, node, i) for i in range(3)]
+
+    def done(self, *outputs):
+        self.graph.output(outputs)
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def dgrad(b, dy, codes, seed_a, seed_b, streams=(0, 1), transform_b="rht128"):
+    """The dgrad GEMM of a linear with w [64, 32], dy [16, 64]."""
+    a = b.call(q2.rht_quantize.default, dy, seed_a, EDEN, "rht128", False, streams[0])
+    w = b.call(
+        q2.requantize.default, *codes, seed_b, "nvfp4_46_pow2", EDEN, transform_b, 32, streams[1]
+    )
+    return b.call(
+        q2.gemm.default, *b.outputs(a), *b.outputs(w), None, EDEN, EDEN, torch.bfloat16
+    )
+
+
+def saved_weight(b, i=0):
+    return [
+        b.placeholder(f"codes_{i}", 64, 16, dtype=torch.uint8),
+        b.placeholder(f"scales_{i}", 64, 2, dtype=torch.float8_e4m3fn),
+        b.placeholder(f"global_scale_{i}", dtype=torch.float32),
+    ]
+
+
+def backward_graph(layers=2):
+    """``layers`` dgrad GEMMs in a chain, each with its own seed."""
+    b = Builder()
+    codes = [saved_weight(b, i) for i in range(layers)]
+    dy = b.placeholder("tangents_1", 16, 64)
+    results = []
+    for i in range(layers):
+        seed = b.call(q2.seed.default, dy, i)
+        results.append(dgrad(b, dy, codes[i], seed, seed))
+    return b.done(*results)
+
+
+class TestMergeSeeds(TestCase):
+    def test_golden(self):
+        b = Builder()
+        dy = b.placeholder("tangents_1", 4, 64)
+        first = b.call(q2.seed.default, dy, 0)
+        dx = b.call(torch.ops.aten.neg.default, dy)
+        second = b.call(q2.seed.default, dx, 1)
+        gm = b.done(first, second)
+        assert merge_seeds_pass(gm.graph) == 2
+        self.assertExpectedInline(
+            readable(gm),
+            """\
+tangents_1: bf16[4, 64]
+randint_low: i64[2] = aten.randint.low(-9223372036854775808, 9223372036854775807, [2], dtype=torch.int64, device=device(type='cpu'))
+select_int: i64[] = aten.select.int(randint_low, 0, 0)
+neg_default: bf16[4, 64] = aten.neg(tangents_1)
+select_int_1: i64[] = aten.select.int(randint_low, 0, 1)
+return (select_int, select_int_1)
+""",  # noqa: E501
+        )
+
+    def test_idempotent(self):
+        gm = backward_graph()
+        assert merge_seeds_pass(gm.graph) == 2
+        before = readable(gm)
+        assert merge_seeds_pass(gm.graph) == 0
+        assert readable(gm) == before
+
+
+def test_merged_seeds_are_the_values_of_the_single_draws():
+    """So the pass changes no bit on a CPU: the draw takes them in graph order from one generator."""
+    b = Builder()
+    dy = b.placeholder("tangents_1", 4, 64)
+    gm = b.done(*[b.call(q2.seed.default, dy, i) for i in range(5)])
+    torch.manual_seed(0)
+    single = gm(torch.zeros(4, 64))
+    merge_seeds_pass(gm.graph)
+    gm.recompile()
+    torch.manual_seed(0)
+    assert [int(s) for s in gm(torch.zeros(4, 64))] == [int(s) for s in single]
+    assert len({int(s) for s in single}) == 5
+
+
+def test_a_graph_without_seeds_is_left_alone():
+    b = Builder()
+    x = b.placeholder("primals_1", 4, 64)
+    gm = b.done(b.call(torch.ops.aten.neg.default, x))
+    before = readable(gm)
+    assert merge_seeds_pass(gm.graph) == 0 and readable(gm) == before
+
+
+def test_the_runner_records_every_pass_and_zero_matches_too():
+    gm = backward_graph(3)
+    manager = PassManager(Config())
+    manager(gm.graph)
+    (record,) = manager.records
+    assert (record.graph, record.name, record.matches) == ("backward", "merge_seeds", 3)
+    assert record.ops == {"aten.randint.low": 1, "aten.select.int": 3, "q2.seed.default": -3}
+    manager(gm.graph)
+    assert (manager.records[1].matches, manager.records[1].ops) == (0, {})
+
+
+def test_a_pass_is_left_out_by_name():
+    gm = backward_graph()
+    manager = PassManager(Config(disable_passes=["merge_seeds"]))
+    manager(gm.graph)
+    assert manager.records[0].note == "disabled"
+    assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
+
+
+def test_a_pass_that_was_in_inductors_slot_runs_first():
+    seen = []
+    gm = backward_graph()
+    PassManager(Config(), first=lambda graph: seen.append(len(graph.nodes)))(gm.graph)
+    assert len(seen) == 1
+    assert PassManager(Config(), first=lambda graph: None).uuid() is None  # no uuid: no caching
+
+
+def test_uuid_follows_sources_and_options(monkeypatch):
+    """Trap: a stale graph was served after an edit, so the sources are part of the key."""
+    assert len(source_hash()) == 64
+    plain = PassManager(Config()).uuid()
+    assert plain == PassManager(Config(dump="elsewhere")).uuid()
+    assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
+    assert set(PASSES) == {"merge_seeds"}
+
+
+class TestSpec:
+    @pytest.mark.parametrize("target", ["seed", "rht_quantize"])
+    def test_randomness_in_a_forward_graph(self, target):
+        """Trap: randomness that the partitioner hoists into forward is drawn again in backward."""
+        b = Builder()
+        x = b.placeholder("primals_1", 16, 64)
+        seed = b.call(q2.seed.default, x, 0)
+        gm = b.done(seed)
+        with pytest.raises(GraphSpecError, match="may not stand in a forward graph"):
+            check_spec(gm.graph, "forward", "here")
+
+    def test_operands_with_different_signs(self):
+        """Trap: the loss looks fine and the gradient is noise, with no error."""
+        b = Builder()
+        codes = saved_weight(b)
+        dy = b.placeholder("tangents_1", 16, 64)
+        seeds = [b.call(q2.seed.default, dy, i) for i in range(2)]
+        gm = b.done(dgrad(b, dy, codes, *seeds))
+        with pytest.raises(GraphSpecError, match="different seeds .* do not cancel"):
+            check_spec(gm.graph, "backward", "here")
+
+    def test_operands_with_different_transforms(self):
+        b = Builder()
+        codes = saved_weight(b)
+        dy = b.placeholder("tangents_1", 16, 64)
+        seed = b.call(q2.seed.default, dy, 0)
+        a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht64", False, 0)
+        w = b.call(
+            q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht32", 32, 1
+        )
+        operands = [*b.outputs(a), *b.outputs(w)]
+        gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
+        with pytest.raises(GraphSpecError, match="different transforms"):
+            check_spec(gm.graph, "backward", "here")
+
+    def test_operands_with_the_same_coins(self):
+        b = Builder()
+        codes = saved_weight(b)
+        dy = b.placeholder("tangents_1", 16, 64)
+        seed = b.call(q2.seed.default, dy, 0)
+        gm = b.done(dgrad(b, dy, codes, seed, seed, streams=(0, 0)))
+        with pytest.raises(GraphSpecError, match="the same coins"):
+            check_spec(gm.graph, "backward", "here")
+
+    def test_an_operand_pieced_together(self):
+        b = Builder()
+        codes = saved_weight(b)
+        dy = b.placeholder("tangents_1", 16, 64)
+        seed = b.call(q2.seed.default, dy, 0)
+        a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", False, 0)
+        c = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", False, 2)
+        mixed = [*b.outputs(a)[:2], b.outputs(c)[2]]
+        w = b.call(
+            q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht128", 32, 1
+        )
+        operands = [*mixed, *b.outputs(w)]
+        gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
+        with pytest.raises(GraphSpecError, match="pieced together"):
+            check_spec(gm.graph, "backward", "here")
+
+    def test_a_right_graph_passes(self):
+        check_spec(backward_graph().graph, "backward", "here")

@@ -1,0 +1,70 @@
+"""A recipe is data: its three GEMMs as text, what an option can change, what is refused."""
+
+import pytest
+
+from q2compile import recipes
+from q2compile.recipes import GEMMS, RECIPES, Gemm
+
+
+def test_quartet2_as_text():
+    recipe = recipes.resolve("quartet2")
+    second = "rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2"
+    assert recipe.texts() == ("nvfp4_46_pow2 @ nvfp4_46_pow2", second, second)
+
+
+def test_exact_global_scale_selects_the_papers_schemes():
+    recipe = recipes.resolve("quartet2", "exact")
+    assert recipe.texts()[0] == "nvfp4_46 @ nvfp4_46"
+    assert str(recipe.dgrad.a) == "rht128>nvfp4_ms_eden"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("global_scale", ["pow2", "exact"])
+def test_text_and_back(name, global_scale):
+    recipe = recipes.resolve(name, global_scale)
+    back = recipes.parse(*recipe.texts())
+    assert (back.fprop, back.dgrad, back.wgrad) == (recipe.fprop, recipe.dgrad, recipe.wgrad)
+
+
+def test_bf16_fprop_leaves_nothing_to_requantise():
+    """Backward then quantises the high-precision operand, whose product fprop computed."""
+    recipe = recipes.resolve({"base": "quartet2", "fprop": "bf16"})
+    assert recipe.fprop is None
+    assert recipe.dgrad.b.source == recipe.wgrad.b.source == "fresh"
+
+
+def test_an_operand_of_ones_own():
+    recipe = recipes.resolve(
+        {"base": "quartet2", "wgrad": {"dy": {"transform": "rht32"}, "x": {"transform": "rht32"}}}
+    )
+    assert str(recipe.wgrad) == (
+        "rht32>nvfp4_ms_eden_pow2 @ requantize>rht32>nvfp4_ms_eden_pow2"
+    )
+    assert recipe.name == "quartet2+wgrad"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (3, "recipe: got 3 (int)"),
+        ({"base": "quartet2", "recipe": "bf16"}, "either 'recipe' or 'base'"),
+        ({"base": "quartet2", "wgrad": {"w": {}}}, "unknown operand of wgrad 'w'"),
+        ({"base": "quartet2", "wgrad": {"x": {"schema": "a"}}}, "did you mean 'scheme'?"),
+        ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp5"}}}, "did you mean 'nvfp4'?"),
+        ({"base": "quartet2", "wgrad": {"x": {"transform": "rht32"}}}, "the rotations cancel only"),
+        ({"base": "quartet2", "dgrad": {"dy": {"source": "requantize"}}}, "dy has source"),
+        ({"base": "quartet2", "fprop": {"x": {"scheme": "nvfp4_ms_eden"}}}, "must be deterministic"),
+        ({"base": "bf16", "fprop": {"x": {"scheme": "nvfp4_46"}}}, "fprop.w: the base 'bf16'"),
+        ({"base": "quartet2", "fprop": 1}, "fprop: got 1"),
+        ({"base": "quartet2", "fprop": {"x": "nvfp4"}}, "fprop.x: got 'nvfp4'"),
+    ],
+)
+def test_illegal_combinations_are_refused_by_name(spec, said):
+    with pytest.raises(ValueError) as error:
+        recipes.resolve(spec)
+    assert said in str(error.value)
+
+
+def test_gemm_operands_stand_in_the_order_of_the_table():
+    assert GEMMS == {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+    assert Gemm.parse("bf16") is None
