@@ -11,6 +11,11 @@ settings.register_profile("q2compile", derandomize=True, deadline=None)
 settings.load_profile("q2compile")
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers_in_every_run() -> None:
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked gpu where there is none."""
     if torch.cuda.is_available():

@@ -1,7 +1,8 @@
 """Runs the .cu files of runtime_kernels/cuda on a CPU.
 
-g++ compiles them with cuda.h (threads as coroutines) and with ptx.cuh of this folder in place of theirs, which holds all their inline
-PTX. What is left to a GPU is that the instructions do what PTX says, memory is ordered as the code assumes, and speed.
+g++ compiles them with cuda.h (threads as coroutines) and with ptx.cuh of this folder in place of
+theirs, which holds all their inline PTX. What is left to a GPU is that the instructions do what PTX
+says, memory is ordered as the code assumes, and speed.
 """
 
 import ctypes
@@ -54,7 +55,9 @@ def _library(variant: nvrtc.Variant, threads: int, hw_fp4: bool) -> ctypes.CDLL:
     source = source.replace(dynamic, "static __align__(128) u8 shared_tiles[228 * 1024];")
     main = _MAIN.format(entry=variant.entry, threads=threads)
     (folder / "main.cpp").write_text(f'#include "cuda.h"\n{source}\n{main}')
-    defines = [f"-D{name}={value}" for name, value in (*variant.defines, ("Q2_HW_FP4", int(hw_fp4)))]
+    defines = [
+        f"-D{name}={value}" for name, value in (*variant.defines, ("Q2_HW_FP4", int(hw_fp4)))
+    ]
     command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC", *defines]
     subprocess.run([*command, "main.cpp", "-o", "kernel.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))

@@ -1,8 +1,9 @@
-// Enough of CUDA to run one kernel on a CPU: threads of a block are coroutines in one OS thread, blocks run one after the other.
+// Enough of CUDA to run one kernel on a CPU: threads of a block are coroutines in one OS thread,
+// blocks run one after the other.
 //
-// Each coroutine runs to the next point where it waits for others (__syncthreads, a shuffle) and hands over; when all have come there, the
-// first goes on. This is right for kernels in which every thread meets the same such points, and deterministic. It finds wrong
-// results, not races.
+// Each coroutine runs to the next point where it waits for others (__syncthreads, a shuffle) and
+// hands over; when all have come there, the first goes on. This is right for kernels in which every
+// thread meets the same such points, and deterministic. It finds wrong results, not races.
 #pragma once
 #include <ucontext.h>
 
@@ -20,22 +21,54 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-struct uint2 { unsigned x, y; };
-struct uint3 { unsigned x, y, z; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct uint2 {
+  unsigned x, y;
+};
+struct uint3 {
+  unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
 inline uint3 threadIdx, blockIdx, gridDim;
 
-template <class T> T min(T a, T b) { return b < a ? b : a; }
-template <class T> T max(T a, T b) { return a < b ? b : a; }
-template <class To, class From> To bit_cast(From x) { To y; static_assert(sizeof x == sizeof y); memcpy(&y, &x, sizeof y); return y; }
-inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
-inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((uint64_t)a * b) >> 32); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __frcp_rn(float a) { return 1.0f / a; }
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+template <class To, class From>
+To bit_cast(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y);
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline unsigned __float_as_uint(float x) {
+  return bit_cast<unsigned>(x);
+}
+inline float __uint_as_float(unsigned x) {
+  return bit_cast<float>(x);
+}
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return (unsigned)(((uint64_t)a * b) >> 32);
+}
+inline float __fmaf_rn(float a, float b, float c) {
+  return fmaf(a, b, c);
+}
+inline float __fdiv_rn(float a, float b) {
+  return a / b;
+}
+inline float __frcp_rn(float a) {
+  return 1.0f / a;
+}
 
 struct Coroutine {
   ucontext_t context;
@@ -48,8 +81,12 @@ inline ucontext_t scheduler;
 inline unsigned exchanged[2][1024];
 inline std::function<void()> kernel_body;
 
-inline void hand_over() { swapcontext(&coroutines[threadIdx.x].context, &scheduler); }
-inline void __syncthreads() { hand_over(); }
+inline void hand_over() {
+  swapcontext(&coroutines[threadIdx.x].context, &scheduler);
+}
+inline void __syncthreads() {
+  hand_over();
+}
 
 // Two slots in turn: a coroutine is never more than one step ahead of another.
 inline const unsigned* exchange(unsigned value) {

@@ -1,4 +1,5 @@
-// Stands in for runtime_kernels/cuda/ptx.cuh on a CPU: the same functions in plain C++, from the PTX manual's words.
+// Stands in for runtime_kernels/cuda/ptx.cuh on a CPU: the same functions in plain C++, from the
+// PTX manual's words.
 #pragma once
 
 typedef unsigned char u8;
@@ -11,13 +12,24 @@ typedef unsigned long long u64;
 struct Pair {
   float a, b;
 };
-Q2_INLINE Pair both(float x) { return {x, x}; }
-Q2_INLINE Pair add(Pair x, Pair y) { return {x.a + y.a, x.b + y.b}; }
-Q2_INLINE Pair sub(Pair x, Pair y) { return {x.a - y.a, x.b - y.b}; }
-Q2_INLINE Pair mul(Pair x, Pair y) { return {x.a * y.a, x.b * y.b}; }
-Q2_INLINE Pair fma(Pair x, Pair y, Pair w) { return {fmaf(x.a, y.a, w.a), fmaf(x.b, y.b, w.b)}; }
+Q2_INLINE Pair both(float x) {
+  return {x, x};
+}
+Q2_INLINE Pair add(Pair x, Pair y) {
+  return {x.a + y.a, x.b + y.b};
+}
+Q2_INLINE Pair sub(Pair x, Pair y) {
+  return {x.a - y.a, x.b - y.b};
+}
+Q2_INLINE Pair mul(Pair x, Pair y) {
+  return {x.a * y.a, x.b * y.b};
+}
+Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
+  return {fmaf(x.a, y.a, w.a), fmaf(x.b, y.b, w.b)};
+}
 
-// One ulp off to either side by a hash of x: a kernel must not depend on how good the approximation is.
+// One ulp off to either side by a hash of x: a kernel must not depend on how good the approximation
+// is.
 Q2_INLINE float approximate_reciprocal(float x) {
   if (fabsf(x) < 0x1p-126f) return copysignf(INFINITY, x);
   float r = 1.0f / x;
@@ -25,7 +37,8 @@ Q2_INLINE float approximate_reciprocal(float x) {
   return __uint_as_float(__float_as_uint(r) + __float_as_uint(x) * 2654435761u % 3 - 1);
 }
 
-// x to the nearest number with `mantissa` bits after the leading one and exponents from `lowest` on, at most `limit`.
+// x to the nearest number with `mantissa` bits after the leading one and exponents from `lowest`
+// on, at most `limit`.
 inline float round_to(float x, int mantissa, int lowest, float limit) {
   if (std::isnan(x)) return x;
   int exponent = x == 0 ? lowest : std::max(std::ilogb(x), lowest);
@@ -38,19 +51,30 @@ inline u32 bits_of(float x, int mantissa, int lowest, int width) {
   float magnitude = fabsf(x);
   int exponent = magnitude == 0 ? lowest : std::max(std::ilogb(magnitude), lowest);
   int steps = (int)std::ldexp(magnitude, mantissa - exponent);
-  return (std::signbit(x) ? 1u << (width - 1) : 0) | (u32)(((exponent - lowest) << mantissa) + steps);
+  return (std::signbit(x) ? 1u << (width - 1) : 0) |
+         (u32)(((exponent - lowest) << mantissa) + steps);
 }
 inline float value_of(u32 bits, int mantissa, int lowest, int width) {
-  int magnitude = bits & ((1u << (width - 1)) - 1), exponent = magnitude >> mantissa, fraction = magnitude & ((1 << mantissa) - 1);
-  float x = exponent ? std::ldexp((float)(fraction + (1 << mantissa)), exponent - 1 + lowest - mantissa)
-                     : std::ldexp((float)fraction, lowest - mantissa);
+  int magnitude = bits & ((1u << (width - 1)) - 1), exponent = magnitude >> mantissa,
+      fraction = magnitude & ((1 << mantissa) - 1);
+  float x = exponent
+                ? std::ldexp((float)(fraction + (1 << mantissa)), exponent - 1 + lowest - mantissa)
+                : std::ldexp((float)fraction, lowest - mantissa);
   return bits >> (width - 1) & 1 ? -x : x;
 }
 
-Q2_INLINE float from_f16(u32 bits) { return (float)bit_cast<_Float16>((uint16_t)bits); }
-Q2_INLINE u32 to_f16(float x) { return bit_cast<uint16_t>((_Float16)x); }
-Q2_INLINE Pair from_f16x2(u32 word) { return {from_f16(word & 0xFFFF), from_f16(word >> 16)}; }
-Q2_INLINE u32 to_f16x2(float low, float high) { return to_f16(low) | to_f16(high) << 16; }
+Q2_INLINE float from_f16(u32 bits) {
+  return (float)bit_cast<_Float16>((uint16_t)bits);
+}
+Q2_INLINE u32 to_f16(float x) {
+  return bit_cast<uint16_t>((_Float16)x);
+}
+Q2_INLINE Pair from_f16x2(u32 word) {
+  return {from_f16(word & 0xFFFF), from_f16(word >> 16)};
+}
+Q2_INLINE u32 to_f16x2(float low, float high) {
+  return to_f16(low) | to_f16(high) << 16;
+}
 // The product of two f16 is exact in fp32.
 Q2_INLINE u32 mul_f16x2(u32 x, u32 y) {
   Pair p = mul(from_f16x2(x), from_f16x2(y));
@@ -61,11 +85,19 @@ Q2_INLINE u32 to_bf16(float x) {
   if (std::isnan(x)) return 0x7FFF;
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-Q2_INLINE u32 to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+Q2_INLINE u32 to_bf16x2(float low, float high) {
+  return to_bf16(low) | to_bf16(high) << 16;
+}
 
-Q2_INLINE float from_e4m3(u32 byte) { return (byte & 0x7F) == 0x7F ? NAN : value_of(byte, 3, -6, 8); }
-Q2_INLINE u32 to_e4m3(float x) { return std::isnan(x) ? 0x7F : bits_of(round_to(x, 3, -6, 448), 3, -6, 8); }
-Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) { return to_f16x2(from_e4m3(bytes & 0xFF), from_e4m3(bytes >> 8 & 0xFF)); }
+Q2_INLINE float from_e4m3(u32 byte) {
+  return (byte & 0x7F) == 0x7F ? NAN : value_of(byte, 3, -6, 8);
+}
+Q2_INLINE u32 to_e4m3(float x) {
+  return std::isnan(x) ? 0x7F : bits_of(round_to(x, 3, -6, 448), 3, -6, 8);
+}
+Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
+  return to_f16x2(from_e4m3(bytes & 0xFF), from_e4m3(bytes >> 8 & 0xFF));
+}
 Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
   return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 | to_e4m3(x3) << 24;
 }
@@ -73,12 +105,14 @@ Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
 // NaN becomes +6 (PTX: satfinite, as the format has no NaN).
 Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {
   u32 codes = 0;
-  for (int i = 0; i < 8; ++i) codes |= (std::isnan(x[i]) ? 7u : bits_of(round_to(x[i], 1, 0, 6), 1, 0, 4)) << (4 * i);
+  for (int i = 0; i < 8; ++i)
+    codes |= (std::isnan(x[i]) ? 7u : bits_of(round_to(x[i], 1, 0, 6), 1, 0, 4)) << (4 * i);
   return codes;
 }
 Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
   for (int i = 0; i < 4; ++i)
-    words[i] = to_f16x2(value_of(codes >> (8 * i) & 15, 1, 0, 4), value_of(codes >> (8 * i + 4) & 15, 1, 0, 4));
+    words[i] = to_f16x2(value_of(codes >> (8 * i) & 15, 1, 0, 4),
+                        value_of(codes >> (8 * i + 4) & 15, 1, 0, 4));
 }
 
 Q2_INLINE void copy_async(void* shared, const void* global, int bytes) {

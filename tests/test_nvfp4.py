@@ -1,0 +1,138 @@
+"""NVFP4's rounding rules, block by block."""
+
+import pytest
+import torch
+from oracle import E2M1, E4M3, nearest
+
+from q2compile import quantize
+from q2compile.runtime_kernels import blocks, nvfp4
+from q2compile.runtime_kernels.formats import decode_e2m1
+from q2compile.runtime_kernels.layout import Tiling
+from q2compile.runtime_kernels.schemes import MS_EDEN_CLIP, SCHEMES, get_scheme
+
+NVFP4 = [name for name, s in SCHEMES.items() if s.format == "nvfp4"]
+NEAREST = [name for name in NVFP4 if SCHEMES[name].rounding == "rtn"]
+
+
+def parts(q) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """e2m1 values [M, B, 16], the scale of each row's part of a block [M, B, 1], global scale, all
+    float64."""
+    values = decode_e2m1(q.codes).double().unflatten(1, (-1, 16))
+    scales = q.scales.double()
+    if "16x16" in q.scheme:
+        scales = scales.repeat_interleave(16, 0)[: values.shape[0]]
+    return values, scales.unsqueeze(2), q.global_scale.double().item()
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_every_code_is_the_nearest(name):
+    """Given its scale, no other code is nearer: checked in float64, but for ties that fp32 makes."""
+    x = torch.randn(48, 256).double() * torch.logspace(-3, 3, 48)[:, None]
+    values, scales, g = parts(quantize(x.float(), name))
+    target = x.float().double().unflatten(1, (-1, 16))
+    best = nearest(target / (scales * g), E2M1) * scales * g
+    error, least = (target - values * scales * g).abs(), (target - best).abs()
+    assert (error <= least * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16"])
+def test_scales_of_the_exact_rule(name):
+    x = torch.randn(64, 256)
+    q = quantize(x, name)
+    g = (x.abs().max() / (6 * 448)).item()
+    assert q.global_scale.item() == pytest.approx(g, rel=1e-7)
+    rows = SCHEMES[name].block[0]
+    largest = x.abs().view(64 // rows, rows, 16, 16).amax((1, 3))
+    assert torch.equal(q.scales.double(), nearest(largest / 6 / q.global_scale, E4M3))
+    assert q.scales.float().max() == 448
+
+
+@pytest.mark.parametrize("name", ["nvfp4_46", "nvfp4_46_pow2", "nvfp4_46_mae", "nvfp4_16x16_46"])
+def test_four_over_six_keeps_the_better_scale(name):
+    """Both candidates by their definition in float64; the kept one has the smaller error."""
+    x = torch.randn(64, 512)
+    scheme = get_scheme(name)
+    q = quantize(x, name)
+    values, scales, g = parts(q)
+    target = x.double().unflatten(1, (-1, 16))
+
+    def error(dequantized: torch.Tensor) -> torch.Tensor:
+        difference = target - dequantized
+        each = difference.abs() if scheme.select == "mae" else difference.square()
+        return each.sum(2).view(64 // scheme.block[0], scheme.block[0], 32).sum(1)
+
+    candidates = []
+    for vmax in (6.0, 4.0):
+        largest = target.abs().amax(2)
+        if scheme.block[0] > 1:
+            largest = largest.view(4, 16, 32).amax(1).repeat_interleave(16, 0)
+        scale = nearest(largest / vmax / g, E4M3).unsqueeze(2) * g
+        candidates.append(error(nearest(target / scale, E2M1) * scale))
+    six, four = candidates
+    kept = error(values * scales * g)
+    torch.testing.assert_close(kept, torch.minimum(six, four), rtol=1e-5, atol=0)
+    assert 0.1 < (four < six).double().mean() < 0.6, "both candidates are in use"
+
+
+def test_four_over_six_in_a_tie_keeps_six():
+    """12 and 6 are exact as 6*2 and 3*2, and as 4*3 and 2*3."""
+    x = torch.tensor([[12.0, 6.0] + [0.0] * 14])
+    assert quantize(x, "nvfp4_46_pow2").codes[0, 0] == 0x57  # 6 then 3, not 4 then 2
+
+
+@pytest.mark.parametrize("name", [n for n in NVFP4 if n.endswith("_pow2")])
+def test_global_scale_is_the_smallest_power_of_two(name):
+    x = torch.randn(64, 256) * 3
+    q = quantize(x, name, seed=1)
+    fraction, _ = torch.frexp(q.global_scale)
+    assert fraction == 0.5
+    # SR of the scales may go up one step from below the cap, never over it.
+    largest = q.scales.float().max()
+    assert SCHEMES[name].cap / 2 * 0.9 < largest <= SCHEMES[name].cap
+
+
+@pytest.mark.parametrize("transform", ["none", "rht16", "rht128"])
+def test_ms_eden_projects_exactly_before_its_scales_are_rounded(transform):
+    """<y, y_hat> = <y, y> in every block and every draw, y_hat = code * p * S."""
+    for seed in range(3):
+        x = torch.randn(32, 256) * torch.logspace(-4, 4, 32)[:, None]
+        y = quantize(x, "nvfp4_ms_eden", transform=transform, seed=seed)
+        del y  # the op runs; the identity is of the step before it
+        tiling = Tiling.of(x, 16, transpose=False)
+        tiles = tiling.cut(x)
+        corrected = []
+
+        def remember(x, coins, corrected=corrected):
+            corrected.append(x)
+            return x.to(torch.float8_e4m3fn)
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(nvfp4, "stochastic_e4m3", remember)
+        spec = get_scheme("nvfp4_ms_eden")
+        rounded = nvfp4.rounded(
+            blocks.Blocks(tiles, tiling, spec, 1.0, torch.tensor(seed), 0), None
+        )
+        patch.undo()
+        scale = corrected[0].double() * rounded.global_scale.double()
+        estimate = tiling.join(rounded.values).double().unflatten(1, (-1, 16)) * scale[:, :, None]
+        target = x.double().unflatten(1, (-1, 16))
+        projection, norm = (target * estimate).sum(2), target.square().sum(2)
+        # a handful of fp32 roundings
+        torch.testing.assert_close(projection, norm, rtol=1e-6, atol=0)
+
+
+def test_ms_eden_clips_at_its_clipping_point():
+    """A block's maximum is mapped to s_clip, then to 4 bits: at most 1/16 above, never to 7."""
+    assert pytest.approx(6.0721, abs=1e-4) == MS_EDEN_CLIP
+    assert MS_EDEN_CLIP * 17 / 16 < 7
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_16x16_blocks_of_ragged_rows(name):
+    x = torch.randn(21, 40)
+    q = quantize(x, name, seed=1)
+    rows = -(-21 // SCHEMES[name].block[0])
+    assert q.codes.shape == (21, 24) and q.scales.shape == (rows, 3)
+    assert q.codes.is_contiguous() and q.scales.is_contiguous()
+    padding = decode_e2m1(q.codes)[:, 40:]
+    assert (padding == 0).all()
