@@ -174,8 +174,8 @@ def pass_in_slot() -> Any:
     if isinstance(current, list | tuple):
         if len(current) > 1:
             raise ConfigError(
-                f"torch._inductor.config.{PASS_SLOT} holds {len(current)} passes; one can run before "
-                "q2compile's: combine them into one CustomGraphPass"
+                f"torch._inductor.config.{PASS_SLOT} holds {len(current)} passes; one can run "
+                "before q2compile's: combine them into one CustomGraphPass"
             )
         current = current[0] if current else None
     return current

@@ -4,18 +4,17 @@ The op is CompositeImplicitAutograd: AOTAutograd traces through it into an autog
 the functional ops of `q2compile.runtime_kernels`, so forward and backward graphs stay readable and
 torch's caches apply.
 
-Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of the leading
-dimensions.
+Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of the leading sizes.
 
     forward    qx = quantize(x); qw = quantize(w); y = gemm(qx, qw, bias)
     backward   per GEMM: seed, both operands quantised along its contraction, gemm
-    saved      codes, scales and global scale of x and of w; a high-precision tensor only for a GEMM
-               that the recipe leaves in bf16, or that quantises it afresh
+    saved      codes, scales and global scale of x and w (and QuEST's bit masks); a high-precision
+               tensor only for a GEMM that the recipe leaves in bf16, or that quantises it afresh
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,54 +31,110 @@ _library.define(
 )
 
 
-class Quantized(NamedTuple):
-    """A quantised operand: (codes, scales, global scale), see `runtime_kernels`, and its scheme."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    scheme: str
+Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
+_PARTS = ("codes", "scales", "global_scale")
 
 
 def _quantize(
     x: Tensor, operand: Operand, *, transpose: bool, seed: Tensor | None, stream: int
-) -> Quantized:
+) -> Codes:
     """x [R, C] quantised along C, or along R with ``transpose``, from the high-precision tensor."""
     scheme = SCHEMES[operand.scheme]
     coins = seed if scheme.stochastic or TRANSFORMS[operand.transform].seeded else None
     if operand.transform == "none" and not transpose:
         amax = torch.ops.q2.amax(x) if scheme.takes_amax else None
-        out = torch.ops.q2.quantize(x, amax, coins, operand.scheme, stream)
+        return torch.ops.q2.quantize(x, amax, coins, operand.scheme, stream)
+    return torch.ops.q2.rht_quantize(x, coins, operand.scheme, operand.transform, transpose, stream)
+
+
+def _gemm(gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return torch.ops.q2.gemm(*a, *b, bias, gemm.a.scheme, gemm.b.scheme, dtype)
+
+
+class _Saved(dict[str, Tensor]):
+    """Tensors kept for backward, by name: "x", "x.codes", "x.mask", "wgrad.x.codes",
+    "wgrad.seed".
+    """
+
+    def put_codes(self, name: str, codes: Codes) -> None:
+        self.update(zip((f"{name}.{part}" for part in _PARTS), codes, strict=True))
+
+    def codes(self, name: str) -> Codes:
+        a, b, c = (self[f"{name}.{part}"] for part in _PARTS)
+        return a, b, c
+
+
+def _forward_operand(x: Tensor, operand: Operand, name: str, made: _Saved) -> Codes:
+    """x or w as fprop takes it; what was made of it is put into ``made``."""
+    if SCHEMES[operand.scheme].masked:
+        *codes, mask = torch.ops.q2.quantize_masked(x, operand.scheme, operand.transform)
+        made[f"{name}.mask"] = mask
     else:
-        out = torch.ops.q2.rht_quantize(
-            x, coins, operand.scheme, operand.transform, transpose, stream
-        )
-    return Quantized(out, operand.scheme)
+        codes = _quantize(x, operand, transpose=False, seed=None, stream=0)
+    made.put_codes(name, tuple(codes))
+    return made.codes(name)
 
 
-def _gemm(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return torch.ops.q2.gemm(*a.tensors, *b.tensors, bias, a.scheme, b.scheme, dtype)
-
-
-def _second_operand(
-    saved: Quantized | Tensor, operand: Operand, columns: Any, seed: Tensor
-) -> Quantized:
-    """w in dgrad or x in wgrad: what fprop saw as [R, columns], with its contraction along R."""
-    if isinstance(saved, Tensor):
-        return _quantize(saved, operand, transpose=True, seed=seed, stream=1)
-    out = torch.ops.q2.requantize(
-        *saved.tensors, seed, saved.scheme, operand.scheme, operand.transform, columns, 1
-    )
-    return Quantized(out, operand.scheme)
+def _keep(recipe: Recipe, gemm_name: str, made: _Saved, saved: _Saved, salt: int) -> None:
+    """Save what dgrad or wgrad will need: of w and the mask of x, or of x and the mask of w."""
+    gemm: Gemm | None = getattr(recipe, gemm_name)
+    name, other = ("w", "x") if gemm_name == "dgrad" else ("x", "w")
+    source = gemm.b.source if gemm else "fresh"
+    if gemm is None or source == "fresh":
+        saved[name] = made[name]
+    elif source == "forward":
+        seed = torch.ops.q2.seed(made[name], salt)
+        codes = _quantize(made[name], gemm.b, transpose=True, seed=seed, stream=1)
+        saved.put_codes(f"{gemm_name}.{name}", codes)
+        saved[f"{gemm_name}.seed"] = seed
+    else:
+        saved.put_codes(name, made.codes(name))
+        if f"{other}.mask" in made:
+            saved[f"{other}.mask"] = made[f"{other}.mask"]
 
 
 def _backward_gemm(
-    gemm: Gemm, dy: Tensor, other: Quantized | Tensor, columns: Any, salt: int, transpose: bool
+    recipe: Recipe, gemm_name: str, dy: Tensor, saved: _Saved, columns: int, salt: int
 ) -> Tensor:
-    """dgrad (dy [T, N] as it is) or wgrad (dy transposed). One seed: the signs are shared by the
-    two operands, the coins are not (streams 0 and 1)."""
-    seed = torch.ops.q2.seed(dy, salt)
+    """dx [T, K] = dy w, or dw [N, K] = dyᵀ x.
+
+    One seed for both operands: their signs are the same; their coins are not (streams 0 and 1).
+    """
+    gemm: Gemm | None = getattr(recipe, gemm_name)
+    transpose = gemm_name == "wgrad"
+    name, other = ("x", "w") if transpose else ("w", "x")
+    if gemm is None:
+        return (dy.t() if transpose else dy) @ saved[name]
+    seed = saved.get(f"{gemm_name}.seed")
+    if seed is None:
+        seed = torch.ops.q2.seed(dy, salt)
     a = _quantize(dy, gemm.a, transpose=transpose, seed=seed, stream=0)
-    b = _second_operand(other, gemm.b, columns, seed)
-    return _gemm(a, b, None, dy.dtype)
+    if gemm.b.source == "fresh":
+        b = _quantize(saved[name], gemm.b, transpose=True, seed=seed, stream=1)
+        return _gemm(gemm, a, b, None, dy.dtype)
+    if gemm.b.source == "forward":
+        return _gemm(gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dy.dtype)
+    assert recipe.fprop is not None, "recipes.resolve lets only a quantised fprop be taken up again"
+    forward = recipe.fprop.a if transpose else recipe.fprop.b
+    if gemm.b.source == "reuse":
+        codes, scales, global_scale = saved.codes(name)
+        b = (*torch.ops.q2.transpose(codes, scales, forward.scheme, columns), global_scale)
+        return _gemm(gemm, a, b, None, dy.dtype)
+    # Codes that fprop rotated along K give a gradient in rotated coordinates, chunks of padding
+    # included; the mask and the rotation of fprop's other operand lead back.
+    size = TRANSFORMS[forward.transform].size
+    rows = -(-columns // size) * size
+    coins = (
+        seed if SCHEMES[gemm.b.scheme].stochastic or TRANSFORMS[gemm.b.transform].seeded else None
+    )
+    b = torch.ops.q2.requantize(
+        *saved.codes(name), coins, forward.scheme, gemm.b.scheme, gemm.b.transform, rows, 1
+    )
+    grad = _gemm(gemm, a, b, None, dy.dtype)
+    if f"{other}.mask" not in saved:
+        return grad
+    grad = torch.ops.q2.masked_unrotate(grad, saved[f"{other}.mask"], forward.transform)
+    return grad[:, :columns]
 
 
 class _Linear(torch.autograd.Function):
@@ -89,75 +144,36 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, salt: int
     ) -> Tensor:
-        ctx.recipe, ctx.salt = recipe, salt
-        qx = qw = None
+        made, saved = _Saved(x=x, w=w), _Saved()
         if recipe.fprop is None:
             y = torch.nn.functional.linear(x, w, bias)
         else:
-            qx = _quantize(x, recipe.fprop.a, transpose=False, seed=None, stream=0)
-            qw = _quantize(w, recipe.fprop.b, transpose=False, seed=None, stream=0)
-            y = _gemm(qx, qw, bias, x.dtype)
-        needs_x, needs_w, ctx.needs_bias, *_ = ctx.needs_input_grad
-        ctx.columns = w.shape[1]
-        ctx.for_dgrad = _save(recipe.dgrad, w, qw) if needs_x else None
-        ctx.for_wgrad = _save(recipe.wgrad, x, qx) if needs_w else None
+            qx = _forward_operand(x, recipe.fprop.a, "x", made)
+            qw = _forward_operand(w, recipe.fprop.b, "w", made)
+            y = _gemm(recipe.fprop, qx, qw, bias, x.dtype)
+        ctx.needs_x, ctx.needs_w, ctx.needs_bias, *_ = ctx.needs_input_grad
+        ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
+        if ctx.needs_x:
+            _keep(recipe, "dgrad", made, saved, ctx.salts[0])
+        if ctx.needs_w:
+            _keep(recipe, "wgrad", made, saved, ctx.salts[1])
+        ctx.names = tuple(saved)
+        ctx.save_for_backward(*saved.values())
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(*_tensors(ctx.for_dgrad), *_tensors(ctx.for_wgrad))
-        # What is kept on ctx is the form alone: tensors go through save_for_backward.
-        ctx.for_dgrad, ctx.for_wgrad = _form(ctx.for_dgrad), _form(ctx.for_wgrad)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, saved = ctx.recipe, list(ctx.saved_tensors)
-        for_dgrad: Any = _restore(ctx.for_dgrad, saved)
-        for_wgrad: Any = _restore(ctx.for_wgrad, saved)
+        saved = _Saved(zip(ctx.names, ctx.saved_tensors, strict=True))
         dx = dw = dbias = None
-        if for_dgrad is not None:
-            if recipe.dgrad is None:
-                dx = dy @ for_dgrad
-            else:
-                dx = _backward_gemm(recipe.dgrad, dy, for_dgrad, ctx.columns, 2 * ctx.salt, False)
-        if for_wgrad is not None:
-            if recipe.wgrad is None:
-                dw = dy.t() @ for_wgrad
-            else:
-                dw = _backward_gemm(
-                    recipe.wgrad, dy, for_wgrad, ctx.columns, 2 * ctx.salt + 1, True
-                )
+        if ctx.needs_x:
+            dx = _backward_gemm(ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
+        if ctx.needs_w:
+            dw = _backward_gemm(ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
         if ctx.needs_bias:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, dbias, None, None
-
-
-def _save(gemm: Gemm | None, high_precision: Tensor, codes: Quantized | None) -> Any:
-    """What a backward GEMM needs of the forward's operand: its codes, or the tensor itself."""
-    if gemm is not None and gemm.b.source == "requantize":
-        assert codes is not None, "recipes.resolve lets only a quantised fprop be requantised"
-        return codes
-    return high_precision
-
-
-def _tensors(saved: Quantized | Tensor | None) -> tuple[Tensor, ...]:
-    if isinstance(saved, Quantized):
-        return saved.tensors
-    return () if saved is None else (saved,)
-
-
-def _form(saved: Quantized | Tensor | None) -> str | None:
-    """How `_restore` reads it back: a scheme's name, "" for a plain tensor, None for nothing."""
-    if isinstance(saved, Quantized):
-        return saved.scheme
-    return None if saved is None else ""
-
-
-def _restore(form: str | None, saved: list[Tensor]) -> Quantized | Tensor | None:
-    if form is None:
-        return None
-    if form == "":
-        return saved.pop(0)
-    return Quantized((saved.pop(0), saved.pop(0), saved.pop(0)), form)
 
 
 def linear(

@@ -61,6 +61,11 @@ class Policy:
                 return rule.recipe, rule.pattern
         return self.default, ""
 
+    @property
+    def random_forward(self) -> bool:
+        """Whether any recipe in it draws a seed in the forward."""
+        return any(r.random_forward for r in (self.default, *(rule.recipe for rule in self.rules)))
+
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of ``names``, in order."""
         names = list(names)

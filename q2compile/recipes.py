@@ -12,6 +12,8 @@ and options, is the path the numbers take, from source to codes:
     nvfp4_46_pow2                         quantised from the high-precision tensor
     rht128>nvfp4_ms_eden_pow2             rotated, then quantised
     requantize>rht128>nvfp4_ms_eden_pow2  from the codes fprop saved, rotated, quantised
+    reuse>nvfp4_16x16_pow2                the codes fprop saved, transposed
+    forward>rht16>nvfp4_pow2              rotated and quantised during the forward, and saved
 
 and a GEMM's text is ``"<a> @ <b>"`` or ``"bf16"``. The schemes themselves (format, block, rounding,
 scale rule) are rows of `q2compile.runtime_kernels.schemes.SCHEMES`.
@@ -30,7 +32,9 @@ from q2compile.runtime_kernels.transforms import TRANSFORMS
 from q2compile.suggest import one_of
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-SOURCES = ("fresh", "requantize")
+# What w in dgrad and x in wgrad are made of. "fresh", the high-precision tensor, is all that
+# fprop's operands and dy can have.
+SOURCES = ("fresh", "requantize", "reuse", "forward")
 BF16 = "bf16"
 
 
@@ -39,8 +43,11 @@ class Operand:
     """How one operand of a GEMM is quantised along that GEMM's contraction.
 
     scheme     a row of SCHEMES
-    transform  a row of TRANSFORMS, applied along the contraction before rounding
-    source     "fresh": from the high-precision tensor; "requantize": from the codes fprop saved
+    transform  a row of TRANSFORMS, applied along the contraction before rounding; signs are drawn
+               anew at every step, or "rht16_fixed" and the like keep one sign vector
+    source     "fresh": from the high-precision tensor; "requantize": from the codes fprop saved;
+               "reuse": those codes transposed (w in 16x16 blocks); "forward": from the
+               high-precision tensor while the forward runs, so that only the codes are saved (x)
     """
 
     scheme: str
@@ -91,6 +98,11 @@ class Recipe:
     def quantises(self) -> bool:
         return any((self.fprop, self.dgrad, self.wgrad))
 
+    @property
+    def random_forward(self) -> bool:
+        """Whether the forward draws a seed: x quantised for wgrad during the forward needs one."""
+        return self.wgrad is not None and self.wgrad.b.source == "forward"
+
     def texts(self) -> tuple[str, str, str]:
         """The three GEMMs as text, the form in which they are arguments of `q2::linear`."""
         return tuple(str(g) if g else BF16 for g in (self.fprop, self.dgrad, self.wgrad))  # type: ignore[return-value]
@@ -99,25 +111,70 @@ class Recipe:
         return "  ".join(f"{g}: {t}" for g, t in zip(GEMMS, self.texts(), strict=True))
 
 
-def _gemm(a: str, b: str) -> Gemm:
-    return Gemm(Operand.parse(a), Operand.parse(b))
+def _recipe(name: str, fprop: str, dgrad: str, wgrad: str) -> Recipe:
+    return Recipe(name, Gemm.parse(fprop), Gemm.parse(dgrad), Gemm.parse(wgrad))
 
 
-# One screen: every recipe. A scheme whose global scale comes in two kinds is written with its paper
-# name; the option global_scale="pow2" (the default) selects its "_pow2" row.
+# One screen: every recipe. Schemes are written by their paper names, with a global scale from amax;
+# the option global_scale="pow2" (the default) selects their "_pow2" rows. Q is quantisation along
+# the contraction, H the rotation with the signs of this step, M a trust mask.
+_EDEN = "rht128>nvfp4_ms_eden"
+_SR64 = "rht64>mxfp4_sr"
 RECIPES = {
-    # Quartet II (arXiv 2601.22813 v2, section 4 and algorithm 1).
-    #   y  = Q46(x) Q46(w)ᵀ
-    #   dx = MSEDEN(dy H) MSEDEN(Q46(w)ᵀ H)ᵀ          H = RHT-128 along N, the same signs on both
-    #   dw = MSEDEN(dyᵀ H) MSEDEN(Q46(x)ᵀ H)ᵀ         H = RHT-128 along T, the same signs on both
-    "quartet2": Recipe(
-        "quartet2",
-        fprop=_gemm("nvfp4_46", "nvfp4_46"),
-        dgrad=_gemm("rht128>nvfp4_ms_eden", "requantize>rht128>nvfp4_ms_eden"),
-        wgrad=_gemm("rht128>nvfp4_ms_eden", "requantize>rht128>nvfp4_ms_eden"),
-    ),
-    # The switch off: bit-identical to plain Inductor, because nothing is rewritten.
-    "bf16": Recipe("bf16", None, None, None),
+    r.name: r
+    for r in [
+        # Quartet II (arXiv 2601.22813 v2, section 4 and algorithm 1).
+        #   y  = Q46(x) Q46(w)ᵀ
+        #   dx = Qeden(dy H) Qeden(Q46(w)ᵀ H)ᵀ       RHT-128 along N
+        #   dw = Qeden(dyᵀ H) Qeden(Q46(x)ᵀ H)ᵀ      RHT-128 along T
+        _recipe(
+            "quartet2",
+            fprop="nvfp4_46 @ nvfp4_46",
+            dgrad=f"{_EDEN} @ requantize>{_EDEN}",
+            wgrad=f"{_EDEN} @ requantize>{_EDEN}",
+        ),
+        # NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149, section 4), with signs per step
+        # and SR that never clips. NVIDIA's library itself: transform "rht16_fixed", scheme
+        # "nvfp4_sr_clip".
+        #   y  = Q(x) Q16x16(w)ᵀ
+        #   dx = Qsr(dy) Q16x16(w)                   the same codes of w
+        #   dw = Qsr(dyᵀ H) Q(xᵀ H)ᵀ                 RHT-16 along T; x quantised in the forward
+        _recipe(
+            "nvfp4",
+            fprop="nvfp4 @ nvfp4_16x16",
+            dgrad="nvfp4_sr @ reuse>nvfp4_16x16",
+            wgrad="rht16>nvfp4_sr @ forward>rht16>nvfp4",
+        ),
+        # Quartet (arXiv 2505.14669 v4, section 4 and algorithm 1). The 3/4 of RTN 3/4 comes back in
+        # the operands' global scale, 4/3 each, so alpha is 16/9.
+        #   y  = Qq(x H) Qq(w H)ᵀ                    H32 without signs along K, QuEST
+        #   dx = (Mx ∘ (Q34(dy H) Q34(Qq(wH)ᵀ H)ᵀ)) H⁻¹      RHT-32 along N
+        #   dw = (Mw ∘ (Q34(dyᵀ H) Q34(Qq(xH)ᵀ H)ᵀ)) H⁻¹     RHT-32 along T
+        _recipe(
+            "quartet",
+            fprop="h32>mxfp4_quest @ h32>mxfp4_quest",
+            dgrad="rht32>mxfp4_rtn34 @ requantize>rht32>mxfp4_rtn34",
+            wgrad="rht32>mxfp4_rtn34 @ requantize>rht32>mxfp4_rtn34",
+        ),
+        # "Training LLMs with MXFP4" (arXiv 2502.20586, section 4, algorithm 3).
+        #   y  = x wᵀ
+        #   dx = Qsr34(dy H) Qsr34(wᵀ H)ᵀ            RHT-64 along N
+        #   dw = Qsr34(dyᵀ H) Qsr34(xᵀ H)ᵀ           RHT-64 along T
+        _recipe("mxfp4", BF16, f"{_SR64} @ {_SR64}", f"{_SR64} @ {_SR64}"),
+        # TetraJet-v2, as Quartet II compares it: SR where quartet2 has MS-EDEN, RTN where it has
+        # 4/6.
+        #   y  = Q(x) Q(w)ᵀ
+        #   dx = Qsr(dy H) Qsr(Q(w)ᵀ H)ᵀ             RHT-128 along N
+        #   dw = Qsr(dyᵀ H) Qsr(Q(x)ᵀ H)ᵀ            RHT-128 along T
+        _recipe(
+            "tetrajet2",
+            fprop="nvfp4 @ nvfp4",
+            dgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
+            wgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
+        ),
+        # The switch off: bit-identical to plain Inductor, because nothing is rewritten.
+        _recipe("bf16", BF16, BF16, BF16),
+    ]
 }
 
 
@@ -181,7 +238,7 @@ def _finish(recipe: Recipe, global_scale: str) -> Recipe:
         gemm: Gemm | None = getattr(recipe, name)
         if gemm is not None:
             gemm = Gemm(*(_finish_operand(recipe, o, global_scale) for o in (gemm.a, gemm.b)))
-            _check(recipe.name, name, gemm)
+            _check(recipe, name, gemm)
         gemms[name] = gemm
     return replace(recipe, **gemms)
 
@@ -195,27 +252,20 @@ def _finish_operand(recipe: Recipe, operand: Operand, global_scale: str) -> Oper
     scheme = operand.scheme
     if global_scale == "pow2" and f"{scheme}_pow2" in SCHEMES:
         scheme += "_pow2"
-    source = "fresh" if recipe.fprop is None else operand.source
-    return replace(operand, scheme=scheme, source=source)
+    no_codes = recipe.fprop is None and operand.source == "requantize"
+    return replace(operand, scheme=scheme, source="fresh" if no_codes else operand.source)
 
 
-def _check(recipe: str, name: str, gemm: Gemm) -> None:
-    """Refuse, by name, combinations that compute something else than their GEMM."""
-    where = f"recipe {recipe!r}, {name}"
+def _check(recipe: Recipe, name: str, gemm: Gemm) -> None:
+    """Refuse, by name, combinations that compute something else than their GEMM, or can't."""
+    where = f"recipe {recipe.name!r}, {name}"
     for role, o in zip(GEMMS[name], (gemm.a, gemm.b), strict=True):
         one_of(f"scheme of {role} in {where}", o.scheme, SCHEMES)
         one_of(f"transform of {role} in {where}", o.transform, TRANSFORMS)
         one_of(f"source of {role} in {where}", o.source, SOURCES)
-        if o.source != "fresh" and (role == "dy" or name == "fprop"):
-            raise ConfigError(
-                f"{where}: {role} has source {o.source!r}, but only w in dgrad and x in wgrad have "
-                "codes from fprop; use 'fresh'"
-            )
-        if name == "fprop" and (SCHEMES[o.scheme].stochastic or TRANSFORMS[o.transform].seeded):
-            raise ConfigError(
-                f"{where}: {role} is {o}, which is random; fprop must be deterministic, because "
-                "activation checkpointing computes it twice; use an RTN or 4/6 scheme"
-            )
+        why = _operand_fault(recipe, name, role, o)
+        if why:
+            raise ConfigError(f"{where}: {role} is {o}, {why}")
     if gemm.a.transform != gemm.b.transform:
         raise ConfigError(
             f"{where}: {gemm.a.transform} on {GEMMS[name][0]} and {gemm.b.transform} on "
@@ -226,7 +276,40 @@ def _check(recipe: str, name: str, gemm: Gemm) -> None:
         raise ConfigError(f"{where}: operands in {formats[0]} and {formats[1]}: use one format")
 
 
+def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
+    """What is wrong with one operand and what to do; "" if nothing."""
+    scheme, transform = SCHEMES[o.scheme], TRANSFORMS[o.transform]
+    if o.source != "fresh" and (gemm == "fprop" or role == "dy"):
+        return "but only w in dgrad and x in wgrad have another source than 'fresh'"
+    if gemm == "fprop":
+        if scheme.stochastic or transform.seeded:
+            return (
+                "which is random; fprop must be deterministic, because activation checkpointing "
+                "computes it twice: use an RTN or 4/6 scheme"
+            )
+        if scheme.masked != (o.transform != "none"):
+            return "but in fprop a rotation and QuEST go together: its backward undoes both"
+        return ""
+    if scheme.masked:
+        return "but QuEST belongs to fprop: a trust mask is of no use in a backward GEMM"
+    if o.source == "forward" and (gemm, role) != ("wgrad", "x"):
+        return "but only x in wgrad can be quantised during the forward: w is there anyway"
+    if o.source == "reuse":
+        codes = recipe.fprop.b.scheme if recipe.fprop and role == "w" else None
+        square = scheme.block[0] == scheme.block[1]
+        if codes is None or codes.removesuffix("_pow2") != o.scheme.removesuffix("_pow2"):
+            return f"but fprop's codes of {role} are {codes}: only the same scheme can be re-used"
+        if not square or o.transform != "none":
+            return "but only 16x16 blocks without a rotation stay blocks when transposed"
+        return ""
+    if scheme.block[0] != 1 and (gemm, role) != ("dgrad", "dy"):
+        return "but 16x16 blocks are for fprop, and for w re-used in dgrad (source 'reuse')"
+    if scheme.block[0] != 1 and o.transform != "none":
+        return "but 16x16 blocks can't be rotated along one dimension"
+    return ""
+
+
 @lru_cache
 def parse(fprop: str, dgrad: str, wgrad: str) -> Recipe:
     """The recipe that `Recipe.texts` wrote."""
-    return Recipe("", Gemm.parse(fprop), Gemm.parse(dgrad), Gemm.parse(wgrad))
+    return _recipe("", fprop, dgrad, wgrad)

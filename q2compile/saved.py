@@ -10,6 +10,8 @@ from q2compile.passes.graphs import is_q2, producer
 from q2compile.report import Row
 from q2compile.rewrite import SALT
 
+_QUANTIZING = ("quantize", "quantize_masked", "rht_quantize")
+
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
     """Set ``saved_bytes`` and ``saved_elements`` of the rows from a forward graph's outputs.
@@ -23,7 +25,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
     saved: Any = graph.output_node().args[0]
     for node in dict.fromkeys(saved):
         op: Any = producer(node) if isinstance(node, fx.Node) else None
-        salt = op.meta.get("custom", {}).get(SALT) if op and is_q2(op, "quantize") else None
+        salt = op.meta.get("custom", {}).get(SALT) if op and is_q2(op, *_QUANTIZING) else None
         if salt not in taken:
             continue
         value = node.meta["val"]

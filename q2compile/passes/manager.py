@@ -55,7 +55,8 @@ class PassManager(CustomGraphPass):
         if self.first is not None:
             self.first(graph)
         kind = graph_kind(graph)
-        check_spec(graph, kind, f"{kind} graph before the passes")
+        random_forward = self.config.resolved_policy.random_forward
+        check_spec(graph, kind, f"{kind} graph before the passes", random_forward)
         if self.observe:
             self.observe(graph, kind, "before")
         for name, one_pass in PASSES.items():
@@ -70,7 +71,7 @@ class PassManager(CustomGraphPass):
             changed = {op: n for op, n in change.items() if n}
             self.records.append(PassRecord(kind, name, matches, seconds, changed))
         graph.lint()
-        check_spec(graph, kind, f"{kind} graph after the passes")
+        check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
         if self.observe:
             self.observe(graph, kind, "after")
 

@@ -17,8 +17,8 @@ def merge_seeds_pass(graph: fx.Graph) -> int:
         t = q2.seed(dx, 1)                  ...
                                             t = aten.select(seeds, 0, 1)
 
-    Precondition: the graph is the backward graph, after the partitioner, so that the draw, which no
-    longer hangs on a gradient, can't be moved into the forward graph.
+    Precondition: the partitioner has run. The draw no longer hangs on a gradient, so before that it
+    would be moved into the forward graph, and drawn a second time in the backward.
 
     Exact: each seed is 64 bits of the same generator. On CPU the draw gives the very values, in
     graph order, that the single draws would have given, so results equal those without the pass bit
