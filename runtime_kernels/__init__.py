@@ -7,6 +7,7 @@ quantizer.py, philox.py     tiles to codes; coins and signs
 swizzle.py                  the scale layout of Blackwell's tensor cores
 registry.py                 ops and the kernels behind them
 <op>/op.py, reference.py    schema and fake; the torch reference, the law for other kernels
+cuda/                       CUDA kernels behind some of the ops
 """
 
 from q2compile.runtime_kernels import (
@@ -23,8 +24,12 @@ from q2compile.runtime_kernels import (
     transpose,
 )
 
+# After the references, which stand behind them: a later registration is tried first.
+from q2compile.runtime_kernels import cuda  # isort: skip
+
 __all__ = [
     "amax",
+    "cuda",
     "dequantize",
     "gemm",
     "masked_unrotate",

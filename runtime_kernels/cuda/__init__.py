@@ -1,7 +1,16 @@
 """CUDA kernels: sources without headers, NVRTC, a cubin cache, launches on torch's stream.
 
-nvrtc.py      a .cu file and its defines -> a cubin
-launch.py     a cubin on a device -> a launch
-rotation.py   rht_quantize, rht_quantize_both, requantize
-*.cu, *.cuh   the kernels; ptx.cuh holds all the inline PTX
+nvrtc.py        a .cu file and its defines -> a cubin
+launch.py       a cubin on a device -> a launch
+rotation.py     rht_quantize, rht_quantize_both, requantize
+dequantize.py   dequantize
+gemm.py         gemm: fp4 through cuBLASLt, or bf16 through cuBLAS
+selfcheck.py    a small tile through each kernel, against the reference
+*.cu, *.cuh     the kernels; ptx.cuh holds all their inline PTX
+
+Importing this registers the kernels; nothing of CUDA is loaded before the first call.
 """
+
+from q2compile.runtime_kernels.cuda import dequantize, gemm, rotation
+
+__all__ = ["dequantize", "gemm", "rotation"]

@@ -1,14 +1,17 @@
-// Post-hoc range alignment: the second phase of MS-EDEN, over one value a block instead of sixteen.
+// Post-hoc range alignment: the second phase of MS-EDEN, on one value a block instead of sixteen.
 //
-//   worth    fp32 [n]: what a code of block i is worth before the norm of the rotation (rotate_quantize.cu)
-//   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1; NaN is above all numbers
+//   worth    fp32 [n]: what a code of block i is worth, before `factor` (rotate_quantize.cu)
+//   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1
 //   out      scales e4m3 [n], global_scale fp32
 //
-//   g = max(worth) * factor / 256 (Q2_POW2 = 0) or the smallest 2^k with max(worth) * factor / 2^k <= 256 (Q2_POW2 = 1)
-//   scale = SR_e4m3(worth * factor / g), also in the subnormals; coin i is word i % 4 of Philox block i / 4.
+//   factor = norm of the rotation, times the global scale of the source where there is one
+//   g      = max(worth) * factor / 256                                    Q2_POW2 = 0
+//            the smallest 2^k with max(worth) * factor / 2^k <= 256       Q2_POW2 = 1
+//   scale  = SR_e4m3(worth * factor / g), in the subnormals too; coin i is word i % 4 of Philox
+//            block i / 4
 //
-// factor = the norm of the rotation, times the source's global scale where there is one. All zeros: g = 1. NaN anywhere: g = NaN.
-// One launch serves the two directions of a both-from-one-read (blockIdx.y). Bytes a block: 4 read, 1 written.
+// All zeros: g = 1. NaN anywhere: g = NaN. One launch serves both directions of a matrix
+// (blockIdx.y). Bytes a block: 4 read, 1 written.
 
 #include "numbers.cuh"
 
@@ -56,24 +59,29 @@ Q2_INLINE float global_scale_of(float largest) {
 #endif
 }
 
-// SR to e4m3 of x in [0, 448]; the grid around x has the step 2^(max(exponent, -6) - 3). Up when coin < fraction * 2^32.
+// SR to e4m3 of x in [0, 448]; the grid around x has the step 2^(max(exponent, -6) - 3). Up when
+// coin < fraction * 2^32.
 Q2_INLINE u32 stochastic_e4m3(float x, u32 coin) {
   u32 binade = max(__float_as_uint(x) & 0x7F800000u, 121u << 23);
-  float position = x * __uint_as_float((257u << 23) - binade);  // x / step, below 16, exact: 2^-(binade - 127 - 3)
+  float position = x * __uint_as_float((257u << 23) -
+                                       binade);  // x / step, below 16, exact: 2^-(binade - 127 - 3)
   u32 below = (u32)position;
   u32 up = coin < (u32)((position - (float)below) * 0x1p32f);
-  // Steps count through the binades: 8..15 are the mantissas of one binade, 16 is the next one's first.
+  // Steps count through the binades: 8..15 are the mantissas of one binade, 16 is the next one's
+  // first.
   return (((binade >> 23) - 121u) << 3) + below + up;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) align_scales(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    align_scales(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
   float global_scale = global_scale_of(largest_of(side) * factor);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
   u64 seed = *side.seed;
-  for (long long i = (blockIdx.x * (long long)kThreads + threadIdx.x) * 4; i < side.count; i += gridDim.x * (long long)kThreads * 4) {
+  for (long long i = (blockIdx.x * (long long)kThreads + threadIdx.x) * 4; i < side.count;
+       i += gridDim.x * (long long)kThreads * 4) {
     uint4 coins = philox(seed, i / 4, side.stream, COINS);
     u32 drawn[4] = {coins.x, coins.y, coins.z, coins.w};
     float worth[4];

@@ -1,19 +1,22 @@
-// The numbers that a quantised matrix stands for: (e2m1(code) * scale) * global_scale, rounded to the output's type once.
+// The numbers a quantised matrix stands for: (e2m1(code) * scale) * global_scale, rounded once.
 //
-//   codes  u8 [M, Kp/2], even element in the low nibble
-//   scales e4m3 [ceil(M / 2^row_shift), Kp/16] (row_shift 4: blocks of 16x16), or e8m0 [M, Kp/32]
-//   global_scale fp32, or null for 1
-//   out    [M, cols], cols <= Kp: bf16, f16 or fp32
+//   codes         u8 [M, Kp/2], even element in the low nibble
+//   scales        e4m3 [ceil(M / 2^row_shift), Kp/16] (row_shift 4: blocks of 16x16), or
+//                 e8m0 [M, Kp/32]
+//   global_scale  fp32, or null for 1
+//   out           [M, cols], cols <= Kp: bf16, f16 or fp32
 //
-// code * scale is exact (6 significant bits); with a power of two as global scale so is all of it in bf16. A thread takes 8 codes, one
-// 4-byte load, and writes 8 numbers. Bytes an element: .5625 read, 2 (4) written.
+// code * scale is exact (6 significant bits); with a power of two as global scale so is all of it
+// in bf16. A thread takes 8 codes, one 4-byte load, and writes 8 numbers. Bytes an element: .5625
+// read, 2 (fp32: 4) written.
 
 #include "numbers.cuh"
 
 enum Out { BF16, F16, F32 };
 constexpr int kOut = Q2_OUT;
-constexpr bool kMx = Q2_MX;        // e8m0 scales of blocks of 32
-constexpr bool kWhole = Q2_WHOLE;  // cols == Kp, and rows do not share scales: everything is one flat array
+constexpr bool kMx = Q2_MX;  // e8m0 scales of blocks of 32
+constexpr bool kWhole =
+    Q2_WHOLE;  // cols == Kp, and rows do not share scales: everything is one flat array
 constexpr int kThreads = 256;
 constexpr int kOutBytes = kOut == F32 ? 4 : 2;
 
@@ -28,11 +31,13 @@ struct Params {
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in dequantize.py");
 
 Q2_INLINE float decode_scale(u32 byte) {
-  if constexpr (kMx) return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
+  if constexpr (kMx)
+    return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
   return from_f16x2(e4m3x2_to_f16x2(byte)).a;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) dequantize(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    dequantize(const __grid_constant__ Params p) {
   long long group = blockIdx.x * (long long)kThreads + threadIdx.x;
   if (group >= p.groups) return;
   constexpr int kPerScale = kMx ? 4 : 2;
@@ -52,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) dequantize(const __grid_c
   float x[8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    Pair two = from_f16x2(mul_f16x2(words[i], 0x74007400u));  // times 2^14: the e2m1 values themselves
+    Pair two =
+        from_f16x2(mul_f16x2(words[i], 0x74007400u));  // times 2^14: the e2m1 values themselves
     x[i] = two.a * scale * global_scale;
     x[i + 4] = two.b * scale * global_scale;
   }
@@ -62,8 +68,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) dequantize(const __grid_c
       ((float4*)out)[0] = {x[0], x[1], x[2], x[3]};
       ((float4*)out)[1] = {x[4], x[5], x[6], x[7]};
     } else {
-      auto narrow = [](float a, float b) { return kOut == BF16 ? to_bf16x2(a, b) : to_f16x2(a, b); };
-      *(uint4*)out = {narrow(x[0], x[1]), narrow(x[2], x[3]), narrow(x[4], x[5]), narrow(x[6], x[7])};
+      auto narrow = [](float a, float b) {
+        return kOut == BF16 ? to_bf16x2(a, b) : to_f16x2(a, b);
+      };
+      *(uint4*)out = {narrow(x[0], x[1]), narrow(x[2], x[3]), narrow(x[4], x[5]),
+                      narrow(x[6], x[7])};
     }
   } else {
 #pragma unroll

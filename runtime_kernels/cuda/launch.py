@@ -1,7 +1,8 @@
 """Loading a cubin onto a device, and launching it on torch's current stream.
 
-A kernel takes one struct by value. Its fields are written with Python's `struct` in native alignment into a buffer made once, so that
-a launch costs one pack and one driver call; -DQ2_PARAMS_BYTES and a static_assert in the source hold the two layouts together.
+A kernel takes one struct by value. Its fields are written with Python's `struct` in native
+alignment into a buffer made once, so that a launch costs one pack and one driver call;
+-DQ2_PARAMS_BYTES and a static_assert in the source hold the two layouts together.
 """
 
 import ctypes
@@ -68,7 +69,8 @@ class Launch:
 
 
 def launch(file: str, layout: str, threads: int, shared: int = 0, **defines: int) -> Launch:
-    """A Launch of the kernel in `file`, which checks -DQ2_PARAMS_BYTES against its parameter struct."""
+    """A Launch of the kernel in `file`, which checks -DQ2_PARAMS_BYTES against its parameter
+    struct."""
     defines["Q2_PARAMS_BYTES"] = params_bytes(layout)
     return Launch(Variant(file, tuple(defines.items())), layout, threads, shared)
 
@@ -109,7 +111,8 @@ class _Loaded:
                     return
                 if status != self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                     break
-                # A thread that has made no call to the CUDA runtime yet (autograd's may be such) has no context.
+                # A thread that has made no call to the CUDA runtime yet (autograd's may be such)
+                # has no context.
                 self._driver.cuCtxSetCurrent(self._context)
         raise LaunchError(f"cannot launch {launch.variant}: {_message(status)}")
 
@@ -124,8 +127,8 @@ def _load(launch: Launch, index: int) -> _Loaded:
 
     if torch.cuda.is_current_stream_capturing():
         raise LaunchError(
-            f"{launch.variant} is used for the first time inside a CUDA graph capture, where nothing can be loaded: run the "
-            "model once before capturing it."
+            f"{launch.variant} is used for the first time inside a CUDA graph capture, where "
+            "nothing can be loaded: run the model once before capturing it."
         )
     torch.cuda.synchronize(index)  # gives this thread its context
     context = _checked(driver.cuCtxGetCurrent(), launch)
@@ -146,11 +149,12 @@ def architecture(index: int) -> str:
 
 @functools.cache
 def unsupported(index: int) -> str | None:
-    """None when the kernels run on this CUDA device, otherwise the reason in words."""
+    """None when kernels can be compiled for this CUDA device, otherwise the reason in words."""
     capability = torch.cuda.get_device_capability(index)
     if capability not in nvrtc.ARCHITECTURES:
         known = ", ".join(f"{major}.{minor}" for major, minor in nvrtc.ARCHITECTURES)
-        return f"compute capability {capability[0]}.{capability[1]} is not among those with kernels: {known}"
+        got = f"{capability[0]}.{capability[1]}"
+        return f"there are kernels for compute capability {known}, not for {got}"
     try:
         nvrtc.version()
     except ImportError as error:

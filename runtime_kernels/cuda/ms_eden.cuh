@@ -1,8 +1,10 @@
-// MS-EDEN on blocks of 16 in registers: the arithmetic of runtime_kernels/blocks.py:_ms_eden, to the bit.
+// MS-EDEN on blocks of 16 in registers: the arithmetic of runtime_kernels/blocks.py:_ms_eden, to
+// the bit.
 #pragma once
 #include "numbers.cuh"
 
-// 1 / s_clip and s_clip = 6 * (16/17) / 0.93, as the reference rounds it (schemes.py, MS_EDEN_CLIP).
+// 1 / s_clip and s_clip = 6 * (16/17) / 0.93, as the reference rounds it (schemes.py,
+// MS_EDEN_CLIP).
 #define Q2_INVERSE_CLIP 0x1.5147aep-3f
 
 // x >= 0 rounded to 4 significant bits, ties to even.
@@ -11,14 +13,16 @@ Q2_INLINE float keep_4_bits(float x) {
   return __uint_as_float((bits + 0x7FFFFu + ((bits >> 20) & 1)) & 0xFFF00000u);
 }
 
-// 1 / x to the nearest, for x with 4 significant bits within [2^-126, 2^126]: the quotient is then far from every tie, and one Newton step
-// on the hardware's approximation, whose residual is exact, ends on it.
+// 1 / x to the nearest, for x with 4 significant bits within [2^-126, 2^126]: the quotient is then
+// far from every tie, and one Newton step on the hardware's approximation, whose residual is exact,
+// ends on it.
 Q2_INLINE float reciprocal(float x) {
   float r = approximate_reciprocal(x);
   return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 }
 
-// a / b to the nearest where neither a, b nor the quotient is near the ends of the range: __fdiv_rn without its test and slow path.
+// a / b to the nearest where neither a, b nor the quotient is near the ends of the range: __fdiv_rn
+// without its test and slow path.
 Q2_INLINE float divide(float a, float b) {
   float r = reciprocal(b);
   float q = a * r;
@@ -51,7 +55,8 @@ Q2_INLINE u32 round_eight(const float (&x)[8], float (&rounded)[8]) {
 }
 
 // Rounds 16 pairs to e2m1: codes, and the rounded values in units of the input's.
-Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&)[16], Pair (&rounded)[16], u32 (&codes)[2][2]) {
+Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&)[16], Pair (&rounded)[16],
+                           u32 (&codes)[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float x[8], d[8];
@@ -66,9 +71,10 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&)[16], Pair (&
   }
 }
 #else
-// Eight magnitudes on the e2m1 grid times 2^-6, and the floats whose signs they get, to eight codes. A byte of e4m3 then holds the code's
-// magnitude in bits 2-4: .5 * 2^-6 is an e4m3 subnormal, 2^-6 its smallest normal. The conversion of the signed floats is for their
-// sign bits only; it keeps that of zero.
+// Eight magnitudes on the e2m1 grid times 2^-6, and the floats whose signs they get, to eight
+// codes. A byte of e4m3 then holds the code's magnitude in bits 2-4: .5 * 2^-6 is an e4m3
+// subnormal, 2^-6 its smallest normal. The conversion of the signed floats is for their sign bits
+// only; it keeps that of zero.
 Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
   u32 even = to_e4m3x4(magnitude[0], magnitude[2], magnitude[4], magnitude[6]);
   u32 odd = to_e4m3x4(magnitude[1], magnitude[3], magnitude[5], magnitude[7]);
@@ -78,12 +84,16 @@ Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
   return ((even >> 2) + odd * 4) | signs;
 }
 
-// Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does `rounded`.
+// Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does
+// `rounded`.
 //
-// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1) times 2^22 is a whole number of steps whose last
-// mantissa bit weighs one step, so that the float adder rounds |x| to the grid; taking m off again is exact. In a tie m is even, for a
-// tie has 3 significant bits: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip.
-Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16], u32 (&codes)[2][2]) {
+// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1) times
+// 2^22 is a whole number of steps whose last mantissa bit weighs one step, so that the float adder
+// rounds |x| to the grid; taking m off again is exact. In a tie m is even, for a tie has 3
+// significant bits: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6:
+// nothing to clip.
+Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
+                           u32 (&codes)[2][2]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     Pair m = {fmaxf(scaled[i].a, 0x1p-6f), fmaxf(scaled[i].b, 0x1p-6f)};
@@ -103,13 +113,17 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (
 #endif
 
 // Two blocks of 16, one in each half of the pairs.
-// codes[h]: eight bytes of half h. Returns p * S of each: what a code is worth, before the split into block and global scale.
+// codes[h]: eight bytes of half h. Returns p * S of each: what a code is worth, before the split
+// into block and global scale.
 Q2_INLINE Pair ms_eden(const Pair (&x)[16], u32 (&codes)[2][2]) {
   Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
 #pragma unroll
-  for (int i = 1; i < 16; ++i) largest = {fmaxf(largest.a, fabsf(x[i].a)), fmaxf(largest.b, fabsf(x[i].b))};
-  Pair pseudo = {keep_4_bits(largest.a * Q2_INVERSE_CLIP), keep_4_bits(largest.b * Q2_INVERSE_CLIP)};
-  // Blocks with a subnormal pseudo-scale count as zeros. NaN fails the test too: it comes back with the sums.
+  for (int i = 1; i < 16; ++i)
+    largest = {fmaxf(largest.a, fabsf(x[i].a)), fmaxf(largest.b, fabsf(x[i].b))};
+  Pair pseudo = {keep_4_bits(largest.a * Q2_INVERSE_CLIP),
+                 keep_4_bits(largest.b * Q2_INVERSE_CLIP)};
+  // Blocks with a subnormal pseudo-scale count as zeros. NaN fails the test too: it comes back with
+  // the sums.
   bool live_a = pseudo.a >= 0x1p-126f, live_b = pseudo.b >= 0x1p-126f;
   pseudo = {live_a ? pseudo.a : 0.0f, live_b ? pseudo.b : 0.0f};
   Pair inverse = {live_a ? reciprocal(pseudo.a) : 1.0f, live_b ? reciprocal(pseudo.b) : 1.0f};
@@ -119,7 +133,8 @@ Q2_INLINE Pair ms_eden(const Pair (&x)[16], u32 (&codes)[2][2]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) scaled[i] = mul(x[i], inverse);
 #else
-  // The sums below only meet in a quotient, so the factor 2^-6 of both operands changes none of its bits.
+  // The sums below only meet in a quotient, so the factor 2^-6 of both operands changes none of its
+  // bits.
   inverse = mul(inverse, both(0x1p-6f));
 #pragma unroll
   for (int i = 0; i < 16; ++i) scaled[i] = {fabsf(x[i].a) * inverse.a, fabsf(x[i].b) * inverse.b};

@@ -1,21 +1,26 @@
 // Number formats and Philox, shared by the kernels of this folder.
 //
-// No header is included, so that NVRTC needs none. Compiled with --fmad=false: a product and a sum round one after the other
-// unless fma says otherwise, as in the torch reference (runtime_kernels/nvfp4.py), whose bits these kernels reproduce.
+// No header is included, so that NVRTC needs none. Compiled with --fmad=false: a product and a sum
+// round one after the other unless fma says otherwise, as in the torch reference
+// (runtime_kernels/nvfp4.py), whose bits these kernels reproduce.
 #pragma once
 
-// 1: the fp4 conversions of Blackwell; 0: the same numbers from float arithmetic and the fp8 conversions of Hopper.
+// 1: the fp4 conversions of Blackwell; 0: the same numbers from float arithmetic and the fp8
+// conversions of Hopper.
 #ifndef Q2_HW_FP4
 #error "define Q2_HW_FP4 as 0 or 1"
 #endif
 
 #include "ptx.cuh"
 
-Q2_INLINE Pair from_bf16x2(u32 word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)}; }
+Q2_INLINE Pair from_bf16x2(u32 word) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+}
 
-// Eight e2m1 codes to four words of two f16, each value times 2^-14. Word i holds codes i and i + 4, which lie 16 bits apart, so that one
-// shift and mask serves both. e2m1 is sign, two exponent bits, one mantissa bit: its low three bits go to the lowest exponent bits and
-// the highest mantissa bit of the f16, whose subnormals stand for e2m1's.
+// Eight e2m1 codes to four words of two f16, each value times 2^-14. Word i holds codes i and i +
+// 4, which lie 16 bits apart, so that one shift and mask serves both. e2m1 is sign, two exponent
+// bits, one mantissa bit: its low three bits go to the lowest exponent bits and the highest
+// mantissa bit of the f16, whose subnormals stand for e2m1's.
 Q2_INLINE void e2m1x8_to_f16x2(u32 codes, u32 (&words)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

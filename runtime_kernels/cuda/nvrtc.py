@@ -1,11 +1,12 @@
 """From a .cu file to a cubin: NVRTC, and a cache on disk.
 
-The sources include no CUDA header, so that NVRTC alone compiles them: no toolkit, no host compiler, no GPU. A variant is one entry
-point with its defines; the entry point has the name of the file.
+The sources include no CUDA header, so that NVRTC alone compiles them: no toolkit, no host compiler,
+no GPU. A variant is one entry point with its defines; the entry point has the name of the file.
 
-The cache holds one file a cubin, named by the hash of everything that went into it: sources, defines, architecture, options, and the
-version of NVRTC. A file begins with the hash of the rest; one that does not match is compiled again. The folder is
-$Q2COMPILE_CACHE_DIR, or q2compile under $XDG_CACHE_HOME or ~/.cache; deleting it costs a second at the next start.
+The cache holds one file a cubin, named by the hash of everything that went into it: sources,
+defines, architecture, options, and the version of NVRTC. A file begins with the hash of the rest;
+one that does not match is compiled again. The folder is $Q2COMPILE_CACHE_DIR, or q2compile under
+$XDG_CACHE_HOME or ~/.cache; deleting it costs a second at the next start.
 """
 
 import functools
@@ -18,7 +19,8 @@ from typing import Any
 
 SOURCES = Path(__file__).parent
 
-# The architecture for a compute capability. The suffix a is needed: plain sm_100 and sm_120 have no fp4 conversions.
+# The architecture for a compute capability. The suffix a is needed: plain sm_100 and sm_120 have no
+# fp4 conversions.
 ARCHITECTURES = {
     (9, 0): "sm_90a",
     (10, 0): "sm_100a",
@@ -109,8 +111,8 @@ def version() -> tuple[int, int]:
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # RuntimeError: the bindings find no libnvrtc
         raise ImportError(
-            "the CUDA kernels of q2compile need cuda-bindings and NVRTC, which CUDA builds of torch >= 2.11 bring along: "
-            f"pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
+            "the CUDA kernels of q2compile need cuda-bindings and NVRTC, which CUDA builds of "
+            f"torch >= 2.11 bring along: pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
         ) from error
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
     return major, minor
@@ -155,7 +157,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """All or nothing, also with several processes. A folder that cannot be written costs a compilation a process, no more."""
+    """All or nothing, also with several processes. A folder that cannot be written costs a
+    compilation a process, no more."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

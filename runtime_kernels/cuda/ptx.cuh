@@ -1,5 +1,6 @@
-// Every instruction that C++ cannot name, one function each. Nothing else in this folder contains inline PTX, so that a test can put plain C++ in
-// this file's place and run the kernels on a CPU (tests/emulated_ptx.cuh).
+// Every instruction that C++ cannot name, one function each. Nothing else in this folder contains
+// inline PTX, so that a test can put plain C++ in this file's place and run the kernels on a CPU
+// (tests/emulated_ptx.cuh).
 #pragma once
 
 typedef unsigned char u8;
@@ -9,12 +10,15 @@ typedef unsigned long long u64;
 
 #define Q2_INLINE __device__ __forceinline__
 
-// Two values that go through the same arithmetic. sm_100 has one instruction for both (FADD2, FMUL2, FFMA2); the others two.
+// Two values that go through the same arithmetic. sm_100 has one instruction for both (FADD2,
+// FMUL2, FFMA2); the others two.
 struct Pair {
   float a, b;
 };
 
-Q2_INLINE Pair both(float x) { return {x, x}; }
+Q2_INLINE Pair both(float x) {
+  return {x, x};
+}
 
 #if __CUDA_ARCH__ >= 1000
 Q2_INLINE u64 packed(Pair x) {
@@ -43,12 +47,22 @@ Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
   return unpacked(z);
 }
 // There is no packed subtraction; x + (-1) * y rounds once, to the same value.
-Q2_INLINE Pair sub(Pair x, Pair y) { return fma(y, both(-1.0f), x); }
+Q2_INLINE Pair sub(Pair x, Pair y) {
+  return fma(y, both(-1.0f), x);
+}
 #else
-Q2_INLINE Pair add(Pair x, Pair y) { return {x.a + y.a, x.b + y.b}; }
-Q2_INLINE Pair sub(Pair x, Pair y) { return {x.a - y.a, x.b - y.b}; }
-Q2_INLINE Pair mul(Pair x, Pair y) { return {x.a * y.a, x.b * y.b}; }
-Q2_INLINE Pair fma(Pair x, Pair y, Pair w) { return {__fmaf_rn(x.a, y.a, w.a), __fmaf_rn(x.b, y.b, w.b)}; }
+Q2_INLINE Pair add(Pair x, Pair y) {
+  return {x.a + y.a, x.b + y.b};
+}
+Q2_INLINE Pair sub(Pair x, Pair y) {
+  return {x.a - y.a, x.b - y.b};
+}
+Q2_INLINE Pair mul(Pair x, Pair y) {
+  return {x.a * y.a, x.b * y.b};
+}
+Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
+  return {__fmaf_rn(x.a, y.a, w.a), __fmaf_rn(x.b, y.b, w.b)};
+}
 #endif
 
 // About 1 / x, to 1 ulp or so; subnormals count as 0.
@@ -62,7 +76,9 @@ Q2_INLINE float approximate_reciprocal(float x) {
 
 Q2_INLINE Pair from_f16x2(u32 word) {
   Pair z;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(z.a), "=f"(z.b) : "r"(word));
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(z.a), "=f"(z.b)
+      : "r"(word));
   return z;
 }
 
@@ -91,21 +107,26 @@ Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
   return z;
 }
 
-// Four floats as four bytes of e4m3 (nearest even, saturating, the sign of zero kept), the first in the lowest byte.
+// Four floats as four bytes of e4m3 (nearest even, saturating, the sign of zero kept), the first in
+// the lowest byte.
 Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
   u32 z;
-  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, "
+      "%3; mov.b32 %0, {l, h}; }"
       : "=r"(z)
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return z;
 }
 
 #if Q2_HW_FP4
-// Eight floats to eight e2m1 codes (nearest even, saturating, the sign of zero kept), the first in the lowest nibble.
+// Eight floats to eight e2m1 codes (nearest even, saturating, the sign of zero kept), the first in
+// the lowest nibble.
 Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {
   u32 z;
-  asm("{ .reg .b8 p, q, r, s; cvt.rn.satfinite.e2m1x2.f32 p, %2, %1; cvt.rn.satfinite.e2m1x2.f32 q, %4, %3; "
-      "cvt.rn.satfinite.e2m1x2.f32 r, %6, %5; cvt.rn.satfinite.e2m1x2.f32 s, %8, %7; mov.b32 %0, {p, q, r, s}; }"
+  asm("{ .reg .b8 p, q, r, s; cvt.rn.satfinite.e2m1x2.f32 p, %2, %1; cvt.rn.satfinite.e2m1x2.f32 "
+      "q, %4, %3; "
+      "cvt.rn.satfinite.e2m1x2.f32 r, %6, %5; cvt.rn.satfinite.e2m1x2.f32 s, %8, %7; mov.b32 %0, "
+      "{p, q, r, s}; }"
       : "=r"(z)
       : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]));
   return z;
@@ -113,21 +134,27 @@ Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {
 
 // Eight e2m1 codes to four words of two f16: word i has codes 2 * i and 2 * i + 1.
 Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
-  asm("{ .reg .b8 p, q, r, s; mov.b32 {p, q, r, s}, %4; cvt.rn.f16x2.e2m1x2 %0, p; cvt.rn.f16x2.e2m1x2 %1, q; "
+  asm("{ .reg .b8 p, q, r, s; mov.b32 {p, q, r, s}, %4; cvt.rn.f16x2.e2m1x2 %0, p; "
+      "cvt.rn.f16x2.e2m1x2 %1, q; "
       "cvt.rn.f16x2.e2m1x2 %2, r; cvt.rn.f16x2.e2m1x2 %3, s; }"
       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
       : "r"(codes));
 }
 #endif
 
-// Asynchronous copies of 16 bytes from global to shared memory; `bytes` of them are read, the rest becomes 0.
+// Asynchronous copies of 16 bytes from global to shared memory; `bytes` of them are read, the rest
+// becomes 0.
 
 Q2_INLINE void copy_async(void* shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(shared)),
+      "l"(global), "r"(bytes)
+      : "memory");
 }
 
-Q2_INLINE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+Q2_INLINE void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Until no more than `pending` of this thread's commits are under way.
 template <int pending>

@@ -1,23 +1,26 @@
-// Rotation and MS-EDEN of a matrix along its rows, along its columns, or both from one read: the first of two phases.
+// Rotation and MS-EDEN of a matrix along its rows, along its columns, or both from one read: the
+// first of two phases. Behind q2::rht_quantize, q2::rht_quantize_both and q2::requantize. Phase 2,
+// align_scales.cu, splits what a code is worth into block scales and a global scale.
 //
-// Behind q2::rht_quantize, q2::rht_quantize_both and q2::requantize. Phase 2, align_scales.cu, turns what a code is worth into scales.
+//   x           [M, K], row-major with a pitch: bf16, f16, fp32; or nvfp4 codes u8 [M, Kp/2] with
+//               scales e4m3 [M, Kp/16] (requantize)
+//   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], worth fp32 [M, Kp/16]
+//   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], worth fp32 [K, Mp/16]
+//   largest     u32, one a thread block: bits of the largest worth it made (NaN compares above all)
 //
-//   x          [M, K], pitch elements a row: bf16, f16, fp32; or a quantised matrix, nvfp4 codes [M, Kp/2] and scales (requantize)
-//   along rows (contraction K):  codes u8 [M, Kp/2], worth fp32 [M, Kp/16]      Kp = K rounded up to whole chunks
-//   along cols (contraction M):  codes u8 [K, Mp/2], worth fp32 [K, Mp/16]      Mp = M rounded up to whole chunks
-//   largest    u32, one a thread block: the bits of the largest worth that it made (NaN compares above all)
+// Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm is
+// left to phase 2), D from the seed; for each block of 16 of u, MS-EDEN (ms_eden.cuh). Byte k/2 of
+// a row of codes holds element k, in its low nibble for even k.
 //
-// Per chunk of Q2_SIZE along the contraction: u = H (x * D), H of +-1 (the norm is left to phase 2), D from the seed; per
-// block of 16, ms_eden.cuh. A code's byte k/2 of a row holds element k in its low nibble for even k.
+// A thread block walks over tiles of 128x128 (128x64 along columns alone); the next tile is on its way into shared memory while
+// this one is worked on. A thread holds 32 elements of one row, or 32 of each of two columns. Bits
+// 0-3 and 6 of an element's place in a chunk of 128 count within a thread, so that butterflies of
+// h = 1, 2, 4, 8 and 64 stay in registers; bits 4 and 5 count across four lanes, for h = 16 and 32.
+// Two blocks of 16, from the two halves of a chunk or from two columns, are worked on as pairs.
 //
-// A thread block walks over tiles of 128x128; the next tile is on its way into shared memory while this one is
-// worked on. A thread holds 32 elements of one row, or 32 of each of two neighbouring columns: bits 0-3 and 6 of an element's place in its
-// chunk of 128 count within the thread, so that a butterfly of h = 1, 2, 4, 8, 64 stays in registers, and bits 4 and 5 across
-// four lanes, for h = 16 and 32. Two 16-blocks, of the two halves of a chunk or of two columns, go through the arithmetic as pairs.
-//
-// Order of operations as in runtime_kernels/transforms.py:hadamard. Rounding: nearest even. Bits equal the reference's for all x with
-// |u| < 2^122 (above, the reciprocal of a pseudo-scale times 2^-6 is an fp32 subnormal).
-// Bytes an element, bf16 source: 2 read; .5 + .25 written for each direction. Quantised source: .5625 read, .75 written.
+// Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
+// the reference's for |u| < 2^122 (above, 2^-6 / pseudo-scale is an fp32 subnormal on Hopper).
+// Bytes an element, bf16 source: 2 read, .75 written for each direction; nvfp4: .5625 read.
 
 #include "ms_eden.cuh"
 
@@ -26,14 +29,17 @@ enum Source { BF16, F16, F32, NVFP4 };
 constexpr int kSource = Q2_SOURCE;
 constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
-constexpr int kSize = Q2_SIZE;      // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
-constexpr bool kSigned = Q2_SIGNED;  // D is drawn from the seed, else all ones
+constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
+constexpr bool kSigned = Q2_SIGNED;    // D is drawn from the seed, else all ones
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 
-constexpr int kThreads = 256;
-constexpr int kTileCols = 128;
+constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
-constexpr int kBytes = kSource == F32 ? 4 : 2;           // an element in shared memory (NVFP4 is held as f16)
+constexpr int kTileCols = kThreads / 2;  // 16 columns a warp
+constexpr int kTileBlocks = kTileCols / 16;
+static_assert(!kRows || kTileCols == 128, "along rows a tile holds a chunk of 128");
+constexpr int kBytes =
+    kSource == F32 ? 4 : 2;  // an element in shared memory (NVFP4 is held as f16)
 constexpr int kRowBytes = kTileCols * kBytes;
 constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = kSource == BF16 || kSource == F16 ? 2 : 1;  // tiles in shared memory
@@ -49,13 +55,13 @@ struct Output {
 };
 
 struct Params {
-  const void* x;        // elements, or codes
-  const u8* scales;     // NVFP4: e4m3 [ceil(M / 2^scale_shift), blocks]
+  const void* x;     // elements, or codes
+  const u8* scales;  // NVFP4: e4m3 [ceil(M / 2^scale_shift), blocks]
   Output along_rows, along_cols;
-  long long pitch;      // elements (NVFP4: bytes) from row to row of x
-  int rows, cols;       // M, K
-  int source_blocks;    // NVFP4: blocks a row of the source
-  int scale_shift;      // NVFP4: 0 for blocks 1x16, 4 for 16x16
+  long long pitch;    // elements (NVFP4: bytes) from row to row of x
+  int rows, cols;     // M, K
+  int source_blocks;  // NVFP4: blocks a row of the source
+  int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
   int tiles, tiles_across;
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
@@ -68,15 +74,16 @@ struct __align__(16) Masks {
 };
 __shared__ Masks masks;
 
-// 16-byte piece `piece` of row `row` of a tile lies here. The exclusive or spreads over all banks what one access of a warp takes: 8 pieces of
-// a row in loading, 4 alternate pieces of 2 rows along rows, 2 neighbouring pieces of rows 16 apart along columns.
+// 16-byte piece `piece` of row `row` of a tile lies here. The exclusive or spreads over all banks
+// what one access of a warp takes: 8 pieces of a row in loading, 4 alternate pieces of 2 rows along
+// rows, 2 neighbouring pieces of rows 16 apart along columns.
 Q2_INLINE u32 place(int row, int piece) {
   int swizzled = kBytes == 2 ? piece ^ ((row & 1) | ((row >> 4 & 3) << 1))
                              : piece ^ (piece >> 3 & 1) ^ ((row & 1) << 1) ^ ((row >> 4 & 1) << 2);
   return row * kRowBytes + swizzled * 16;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Loading
 
 struct Tile {
@@ -92,7 +99,8 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   int inside = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
-  const u8* source = (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
+  const u8* source =
+      (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
 #pragma unroll
   for (int s = 0; s < kTileRows / kRowStep; ++s) {
     int n = tile.row + row + s * kRowStep < p.rows ? inside : 0;
@@ -111,7 +119,7 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
   commit_copies();
 }
 
-// A thread's share of a quantised tile: blocks threadIdx.x, + 256, ... of 8 a row.
+// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ...
 constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
 struct Share {
   uint2 codes[kShare];
@@ -121,27 +129,32 @@ struct Share {
 Q2_INLINE void fetch_codes(const Params& p, Tile tile, Share& share) {
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int row = tile.row + (s * kThreads + threadIdx.x) / 8, block = tile.col / kBlock + threadIdx.x % 8;
+    int row = tile.row + (s * kThreads + threadIdx.x) / kTileBlocks,
+        block = tile.col / kBlock + threadIdx.x % kTileBlocks;
     bool inside = row < p.rows && block < p.source_blocks;
-    share.codes[s] = inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
-    share.scales[s] = inside ? p.scales[(long long)(row >> p.scale_shift) * p.source_blocks + block] : 0;
+    share.codes[s] =
+        inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
+    share.scales[s] =
+        inside ? p.scales[(long long)(row >> p.scale_shift) * p.source_blocks + block] : 0;
   }
 }
 
-// Dequantises a thread's share into the tile as f16: code * scale * 2^-7 * sign, exact (6 significant bits, from 2^-17 to 21).
-// Eight columns become four words of two, columns i and i + 4 (numbers.cuh, e2m1x8_to_f16x2).
+// Dequantises a thread's share into the tile as f16: code * scale * 2^-7 * sign, exact (6
+// significant bits, from 2^-17 to 21). Eight columns become four words of two, columns i and i + 4
+// (numbers.cuh, e2m1x8_to_f16x2).
 Q2_INLINE void expand_codes(const Share& share, u8* shared) {
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int row = (s * kThreads + threadIdx.x) / 8, block = threadIdx.x % 8;
+    int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
     u32 scale = mul_f16x2(e4m3x2_to_f16x2(share.scales[s] * 0x101u), 0x58005800u);  // 0x5800: 2^7
     if (kSigned) scale ^= masks.along_cols[row];
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       e2m1x8_to_f16x2(half ? share.codes[s].y : share.codes[s].x, words);
-      *(uint4*)(shared + place(row, 2 * block + half)) = {mul_f16x2(words[0], scale), mul_f16x2(words[1], scale),
-                                                         mul_f16x2(words[2], scale), mul_f16x2(words[3], scale)};
+      *(uint4*)(shared + place(row, 2 * block + half)) = {
+          mul_f16x2(words[0], scale), mul_f16x2(words[1], scale), mul_f16x2(words[2], scale),
+          mul_f16x2(words[3], scale)};
     }
   }
 }
@@ -158,7 +171,9 @@ Q2_INLINE void make_masks(const Params& p) {
   int i = threadIdx.x;
   if (kRows && i < (kBytes == 2 ? 64 : 128)) {
     uint4 random = philox(*p.along_rows.sign_seed, 0, 0, SIGNS);
-    masks.along_rows[i] = kBytes == 2 ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31 : negative(random, i) << 31;
+    masks.along_rows[i] = kBytes == 2
+                              ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
+                              : negative(random, i) << 31;
   }
   if (kCols && i < 128) {
     uint4 random = philox(*p.along_cols.sign_seed, 0, 0, SIGNS);
@@ -166,7 +181,7 @@ Q2_INLINE void make_masks(const Params& p) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Rotation and quantisation of what a thread holds
 
 // h = 1, 2, 4, 8, in registers.
@@ -205,7 +220,8 @@ Q2_INLINE Target target_at(const Output& out, int row, int block) {
   return {out.codes + at * 8, out.worth + at, row < out.rows ? out.blocks - block : 0};
 }
 
-Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], float worth, u32& largest) {
+Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], float worth,
+                     u32& largest) {
   if (ahead < target.left) {
     *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
     target.worth[ahead] = worth;
@@ -218,7 +234,8 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
   int lane = threadIdx.x % 32, quarter = lane % 4;
   constexpr int kPieces = kBlock * kBytes / 16, kWords = 4 * kPieces, kPerWord = 4 / kBytes;
 #pragma unroll 1
-  for (int pass = 0; pass < kTileRows * 4 / kThreads; ++pass) {  // counted, so that the shuffles' lanes are known to be there
+  for (int pass = 0; pass < kTileRows * 4 / kThreads;
+       ++pass) {  // counted, so that the shuffles' lanes are known to be there
     int row = pass * (kThreads / 4) + threadIdx.x / 4;
     u32 words[2][kWords];
 #pragma unroll
@@ -270,7 +287,9 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
     u32 signs[16];
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-      uint4 m = kSigned && kSource != NVFP4 ? *(const uint4*)(masks.along_cols + 64 * half + 16 * quarter + i) : uint4{0, 0, 0, 0};
+      uint4 m = kSigned && kSource != NVFP4
+                    ? *(const uint4*)(masks.along_cols + 64 * half + 16 * quarter + i)
+                    : uint4{0, 0, 0, 0};
       signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
     }
 #pragma unroll
@@ -321,7 +340,8 @@ Q2_INLINE u32 block_largest(u32 value) {
   return value;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM) rotate_quantize(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
+    rotate_quantize(const __grid_constant__ Params p) {
   u32 largest_along_rows = 0, largest_along_cols = 0;
   int index = blockIdx.x;
   Tile tile = tile_at(p, index), next;

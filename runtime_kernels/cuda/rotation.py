@@ -1,7 +1,8 @@
 """Rotation and MS-EDEN on CUDA: q2::rht_quantize, q2::rht_quantize_both, q2::requantize.
 
-Two launches each: rotate_quantize.cu makes the codes and what each is worth, align_scales.cu turns that into e4m3 scales and a global
-scale. Seeds stay on the device, so that a captured CUDA graph draws fresh coins at every replay.
+Two launches each: rotate_quantize.cu makes the codes and what each is worth, align_scales.cu turns
+that into e4m3 scales and a global scale. Seeds stay on the device, so that a captured CUDA graph
+draws fresh coins at every replay.
 """
 
 import functools
@@ -9,9 +10,12 @@ import math
 
 import torch
 
-from q2compile.runtime_kernels.cuda.launch import Launch, launch, multiprocessors, unsupported
+from q2compile.runtime_kernels.checks import check_operand, check_quantized
+from q2compile.runtime_kernels.cuda.launch import Launch, launch, multiprocessors
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.layout import ceil_div, empty_quantized
 from q2compile.runtime_kernels.registry import kernel
+from q2compile.runtime_kernels.rht_quantize.op import checked
 from q2compile.runtime_kernels.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get_transform
 
@@ -36,18 +40,20 @@ def rotate_launch(
     source: int, size: int, signed: bool, rows: bool, cols: bool, vectors: bool
 ) -> Launch:
     """Phase 1 for a source, a rotation, and the directions wanted."""
+    threads, blocks_per_multiprocessor = _shape(rows, cols)
     return launch(
         "rotate_quantize.cu",
         _ROTATE,
-        threads=256,
-        shared=_TILE * _TILE * _ELEMENT_BYTES[source] * _STAGES[source],
+        threads,
+        shared=_TILE * (threads // 2) * _ELEMENT_BYTES[source] * _STAGES[source],
+        Q2_THREADS=threads,
         Q2_SOURCE=source,
         Q2_SIZE=size,
         Q2_SIGNED=int(signed),
         Q2_ROWS=int(rows),
         Q2_COLS=int(cols),
         Q2_VECTORS=int(vectors),
-        Q2_BLOCKS_PER_SM=_blocks_per_multiprocessor(cols),
+        Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
     )
 
 
@@ -57,9 +63,15 @@ def align_launch(pow2: bool) -> Launch:
     return launch("align_scales.cu", _ALIGN, threads=256, Q2_POW2=int(pow2))
 
 
-def _blocks_per_multiprocessor(cols: bool) -> int:
-    # Along columns a thread holds 64 elements and needs 128 registers; along rows 32, and 80.
-    return 2 if cols else 3
+def _shape(rows: bool, cols: bool) -> tuple[int, int]:
+    """Threads of a thread block, and thread blocks on a multiprocessor at once.
+
+    Along columns a thread holds 64 elements and needs 128 registers, along rows 32, and 80. A tile
+    has half as many columns as a block has threads; along rows it must hold a chunk of 128.
+    """
+    if not cols:
+        return 256, 3
+    return (256, 2) if rows else (128, 4)
 
 
 class _Side:
@@ -115,7 +127,7 @@ class _Side:
         )
 
 
-def refuses(x: torch.Tensor, scheme: str, transform: str) -> str | None:
+def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None:
     """None when the kernels serve this scheme on x's device, otherwise the reason in words."""
     spec = get_scheme(scheme)
     get_transform(transform)
@@ -123,56 +135,61 @@ def refuses(x: torch.Tensor, scheme: str, transform: str) -> str | None:
         return (
             f"scheme {scheme} does not round by MS-EDEN, which is all that rotate_quantize.cu does"
         )
-    return unsupported(x.device.index)
+    return refusal(op, NAME, x.device.index)
 
 
 @kernel(
     "rht_quantize",
     NAME,
     device_type="cuda",
-    refuses=lambda x, seed, scheme, transform, transpose, stream: refuses(x, scheme, transform),
+    refuses=lambda x, seed, scheme, transform, transpose, stream: refuses(
+        "rht_quantize", x, scheme, transform
+    ),
 )
 def rht_quantize(x, seed, scheme, transform, transpose, stream):
     """See rht_quantize/op.py."""
-    return _rotate(
-        x,
-        scheme,
-        transform,
-        None if transpose else (seed, stream),
-        (seed, stream) if transpose else None,
-    )[0]
+    check_operand("rht_quantize", x)
+    spec, rotation = checked("rht_quantize", seed, scheme, transform)
+    along_rows, along_cols = (seed, stream), None
+    if transpose:
+        along_rows, along_cols = along_cols, along_rows
+    return _rotate(x, spec, rotation, along_rows, along_cols)[0]
 
 
 @kernel(
     "rht_quantize_both",
     NAME,
     device_type="cuda",
-    refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(x, scheme, transform),
+    refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(
+        "rht_quantize_both", x, scheme, transform
+    ),
 )
 def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
     """See rht_quantize_both/op.py."""
-    rows, cols = _rotate(x, scheme, transform, (row_seed, stream), (col_seed, stream))
+    check_operand("rht_quantize_both", x)
+    for seed in (row_seed, col_seed):
+        spec, rotation = checked("rht_quantize_both", seed, scheme, transform)
+    rows, cols = _rotate(x, spec, rotation, (row_seed, stream), (col_seed, stream))
     return (*rows, *cols)
 
 
-def _rotate(x: torch.Tensor, scheme: str, transform: str, along_rows, along_cols) -> list[tuple]:
-    """Phases 1 and 2 of x along its rows, its columns or both: the results of those asked for, in this order.
+def _rotate(
+    x: torch.Tensor, spec: Scheme, rotation: Transform, along_rows, along_cols
+) -> list[tuple]:
+    """Phases 1 and 2 of x along its rows, its columns or both: the results of those asked for, in
+    this order.
 
     along_rows, along_cols: None, or (seed, stream).
     """
-    spec, rotation = get_scheme(scheme), get_transform(transform)
-    if (
-        x.stride(1) != 1 and x.stride(0) == 1
-    ):  # a transposed matrix: the other way round, it lies in rows
-        return _rotate(x.t(), scheme, transform, along_cols, along_rows)[::-1]
+    if x.stride(1) != 1 and x.stride(0) == 1:  # a transposed matrix lies in rows the other way
+        return _rotate(x.t(), spec, rotation, along_cols, along_rows)[::-1]
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, cols = x.shape
     pitch, address, element = x.stride(0), x.data_ptr(), x.element_size()
     vectors = address % 16 == 0 and pitch * element % 16 == 0
-    tiles_across = ceil_div(cols, _TILE)
-    tiles = ceil_div(rows, _TILE) * tiles_across
-    parts = _thread_blocks(x.device, tiles, along_cols is not None)
+    directions = (along_rows is not None, along_cols is not None)
+    tiles, tiles_across, parts = _grid(x.device, rows, cols, *directions)
     sides = [
         _Side(x, m, k, spec, rotation, *seeded, parts) if seeded else None
         for m, k, seeded in ((rows, cols, along_rows), (cols, rows, along_cols))
@@ -181,8 +198,7 @@ def _rotate(x: torch.Tensor, scheme: str, transform: str, along_rows, along_cols
         _SOURCES[x.dtype],
         rotation.size,
         rotation.signs != "none",
-        along_rows is not None,
-        along_cols is not None,
+        *directions,
         vectors,
     )(
         x.device,
@@ -208,17 +224,17 @@ def _rotate(x: torch.Tensor, scheme: str, transform: str, along_rows, along_cols
     "requantize",
     NAME,
     device_type="cuda",
-    refuses=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream: (
+    refuses=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
         _refuses_source(codes, source_scheme, scheme, transform)
     ),
 )
 def requantize(codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream):
     """See requantize/op.py. The source is dequantised in registers."""
-    spec, rotation, source = get_scheme(scheme), get_transform(transform), get_scheme(source_scheme)
+    check_quantized("requantize", codes, scales, global_scale)
+    spec, rotation = checked("requantize", seed, scheme, transform)
+    source = get_scheme(source_scheme)
     codes, scales = codes.contiguous(), scales.contiguous()
-    tiles_across = ceil_div(rows, _TILE)
-    tiles = ceil_div(codes.shape[0], _TILE) * tiles_across
-    parts = _thread_blocks(codes.device, tiles, True)
+    tiles, tiles_across, parts = _grid(codes.device, codes.shape[0], rows, False, True)
     side = _Side(codes, rows, codes.shape[0], spec, rotation, seed, stream, parts)
     rotate_launch(_NVFP4, rotation.size, rotation.signs != "none", False, True, True)(
         codes.device,
@@ -245,7 +261,7 @@ def _refuses_source(
 ) -> str | None:
     if get_scheme(source_scheme).format != "nvfp4":
         return f"the source scheme {source_scheme} is not nvfp4"
-    return refuses(codes, scheme, transform)
+    return refuses("requantize", codes, scheme, transform)
 
 
 def _align(sides: list[_Side], spec: Scheme, source_global: int, norm: float) -> None:
@@ -259,8 +275,13 @@ def _align(sides: list[_Side], spec: Scheme, source_global: int, norm: float) ->
     )
 
 
-def _thread_blocks(device: torch.device, tiles: int, cols: bool) -> int:
-    return max(1, min(tiles, _blocks_per_multiprocessor(cols) * multiprocessors(device.index)))
+def _grid(device: torch.device, m: int, k: int, rows: bool, cols: bool) -> tuple[int, int, int]:
+    """Tiles of a matrix [m, k], tiles from left to right, and thread blocks that walk over them."""
+    threads, blocks_per_multiprocessor = _shape(rows, cols)
+    across = max(1, ceil_div(k, threads // 2))
+    tiles = ceil_div(m, _TILE) * across
+    blocks = blocks_per_multiprocessor * multiprocessors(device.index)
+    return tiles, across, max(1, min(tiles, blocks))
 
 
 @functools.cache

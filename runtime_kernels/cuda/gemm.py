@@ -1,0 +1,176 @@
+"""q2::gemm on CUDA: cuBLASLt's fp4 GEMM where the GPU has one, two bf16 matrices and cuBLAS
+elsewhere.
+
+The fp4 GEMM is torch.nn.functional.scaled_mm, inside our own op: it takes block scales in the
+32x4x4 layout, which swizzle_scales.cu writes on the way (1/16 of the elements). The bf16 GEMM is
+exact but for the order of the sums: code * scale has 6 significant bits, and a power of two as
+global scale is folded in for nothing.
+"""
+
+import functools
+
+import torch
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
+
+from q2compile.runtime_kernels.checks import check_quantized
+from q2compile.runtime_kernels.cuda.dequantize import dequantize
+from q2compile.runtime_kernels.cuda.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.layout import ceil_div
+from q2compile.runtime_kernels.registry import kernel
+from q2compile.runtime_kernels.schemes import Scheme, get_scheme
+
+BF16 = "cuda_bf16"
+FP4 = "cublaslt_fp4"
+THREADS = 256
+
+
+def _refuses_bf16(a_codes, *rest) -> str | None:
+    return refusal("gemm", BF16, a_codes.device.index)
+
+
+@kernel("gemm", BF16, device_type="cuda", refuses=_refuses_bf16)
+def gemm_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> torch.Tensor:
+    """See gemm/op.py."""
+    a_spec, b_spec = checked(
+        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
+    )
+    folds = a_spec.folds and b_spec.folds
+    width = 2 * a_codes.shape[1]
+    a = dequantize(a_codes, a_scales, a_global if folds else None, a_scheme, width, torch.bfloat16)
+    b = dequantize(b_codes, b_scales, b_global if folds else None, b_scheme, width, torch.bfloat16)
+    if folds and dtype == torch.bfloat16:
+        if bias is None:
+            return a @ b.t()
+        if bias.dtype == dtype:  # added to the fp32 sums
+            return torch.addmm(bias, a, b.t())
+    out = torch.mm(a, b.t(), out_dtype=torch.float32)
+    return finished(out, None if folds else a_global * b_global, bias, dtype)
+
+
+def _refuses_fp4(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> str | None:
+    index = a_codes.device.index
+    if torch.cuda.get_device_capability(index)[0] < 10:
+        return "fp4 tensor cores begin with compute capability 10.0"
+    formats = get_scheme(a_scheme).format, get_scheme(b_scheme).format
+    if formats[0] != formats[1]:
+        return f"one operand is {formats[0]}, the other {formats[1]}"
+    return refusal("gemm", FP4, index)
+
+
+@kernel("gemm", FP4, device_type="cuda", refuses=_refuses_fp4)
+def gemm_fp4(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> torch.Tensor:
+    """See gemm/op.py. fp32 sums; one rounding where alpha and bias are left to cuBLASLt."""
+    a_spec, b_spec = checked(
+        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
+    )
+    rows = b_codes.shape[0]
+    if a_codes.shape[0] == 0 or rows == 0:
+        return torch.empty((a_codes.shape[0], rows), dtype=dtype, device=a_codes.device)
+    arguments = scaled_mm_arguments(
+        a_codes,
+        swizzled(a_scales, a_codes.shape[0], a_spec),
+        a_global,
+        b_codes,
+        swizzled(b_scales, rows, b_spec),
+        b_global,
+        a_spec,
+    )
+    alone = bias is None and a_spec.format == "nvfp4"  # alpha is the product of the global scales
+    out = scaled_mm(**arguments, output_dtype=dtype if alone else torch.float32)[:, :rows]
+    if alone:
+        return out.contiguous()
+    alpha = None if a_spec.format == "nvfp4" else a_global * b_global
+    return finished(out, alpha, bias, dtype)
+
+
+def scaled_mm_arguments(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, spec: Scheme
+) -> dict:
+    """What torch.nn.functional.scaled_mm is called with, all but the output's type.
+
+    Packed codes are [M, K/2] and, transposed, [K/2, N]; both dimensions of the second and the
+    packed contraction are padded with zeros to multiples of 16. Scales are already swizzled;
+    padding codes changes none of their sizes.
+    """
+    contraction, rows = -a_codes.shape[1] % 16, -b_codes.shape[0] % 16
+    a = pad(a_codes, (0, contraction)) if contraction else a_codes.contiguous()
+    b = pad(b_codes, (0, contraction, 0, rows)) if contraction or rows else b_codes.contiguous()
+    nvfp4 = spec.format == "nvfp4"
+    recipe = (
+        [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        if nvfp4
+        else [ScalingType.BlockWise1x32]
+    )
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE][: len(recipe)]
+    return {
+        "mat_a": a.view(torch.float4_e2m1fn_x2),
+        "mat_b": b.view(torch.float4_e2m1fn_x2).t(),
+        "scale_a": [a_scales, a_global][: len(recipe)],
+        "scale_recipe_a": recipe,
+        "scale_b": [b_scales, b_global][: len(recipe)],
+        "scale_recipe_b": recipe,
+        "swizzle_a": swizzle,
+        "swizzle_b": swizzle,
+    }
+
+
+def checked(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
+) -> tuple[Scheme, Scheme]:
+    """The schemes by name.
+
+    Raises:
+        ValueError: an operand is no quantised matrix; the contractions differ.
+    """
+    check_quantized("gemm", a_codes, a_scales, a_global)
+    check_quantized("gemm", b_codes, b_scales, b_global)
+    if a_codes.shape[1] != b_codes.shape[1]:
+        raise ValueError(
+            f"q2::gemm: the operands are padded to contractions of {2 * a_codes.shape[1]} and "
+            f"{2 * b_codes.shape[1]}; quantise both with the same block width and transform."
+        )
+    return get_scheme(a_scheme), get_scheme(b_scheme)
+
+
+def finished(
+    out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """(out * alpha + bias) of fp32 sums, rounded to dtype once."""
+    if alpha is not None:
+        out = out * alpha
+    if bias is not None:
+        out = out + bias
+    return out.to(dtype)
+
+
+@functools.cache
+def swizzle_launch() -> Launch:
+    return launch("swizzle_scales.cu", "PPiiiii", THREADS)
+
+
+def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
+    """Scales of `rows` rows in the 32x4x4 layout (runtime_kernels/swizzle.py), flat, padded with
+    zeros; those of 16x16 blocks are repeated for each of their rows."""
+    blocks = scales.shape[1]
+    tiles_across = ceil_div(blocks, 4)
+    words = ceil_div(rows, 128) * tiles_across * 128
+    out = torch.empty(4 * words, dtype=scales.dtype, device=scales.device)
+    swizzle_launch()(
+        scales.device,
+        (ceil_div(words, THREADS), 1),
+        scales.contiguous().data_ptr(),
+        out.data_ptr(),
+        rows,
+        blocks,
+        4 if spec.block[0] == 16 else 0,
+        tiles_across,
+        words,
+    )
+    return out

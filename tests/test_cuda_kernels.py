@@ -1,0 +1,205 @@
+"""CUDA kernels on a GPU, against the torch reference on the CPU: the same bits, or for GEMMs a
+derived error. tests/test_cuda_emulated.py holds the same kernels to the same bits without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import q2compile.runtime_kernels as runtime_kernels
+from q2compile.runtime_kernels.cuda import launch, nvrtc, rotation, selfcheck
+from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
+
+assert runtime_kernels  # importing it registers the ops
+pytestmark = pytest.mark.gpu
+
+POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+# Rows and columns: whole tiles, parts of tiles, rows that do not start on 16 bytes, one of each.
+SHAPES = [(128, 128), (1024, 640), (300, 200), (33, 517), (1, 1), (129, 4097), (5000, 72)]
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> torch.Tensor:
+    """Test data on the CPU: N(0,1); columns that differ by e^6; gradients of 1e-9; many ties."""
+    generator = torch.Generator().manual_seed(shape[0] * 7919 + shape[1])
+    x = torch.randn(shape, generator=generator)
+    if kind == "outliers":
+        x *= torch.exp(3 * torch.randn((1, shape[1]), generator=generator))
+    if kind == "tiny":
+        x *= 1e-9
+    if kind == "ties":
+        x = torch.randint(-6, 7, shape, generator=generator).float()
+    if kind == "zeros":
+        x[: shape[0] // 2] = 0
+    return x.to(dtype)
+
+
+def run_both(op: str, *args, kernel: str = "cuda") -> tuple[tuple, tuple]:
+    """(the kernel's results on the GPU, the reference's on the CPU), all on the CPU."""
+    on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    got, want = select(op, on_gpu, kernel)(*on_gpu), select(op, args, REFERENCE)(*args)
+    as_tuple = lambda r: r if isinstance(r, tuple) else (r,)  # noqa: E731
+    return tuple(t.cpu() for t in as_tuple(got)), as_tuple(want)
+
+
+def assert_same_bits(got: tuple, want: tuple) -> None:
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        bits = torch.uint8 if a.element_size() == 1 else torch.int32
+        bits = torch.int16 if a.element_size() == 2 else bits
+        wrong = (a.view(bits) != b.view(bits)).sum().item()
+        assert wrong == 0, f"result {i}: {wrong} of {a.numel()} differ"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("scheme", [POW2, EXACT])
+def test_rht_quantize(shape, transpose, scheme) -> None:
+    x = matrix(shape, torch.bfloat16)
+    assert_same_bits(*run_both("rht_quantize", x, SEEDS[0], scheme, "rht128", transpose, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["outliers", "tiny", "ties", "zeros"])
+def test_rht_quantize_both(dtype, kind) -> None:
+    x = matrix((520, 392), dtype, kind)
+    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
+
+
+@pytest.mark.parametrize("transform", ["none", "h32", "rht16", "rht32_fixed", "rht64", "rht128"])
+def test_transforms(transform) -> None:
+    x = matrix((200, 264), torch.bfloat16)
+    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, transform, 1))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced", "every second"])
+def test_strides(layout) -> None:
+    x = {
+        "transposed": lambda: matrix((264, 200), torch.bfloat16).t(),
+        "expanded": lambda: matrix((1, 264), torch.bfloat16).expand(200, 264),
+        "sliced": lambda: matrix((200, 300), torch.bfloat16)[:, 3:267],
+        "every second": lambda: matrix((200, 528), torch.bfloat16)[:, ::2],
+    }[layout]()
+    on_gpu = {
+        "transposed": lambda: x.t().cuda().t(),
+        "expanded": lambda: x[:1].cuda().expand(200, 264),
+        "sliced": lambda: matrix((200, 300), torch.bfloat16).cuda()[:, 3:267],
+        "every second": lambda: matrix((200, 528), torch.bfloat16).cuda()[:, ::2],
+    }[layout]()
+    assert on_gpu.stride() == x.stride()
+    seeds = [s.cuda() for s in SEEDS]
+    got = rotation.rht_quantize_both(on_gpu, *seeds, POW2, "rht128", 0)
+    _, want = run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0)
+    assert_same_bits(tuple(t.cpu() for t in got), want)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_empty(shape) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_poison_reaches_the_global_scale(value) -> None:
+    x = matrix((300, 200), torch.bfloat16)
+    x[123, 45] = value
+    got, _ = run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0)
+    assert got[2].isnan() and got[5].isnan()
+
+
+@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"])
+@pytest.mark.parametrize("shape", [(256, 256), (130, 200), (257, 120), (3000, 4100)])
+def test_requantize(source, shape) -> None:
+    x = matrix(shape, torch.bfloat16)
+    amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
+    packed = torch.ops.q2.quantize(x, amax, None, source, 0)
+    for scheme in (POW2, EXACT):
+        args = (*packed, SEEDS[0], source, scheme, "rht128", shape[1], 1)
+        assert_same_bits(*run_both("requantize", *args))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dequantize(scheme, dtype) -> None:
+    spec = get_scheme(scheme)
+    x = matrix((200, 264), torch.bfloat16)
+    if spec.rounding == "ms_eden":
+        packed = torch.ops.q2.rht_quantize(x, SEEDS[0], scheme, "rht16", False, 0)
+    elif spec.rounding == "quest":
+        packed = torch.ops.q2.quantize_masked(x, scheme, "h32")[:3]
+    else:
+        amax = torch.ops.q2.amax(x) if spec.takes_amax else None
+        packed = torch.ops.q2.quantize(x, amax, SEEDS[0], scheme, 0)
+    for cols in (264, 2 * packed[0].shape[1]):
+        assert_same_bits(*run_both("dequantize", *packed, scheme, cols, dtype))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gemm(scheme, biased, dtype) -> None:
+    """Operands are exact in bf16, so all error is the order of fp32 sums and one rounding: relative
+    2^-9 in bf16 and sqrt(K) * 2^-24 in fp32, each with a factor of 2 to spare."""
+    operands = []
+    for rows in (200, 136):
+        x = matrix((rows, 520), torch.bfloat16)
+        amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
+        operands += torch.ops.q2.quantize(x, amax, None, scheme, 0)
+    bias = matrix((1, 136), dtype)[0] if biased else None
+    (got,), (want,) = run_both("gemm", *operands, bias, scheme, scheme, dtype, kernel="cuda_bf16")
+    bound = 2.0**-8 if dtype == torch.bfloat16 else 2 * 520**0.5 * 2.0**-24
+    assert (got.float() - want.float()).norm() <= bound * want.float().norm()
+
+
+def test_a_captured_graph_draws_fresh_coins() -> None:
+    x = matrix((300, 200), torch.bfloat16).cuda()
+    seeds = [s.cuda() for s in SEEDS]
+    rotation.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = rotation.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
+    for value in (7, 8, 7):
+        seeds[0].fill_(value)
+        graph.replay()
+        args = (x.cpu(), torch.tensor(value), SEEDS[1], POW2, "rht128", 0)
+        want = select("rht_quantize_both", args, REFERENCE)(*args)
+        assert_same_bits(tuple(t.cpu() for t in results), want)
+
+
+def test_runs_on_the_current_stream() -> None:
+    """On a side stream behind a long product: a kernel on another stream would read zeros."""
+    x, seed = matrix((300, 200), torch.bfloat16), SEEDS[0].cuda()
+    late, big = torch.zeros_like(x, device="cuda"), torch.randn(8192, 8192, device="cuda")
+    filled = x.cuda()
+    rotation.rht_quantize(late, seed, POW2, "rht128", True, 0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        big @ big
+        late.copy_(filled)
+        got = rotation.rht_quantize(late, seed, POW2, "rht128", True, 0)
+    torch.cuda.synchronize()
+    _, want = run_both("rht_quantize", x, SEEDS[0], POW2, "rht128", True, 0)
+    assert_same_bits(tuple(t.cpu() for t in got), want)
+
+
+def test_first_use_inside_a_capture_says_what_to_do() -> None:
+    fresh = launch.launch("swizzle_scales.cu", "PPiiiii", 256, Q2_UNUSED=1)
+    # Thrown inside the capture, which then ends in an error of its own.
+    with (
+        pytest.raises(launch.LaunchError, match="run the model once"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        fresh(torch.device("cuda", 0), (1, 1), 0, 0, 0, 0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("op", sorted(selfcheck.CHECKED))
+def test_selfcheck_agrees(op) -> None:
+    name = "cuda_bf16" if op == "gemm" else "cuda"
+    assert selfcheck.disagreement(op, name, torch.device("cuda", 0)) is None
+
+
+def test_this_gpu_is_served() -> None:
+    capability = torch.cuda.get_device_capability()
+    assert (launch.unsupported(0) is None) == (capability in nvrtc.ARCHITECTURES)
