@@ -1,0 +1,164 @@
+"""Every scheme on the values that break quantisers: zeros, subnormals, ties, saturation, poison."""
+
+import pytest
+import torch
+
+from q2compile import quantize
+from q2compile.runtime_kernels.formats import decode_e2m1
+from q2compile.runtime_kernels.schemes import SCHEMES
+
+ALL = pytest.mark.parametrize("name", SCHEMES)
+NVFP4 = [name for name, s in SCHEMES.items() if s.format == "nvfp4"]
+ONE_ROW = [name for name, s in SCHEMES.items() if s.block[0] == 1]
+
+
+@ALL
+def test_zeros(name):
+    """Trap 1: codes 0, scales 0 (e8m0 has none), a finite global scale; no 0/0."""
+    q = quantize(torch.zeros(16, 64), name, seed=1)
+    assert (q.codes == 0).all()
+    if SCHEMES[name].format == "nvfp4":
+        assert q.global_scale == 1
+        assert (q.scales.float() == 0).all()
+    assert (q.dequantize() == 0).all()
+
+
+@ALL
+def test_a_zero_block_among_others(name):
+    x = torch.randn(16, 64)
+    x[:, 32:] = 0
+    dequantized = quantize(x, name, seed=1).dequantize()
+    assert (dequantized[:, 32:] == 0).all() and dequantized.isfinite().all()
+
+
+@ALL
+def test_negative_zero_keeps_its_sign(name):
+    """Trap 6: code 8 is legal, and a value of -0.0."""
+    x = torch.full((16, 64), -0.0)
+    x[:, 0] = 1.0
+    codes = quantize(x, name, seed=1).codes
+    assert (codes[:, 1:16] == 0x88).all()
+
+
+@ALL
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_poison_reaches_every_value(name, poison):
+    """Trap 5: one bad element and nothing of the tensor looks healthy."""
+    x = torch.randn(32, 64)
+    x[3, 17] = poison
+    q = quantize(x, name, seed=1)
+    assert q.global_scale.isnan()
+    assert q.dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_poison_survives_rotation_and_requantisation(name, poison):
+    x = torch.randn(32, 64)
+    x[3, 17] = poison
+    assert quantize(x, name, transform="rht32", seed=1).dequantize().isnan().all()
+    seed = torch.tensor(1)
+    q = quantize(x, name, seed=1)
+    again = torch.ops.q2.requantize(
+        *(q.codes, q.scales, q.global_scale, seed, name, "nvfp4_ms_eden_pow2", "rht128", 64, 1)
+    )
+    assert again[2].isnan()
+
+
+@ALL
+def test_nan_of_any_payload_is_poison(name):
+    """CUDA's own NaN is 0x7fffffff: rounding its bits up must not make a number of it."""
+    bits = torch.randn(16, 64).view(torch.int32)
+    for payload in (0x7F800001, 0x7FFFFFFF, -1):
+        bits[2, 5] = payload
+        assert quantize(bits.view(torch.float32), name, seed=1).global_scale.isnan()
+
+
+@ALL
+@pytest.mark.parametrize("exponent", [-100, -30, 30, 100])
+def test_powers_of_two_scale_exactly(name, exponent):
+    """Trap 2: no floor under a scale: x * 2^j has the codes of x, and its values times 2^j."""
+    x = torch.randn(32, 128)
+    one, other = (quantize(t, name, seed=1) for t in (x, x * 2.0**exponent))
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(one.dequantize() * 2.0**exponent, other.dequantize())
+
+
+@ALL
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e30])
+def test_extreme_magnitudes_lose_nothing(name, magnitude):
+    x = torch.randn(64, 128, dtype=torch.float64)
+    small = (x * magnitude).float()
+    error = (quantize(small, name, seed=1).dequantize().double() / magnitude - x).square().mean()
+    assert error < 0.035
+
+
+@ALL
+def test_fp32_subnormals_do_not_become_nan(name):
+    """Under 2^-126 precision goes, and that is all."""
+    x = torch.randn(16, 64) * 2.0**-130
+    dequantized = quantize(x, name, seed=1).dequantize()
+    assert dequantized.isfinite().all() and dequantized.abs().max() <= 2 * x.abs().max()
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_blocks_far_below_the_largest_have_subnormal_scales(name):
+    """Trap 4: 2^-15 of the largest; scales of one or a few steps of 2^-9, no NaN, no Inf."""
+    x = torch.ones(16, 64)
+    x[:, 16:] = 2.0**-15
+    q = quantize(x, name, seed=1)
+    scales = q.scales.float()
+    assert scales[:, 1:].min() >= 0 and scales[:, 1:].max() < 2.0**-6
+    assert q.dequantize()[:, 16:].max() < 2.0**-13
+
+
+@pytest.mark.parametrize("name", [name for name in NVFP4 if SCHEMES[name].takes_amax])
+def test_scales_saturate_at_448(name):
+    """Trap 3: a scale over 448 (an amax given too small, as by a stale measurement) clamps; torch's
+    own cast makes NaN of it in some versions."""
+    q = quantize(torch.randn(16, 64) * 8, name, seed=1, amax=torch.tensor(1.0))
+    assert q.scales.float().max() == 448
+    assert q.dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_pow2", "nvfp4_16x16", "mxfp4_rtn"])
+def test_ties_go_to_even_codes(name):
+    ties = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 8)
+    x = torch.cat([ties, -ties]).expand(16, 128) * 2.0**-20
+    # An amax that makes the exact global scale a power of two: with any other nothing is a tie.
+    amax = torch.tensor(6 * 448 * 2.0**-20) if SCHEMES[name].takes_amax else None
+    q = quantize(x, name, amax=amax)
+    assert decode_e2m1(q.codes)[0, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_are_their_fp32_values(name, dtype):
+    x = torch.randn(16, 64).to(dtype)
+    one, other = quantize(x, name, seed=1), quantize(x.float(), name, seed=1)
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(one.dequantize(), other.dequantize())
+
+
+@ALL
+def test_any_strides(name):
+    """Trap 13: transposed, sliced and stride-0 tensors come out of autograd."""
+    x = torch.randn(64, 48)
+    for view in (x.t(), x[::2, 3:35], x[:1].expand(16, 48), torch.ones(()).expand(16, 48)):
+        one, other = quantize(view, name, seed=1), quantize(view.contiguous(), name, seed=1)
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(one.scales.view(torch.uint8), other.scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (1, 1), (33, 7), (7, 130)])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_any_shape(name, shape, transpose):
+    """Trap 14 and 10: no tokens, an odd number of them, a contraction of no whole block."""
+    x = torch.randn(shape)
+    for transform in ("none", "rht128"):
+        q = quantize(x, name, transform=transform, transpose=transpose, seed=1)
+        assert q.dequantize().shape == shape
+        assert q.codes.is_contiguous() and q.scales.is_contiguous()
+        if x.numel() == 0:
+            assert q.global_scale == 1 / SCHEMES[name].shrink

@@ -1,0 +1,177 @@
+"""The ops of namespace q2: fakes agree with real outputs, shapes may be symbolic, errors say what
+to do."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.library import opcheck
+
+import q2compile.runtime_kernels  # noqa: F401
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.schemes import SCHEMES
+
+q2 = torch.ops.q2
+SEED = torch.tensor(5)
+ONE_ROW = [name for name, s in SCHEMES.items() if s.block[0] == 1]
+# opcheck's test_schema compares inputs with allclose, which float8 does not have.
+CHECKS = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+
+
+def quantized(scheme: str, rows: int = 24, columns: int = 40):
+    x = torch.randn(rows, columns)
+    spec = SCHEMES[scheme]
+    amax = q2.amax(x) if spec.takes_amax else None
+    return q2.quantize(x, amax, SEED if spec.stochastic else None, scheme, 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(24, 40), (0, 16), (3, 1)])
+def test_quantize(scheme, shape):
+    x = torch.randn(shape)
+    spec = SCHEMES[scheme]
+    amax = q2.amax(x) if spec.takes_amax else None
+    seed = SEED if spec.stochastic else None
+    opcheck(q2.quantize.default, (x, amax, seed, scheme, 0), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_ms_eden_pow2", "mxfp4_sr", "mxfp4_quest"])
+@pytest.mark.parametrize("transform", ["none", "h32", "rht128"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_rht_quantize(scheme, transform, transpose):
+    for shape in ((24, 40), (0, 16)):
+        args = (torch.randn(shape), SEED, scheme, transform, transpose, 1)
+        opcheck(q2.rht_quantize.default, args, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_quest"])
+def test_requantize(source):
+    parts = quantized(source)
+    args = (*parts, SEED, source, "nvfp4_ms_eden_pow2", "rht128", 40, 1)
+    opcheck(q2.requantize.default, args, test_utils=CHECKS)
+
+
+def test_quantize_masked_and_masked_unrotate():
+    opcheck(
+        q2.quantize_masked.default, (torch.randn(9, 40), "mxfp4_quest", "h32"), test_utils=CHECKS
+    )
+    mask = torch.randint(0, 256, (9, 8), dtype=torch.uint8)
+    opcheck(q2.masked_unrotate.default, (torch.randn(9, 64), mask, "h32"), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("columns", [40, 48])
+def test_transpose(columns):
+    codes, scales, _ = quantized("nvfp4_16x16", 24, columns)
+    opcheck(q2.transpose.default, (codes, scales, "nvfp4_16x16", columns), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_16x16_46_pow2", "mxfp4_sr"])
+def test_dequantize_and_gemm(scheme):
+    parts = quantized(scheme)
+    args = (*parts, scheme, 40, torch.bfloat16)
+    opcheck(q2.dequantize.default, args, test_utils=CHECKS)
+    for bias in (None, torch.randn(24)):
+        args = (*parts, *parts, bias, scheme, scheme, torch.bfloat16)
+        opcheck(q2.gemm.default, args, test_utils=CHECKS)
+
+
+def test_seed():
+    opcheck(q2.seed.default, (torch.randn(4), 3), test_utils=("test_schema", "test_faketensor"))
+    torch.manual_seed(1)
+    first = [q2.seed(torch.ones(()), 0).item() for _ in range(4)]
+    assert len(set(first)) == 4, "each call is a new draw"
+    torch.manual_seed(1)
+    assert first == [q2.seed(torch.ones(()), salt).item() for salt in range(4)]
+    assert torch.Tag.nondeterministic_seeded in q2.seed.default.tags
+
+
+def test_amax_is_plain_aten_by_the_time_autograd_is_done():
+    """It must fuse with whatever makes x."""
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: q2.amax(x))(torch.randn(4, 4))
+    targets = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
+    assert "aten.amax.default" in targets and not any("q2" in t for t in targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax_values(dtype):
+    x = torch.tensor([1.0, -3.0, 2.0], dtype=dtype)
+    assert q2.amax(x) == 3 and q2.amax(x).dtype == torch.float32
+    assert q2.amax(x[:0]) == 0
+    assert q2.amax(torch.tensor([1.0, torch.nan], dtype=dtype)).isnan()
+    assert q2.amax(torch.tensor([1.0, -torch.inf], dtype=dtype)).isinf()
+
+
+def test_no_guard_on_divisibility():
+    """A batch of any size runs the same code: the padding is arithmetic, not a branch."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    with mode:
+        source = torch._dynamo.source.ConstantSource("x")
+        dims = torch.fx.experimental.symbolic_shapes.StatelessSymbolicContext(
+            dynamic_sizes=[torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC] * 2
+        )
+    x = mode.from_tensor(torch.randn(37, 70), source=source, symbolic_context=dims)
+    with mode:
+        seed = torch.zeros((), dtype=torch.int64)
+        qx = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+        a = q2.rht_quantize(x, seed, "nvfp4_ms_eden_pow2", "rht128", True, 0)
+        e = ("nvfp4_46_pow2", "nvfp4_ms_eden_pow2")
+        b = q2.requantize(*qx, seed, *e, "rht128", x.shape[1], 1)
+        out = q2.gemm(*a, *b, None, e[1], e[1], torch.bfloat16)
+        quantized_16x16 = q2.quantize(x, None, None, "nvfp4_16x16_pow2", 0)
+        q2.transpose(*quantized_16x16[:2], "nvfp4_16x16_pow2", x.shape[1])
+        q2.quantize_masked(x, "mxfp4_quest", "h32")
+    assert out.shape == (x.shape[1], x.shape[1])
+    assert not env.guards, [str(g.expr) for g in env.guards]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: q2.quantize(x, None, None, "nvfp4_5", 0), "Did you mean"),
+        (lambda x: q2.quantize(x, None, None, "nvfp4", 0), "needs the amax"),
+        (lambda x: q2.quantize(x, q2.amax(x), None, "nvfp4_pow2", 0), "takes no amax"),
+        (lambda x: q2.quantize(x, None, None, "mxfp4_sr", 0), "give it a seed"),
+        (
+            lambda x: q2.quantize(x, None, SEED.int(), "mxfp4_sr", 0),
+            "int64 scalar, got torch.int32",
+        ),
+        (lambda x: q2.quantize(x[0], None, None, "mxfp4_rtn", 0), "takes a matrix, got 1"),
+        (lambda x: q2.quantize(x.double(), None, None, "mxfp4_rtn", 0), "got torch.float64"),
+        (
+            lambda x: q2.rht_quantize(x, None, "mxfp4_rtn", "rht32", False, 0),
+            "rht32 draws random numbers",
+        ),
+        (
+            lambda x: q2.rht_quantize(x, SEED, "nvfp4_16x16_pow2", "rht16", False, 0),
+            "one row a block",
+        ),
+        (lambda x: q2.quantize_masked(x, "mxfp4_rtn", "h32"), r"with a trust mask \(mxfp4_quest\)"),
+        (lambda x: q2.quantize_masked(x, "mxfp4_quest", "rht32"), "give it a seed"),
+        (lambda x: q2.transpose(x.byte(), x, "nvfp4", 4), "takes square blocks"),
+        (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
+        (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),
+        (lambda x: q2.masked_unrotate(x, x.byte(), "h32"), "pass the padded gradient"),
+        (lambda x: q2.dequantize(x, x, SEED, "nvfp4", 4, x.dtype), "uint8 codes"),
+    ],
+)
+def test_errors(call, said):
+    with pytest.raises(ValueError, match=said):
+        call(torch.randn(4, 32))
+
+
+def test_a_named_kernel_is_that_kernel_or_an_error():
+    x = torch.randn(4, 32)
+    args = (x, None, None, "mxfp4_rtn", 0)
+    reference = registry.select("quantize", args, "reference")
+    assert torch.equal(reference(*args)[0], q2.quantize(*args)[0])
+    with pytest.raises(ValueError, match="has no kernel 'triton'.*it has .*reference"):
+        registry.select("quantize", args, "triton")
+    with pytest.raises(ValueError, match="q2 has no op 'quantise'; it has"):
+        registry.kernels("quantise")
+
+
+def test_the_reference_is_behind_every_op():
+    for op in registry._KERNELS:
+        last = registry.kernels(op)[-1]
+        assert (last.name, last.device_type) == (registry.REFERENCE, None)
