@@ -1,22 +1,21 @@
-# Two commands do everything on a machine with python3.11 and gcc: `make demo` and `make test`.
+# Two commands do everything on a machine with python3.11, make and g++: `make demo` and `make test`.
 # Each makes .venv when it is missing, with the versions of constraints.txt.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 # mypy cannot follow [tool.setuptools.package-dir], so `lint` gives it the installed layout as links.
 TYPED := build/typed
 
 .PHONY: demo test lint format clean
 
-demo: $(STAMP)
+demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
 
-test: $(STAMP)
+test: $(VENV)/.with-train,dev
 	$(BIN)/python -m pytest
 
-lint: $(STAMP)
+lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/q2compile
@@ -24,16 +23,18 @@ lint: $(STAMP)
 	MYPYPATH=$(TYPED) $(BIN)/mypy --package q2compile
 	MYPYPATH=$(TYPED) $(BIN)/mypy examples
 
-format: $(STAMP)
+format: $(VENV)/.with-train,dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-# The stamp is written last, so an interrupted installation is done again.
-$(STAMP): pyproject.toml constraints.txt
+# .venv/.with-EXTRAS: q2compile is installed, editable, with these extras of pyproject.toml. The stamp
+# is written last, so an interrupted installation is done again. The demo does without the extra dev:
+# transformers imports torchao when it finds it, which prints warnings.
+$(VENV)/.with-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,train]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$*]'
 	touch $@
