@@ -80,7 +80,7 @@ def _keep(recipe: Recipe, gemm_name: str, made: _Saved, saved: _Saved, salt: int
     gemm: Gemm | None = getattr(recipe, gemm_name)
     name, other = ("w", "x") if gemm_name == "dgrad" else ("x", "w")
     source = gemm.b.source if gemm else "fresh"
-    if gemm is None or source == "fresh":
+    if gemm is None or source == "fresh" or (source == "reuse" and recipe.fprop is None):
         saved[name] = made[name]
     elif source == "forward":
         seed = torch.ops.q2.seed(made[name], salt)
@@ -114,12 +114,16 @@ def _backward_gemm(
         return _gemm(gemm, a, b, None, dy.dtype)
     if gemm.b.source == "forward":
         return _gemm(gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dy.dtype)
-    assert recipe.fprop is not None, "recipes.resolve lets only a quantised fprop be taken up again"
-    forward = recipe.fprop.a if transpose else recipe.fprop.b
     if gemm.b.source == "reuse":
-        codes, scales, global_scale = saved.codes(name)
-        b = (*torch.ops.q2.transpose(codes, scales, forward.scheme, columns), global_scale)
+        codes, scales, global_scale = (
+            saved.codes(name)
+            if recipe.fprop
+            else _quantize(saved[name], gemm.b, transpose=False, seed=None, stream=1)
+        )
+        b = (*torch.ops.q2.transpose(codes, scales, gemm.b.scheme, columns), global_scale)
         return _gemm(gemm, a, b, None, dy.dtype)
+    assert recipe.fprop is not None, "recipes.resolve makes the source 'fresh' then"
+    forward = recipe.fprop.a if transpose else recipe.fprop.b
     # Codes that fprop rotated along K give a gradient in rotated coordinates, chunks of padding
     # included; the mask and the rotation of fprop's other operand lead back.
     size = TRANSFORMS[forward.transform].size

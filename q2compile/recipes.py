@@ -295,10 +295,12 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
     if o.source == "forward" and (gemm, role) != ("wgrad", "x"):
         return "but only x in wgrad can be quantised during the forward: w is there anyway"
     if o.source == "reuse":
-        codes = recipe.fprop.b.scheme if recipe.fprop and role == "w" else None
         square = scheme.block[0] == scheme.block[1]
-        if codes is None or codes.removesuffix("_pow2") != o.scheme.removesuffix("_pow2"):
-            return f"but fprop's codes of {role} are {codes}: only the same scheme can be re-used"
+        if role != "w":
+            return "but only w has codes whose blocks are square"
+        codes = recipe.fprop.b.scheme.removesuffix("_pow2") if recipe.fprop else None
+        if codes not in (None, o.scheme.removesuffix("_pow2")):
+            return f"but fprop's codes of w are {codes}: only the same scheme can be re-used"
         if not square or o.transform != "none":
             return "but only 16x16 blocks without a rotation stay blocks when transposed"
         return ""

@@ -10,7 +10,7 @@ from q2compile.passes.graphs import is_q2, producer
 from q2compile.report import Row
 from q2compile.rewrite import SALT
 
-_QUANTIZING = ("quantize", "quantize_masked", "rht_quantize")
+_QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "transpose")
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
@@ -31,7 +31,8 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
         value = node.meta["val"]
         bytes_of[salt] += _concrete(value.numel()) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantised
-            elements_of[salt] += _concrete(op.args[0].meta["val"].numel())
+            packed = 2 if is_q2(op, "transpose") else 1
+            elements_of[salt] += packed * _concrete(op.args[0].meta["val"].numel())
     for salt, row in taken.items():
         row.saved_bytes, row.saved_elements = bytes_of[salt], elements_of[salt]
 

@@ -1,5 +1,5 @@
-"""The backend end to end. Most tests run the graphs with inner="eager"; those about Inductor and its
-caches compile."""
+"""The backend end to end. Most tests run the graphs with inner="eager"; those about Inductor and
+its caches compile."""
 
 import os
 import subprocess
@@ -79,8 +79,8 @@ class Graphs:
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_gradients_point_where_the_unquantised_ones_do(inner):
-    """Trap 4: signs that differ between a GEMM's operands give a gradient that is noise, cosine 0, and
-    no error. One draw of a MS-EDEN GEMM has cosine 0.99; through a block they stay over 0.9."""
+    """Trap 4: signs that differ between a GEMM's operands give a gradient that is noise, cosine 0,
+    and no error. One draw of a MS-EDEN GEMM has cosine 0.99; through a block they stay over 0.9."""
     model, x = model_and_input()
     y, grads = step(model, x, inner=inner)
     model.zero_grad()
@@ -92,8 +92,8 @@ def test_gradients_point_where_the_unquantised_ones_do(inner):
 
 
 def test_inductor_and_eager_agree():
-    """Same quantised numbers, same coins; Inductor only re-associates fp32 pointwise and reductions,
-    which moves a value across a rounding boundary now and then: 1e-3 of the norm."""
+    """Same quantised numbers, same coins; Inductor only re-associates fp32 pointwise and
+    reductions, which moves a value across a rounding boundary now and then: 1e-3 of the norm."""
     model, x = model_and_input()
     y, grads = step(model, x, inner="inductor")
     y_eager, grads_eager = step(model, x, inner="eager")
@@ -108,7 +108,7 @@ def test_same_seed_same_bits_other_step_other_coins():
     y1, again = step(model, x, seed=1, **EAGER)
     y2, other = step(model, x, seed=2, **EAGER)
     assert torch.equal(y0, y1) and torch.equal(y0, y2)  # the forward is deterministic
-    for a, b, c in zip(first, again, other, strict=True):
+    for a, b in zip(first, again, strict=True):
         assert torch.equal(a, b)
     assert sum(not torch.equal(a, c) for a, c in zip(first, other, strict=True)) >= 7
 
@@ -129,9 +129,9 @@ def test_bf16_is_bit_identical_to_plain_inductor():
 def test_graphs_of_a_block(tmp_path):
     """Trap: q, k, v and gate, up share one quantisation of x, by AOTAutograd's CSE; count it.
 
-    Seven linears have 14 operands in fprop; x of q/k/v and of gate/up are each one: 14 - 2 - 1 = 11.
-    Backward: 7 dgrad + 7 wgrad GEMMs, each with one rotated dy and one requantised operand, and all
-    14 seeds in one draw. x needs no gradient, but the norm in front of q, k, v does.
+    Seven linears have 14 operands in fprop; x of q/k/v and of gate/up are each one: 14 - 2 - 1 =
+    11. Backward: 7 dgrad + 7 wgrad GEMMs, each with one rotated dy and one requantised operand, and
+    all 14 seeds in one draw. x needs no gradient, but the norm in front of q, k, v does.
     """
     model, x = model_and_input()
     step(model, x, **EAGER, dump=str(tmp_path))
@@ -165,7 +165,9 @@ def test_salts_keep_equal_layers_apart(tmp_path):
 
 def test_saved_for_backward_is_packed(tmp_path):
     """Trap 3: decomposed early, no packed tensor is saved at all. The census of the forward graph's
-    outputs: what the seven linears keep is 4.5 bit an element, and their bf16 inputs are not kept."""
+    outputs: what the seven linears keep is 4.5 bit an element, and their bf16 inputs are not
+    kept.
+    """
     model, x = model_and_input()
     report = explain(model, x, options={**EAGER, "dump": str(tmp_path)})
     taken = [row for row in report.rows if row.taken]
@@ -199,8 +201,7 @@ def test_checkpointing_gives_the_same_bits_as_without():
     y_checkpointed, grads_checkpointed = step(Checkpointed(model), x, **EAGER)
     assert torch.equal(y, y_checkpointed)
     for a, b in zip(grads, grads_checkpointed, strict=True):
-        assert F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.95  # other coins
-    torch.testing.assert_close(grads[0], grads_checkpointed[0], rtol=0.5, atol=grads[0].abs().max())
+        assert torch.equal(a, b)
 
 
 def test_changing_batches_do_not_recompile():
@@ -254,8 +255,10 @@ assert not any(name.startswith("q2compile") for name in sys.modules)
 c = torch.compile(m, backend="quartet2", options={options})
 c(torch.ones(4, 32)).sum().backward()
 from torch._dynamo.utils import counters
-for counter, kind in (("autograd_cache_hit", "aot_autograd"), ("autograd_cache_miss", "aot_autograd"),
-                      ("autograd_cache_bypass", "aot_autograd"), ("fxgraph_cache_bypass", "inductor")):
+for counter, kind in (("autograd_cache_hit", "aot_autograd"), ("autograd_cache_miss",
+"aot_autograd"),
+                      ("autograd_cache_bypass", "aot_autograd"), ("fxgraph_cache_bypass",
+                      "inductor")):
     print(counter, counters[kind][counter])
 print("triton" in sys.modules and "no GPU here", m[0].weight.grad.abs().sum() > 0)
 """
@@ -286,3 +289,95 @@ def test_inductors_global_config_is_not_touched():
     model, x = model_and_input()
     step(model, x, inductor={"max_autotune": False}, mode="reduce-overhead")
     assert inductor_config.save_config_portable() == before
+
+
+BLOCK_OPS = {
+    # recipe: (forward ops, backward ops) of the seven linears of a Block, after the passes
+    "quartet2": (
+        {"q2.quantize": 11, "q2.gemm": 7},
+        {"q2.rht_quantize": 14, "q2.requantize": 14, "q2.gemm": 14},
+    ),
+    # w is quantised once and re-used transposed (the partitioner transposes in the forward); x is
+    # quantised for wgrad in the forward, so backward quantises dy alone: 7 for dgrad, 7 for wgrad.
+    "nvfp4": (
+        {"q2.quantize": 11, "q2.rht_quantize": 7, "q2.transpose": 7, "q2.gemm": 7},
+        {"q2.quantize": 7, "q2.rht_quantize": 7, "q2.gemm": 14},
+    ),
+    "quartet": (
+        {"q2.quantize_masked": 11, "q2.gemm": 7},
+        {"q2.rht_quantize": 14, "q2.requantize": 14, "q2.gemm": 14, "q2.masked_unrotate": 14},
+    ),
+    "mxfp4": ({}, {"q2.rht_quantize": 28, "q2.gemm": 14}),
+    "tetrajet2": (
+        {"q2.quantize": 11, "q2.gemm": 7},
+        {"q2.rht_quantize": 14, "q2.requantize": 14, "q2.gemm": 14},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", BLOCK_OPS)
+def test_every_recipe_trains_a_block(recipe, tmp_path):
+    model, x = model_and_input()
+    _, grads = step(model, x, recipe=recipe, **EAGER, dump=str(tmp_path))
+    model.zero_grad()
+    model(x).square().mean().backward()
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        assert F.cosine_similarity(grad.flatten(), parameter.grad.flatten(), 0) > 0.85
+    forward, backward = BLOCK_OPS[recipe]
+    assert Graphs(tmp_path).ops("4_after_passes_forward") == forward
+    assert Graphs(tmp_path).ops("4_after_passes_backward") == backward
+
+
+SAVED_BITS = {
+    # codes 4, scales 8/16 or 8/32, masks 1. nvfp4: w's 16x16 scales are 8/256; x in 1x16 blocks.
+    "quartet2": (4.5, 4.5),
+    "tetrajet2": (4.5, 4.5),
+    "nvfp4": (4.5, 4 + 8 / 256),
+    "quartet": (5.25, 5.25),
+}
+
+
+@pytest.mark.parametrize("recipe", SAVED_BITS)
+def test_what_each_recipe_saves(recipe):
+    """One linear, T = 128, N = 64, K = 256: no padding. And one fp32 scalar an operand."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 64, bias=False))
+    report = explain(model, torch.randn(128, 256), options={**EAGER, "recipe": recipe})
+    x_bits, w_bits = SAVED_BITS[recipe]
+    row = report.rows[1]
+    expected = (x_bits * 128 * 256 + w_bits * 64 * 256) / 8 + 2 * 4
+    assert row.saved_bytes == expected
+
+
+def test_the_late_switch_of_the_forward_to_bf16():
+    """NVIDIA's late switch: the last 18% of steps with a bf16 forward, backward kept in FP4, by
+    compiling again with other options; no parameter or optimizer state is touched."""
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(3, 32, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(steps):
+        for _ in range(steps):
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def gradient(forward):
+        torch.manual_seed(1)
+        optimizer.zero_grad()
+        forward(x).sum().backward()
+        return model.up.weight.grad.clone()
+
+    model.compile(backend="quartet2", options={**EAGER, "recipe": "nvfp4"})
+    assert not torch.equal(model(x), model.forward(x))
+    train(20)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    late = {"recipe": {"base": "nvfp4", "fprop": "bf16"}}
+    model.compile(backend="quartet2", options={**EAGER, **late})
+    torch.testing.assert_close(model(x), model.forward(x))
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    quantised, plain = gradient(model), gradient(model.forward)
+    error = (quantised - plain).norm() / plain.norm()
+    assert 0.05 < error < 0.5  # backward is still in FP4
+    train(5)
+    steps = {float(optimizer.state[p]["step"]) for p in model.parameters()}
+    assert steps == {25.0}

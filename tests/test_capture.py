@@ -36,8 +36,8 @@ class Spelled(nn.Module):
 def rewritten(model, *inputs, **options):
     """The output of the model with every matmul rewritten to q2::linear, and the report's rows.
 
-    The rewritten graph is then run with the recipe's GEMMs all in bf16 text, so that only the rewrite
-    itself, its views and its bias, is under test: the numbers must be the model's own.
+    The rewritten graph is then run with the recipe's GEMMs all in bf16 text, so that only the
+    rewrite itself, its views and its bias, is under test: the numbers must be the model's own.
     """
     rows = []
 
@@ -122,7 +122,9 @@ def test_what_is_not_taken_has_its_reason(why):
 
 
 def test_the_trap_of_the_alpha_of_addmm():
-    """torch.addmm's third and fourth positional names differ from matmul's; alpha scales the product."""
+    """torch.addmm's third and fourth positional names differ from matmul's; alpha scales the
+    product.
+    """
     model = Spelled(lambda m, x: torch.addmm(m.b, x.view(-1, K), m.v, alpha=3))
     _, rows = rewritten(model, torch.randn(2, 5, K))
     assert "alpha" in rows[0].why
@@ -141,7 +143,9 @@ def test_multi_head_attention_is_taken_apart(batch_first):
 
 
 def test_a_checkpointed_region_is_entered():
-    """Trap: a checkpointed region is a child GraphModule whose placeholders are not the parameters."""
+    """Trap: a checkpointed region is a child GraphModule whose placeholders are not the
+    parameters.
+    """
 
     class Block(nn.Module):
         def __init__(self):

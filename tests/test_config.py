@@ -20,7 +20,7 @@ def test_defaults_are_the_contract():
     ("options", "said"),
     [
         ({"recipes": "quartet2"}, "unknown option 'recipes'; did you mean 'recipe'?"),
-        ({"recipe": "quartet"}, "unknown recipe 'quartet'; did you mean 'quartet2'?"),
+        ({"recipe": "quartett"}, "unknown recipe 'quartett'; did you mean 'quartet'?"),
         ({"policy": {"*": "bf17"}}, "unknown recipe 'bf17'; did you mean 'bf16'?"),
         ({"policy": {"*": {"dgard": "bf16"}}}, "did you mean 'dgrad'?"),
         ({"policy": {"re:(": "bf16"}}, "policy pattern 're:('"),
@@ -47,7 +47,9 @@ def test_what_is_wrong_is_said(options, said):
 
 
 def test_a_wrong_option_is_a_value_error_through_torch_compile():
-    """Dynamo wraps a backend's exceptions in BackendCompilerFailed; the user must see a ValueError."""
+    """Dynamo wraps a backend's exceptions in BackendCompilerFailed; the user must see a
+    ValueError.
+    """
     compiled = torch.compile(torch.nn.Linear(16, 16), backend="quartet2", options={"recip": "x"})
     with pytest.raises(ValueError, match="did you mean 'recipe'"):
         compiled(torch.randn(2, 16))
@@ -76,7 +78,9 @@ def test_the_config_file_is_the_base_and_options_win(tmp_path, monkeypatch, kind
     """TOML keeps the order of a policy's lines, which decides what wins."""
     path = tmp_path / f"q2.{kind}"
     if kind == "toml":
-        path.write_text('recipe = "bf16"\nstrict = true\n[policy]\n"*" = "quartet2"\n"a" = "bf16"\n')
+        path.write_text(
+            'recipe = "bf16"\nstrict = true\n[policy]\n"*" = "quartet2"\n"a" = "bf16"\n'
+        )
     else:
         policy = {"*": "quartet2", "a": "bf16"}
         path.write_text(json.dumps({"recipe": "bf16", "strict": True, "policy": policy}))

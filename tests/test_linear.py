@@ -1,4 +1,6 @@
-"""`q2::linear` and its autograd: gradients of the quantised forward, what is saved, dtypes, bias."""
+"""`q2::linear` and its autograd: gradients of the quantised forward, what is saved, dtypes,
+bias.
+"""
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def relative(error, reference):
 
 @pytest.mark.parametrize("global_scale", ["pow2", "exact"])
 def test_forward_is_the_product_of_the_dequantised_operands(global_scale):
-    """fp32 sums in another order: K = 80 terms, so sqrt(80) * 2**-24 = 5e-7 relative is expected."""
+    """fp32 sums in another order: K = 80 terms, so sqrt(80) * 2**-24 = 5e-7 relative is
+    expected.
+    """
     x, w, _ = operands()
     recipe = recipes.resolve("quartet2", global_scale)
     y = q2.linear(x, w, None, *recipe.texts(), 0)
@@ -49,9 +53,9 @@ def test_forward_is_the_product_of_the_dequantised_operands(global_scale):
 def test_mean_gradient_is_that_of_the_quantised_forward_and_falls_as_one_over_b():
     """Traps 7, 8, 11: gradients are with respect to the *quantised* x and w, unbiased over draws.
 
-    The squared error of a mean of B independent unbiased draws is 1/B of one draw's: over B = 1, 16,
-    256 it must fall 16-fold each time. A ratio of two such means of 4000+ entries scatters by a few
-    percent; a bias of 2% of the gradient's norm would stop the last step at 11 instead of 16.
+    The squared error of a mean of B independent unbiased draws is 1/B of one draw's: over B = 1,
+    16, 256 it must fall 16-fold each time. A ratio of two such means of 4000+ entries scatters by a
+    few percent; a bias of 2% of the gradient's norm would stop the last step at 11 instead of 16.
     """
     x, w, dy = operands(128, 128, 80)
     expected = (dy @ dequantized(w), dy.t() @ dequantized(x))
@@ -84,7 +88,9 @@ def test_same_seed_same_bits_next_step_different():
 
 
 def test_dgrad_and_wgrad_take_their_own_seeds():
-    """Trap 7: each GEMM has its signs; with one seed the two GEMMs of a square layer would share."""
+    """Trap 7: each GEMM has its signs; with one seed the two GEMMs of a square layer would
+    share.
+    """
     x, w, dy = operands(64, 64, 64)
     seeds = []
     with _recording(seeds):

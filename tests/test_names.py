@@ -72,8 +72,10 @@ def test_inside_another_module_names_start_at_the_outermost():
         def __init__(self):
             super().__init__()
             self.net = Model()
-            self.net.compile(backend="quartet2", options={**EAGER, "strict": True, "policy": {
-                "net.layers.0.*": "bf16"}})
+            self.net.compile(
+                backend="quartet2",
+                options={**EAGER, "strict": True, "policy": {"net.layers.0.*": "bf16"}},
+            )
 
         def forward(self, x):
             return self.net(x).sum()
@@ -119,7 +121,9 @@ def test_per_block_compile_has_absolute_names():
 
 
 def test_a_policy_that_tells_equal_layers_apart_is_refused_when_they_share_a_graph():
-    """Trap: one graph serves all equal layers under per-block compile; a layer index can't be kept."""
+    """Trap: one graph serves all equal layers under per-block compile; a layer index can't be
+    kept.
+    """
     model = Model()
     options = {**EAGER, "policy": {"layers.0.up": "bf16"}}
     for block in model.layers:

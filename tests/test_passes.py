@@ -54,9 +54,7 @@ def dgrad(b, dy, codes, seed_a, seed_b, streams=(0, 1), transform_b="rht128"):
     w = b.call(
         q2.requantize.default, *codes, seed_b, "nvfp4_46_pow2", EDEN, transform_b, 32, streams[1]
     )
-    return b.call(
-        q2.gemm.default, *b.outputs(a), *b.outputs(w), None, EDEN, EDEN, torch.bfloat16
-    )
+    return b.call(q2.gemm.default, *b.outputs(a), *b.outputs(w), None, EDEN, EDEN, torch.bfloat16)
 
 
 def saved_weight(b, i=0):
@@ -92,12 +90,12 @@ class TestMergeSeeds(TestCase):
             readable(gm),
             """\
 tangents_1: bf16[4, 64]
-randint_low: i64[2] = aten.randint.low(-9223372036854775808, 9223372036854775807, [2], dtype=torch.int64, device=device(type='cpu'))
-select_int: i64[] = aten.select.int(randint_low, 0, 0)
+randint_low: i64[2] = aten.randint.low(-9223372036854775808, 9223372036854775807, [2],
+dtype=torch.int64, device=device(type='cpu')) select_int: i64[] = aten.select.int(randint_low, 0, 0)
 neg_default: bf16[4, 64] = aten.neg(tangents_1)
 select_int_1: i64[] = aten.select.int(randint_low, 0, 1)
 return (select_int, select_int_1)
-""",  # noqa: E501
+""",
         )
 
     def test_idempotent(self):
@@ -109,7 +107,9 @@ return (select_int, select_int_1)
 
 
 def test_merged_seeds_are_the_values_of_the_single_draws():
-    """So the pass changes no bit on a CPU: the draw takes them in graph order from one generator."""
+    """So the pass changes no bit on a CPU: the draw takes them in graph order from one
+    generator.
+    """
     b = Builder()
     dy = b.placeholder("tangents_1", 4, 64)
     gm = b.done(*[b.call(q2.seed.default, dy, i) for i in range(5)])
@@ -193,9 +193,7 @@ class TestSpec:
         dy = b.placeholder("tangents_1", 16, 64)
         seed = b.call(q2.seed.default, dy, 0)
         a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht64", False, 0)
-        w = b.call(
-            q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht32", 32, 1
-        )
+        w = b.call(q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht32", 32, 1)
         operands = [*b.outputs(a), *b.outputs(w)]
         gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
         with pytest.raises(GraphSpecError, match="different transforms"):
@@ -218,9 +216,7 @@ class TestSpec:
         a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", False, 0)
         c = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", False, 2)
         mixed = [*b.outputs(a)[:2], b.outputs(c)[2]]
-        w = b.call(
-            q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht128", 32, 1
-        )
+        w = b.call(q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht128", 32, 1)
         operands = [*mixed, *b.outputs(w)]
         gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
         with pytest.raises(GraphSpecError, match="pieced together"):

@@ -37,9 +37,7 @@ def test_an_operand_of_ones_own():
     recipe = recipes.resolve(
         {"base": "quartet2", "wgrad": {"dy": {"transform": "rht32"}, "x": {"transform": "rht32"}}}
     )
-    assert str(recipe.wgrad) == (
-        "rht32>nvfp4_ms_eden_pow2 @ requantize>rht32>nvfp4_ms_eden_pow2"
-    )
+    assert str(recipe.wgrad) == ("rht32>nvfp4_ms_eden_pow2 @ requantize>rht32>nvfp4_ms_eden_pow2")
     assert recipe.name == "quartet2+wgrad"
 
 
@@ -52,10 +50,20 @@ def test_an_operand_of_ones_own():
         ({"base": "quartet2", "wgrad": {"x": {"schema": "a"}}}, "did you mean 'scheme'?"),
         ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp5"}}}, "did you mean 'nvfp4'?"),
         ({"base": "quartet2", "wgrad": {"x": {"transform": "rht32"}}}, "the rotations cancel only"),
-        ({"base": "quartet2", "dgrad": {"dy": {"source": "requantize"}}}, "dy has source"),
-        ({"base": "quartet2", "fprop": {"x": {"scheme": "nvfp4_ms_eden"}}}, "must be deterministic"),
+        ({"base": "quartet2", "dgrad": {"dy": {"source": "requantize"}}}, "have another source"),
+        ({"base": "quartet2", "fprop": {"x": {"scheme": "nvfp4_sr"}}}, "must be deterministic"),
         ({"base": "bf16", "fprop": {"x": {"scheme": "nvfp4_46"}}}, "fprop.w: the base 'bf16'"),
         ({"base": "quartet2", "fprop": 1}, "fprop: got 1"),
+        ({"base": "quartet2", "dgrad": "nvfp4"}, "only the same scheme can be re-used"),
+        ({"base": "quartet2", "wgrad": {"x": {"source": "reuse"}}}, "only w has codes"),
+        ({"base": "quartet2", "dgrad": {"w": {"source": "forward"}}}, "only x in wgrad"),
+        (
+            {"base": "quartet2", "fprop": "quartet", "dgrad": {"dy": {"scheme": "mxfp4_quest"}}},
+            "QuEST belongs to fprop",
+        ),
+        ({"base": "quartet", "fprop": {"x": {"transform": "none"}}}, "go together"),
+        ({"base": "mxfp4", "dgrad": {"dy": {"scheme": "nvfp4_sr"}}}, "use one format"),
+        ({"base": "tetrajet2", "wgrad": {"dy": {"scheme": "nvfp4_16x16"}}}, "16x16 blocks"),
         ({"base": "quartet2", "fprop": {"x": "nvfp4"}}, "fprop.x: got 'nvfp4'"),
     ],
 )
