@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from q2compile import compat
@@ -17,6 +18,7 @@ from q2compile.compat import NotTakenError
 from q2compile.config import Config
 from q2compile.coverage import Coverage
 from q2compile.dump import DumpFolder, GraphDump
+from q2compile.kernels_used import kernels_used
 from q2compile.names import Names
 from q2compile.passes.manager import PassManager
 from q2compile.report import Report, Row, collector
@@ -64,6 +66,12 @@ def _refuse_not_taken(rows: list[Row]) -> None:
         )
 
 
+def _kernels(row: Row) -> dict[str, str]:
+    shape = tuple(size if isinstance(size, int) else size.node.hint for size in row.shape)
+    gemms = (row.fprop, row.dgrad, row.wgrad)
+    return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device)
+
+
 class _Compilation:
     """One graph on its way through Inductor, with those who watch: the dump and the report."""
 
@@ -97,6 +105,8 @@ class _Compilation:
             number = self.dump.number if self.dump else report.graphs
             for row in rows:
                 row.graph = number
+                if row.taken:
+                    row.kernels = _kernels(row)
             report.add(rows, self.coverage)
         self._write_reports()
 

@@ -26,7 +26,7 @@ class Row:
     taken, why    whether it was rewritten, and why not; ``wanted``: whether the policy asked for it
     recipe        the recipe's name; ``pattern`` is the policy's line that chose it, "" the default
     fprop, dgrad, wgrad   what each GEMM is computed in (`recipes`), "bf16" where it is left
-    kernels       GEMM -> the kernels that run it on this device
+    kernels       GEMM -> the kernels that run it on ``device`` in ``dtype``
     saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
                   by several matmuls (x of q, k, v) count once, for the first. None until a graph
                   with a backward was compiled. ``saved_elements``: how many numbers they stand for
@@ -44,6 +44,8 @@ class Row:
     fprop: str = "bf16"
     dgrad: str = "bf16"
     wgrad: str = "bf16"
+    dtype: str = ""
+    device: str = ""
     kernels: dict[str, str] = field(default_factory=dict)
     saved_bytes: int | None = None
     saved_elements: int | None = None

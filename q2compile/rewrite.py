@@ -61,11 +61,16 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
 def _row(found: Matmul | Left, names: Names) -> Row:
     parameter = found.parameter
     name = names.of(parameter, found.node) if parameter is not None else f"<{found.node.name}>"
-    if isinstance(found, Matmul):
-        return Row(name, found.shape, found.spelling)
     value = found.node.meta.get("example_value")
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-    return Row(name, shape, found.spelling, why=found.why, has_parameter=parameter is not None)
+    row = Row(name, (), found.spelling, has_parameter=parameter is not None)
+    if isinstance(value, torch.Tensor):
+        row.shape = tuple(value.shape)
+        row.dtype, row.device = str(value.dtype).removeprefix("torch."), value.device.type
+    if isinstance(found, Matmul):
+        row.shape = found.shape
+    else:
+        row.why = found.why
+    return row
 
 
 def _refuse_shared(found: Matmul, recipe: Recipe, names: Names, config: Config) -> None:

@@ -93,6 +93,11 @@ def kernels(op: str) -> tuple[Kernel, ...]:
     return tuple(_KERNELS[op])
 
 
+def serving(op: str, args: Sequence) -> Kernel:
+    """The kernel that runs op on these arguments (tensors may be fake): the first that serves them."""
+    return next(k for k in kernels(op) if k.why_not(*args) is None)
+
+
 def select(op: str, args: Sequence, name: str | None = None) -> Callable:
     """The implementation that will run op on these arguments.
 
@@ -105,9 +110,9 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
         ValueError: the named kernel does not exist or does not serve these arguments; the message
             says why.
     """
-    candidates = kernels(op)
     if name is None:
-        return next(k.function for k in candidates if k.why_not(*args) is None)
+        return serving(op, args).function
+    candidates = kernels(op)
     for candidate in candidates:
         if candidate.name == name:
             reason = candidate.why_not(*args)

@@ -1,0 +1,54 @@
+"""Which kernels a matmul's three GEMMs run on this device, found by a dry run on fake tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import q2compile.linear  # noqa: F401  registers q2::linear
+from q2compile.recipes import GEMMS
+from q2compile.runtime_kernels.registry import serving
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes each q2 op that is called and the kernel that would serve it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, op = func.name().partition("::")
+        if namespace == "q2" and op != "seed":
+            self.used[op] = serving(op, args).name
+        return func(*args, **(kwargs or {}))
+
+
+@lru_cache
+def kernels_used(
+    gemms: tuple[str, str, str], shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> dict[str, str]:
+    """{"fprop": "quantize: reference, gemm: reference", ...} for a linear of ``shape`` (T, N, K).
+
+    gemms: the recipe's texts. A GEMM in bf16 is torch's own: "torch".
+    """
+    t, n, k = shape
+    used = {}
+    with FakeTensorMode():
+        x, w, dy = (torch.empty(s, dtype=dtype, device=device) for s in ((t, k), (n, k), (t, n)))
+        for name, text in zip(GEMMS, gemms, strict=True):
+            x.requires_grad_(name == "dgrad")
+            w.requires_grad_(name == "wgrad")
+            with _Recorder() as forward:
+                y = torch.ops.q2.linear(x, w, None, *gemms, 0)
+            recorder = forward
+            if name != "fprop":
+                with _Recorder() as recorder:
+                    torch.autograd.grad(y, x if name == "dgrad" else w, dy)
+            ops = ", ".join(f"{op}: {kernel}" for op, kernel in recorder.used.items())
+            used[name] = ops if text != "bf16" else "torch"
+    return used

@@ -1,0 +1,225 @@
+"""What a user looks at: dumps, the report, its page, the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+
+import q2compile
+from q2compile import cli
+from q2compile.dump import DumpFolder
+from q2compile.report import Report
+
+EAGER = {"inner": "eager"}
+
+
+class Net(nn.Module):
+    """A linear, a small one, attention of its output with itself, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 48, bias=False)
+        self.tiny = nn.Linear(48, 8)
+        self.head = nn.Linear(48, 32)
+
+    def forward(self, x):
+        h = F.silu(self.up(x))
+        return self.head(torch.softmax(h @ h.mT, -1) @ h) + self.tiny(h).sum()
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(DumpFolder, "_open", {})
+
+
+def explained(**options):
+    torch.manual_seed(0)
+    return q2compile.explain(Net(), torch.randn(5, 32), options={**EAGER, **options})
+
+
+class TestReport(TestCase):
+    def test_text(self):
+        torch._dynamo.reset()
+        self.assertExpectedInline(
+            # expecttest writes ASCII alone
+            str(explained(policy={"head": {"dgrad": "bf16"}})).replace("×", "x"),
+            """\
+module      shape    taken  recipe          saved            why
+----------  -------  -----  --------------  ---------------  -------------------------------------------------------
+up          5x48x32  yes    quartet2        94 B, 4.70 bit
+<matmul>    5x5      no                                      activation x activation
+<matmul_1>  5x48     no                                      activation x activation
+head        5x32x48  yes    quartet2+dgrad  139 B, 4.63 bit
+tiny        5x8      no                                      too small: the weight is [8, 48], a block has 16 values
+
+recipe quartet2
+  fprop  nvfp4_46_pow2 @ nvfp4_46_pow2
+  dgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
+  wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
+
+recipe quartet2+dgrad
+  fprop  nvfp4_46_pow2 @ nvfp4_46_pow2
+  dgrad  bf16
+  wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
+
+2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph(s)""",
+        )
+
+    def test_stages_golden(self):
+        """The rewritten Dynamo graph: module names as comments, dtypes and shapes."""
+        torch._dynamo.reset()
+        import tempfile
+        from pathlib import Path
+
+        with tempfile.TemporaryDirectory() as folder:
+            explained(dump=folder)
+            text = (Path(folder) / "graph_0" / "1_rewritten.txt").read_text()
+        self.assertExpectedInline(
+            text.replace("rht128>nvfp4_ms_eden_pow2", "EDEN"),
+            """\
+l_self_modules_up_parameters_weight_: f32[48, 32]
+l_x_: f32[5, 32]
+l_self_modules_head_parameters_weight_: f32[32, 48]
+l_self_modules_head_parameters_bias_: f32[32]
+l_self_modules_tiny_parameters_weight_: f32[8, 48]
+l_self_modules_tiny_parameters_bias_: f32[8]
+
+# up
+linear_default: f32[5, 48] = q2.linear(l_x_, l_self_modules_up_parameters_weight_, None, 'nvfp4_46_pow2 @ nvfp4_46_pow2', 'EDEN @ requantize>EDEN', 'EDEN @ requantize>EDEN', 0)
+
+# no module
+h: f32[5, 48] = silu(linear_default)
+getattr_1: f32[48, 5] = getattr(h, 'mT')
+matmul: f32[5, 5] = matmul(h, getattr_1)
+softmax: f32[5, 5] = softmax(matmul, -1)
+matmul_1: f32[5, 48] = matmul(softmax, h)
+
+# head
+linear_default_1: f32[5, 32] = q2.linear(matmul_1, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_, 'nvfp4_46_pow2 @ nvfp4_46_pow2', 'EDEN @ requantize>EDEN', 'EDEN @ requantize>EDEN', 1)
+
+# tiny
+linear_2: f32[5, 8] = linear(h, l_self_modules_tiny_parameters_weight_, l_self_modules_tiny_parameters_bias_)
+
+# no module
+sum_1: f32[] = linear_2.sum()
+add: f32[5, 32] = add(linear_default_1, sum_1)
+return (add)
+""",
+        )
+
+
+def test_json_is_a_list_of_rows_and_equals_the_files(tmp_path):
+    report = explained(dump=str(tmp_path))
+    rows = report.to_json()
+    assert {"module", "shape", "taken", "why", "fprop", "dgrad", "wgrad"} <= set(rows[0])
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(rows))
+    assert (tmp_path / "report.txt").read_text() == f"{report}\n"
+    assert [row["taken"] for row in rows] == [True, False, False, True, False]
+    assert all(row["why"] for row in rows if not row["taken"])
+
+
+def test_kernels_are_named():
+    row = explained().rows[0]
+    assert row.kernels == {
+        "fprop": "quantize: reference, gemm: reference",
+        "dgrad": "rht_quantize: reference, requantize: reference, gemm: reference",
+        "wgrad": "rht_quantize: reference, requantize: reference, gemm: reference",
+    }
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_every_stage_is_written(tmp_path, inner):
+    model = torch.compile(Net(), backend="quartet2", options={"inner": inner, "dump": str(tmp_path)})
+    model(torch.randn(5, 32)).sum().backward()
+    stages = {p.name for p in (tmp_path / "graph_0").iterdir()}
+    expected = {
+        "0_dynamo.txt",
+        "1_rewritten.txt",
+        "2_forward.txt",
+        "3_backward.txt",
+        "4_after_passes_forward.txt",
+        "4_after_passes_backward.txt",
+        "passes.json",
+    }
+    code = {"5_output_code_forward.py", "5_output_code_backward.py"}
+    assert stages == expected | (code if inner == "inductor" else set())
+    if inner == "inductor":
+        source = (tmp_path / "graph_0" / "5_output_code_backward.py").read_text()
+        assert "q2.requantize" in source
+    passes = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
+    assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
+        ("forward", "merge_seeds", 0),
+        ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
+    ]
+
+
+def test_a_graph_each_has_its_folder(tmp_path):
+    options = {**EAGER, "dump": str(tmp_path)}
+    for width in (32, 64):
+        torch.compile(nn.Linear(width, 32), backend="quartet2", options=options)(
+            torch.randn(2, width)
+        )
+    assert sorted(p.name for p in tmp_path.glob("graph_*")) == ["graph_0", "graph_1"]
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert [row["graph"] for row in rows] == [0, 1]
+
+
+def test_a_new_run_replaces_old_dumps_and_nothing_else(tmp_path, monkeypatch):
+    folder = tmp_path / "graphs"
+    explained(dump=str(folder))
+    (folder / "graph_7").mkdir()
+    (folder / "mine.txt").write_text("kept")
+    monkeypatch.setattr(DumpFolder, "_open", {})
+    torch._dynamo.reset()
+    explained(dump=str(folder))
+    assert not (folder / "graph_7").exists() and (folder / "mine.txt").exists()
+
+
+def test_a_folder_that_is_not_ours_keeps_what_it_has(tmp_path):
+    (tmp_path / "graph_7").mkdir()
+    explained(dump=str(tmp_path))
+    assert (tmp_path / "graph_7").exists()
+
+
+def test_html_is_escaped_and_complete(tmp_path):
+    report = explained(dump=str(tmp_path))
+    page = report.to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == page
+    assert page.count("<tr") == 1 + len(report.rows)
+    assert "&lt;matmul" in page and "<matmul" not in page  # the name of a matmul without a weight
+
+
+def test_the_command_line_makes_a_page_of_a_dump(tmp_path, capsys):
+    explained(dump=str(tmp_path))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    path = capsys.readouterr().out.strip()
+    assert path == str(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for stage in ("0_dynamo", "1_rewritten", "2_forward", "4_after_passes_forward"):
+        assert f"<summary>{stage}.txt</summary>" in page
+    assert "nvfp4_46_pow2 @ nvfp4_46_pow2" in page
+
+
+def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no report.json here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["reprot", str(tmp_path)])
+
+
+def test_the_console_script_is_installed():
+    done = subprocess.run(
+        [sys.executable, "-m", "q2compile.cli", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "report" in done.stdout
+
+
+def test_an_empty_report_prints():
+    assert "0 of 0 matmuls" in str(Report())
+    assert Report().to_json() == []
