@@ -217,6 +217,81 @@ def test_changing_batches_do_not_recompile():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+def test_equal_options_share_compiled_code():
+    """Trap: torch.compile pops keys off the options dict it is given; options are compared as
+    data.
+    """
+    model, x = model_and_input()
+    options = {**EAGER, "policy": {"*.down": {"dgrad": "bf16"}}}
+    torch.compile(model, backend="quartet2", options=options)(x)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    again = {"inner": "eager", "policy": {"*.down": {"dgrad": "bf16"}}}
+    torch.compile(model, backend="quartet2", options=again)(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    torch.compile(model, backend="quartet2", options={**again, "recipe": "nvfp4"})(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+
+
+def test_autocast_and_fp32_masters(tmp_path):
+    """Trap: autocast is not automatic for custom ops. Under it the GEMMs are bf16 and gradients of
+    the masters fp32."""
+    model, x = model_and_input()
+    options = {**EAGER, "dump": str(tmp_path)}
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.compile(model, backend="quartet2", options=options)(x)
+        loss = y.float().square().mean()
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    for stage in ("2_forward", "3_backward"):
+        gemms = [g for g in Graphs(tmp_path).text(stage).splitlines() if "q2.gemm(" in g]
+        assert gemms and all(": bf16[" in g and g.endswith("torch.bfloat16)") for g in gemms)
+
+
+def test_inductors_dropped_round_trips_and_the_switch_that_keeps_them():
+    """Trap: when Inductor fuses, it keeps fp32 where eager rounds to bf16, so codes differ from
+    eager's here and there; its emulate_precision_casts makes them equal."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down = nn.Linear(256, 64, bias=False)
+
+        def forward(self, gate, up):
+            return self.down(gate.sigmoid() * gate * up)
+
+    torch.manual_seed(0)
+    model = Gated().bfloat16()
+    inputs = torch.randn(2, 128, 256, dtype=torch.bfloat16).unbind(0)
+
+    def output(**options):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            return torch.compile(model, backend="quartet2", options=options)(*inputs)
+
+    eager = output(inner="eager")
+    kept = output(inductor={"emulate_precision_casts": True})
+    dropped = output()
+    assert torch.equal(kept, eager)
+    assert not torch.equal(dropped, eager)
+    # 1-3% of the codes move to a neighbour, at most a third of their value away:
+    # sqrt(0.03) / 3 = 0.06 of the norm.
+    assert (dropped - eager).norm() / eager.norm() < 0.06
+
+
+def test_bad_input_through_the_whole_model():
+    """NaN comes out as NaN, in the output and in every weight's gradient; an empty batch works."""
+    model, x = model_and_input()
+    x[0, 3, 5] = float("nan")
+    y, grads = step(model, x, **EAGER)
+    assert y.isnan().all()
+    assert all(grad.isnan().any() for grad in grads)
+    linear = nn.Linear(32, 48)
+    compiled = torch.compile(linear, backend="quartet2", options=EAGER)
+    empty = compiled(torch.randn(0, 32))
+    empty.sum().backward()
+    assert empty.shape == (0, 48) and linear.weight.grad.abs().max() == 0
+
+
 def test_no_grad_between_steps():
     model, x = model_and_input()
     compiled = torch.compile(model, backend="quartet2", options=EAGER)
