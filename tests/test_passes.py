@@ -90,8 +90,8 @@ class TestMergeSeeds(TestCase):
             readable(gm),
             """\
 tangents_1: bf16[4, 64]
-randint_low: i64[2] = aten.randint.low(-9223372036854775808, 9223372036854775807, [2],
-dtype=torch.int64, device=device(type='cpu')) select_int: i64[] = aten.select.int(randint_low, 0, 0)
+randint_low: i64[2] = aten.randint.low(-9223372036854775808, 9223372036854775807, [2], dtype=torch.int64, device=device(type='cpu'))
+select_int: i64[] = aten.select.int(randint_low, 0, 0)
 neg_default: bf16[4, 64] = aten.neg(tangents_1)
 select_int_1: i64[] = aten.select.int(randint_low, 0, 1)
 return (select_int, select_int_1)
