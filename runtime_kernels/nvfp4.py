@@ -84,7 +84,7 @@ def _candidate(
 
 
 def _ms_eden(blocks: Blocks) -> Rounded:
-    """MS-EDEN with post-hoc range alignment, Quartet II (2601.22813 v2), sections 4 and 5.
+    """MS-EDEN with post-hoc range alignment, Quartet II (2601.22813 v2).
 
     p = largest / s_clip to 4 significant bits (s_clip > 6 * 16/17: the far tail is clipped at 6,
     for a smaller error of the rest); u = x / p; c = e2m1(u); the correction S = <u, u> / <u, c>

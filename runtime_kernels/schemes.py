@@ -24,7 +24,7 @@ E4M3_MAX = 448.0
 # SR puts a block's maximum at 16/17 of 6: an e4m3 scale rounded to nearest is at most 1/17 too
 # small, so nothing clips.
 SR_HEADROOM = 16 / 17
-# MS-EDEN's clipping point, Quartet II section 4: 6 * (16/17) / 0.93 = 6.072, the value that
+# MS-EDEN's clipping point, Quartet II: 6 * (16/17) / 0.93 = 6.072, the value that
 # minimises the error on N(0,1).
 MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
 
