@@ -34,6 +34,7 @@ struct Params {
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
 
 constexpr int kThreads = 256;
+constexpr int kQuads = 4;  // of scales, a thread
 
 Q2_INLINE float largest_of(const Side& side) {
   __shared__ u32 of_warp[kThreads / 32];
@@ -59,50 +60,68 @@ Q2_INLINE float global_scale_of(float largest) {
 #endif
 }
 
-// SR to e4m3 of x in [0, 448]; the grid around x has the step 2^(max(exponent, -6) - 3). Up when
-// coin < fraction * 2^32.
-Q2_INLINE u32 stochastic_e4m3(float x, u32 coin) {
-  u32 binade = max(__float_as_uint(x) & 0x7F800000u, 121u << 23);
-  float position = x * __uint_as_float((257u << 23) -
-                                       binade);  // x / step, below 16, exact: 2^-(binade - 127 - 3)
-  u32 below = (u32)position;
-  u32 up = coin < (u32)((position - (float)below) * 0x1p32f);
-  // Steps count through the binades: 8..15 are the mantissas of one binade, 16 is the next one's
-  // first.
-  return (((binade >> 23) - 121u) << 3) + below + up;
+// SR to e4m3 of x in [0, 448]. The grid around x has the step 2^(max(exponent, -6) - 3); x goes up
+// when coin < fraction of a step * 2^32. From 2^-6 on the upper bits of an fp32 count steps.
+Q2_INLINE u32 stochastic_normal(float x, u32 coin) {
+  u32 bits = __float_as_uint(x);
+  return (bits >> 20) - (120u << 3) + (coin < bits << 12);
+}
+Q2_INLINE u32 stochastic_subnormal(float x, u32 coin) {
+  float steps = x * 0x1p9f;
+  u32 below = (u32)steps;
+  return below + (coin < (u32)((steps - (float)below) * 0x1p32f));
+}
+
+// Four scales of consecutive blocks as four bytes.
+Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
+  u32 drawn[4] = {coins.x, coins.y, coins.z, coins.w}, bytes = 0;
+  if (fminf(fminf(x[0], x[1]), fminf(x[2], x[3])) >= 0x1p-6f) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) bytes |= stochastic_normal(x[j], drawn[j]) << (8 * j);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      bytes |= (x[j] >= 0x1p-6f ? stochastic_normal(x[j], drawn[j])
+                                : stochastic_subnormal(x[j], drawn[j]))
+               << (8 * j);
+  }
+  return bytes;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
+  long long first = blockIdx.x * (long long)(kThreads * kQuads) + threadIdx.x;  // of quads
+  uint4 coins[kQuads];
+  philox(*side.seed, first, kThreads, side.stream, COINS, coins);
+  await_previous_kernel();  // up to here nothing of phase 1 was read
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
   float global_scale = global_scale_of(largest_of(side) * factor);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
-  u64 seed = *side.seed;
-  for (long long i = (blockIdx.x * (long long)kThreads + threadIdx.x) * 4; i < side.count;
-       i += gridDim.x * (long long)kThreads * 4) {
-    uint4 coins = philox(seed, i / 4, side.stream, COINS);
-    u32 drawn[4] = {coins.x, coins.y, coins.z, coins.w};
-    float worth[4];
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    long long i = (first + q * kThreads) * 4;
     int n = (int)min(side.count - i, 4ll);
+    if (n <= 0) return;
+    float x[4];
     if (n == 4) {
       float4 v = *(const float4*)(side.worth + i);
-      worth[0] = v.x, worth[1] = v.y, worth[2] = v.z, worth[3] = v.w;
+      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) worth[j] = j < n ? side.worth[i + j] : 0.0f;
+      for (int j = 0; j < 4; ++j) x[j] = j < n ? side.worth[i + j] : 0.0f;
     }
-    u32 bytes = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #if Q2_POW2
-      float x = worth[j] * factor * inverse;  // exact, as the quotient would be
+      x[j] = x[j] * factor * inverse;  // exact, as the quotient would be
 #else
-      float x = __fdiv_rn(worth[j] * factor, global_scale);
+      x[j] = __fdiv_rn(x[j] * factor, global_scale);
 #endif
-      bytes |= stochastic_e4m3(fminf(x, 448.0f), drawn[j]) << (8 * j);
+      x[j] = fminf(x[j], 448.0f);
     }
+    u32 bytes = stochastic_e4m3x4(x, coins[q]);
     if (n == 4) {
       *(u32*)(side.scales + i) = bytes;
     } else {

@@ -29,12 +29,15 @@ class Launch:
 
     layout: format of the kernel's parameter struct, for Python's struct module.
     threads: of a thread block.  shared: bytes of dynamic shared memory.
+    overlaps: may begin while the kernel ahead of it in the stream is still running
+        (programmatic dependent launch); it then waits for that one by itself, in its code.
     """
 
     variant: Variant
     layout: str
     threads: int
     shared: int = 0
+    overlaps: bool = False
     loaded: dict[int, "_Loaded"] = field(default_factory=dict, repr=False)  # by device index
 
     def __call__(self, device: torch.device, grid: tuple[int, int], *values) -> None:
@@ -68,11 +71,19 @@ class Launch:
                 self.loaded[device.index] = _load(self, device.index)
 
 
-def launch(file: str, layout: str, threads: int, shared: int = 0, **defines: int) -> Launch:
+def launch(
+    file: str,
+    layout: str,
+    threads: int,
+    shared: int = 0,
+    overlaps: bool = False,
+    **defines: int,
+) -> Launch:
     """A Launch of the kernel in `file`, which checks -DQ2_PARAMS_BYTES against its parameter
     struct."""
     defines["Q2_PARAMS_BYTES"] = params_bytes(layout)
-    return Launch(Variant(file, tuple(defines.items())), layout, threads, shared)
+    variant = Variant(file, tuple(defines.items()))
+    return Launch(variant, layout, threads, shared, overlaps)
 
 
 class _Loaded:
@@ -82,39 +93,38 @@ class _Loaded:
         from cuda.bindings import driver
 
         self._launch, self._function, self._context = launch, function, context
-        self._enqueue, self._driver = driver.cuLaunchKernel, driver
-        self._layout = struct.Struct("@" + launch.layout)
+        self._driver, self._enqueue = driver, driver.cuLaunchKernelEx
+        self._pack_into = struct.Struct("@" + launch.layout).pack_into
         self._buffer = ctypes.create_string_buffer(params_bytes(launch.layout))
-        # cuLaunchKernel wants an array of addresses of parameters; there is one parameter.
+        # The driver wants an array of addresses of parameters; there is one parameter.
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._address = ctypes.addressof(self._parameters)
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = launch.threads, launch.shared
+        if launch.overlaps:
+            attribute = driver.CUlaunchAttribute()
+            kind = driver.CUlaunchAttributeID
+            attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            value = driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attribute.value = value
+            config.attrs, config.numAttrs = [attribute], 1
 
     def run(self, grid: tuple[int, int], stream: int, values: tuple) -> None:
-        launch = self._launch
         with _LOCK:
-            self._layout.pack_into(self._buffer, 0, *values)
-            for _ in range(2):
-                (status,) = self._enqueue(
-                    self._function,
-                    grid[0],
-                    grid[1],
-                    1,
-                    launch.threads,
-                    1,
-                    1,
-                    launch.shared,
-                    stream,
-                    self._address,
-                    0,
-                )
-                if status == 0:
-                    return
-                if status != self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-                    break
+            config = self._config
+            config.gridDimX, config.gridDimY = grid
+            config.hStream = stream
+            self._pack_into(self._buffer, 0, *values)
+            (status,) = self._enqueue(config, self._function, self._address, 0)
+            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                 # A thread that has made no call to the CUDA runtime yet (autograd's may be such)
                 # has no context.
                 self._driver.cuCtxSetCurrent(self._context)
-        raise LaunchError(f"cannot launch {launch.variant}: {_message(status)}")
+                (status,) = self._enqueue(config, self._function, self._address, 0)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise LaunchError(f"cannot launch {self._launch.variant}: {_message(status)}")
 
 
 def params_bytes(layout: str) -> int:
@@ -170,7 +180,7 @@ def multiprocessors(index: int) -> int:
 
 def _checked(result: tuple, launch: Launch):
     status, *values = result
-    if status != 0:
+    if status != type(status).CUDA_SUCCESS:
         raise LaunchError(f"cannot load {launch.variant}: {_message(status)}")
     return values[0] if values else None
 

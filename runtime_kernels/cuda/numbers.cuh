@@ -33,16 +33,24 @@ Q2_INLINE void e2m1x8_to_f16x2(u32 codes, u32 (&words)[4]) {
 
 enum Purpose { SIGNS = 1, COINS = 2 };
 
-Q2_INLINE uint4 philox(u64 seed, u64 index, u32 stream, Purpose purpose) {
+// Blocks first, first + step, ... of one stream: their rounds share a key schedule.
+template <int n>
+Q2_INLINE void philox(u64 seed, u64 first, int step, u32 stream, Purpose purpose, uint4 (&c)[n]) {
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
-  uint4 c = {(u32)index, (u32)(index >> 32), stream, (u32)purpose};
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    u64 index = first + (u64)i * step;
+    c[i] = {(u32)index, (u32)(index >> 32), stream, (u32)purpose};
+  }
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    u32 high0 = __umulhi(c.x, 0xD2511F53u), low0 = c.x * 0xD2511F53u;
-    u32 high1 = __umulhi(c.z, 0xCD9E8D57u), low1 = c.z * 0xCD9E8D57u;
-    c = {high1 ^ c.y ^ k0, low1, high0 ^ c.w ^ k1, low0};
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      u64 product0 = (u64)c[i].x * 0xD2511F53u, product1 = (u64)c[i].z * 0xCD9E8D57u;
+      c[i] = {(u32)(product1 >> 32) ^ c[i].y ^ k0, (u32)product1,
+              (u32)(product0 >> 32) ^ c[i].w ^ k1, (u32)product0};
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return c;
 }

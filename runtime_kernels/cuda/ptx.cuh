@@ -142,13 +142,11 @@ Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
 }
 #endif
 
-// Asynchronous copies of 16 bytes from global to shared memory; `bytes` of them are read, the rest
-// becomes 0.
-
-Q2_INLINE void copy_async(void* shared, const void* global, int bytes) {
+// Starts copying 16 bytes from global to shared memory.
+Q2_INLINE void copy_async(void* shared, const void* global) {
   asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(shared)),
-      "l"(global), "r"(bytes)
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)),
+      "l"(global)
       : "memory");
 }
 
@@ -160,4 +158,15 @@ Q2_INLINE void commit_copies() {
 template <int pending>
 Q2_INLINE void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// For a launch that may begin before the kernel ahead of it in the stream has ended: waits for that
+// end, and for all it wrote. Without such a launch it does nothing.
+Q2_INLINE void await_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets such a launch begin as soon as every thread block has said so.
+Q2_INLINE void allow_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

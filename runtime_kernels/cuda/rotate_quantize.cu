@@ -12,11 +12,12 @@
 // left to phase 2), D from the seed; for each block of 16 of u, MS-EDEN (ms_eden.cuh). Byte k/2 of
 // a row of codes holds element k, in its low nibble for even k.
 //
-// A thread block walks over tiles of 128x128 (128x64 along columns alone); the next tile is on its way into shared memory while
-// this one is worked on. A thread holds 32 elements of one row, or 32 of each of two columns. Bits
-// 0-3 and 6 of an element's place in a chunk of 128 count within a thread, so that butterflies of
-// h = 1, 2, 4, 8 and 64 stay in registers; bits 4 and 5 count across four lanes, for h = 16 and 32.
-// Two blocks of 16, from the two halves of a chunk or from two columns, are worked on as pairs.
+// A thread block walks over tiles of 128x128 (128x64 along columns alone); the next tile is on its
+// way into shared memory while this one is worked on. A thread holds 64 elements, always four whole
+// blocks of 16: half a row of a tile, or a quarter of each of two columns. Bits 0-3 of an element's
+// place in a chunk of 128 count within a block, so that butterflies of h = 1, 2, 4, 8 stay in
+// registers. Along rows so do h = 32, 64, and h = 16 goes between two lanes; along columns so does
+// h = 64, and h = 16, 32 go between four lanes. Blocks are worked on in pairs.
 //
 // Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
 // the reference's for |u| < 2^122 (above, 2^-6 / pseudo-scale is an fp32 subnormal on Hopper).
@@ -74,13 +75,14 @@ struct __align__(16) Masks {
 };
 __shared__ Masks masks;
 
-// 16-byte piece `piece` of row `row` of a tile lies here. The exclusive or spreads over all banks
-// what one access of a warp takes: 8 pieces of a row in loading, 4 alternate pieces of 2 rows along
-// rows, 2 neighbouring pieces of rows 16 apart along columns.
-Q2_INLINE u32 place(int row, int piece) {
-  int swizzled = kBytes == 2 ? piece ^ ((row & 1) | ((row >> 4 & 3) << 1))
-                             : piece ^ (piece >> 3 & 1) ^ ((row & 1) << 1) ^ ((row >> 4 & 1) << 2);
-  return row * kRowBytes + swizzled * 16;
+// 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (piece * 16 ^ twist(row)).
+// The twist spreads over all banks what eight lanes take at once: 8 pieces of a row in loading;
+// along rows every other block of four rows; along columns 2 (of fp32: 4) pieces of rows 16 apart.
+// twist(a ^ b) == twist(a) ^ twist(b), so that of an address only its exclusive or with a constant
+// changes in an unrolled loop.
+constexpr Q2_INLINE u32 twist(int row) {
+  return 16 * (kBytes == 2 ? (row & 1) | (row >> 4 & 1) << 1 | ((row >> 1 ^ row >> 5) & 1) << 2
+                           : (row & 3) | (row >> 4 & 1) << 2);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -90,31 +92,54 @@ struct Tile {
   int row, col;  // of its first element
 };
 
-Q2_INLINE Tile tile_at(const Params& p, int index) {
-  return {index / p.tiles_across * kTileRows, index % p.tiles_across * kTileCols};
+// Tile blockIdx.x, then every gridDim.x-th, from left to right and from top to bottom.
+struct Walk {
+  int row_step, col_step, width;
+  Q2_INLINE Walk(const Params& p)
+      : row_step(gridDim.x / p.tiles_across * kTileRows),
+        col_step(gridDim.x % p.tiles_across * kTileCols),
+        width(p.tiles_across * kTileCols) {}
+  Q2_INLINE Tile first() const {
+    int across = width / kTileCols;
+    return {(int)blockIdx.x / across * kTileRows, (int)blockIdx.x % across * kTileCols};
+  }
+  Q2_INLINE Tile after(Tile tile) const {
+    tile = {tile.row + row_step, tile.col + col_step};
+    return tile.col < width ? tile : Tile{tile.row + kTileRows, tile.col - width};
+  }
+};
+
+// n elements of a piece of 16 bytes, and zeros after them.
+Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
+#pragma unroll
+  for (int i = 0; i < 16 / kBytes; ++i) {
+    if constexpr (kBytes == 2) ((u16*)to)[i] = i < n ? ((const u16*)source)[i] : 0;
+    else ((u32*)to)[i] = i < n ? ((const u32*)source)[i] : 0;
+  }
 }
 
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
 Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  int inside = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
+  u32 target = row * kRowBytes + (piece * 16 ^ twist(row));
   const u8* source =
       (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
+  long long step = kRowStep * p.pitch * kBytes;
+  bool whole = tile.row + kTileRows <= p.rows && tile.col + kTileCols <= p.cols;
+  if (kVectors && whole) {
 #pragma unroll
-  for (int s = 0; s < kTileRows / kRowStep; ++s) {
-    int n = tile.row + row + s * kRowStep < p.rows ? inside : 0;
-    u8* target = shared + place(row + s * kRowStep, piece);
-    if constexpr (kVectors) {
-      copy_async(target, source, n * kBytes);
-    } else {
+    for (int r = 0; r < kTileRows; r += kRowStep, source += step)
+      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source);
+  } else {
+    int cols_left = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
 #pragma unroll 1
-      for (int i = 0; i < kPerPiece; ++i) {
-        if (kBytes == 2) ((u16*)target)[i] = i < n ? ((const u16*)source)[i] : 0;
-        else ((u32*)target)[i] = i < n ? ((const u32*)source)[i] : 0;
-      }
+    for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
+      int n = tile.row + row + r < p.rows ? cols_left : 0;
+      u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
+      if (kVectors && n == kPerPiece) copy_async(to, source);
+      else fetch_few(to, source, n);
     }
-    source += kRowStep * p.pitch * kBytes;
   }
   commit_copies();
 }
@@ -146,20 +171,28 @@ Q2_INLINE void expand_codes(const Share& share, u8* shared) {
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
     int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
+    u32 target = row * kRowBytes + (block * 32 ^ twist(row));
     u32 scale = mul_f16x2(e4m3x2_to_f16x2(share.scales[s] * 0x101u), 0x58005800u);  // 0x5800: 2^7
     if (kSigned) scale ^= masks.along_cols[row];
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       e2m1x8_to_f16x2(half ? share.codes[s].y : share.codes[s].x, words);
-      *(uint4*)(shared + place(row, 2 * block + half)) = {
+      *(uint4*)(shared + (target ^ half * 16)) = {
           mul_f16x2(words[0], scale), mul_f16x2(words[1], scale), mul_f16x2(words[2], scale),
           mul_f16x2(words[3], scale)};
     }
   }
 }
 
-// 1 where the sign at this place of a chunk is negative. One Philox block has the 128 bits.
+// The 128 bits of one Philox block, set where a sign is negative.
+Q2_INLINE uint4 sign_bits(u64 seed) {
+  uint4 block[1];
+  philox(seed, 0, 0, 0, SIGNS, block);
+  return block[0];
+}
+
+// 1 where the sign at this place of a chunk is negative.
 Q2_INLINE u32 negative(uint4 random, int place) {
   int bit = place & (kSize - 1);
   u32 word = bit < 64 ? (bit < 32 ? random.x : random.y) : (bit < 96 ? random.z : random.w);
@@ -170,13 +203,13 @@ Q2_INLINE u32 negative(uint4 random, int place) {
 Q2_INLINE void make_masks(const Params& p) {
   int i = threadIdx.x;
   if (kRows && i < (kBytes == 2 ? 64 : 128)) {
-    uint4 random = philox(*p.along_rows.sign_seed, 0, 0, SIGNS);
+    uint4 random = sign_bits(*p.along_rows.sign_seed);
     masks.along_rows[i] = kBytes == 2
                               ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
                               : negative(random, i) << 31;
   }
   if (kCols && i < 128) {
-    uint4 random = philox(*p.along_cols.sign_seed, 0, 0, SIGNS);
+    uint4 random = sign_bits(*p.along_cols.sign_seed);
     masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
   }
 }
@@ -208,6 +241,16 @@ Q2_INLINE void butterfly_across(Pair (&x)[16], int mask) {
   }
 }
 
+// One butterfly between the two groups of blocks that a thread holds.
+Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    Pair a = x[0][i], b = x[1][i];
+    x[0][i] = add(a, b);
+    x[1][i] = sub(a, b);
+  }
+}
+
 // Results of one row of the output from block `block` on.
 struct Target {
   u8* codes;
@@ -229,103 +272,103 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], flo
   }
 }
 
-// A chunk of 128 of each of 8 rows per warp and pass. Pairs: elements 64 apart.
+// Two lanes for each row of the tile. Of 8 blocks a lane has those with its own parity: group g,
+// half h is block lane % 2 + 2 g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared, u32& largest) {
-  int lane = threadIdx.x % 32, quarter = lane % 4;
-  constexpr int kPieces = kBlock * kBytes / 16, kWords = 4 * kPieces, kPerWord = 4 / kBytes;
-#pragma unroll 1
-  for (int pass = 0; pass < kTileRows * 4 / kThreads;
-       ++pass) {  // counted, so that the shuffles' lanes are known to be there
-    int row = pass * (kThreads / 4) + threadIdx.x / 4;
-    u32 words[2][kWords];
+  constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
+  int row = threadIdx.x / 2, parity = threadIdx.x % 2;
+  u32 source = row * kRowBytes + (parity * kPieces * 16 ^ twist(row));
+  Pair x[2][16];
 #pragma unroll
-    for (int i = 0; i < 2 * kPieces; ++i) {
-      int half = i / kPieces, piece = i % kPieces;
-      uint4 v = *(const uint4*)(shared + place(row, (quarter + 4 * half) * kPieces + piece));
-      if (kSigned) {
-        uint4 m = ((const uint4*)masks.along_rows)[(quarter + 4 * half) * kPieces + piece];
-        v = {v.x ^ m.x, v.y ^ m.y, v.z ^ m.z, v.w ^ m.w};
-      }
-      words[half][4 * piece] = v.x, words[half][4 * piece + 1] = v.y;
-      words[half][4 * piece + 2] = v.z, words[half][4 * piece + 3] = v.w;
-    }
-    Pair x[16];
+  for (int group = 0; group < 2; ++group) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (kBytes == 2) {
-        Pair a = kSource == BF16 ? from_bf16x2(words[0][i]) : from_f16x2(words[0][i]);
-        Pair b = kSource == BF16 ? from_bf16x2(words[1][i]) : from_f16x2(words[1][i]);
-        x[kPerWord * i] = {a.a, b.a};
-        x[kPerWord * i + 1] = {a.b, b.b};
-      } else {
-        x[i] = {__uint_as_float(words[0][i]), __uint_as_float(words[1][i])};
+    for (int i = 0; i < kPieces; ++i) {
+      u32 words[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int piece = (2 * group + 4 * half) * kPieces + i;  // but for the parity
+        uint4 v = *(const uint4*)(shared + (source ^ piece * 16));
+        uint4 m = kSigned ? ((const uint4*)masks.along_rows)[parity * kPieces + piece]
+                          : uint4{0, 0, 0, 0};
+        words[half][0] = v.x ^ m.x, words[half][1] = v.y ^ m.y;
+        words[half][2] = v.z ^ m.z, words[half][3] = v.w ^ m.w;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Pair* to = x[group] + i * kPerPiece + j * kPerPiece / 4;
+        if constexpr (kBytes == 2) {
+          Pair a = kSource == BF16 ? from_bf16x2(words[0][j]) : from_f16x2(words[0][j]);
+          Pair b = kSource == BF16 ? from_bf16x2(words[1][j]) : from_f16x2(words[1][j]);
+          to[0] = {a.a, b.a};
+          to[1] = {a.b, b.b};
+        } else {
+          to[0] = {__uint_as_float(words[0][j]), __uint_as_float(words[1][j])};
+        }
       }
     }
-    butterflies(x);
-    if (kSize > 16) butterfly_across(x, 1);
-    if (kSize > 32) butterfly_across(x, 2);
+    butterflies(x[group]);
+    if (kSize > 16) butterfly_across(x[group], 1);
+  }
+  if (kSize > 32) butterfly_between(x);
+  Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock + parity);
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
     if (kSize > 64) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) x[i] = {x[i].a + x[i].b, x[i].a - x[i].b};
+      for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
     }
     u32 codes[2][2];
-    Pair worth = ms_eden(x, codes);
-    Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock + quarter);
-    store(target, 0, codes[0], worth.a, largest);
-    store(target, 4, codes[1], worth.b, largest);
+    Pair worth = ms_eden(x[group], codes);
+    store(target, 2 * group, codes[0], worth.a, largest);
+    store(target, 2 * group + 4, codes[1], worth.b, largest);
   }
 }
 
-// A chunk of 128 of each of 16 columns per warp. Pairs: two columns.
+// 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
+// quarter and 16 rows 64 below: groups. Pairs: two columns.
 Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared, u32& largest) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
   constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
+  u32 source = 16 * quarter * kRowBytes + (piece * 16 ^ twist(16 * quarter)) + within;
   Pair x[2][16];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int group = 0; group < 2; ++group) {
     u32 signs[16];
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
       uint4 m = kSigned && kSource != NVFP4
-                    ? *(const uint4*)(masks.along_cols + 64 * half + 16 * quarter + i)
+                    ? *(const uint4*)(masks.along_cols + 64 * group + 16 * quarter + i)
                     : uint4{0, 0, 0, 0};
       signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const u8* at = shared + place(64 * half + 16 * quarter + i, piece) + within;
+      const u8* at = shared + (source ^ twist(i)) + (64 * group + i) * kRowBytes;
       if constexpr (kBytes == 2) {
         u32 word = *(const u32*)at ^ signs[i];
-        x[half][i] = kSource == BF16 ? from_bf16x2(word) : from_f16x2(word);
+        x[group][i] = kSource == BF16 ? from_bf16x2(word) : from_f16x2(word);
       } else {
         uint2 two = *(const uint2*)at;
-        x[half][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
+        x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
       }
     }
-    butterflies(x[half]);
-    if (kSize > 16) butterfly_across(x[half], 8);
-    if (kSize > 32) butterfly_across(x[half], 16);
+    butterflies(x[group]);
+    if (kSize > 16) butterfly_across(x[group], 8);
+    if (kSize > 32) butterfly_across(x[group], 16);
   }
-  if (kSize > 64) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      Pair a = x[0][i], b = x[1][i];
-      x[0][i] = add(a, b);
-      x[1][i] = sub(a, b);
-    }
-  }
+  if (kSize > 64) butterfly_between(x);
   // The columns of a pair: neighbours, or 4 apart in expand_codes' order.
   int first = tile.col + 16 * warp + (kSource == NVFP4 ? pair / 4 * 8 + pair % 4 : 2 * pair);
   int second = first + (kSource == NVFP4 ? 4 : 1);
   Target targets[2] = {target_at(p.along_cols, first, tile.row / kBlock + quarter),
                        target_at(p.along_cols, second, tile.row / kBlock + quarter)};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int group = 0; group < 2; ++group) {
     u32 codes[2][2];
-    Pair worth = ms_eden(x[half], codes);
-    store(targets[0], 4 * half, codes[0], worth.a, largest);
-    store(targets[1], 4 * half, codes[1], worth.b, largest);
+    Pair worth = ms_eden(x[group], codes);
+    store(targets[0], 4 * group, codes[0], worth.a, largest);
+    store(targets[1], 4 * group, codes[1], worth.b, largest);
   }
 }
 
@@ -342,9 +385,11 @@ Q2_INLINE u32 block_largest(u32 value) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     rotate_quantize(const __grid_constant__ Params p) {
+  allow_next_kernel();  // phase 2 waits for the end of this one before it reads its results
   u32 largest_along_rows = 0, largest_along_cols = 0;
   int index = blockIdx.x;
-  Tile tile = tile_at(p, index), next;
+  const Walk walk(p);
+  Tile tile = walk.first(), next;
   Share share;  // NVFP4: the next tile on its way; plain elements travel straight to shared memory
   if (kSource == NVFP4) fetch_codes(p, tile, share);
   else fetch_elements(p, tile, shared_tiles);
@@ -352,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   if (kSource == NVFP4) __syncthreads();  // expand_codes reads the masks
   for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next) {
     bool more = index + gridDim.x < p.tiles;
-    next = tile_at(p, index + gridDim.x);
+    next = walk.after(tile);
     u8* current = shared_tiles + stage * kTileBytes;
     if (kSource == NVFP4) {
       expand_codes(share, current);

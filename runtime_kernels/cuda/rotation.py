@@ -6,14 +6,14 @@ draws fresh coins at every replay.
 """
 
 import functools
-import math
+from typing import NamedTuple
 
 import torch
 
 from q2compile.runtime_kernels.checks import check_operand, check_quantized
 from q2compile.runtime_kernels.cuda.launch import Launch, launch, multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.layout import ceil_div, empty_quantized
+from q2compile.runtime_kernels.layout import ceil_div, padded
 from q2compile.runtime_kernels.registry import kernel
 from q2compile.runtime_kernels.rht_quantize.op import checked
 from q2compile.runtime_kernels.schemes import Scheme, get_scheme
@@ -21,18 +21,23 @@ from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get
 
 NAME = "cuda"
 
-# Sources of rotate_quantize.cu and the bytes of an element in shared memory.
+# Sources of rotate_quantize.cu: bytes of an element in shared memory, tiles held there.
 _SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _NVFP4 = 3
 _ELEMENT_BYTES = (2, 2, 4, 2)
 _STAGES = (2, 2, 1, 1)
 _TILE = 128
+_SCALES_PER_BLOCK = 256 * 16  # of a thread block of phase 2
+# The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPii"
 _ROTATE = f"PP{_OUTPUT}{_OUTPUT}qiiiiii"
 _SIDE = "PPPPPqIi"
 _ALIGN = f"{_SIDE}{_SIDE}Pf"
-_NO_OUTPUT = (0, 0, 0, 0, 0, 0)
-_NO_SIDE = (0, 0, 0, 0, 0, 0, 0, 0)
+_NO_OUTPUT = (0,) * 6
+_NO_SIDE = (0,) * 8
+
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Draw = tuple[torch.Tensor, int]  # seed and stream of a direction's coins; its signs use the seed
 
 
 @functools.cache
@@ -60,81 +65,22 @@ def rotate_launch(
 @functools.cache
 def align_launch(pow2: bool) -> Launch:
     """Phase 2."""
-    return launch("align_scales.cu", _ALIGN, threads=256, Q2_POW2=int(pow2))
+    return launch("align_scales.cu", _ALIGN, threads=256, overlaps=True, Q2_POW2=int(pow2))
 
 
 def _shape(rows: bool, cols: bool) -> tuple[int, int]:
     """Threads of a thread block, and thread blocks on a multiprocessor at once.
 
-    Along columns a thread holds 64 elements and needs 128 registers, along rows 32, and 80. A tile
-    has half as many columns as a block has threads; along rows it must hold a chunk of 128.
+    A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor.
+    A tile has half as many columns as a block has threads; along rows it must hold a chunk of 128.
     """
-    if not cols:
-        return 256, 3
     return (256, 2) if rows else (128, 4)
 
 
-class _Side:
-    """Results of one direction, and the workspace between the phases.
-
-    seed: of the coins.  sign_seed: of the rotation's signs (the same, or the fixed one).
-    """
-
-    def __init__(
-        self,
-        x,
-        rows: int,
-        contraction: int,
-        spec: Scheme,
-        rotation: Transform,
-        seed,
-        stream: int,
-        parts: int,
-    ):
-        self.result = empty_quantized(x, rows, contraction, spec, rotation)
-        codes, scales, _ = self.result
-        self.rows, self.blocks = scales.shape
-        self.count = self.rows * self.blocks
-        # worth (fp32) and, behind it, the largest of each thread block
-        self.workspace = torch.empty(self.count + parts, dtype=torch.float32, device=codes.device)
-        self.worth = self.workspace.data_ptr()
-        self.largest = self.worth + 4 * self.count
-        self.parts, self.stream, self.seed = parts, stream, seed
-        self.sign_seed = _fixed_seed(codes.device) if rotation.signs == "fixed" else seed
-
-    def for_rotate(self) -> tuple:
-        sign_seed = self.sign_seed.data_ptr()
-        return (
-            self.result[0].data_ptr(),
-            self.worth,
-            self.largest,
-            sign_seed,
-            self.rows,
-            self.blocks,
-        )
-
-    def for_align(self) -> tuple:
-        _, scales, global_scale = self.result
-        return (
-            self.worth,
-            self.largest,
-            self.seed.data_ptr(),
-            scales.data_ptr(),
-            global_scale.data_ptr(),
-            self.count,
-            self.stream,
-            self.parts,
-        )
-
-
-def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None:
+def refuses(op: str, x: torch.Tensor, scheme: str) -> str | None:
     """None when the kernels serve this scheme on x's device, otherwise the reason in words."""
-    spec = get_scheme(scheme)
-    get_transform(transform)
-    if spec.rounding != "ms_eden":
-        return (
-            f"scheme {scheme} does not round by MS-EDEN, which is all that rotate_quantize.cu does"
-        )
+    if get_scheme(scheme).rounding != "ms_eden":
+        return f"rotate_quantize.cu rounds by MS-EDEN, scheme {scheme} does not"
     return refusal(op, NAME, x.device.index)
 
 
@@ -142,146 +88,188 @@ def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None
     "rht_quantize",
     NAME,
     device_type="cuda",
-    refuses=lambda x, seed, scheme, transform, transpose, stream: refuses(
-        "rht_quantize", x, scheme, transform
-    ),
+    refuses=lambda x, seed, scheme, *rest: refuses("rht_quantize", x, scheme),
 )
-def rht_quantize(x, seed, scheme, transform, transpose, stream):
+def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
     """See rht_quantize/op.py."""
     check_operand("rht_quantize", x)
     spec, rotation = checked("rht_quantize", seed, scheme, transform)
-    along_rows, along_cols = (seed, stream), None
-    if transpose:
-        along_rows, along_cols = along_cols, along_rows
-    return _rotate(x, spec, rotation, along_rows, along_cols)[0]
+    draw = (seed, stream)
+    (result,) = _rotate(x, spec, rotation, None if transpose else draw, draw if transpose else None)
+    return result
 
 
 @kernel(
     "rht_quantize_both",
     NAME,
     device_type="cuda",
-    refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(
-        "rht_quantize_both", x, scheme, transform
-    ),
+    refuses=lambda x, row_seed, col_seed, scheme, *rest: refuses("rht_quantize_both", x, scheme),
 )
 def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
     """See rht_quantize_both/op.py."""
     check_operand("rht_quantize_both", x)
     for seed in (row_seed, col_seed):
         spec, rotation = checked("rht_quantize_both", seed, scheme, transform)
-    rows, cols = _rotate(x, spec, rotation, (row_seed, stream), (col_seed, stream))
-    return (*rows, *cols)
+    along_rows, along_cols = _rotate(x, spec, rotation, (row_seed, stream), (col_seed, stream))
+    return (*along_rows, *along_cols)
 
 
 def _rotate(
-    x: torch.Tensor, spec: Scheme, rotation: Transform, along_rows, along_cols
-) -> list[tuple]:
-    """Phases 1 and 2 of x along its rows, its columns or both: the results of those asked for, in
-    this order.
-
-    along_rows, along_cols: None, or (seed, stream).
-    """
+    x: torch.Tensor,
+    spec: Scheme,
+    rotation: Transform,
+    along_rows: Draw | None,
+    along_cols: Draw | None,
+) -> list[Quantized]:
+    """x along its rows, its columns or both: the results of those asked for, in this order."""
     if x.stride(1) != 1 and x.stride(0) == 1:  # a transposed matrix lies in rows the other way
         return _rotate(x.t(), spec, rotation, along_cols, along_rows)[::-1]
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, cols = x.shape
-    pitch, address, element = x.stride(0), x.data_ptr(), x.element_size()
-    vectors = address % 16 == 0 and pitch * element % 16 == 0
+    pitch, address = x.stride(0), x.data_ptr()
+    vectors = (address | pitch * x.element_size()) % 16 == 0
     directions = (along_rows is not None, along_cols is not None)
-    tiles, tiles_across, parts = _grid(x.device, rows, cols, *directions)
-    sides = [
-        _Side(x, m, k, spec, rotation, *seeded, parts) if seeded else None
-        for m, k, seeded in ((rows, cols, along_rows), (cols, rows, along_cols))
-    ]
-    rotate_launch(
-        _SOURCES[x.dtype],
-        rotation.size,
-        rotation.signs != "none",
-        *directions,
-        vectors,
-    )(
-        x.device,
-        (parts, 1),
-        address,
-        0,
-        *(sides[0].for_rotate() if sides[0] else _NO_OUTPUT),
-        *(sides[1].for_rotate() if sides[1] else _NO_OUTPUT),
-        pitch,
-        rows,
-        cols,
-        0,
-        0,
-        tiles,
-        tiles_across,
-    )
-    wanted = [side for side in sides if side]
-    _align(wanted, spec, 0, 1 / math.sqrt(rotation.size))
-    return [side.result for side in wanted]
+    source = _SOURCES[x.dtype]
+    plan = _plan(x.device.index, source, rows, cols, vectors, spec.name, rotation.name, *directions)
+    return _run(plan, x.device, (address, 0), (pitch, rows, cols, 0, 0), along_rows, along_cols, 0)
 
 
-@kernel(
-    "requantize",
-    NAME,
-    device_type="cuda",
-    refuses=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
-        _refuses_source(codes, source_scheme, scheme, transform)
-    ),
-)
-def requantize(codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream):
-    """See requantize/op.py. The source is dequantised in registers."""
+def _refuses_source(codes, scales, global_scale, seed, source_scheme, scheme, *rest) -> str | None:
+    if get_scheme(source_scheme).format != "nvfp4":
+        return f"rotate_quantize.cu reads nvfp4, the source scheme {source_scheme} is not"
+    return refuses("requantize", codes, scheme)
+
+
+@kernel("requantize", NAME, device_type="cuda", refuses=_refuses_source)
+def requantize(
+    codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
+) -> Quantized:
+    """See requantize/op.py. The source is dequantised on its way into shared memory."""
     check_quantized("requantize", codes, scales, global_scale)
     spec, rotation = checked("requantize", seed, scheme, transform)
-    source = get_scheme(source_scheme)
     codes, scales = codes.contiguous(), scales.contiguous()
-    tiles, tiles_across, parts = _grid(codes.device, codes.shape[0], rows, False, True)
-    side = _Side(codes, rows, codes.shape[0], spec, rotation, seed, stream, parts)
-    rotate_launch(_NVFP4, rotation.size, rotation.signs != "none", False, True, True)(
+    m, half = codes.shape
+    plan = _plan(codes.device.index, _NVFP4, m, rows, True, scheme, transform, False, True)
+    shift = 4 if get_scheme(source_scheme).block[0] == 16 else 0
+    (result,) = _run(
+        plan,
         codes.device,
-        (parts, 1),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        *_NO_OUTPUT,
-        *side.for_rotate(),
-        codes.shape[1],
-        codes.shape[0],
-        rows,
-        scales.shape[1],
-        4 if source.block[0] == 16 else 0,
-        tiles,
-        tiles_across,
+        (codes.data_ptr(), scales.data_ptr()),
+        (half, m, rows, scales.shape[1], shift),
+        None,
+        (seed, stream),
+        global_scale.data_ptr(),
     )
-    # The kernel works on code * scale * 2^-7, and leaves the source's global scale to phase 2.
-    _align([side], spec, global_scale.data_ptr(), 128 / math.sqrt(rotation.size))
-    return side.result
+    return result
 
 
-def _refuses_source(
-    codes: torch.Tensor, source_scheme: str, scheme: str, transform: str
-) -> str | None:
-    if get_scheme(source_scheme).format != "nvfp4":
-        return f"the source scheme {source_scheme} is not nvfp4"
-    return refuses("requantize", codes, scheme, transform)
+class _Side(NamedTuple):
+    """Shapes of one direction's results."""
+
+    rows: int
+    blocks: int  # of 16, a row
+
+    @property
+    def count(self) -> int:
+        """Scales, and numbers in the workspace between the phases."""
+        return self.rows * self.blocks
 
 
-def _align(sides: list[_Side], spec: Scheme, source_global: int, norm: float) -> None:
-    device = sides[0].result[0].device
-    fields = [side.for_align() for side in sides] + [_NO_SIDE] * (2 - len(sides))
-    quads = ceil_div(max(side.count for side in sides), 4 * 256)
-    # No more thread blocks than fit at once: each begins by reducing `largest`.
-    grid = max(1, min(quads, 8 * multiprocessors(device.index)))
-    align_launch(spec.global_scale == "pow2")(
-        device, (grid, len(sides)), *fields[0], *fields[1], source_global, norm
-    )
+class _Plan(NamedTuple):
+    """All of a call that follows from shapes, kept for the next call like it."""
+
+    rotate: Launch
+    align: Launch
+    tiles: int
+    tiles_across: int
+    parts: int  # thread blocks of phase 1, each of which leaves the largest of its results
+    largest_at: int  # numbers in the workspace before those
+    workspace: int  # numbers in all
+    align_grid: tuple[int, int]
+    sides: tuple[_Side | None, _Side | None]
+    norm: float
+    fixed_signs: bool
 
 
-def _grid(device: torch.device, m: int, k: int, rows: bool, cols: bool) -> tuple[int, int, int]:
-    """Tiles of a matrix [m, k], tiles from left to right, and thread blocks that walk over them."""
-    threads, blocks_per_multiprocessor = _shape(rows, cols)
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    index: int,
+    source: int,
+    m: int,
+    k: int,
+    vectors: bool,
+    scheme: str,
+    transform: str,
+    along_rows: bool,
+    along_cols: bool,
+) -> _Plan:
+    spec, rotation = get_scheme(scheme), get_transform(transform)
+    threads, blocks_per_multiprocessor = _shape(along_rows, along_cols)
     across = max(1, ceil_div(k, threads // 2))
     tiles = ceil_div(m, _TILE) * across
-    blocks = blocks_per_multiprocessor * multiprocessors(device.index)
-    return tiles, across, max(1, min(tiles, blocks))
+    sides = (
+        _Side(m, padded(k, spec, rotation) // spec.width) if along_rows else None,
+        _Side(k, padded(m, spec, rotation) // spec.width) if along_cols else None,
+    )
+    counts = [side.count for side in sides if side]
+    parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
+    signed = rotation.signs != "none"
+    return _Plan(
+        rotate_launch(source, rotation.size, signed, along_rows, along_cols, vectors),
+        align_launch(spec.global_scale == "pow2"),
+        tiles,
+        across,
+        parts,
+        sum(counts),
+        sum(counts) + parts * len(counts),
+        (max(1, ceil_div(max(counts), _SCALES_PER_BLOCK)), len(counts)),
+        sides,
+        # The kernel works on an nvfp4 source's code * scale * 2^-7.
+        rotation.norm * (128 if source == _NVFP4 else 1),
+        rotation.signs == "fixed",
+    )
+
+
+def _run(
+    plan: _Plan,
+    device: torch.device,
+    operands: tuple[int, int],
+    extents: tuple[int, int, int, int, int],
+    along_rows: Draw | None,
+    along_cols: Draw | None,
+    source_global: int,
+) -> list[Quantized]:
+    """Both phases.
+
+    operands, extents: the fields of rotate_quantize.cu's Params before and after its outputs.
+    source_global: address of the source's global scale, or 0.
+    """
+    workspace = torch.empty(plan.workspace, dtype=torch.float32, device=device)
+    worth = workspace.data_ptr()
+    largest = worth + 4 * plan.largest_at
+    outputs, ends, results = [], [], []
+    for side, draw in zip(plan.sides, (along_rows, along_cols), strict=True):
+        if side is None or draw is None:
+            outputs += _NO_OUTPUT
+            continue
+        seed, stream = draw
+        codes = torch.empty((side.rows, side.blocks * 8), dtype=torch.uint8, device=device)
+        scales = torch.empty((side.rows, side.blocks), dtype=torch.float8_e4m3fn, device=device)
+        global_scale = torch.empty((), dtype=torch.float32, device=device)
+        results.append((codes, scales, global_scale))
+        seed_at = seed.data_ptr()
+        signs_at = _fixed_seed(device).data_ptr() if plan.fixed_signs else seed_at
+        outputs += (codes.data_ptr(), worth, largest, signs_at, side.rows, side.blocks)
+        ends += (worth, largest, seed_at, scales.data_ptr(), global_scale.data_ptr())
+        ends += (side.count, stream, plan.parts)
+        worth, largest = worth + 4 * side.count, largest + 4 * plan.parts
+    if len(results) == 1:
+        ends += _NO_SIDE
+    walk = (plan.tiles, plan.tiles_across)
+    plan.rotate(device, (plan.parts, 1), *operands, *outputs, *extents, *walk)
+    plan.align(device, plan.align_grid, *ends, source_global, plan.norm)
+    return results
 
 
 @functools.cache

@@ -50,7 +50,6 @@ def _library(variant: nvrtc.Variant, threads: int, hw_fp4: bool) -> ctypes.CDLL:
         (folder / source.name).write_bytes(source.read_bytes())
     source = (nvrtc.SOURCES / variant.file).read_text()
     # Dynamic shared memory is one array; a multiprocessor has no more than this.
-    source = source.replace("extern __shared__ ", "") if False else source
     dynamic = "extern __shared__ __align__(128) u8 shared_tiles[];"
     source = source.replace(dynamic, "static __align__(128) u8 shared_tiles[228 * 1024];")
     main = _MAIN.format(entry=variant.entry, threads=threads)
@@ -58,6 +57,6 @@ def _library(variant: nvrtc.Variant, threads: int, hw_fp4: bool) -> ctypes.CDLL:
     defines = [
         f"-D{name}={value}" for name, value in (*variant.defines, ("Q2_HW_FP4", int(hw_fp4)))
     ]
-    command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC", *defines]
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", *defines]
     subprocess.run([*command, "main.cpp", "-o", "kernel.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))

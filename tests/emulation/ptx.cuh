@@ -115,10 +115,12 @@ Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
                         value_of(codes >> (8 * i + 4) & 15, 1, 0, 4));
 }
 
-Q2_INLINE void copy_async(void* shared, const void* global, int bytes) {
-  if (bytes) memcpy(shared, global, bytes);
-  memset((char*)shared + bytes, 0, 16 - bytes);
+Q2_INLINE void copy_async(void* shared, const void* global) {
+  memcpy(shared, global, 16);
 }
 Q2_INLINE void commit_copies() {}
 template <int pending>
 Q2_INLINE void await_copies() {}
+
+Q2_INLINE void await_previous_kernel() {}
+Q2_INLINE void allow_next_kernel() {}

@@ -1,0 +1,220 @@
+"""The CUDA kernels without a GPU: they compile for every architecture, their machine code has the
+instructions it should have and no spills, and the loader's cache and errors do what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, rotation, sass
+from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
+from q2compile.runtime_kernels.registry import kernels, select
+from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+
+BLACKWELL = [a for a in nvrtc.ARCHITECTURES.values() if a != "sm_90a"]
+BF16, FP16, FP32, NVFP4 = range(4)
+# The kernels of the backward pass's recipe, and how many elements a thread of theirs works on.
+HOT = {
+    "rht_quantize_row": rotation.rotate_launch(BF16, 128, True, True, False, True),
+    "rht_quantize_col": rotation.rotate_launch(BF16, 128, True, False, True, True),
+    "rht_quantize_both": rotation.rotate_launch(BF16, 128, True, True, True, True),
+    "requantize": rotation.rotate_launch(NVFP4, 128, True, False, True, True),
+}
+OTHERS = {
+    "float16": rotation.rotate_launch(FP16, 64, True, True, True, True),
+    "float32": rotation.rotate_launch(FP32, 128, True, True, True, True),
+    "unaligned": rotation.rotate_launch(BF16, 128, True, True, True, False),
+    "no signs": rotation.rotate_launch(BF16, 32, False, True, True, True),
+    "no rotation": rotation.rotate_launch(NVFP4, 1, False, False, True, True),
+    "align pow2": rotation.align_launch(True),
+    "align exact": rotation.align_launch(False),
+    "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
+    "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
+    "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
+    "swizzle": gemm.swizzle_launch(),
+}
+
+
+def disassembled(launch: Launch, architecture: str) -> sass.Code:
+    try:
+        return sass.disassemble(nvrtc.cubin(launch.variant, architecture))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory) -> None:
+    """A cache of this module's own, so that it compiles what it tests, once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
+        yield
+
+
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
+@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+def test_compiles_without_local_memory(name, architecture) -> None:
+    """A static_assert in each source also holds its parameter struct to the launch's layout."""
+    code = disassembled({**HOT, **OTHERS}[name], architecture)
+    assert code.names[-1] == "NOP" and code.count("EXIT")
+    assert code.count("LDL") == code.count("STL") == 0, "a spill, or an indexed register array"
+
+
+@pytest.mark.parametrize("architecture", BLACKWELL)
+@pytest.mark.parametrize("name", HOT)
+def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
+    """64 elements a thread and direction, two of them an instruction."""
+    directions = 2 if name == "rht_quantize_both" else 1
+    code = disassembled(HOT[name], architecture)
+    assert code.count("F2FP.SATFINITE.E2M1") == 32 * directions
+    assert code.count("F2FP.F16.E2M1.UNPACK_B") == 32 * directions
+
+
+def test_hopper_has_no_fp4_and_uses_fp8() -> None:
+    code = disassembled(HOT["rht_quantize_row"], "sm_90a")
+    assert code.count("F2FP.SATFINITE.E2M1") == 0
+    assert code.count("F2FP.SATFINITE.E4M3") == 64  # 64 magnitudes and 64 signs, two at a time
+
+
+def test_sm_100_works_on_pairs() -> None:
+    assert disassembled(HOT["rht_quantize_row"], "sm_100a").count("FFMA2")
+
+
+@pytest.mark.parametrize(
+    "name, most",
+    [
+        ("rht_quantize_row", {"sm_90a": 25, "sm_100a": 16, "sm_120a": 21}),
+        ("rht_quantize_col", {"sm_90a": 27, "sm_100a": 17, "sm_120a": 23}),
+        ("rht_quantize_both", {"sm_90a": 50, "sm_100a": 31, "sm_120a": 42}),
+        ("requantize", {"sm_90a": 28, "sm_100a": 19, "sm_120a": 25}),
+    ],
+)
+def test_instructions_an_element(name, most) -> None:
+    """These kernels are bound by instruction issue: a slower one shows here first. The numbers are
+    those of NVRTC 13.0, rounded up."""
+    if nvrtc.version()[0] != 13:
+        pytest.skip("counted with NVRTC 13")
+    for architecture, bound in most.items():
+        loop = disassembled(HOT[name], architecture).hot_loop()
+        assert sum(loop.values()) / 64 <= bound
+
+
+# --- the loader -----------------------------------------------------------------------------------
+
+
+def test_errors_name_the_file_and_carry_the_log(tmp_path, monkeypatch) -> None:
+    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken() {\n  missing();\n}\n')
+    monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
+    nvrtc._headers.cache_clear()
+    try:
+        with pytest.raises(nvrtc.CompileError, match=r'broken\.cu\(2\): error: .*"missing"'):
+            nvrtc.cubin(nvrtc.Variant("broken.cu", ()), "sm_90a")
+    finally:
+        nvrtc._headers.cache_clear()
+
+
+def test_a_corrupt_cubin_is_compiled_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    variant = gemm.swizzle_launch().variant
+    code = nvrtc.cubin(variant, "sm_90a")
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert nvrtc.cubin(variant, "sm_90a") == code
+    assert path.read_bytes()[32:] == code
+    assert [p for p in tmp_path.iterdir() if p != path] == []
+
+
+def test_a_good_cubin_is_not_compiled_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    variant = gemm.swizzle_launch().variant
+    code = nvrtc.cubin(variant, "sm_90a")
+    monkeypatch.setattr(nvrtc, "compile_variant", None)
+    assert nvrtc.cubin(variant, "sm_90a") == code
+
+
+def test_what_keys_a_cubin(monkeypatch) -> None:
+    variant = nvrtc.Variant("align_scales.cu", (("Q2_POW2", 1),))
+    path = nvrtc._cache_path(variant, "sm_100a")
+    other = nvrtc.Variant("align_scales.cu", (("Q2_POW2", 0),))
+    assert nvrtc._cache_path(other, "sm_100a") != path
+    assert nvrtc._cache_path(variant, "sm_103a") != path
+    monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
+    assert nvrtc._cache_path(variant, "sm_100a") != path
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc, "_headers", lambda: {"numbers.cuh": "// changed"})
+    assert nvrtc._cache_path(variant, "sm_100a") != path
+
+
+def test_an_unwritable_cache_costs_only_time(monkeypatch) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
+    assert nvrtc.cubin(gemm.swizzle_launch().variant, "sm_90a")
+
+
+def test_a_wrong_layout_does_not_compile() -> None:
+    good = rotation.align_launch(True).variant
+    defines = {**dict(good.defines), "Q2_PARAMS_BYTES": params_bytes("PPP")}
+    with pytest.raises(nvrtc.CompileError, match="Params differs from its layout"):
+        nvrtc.compile_variant(nvrtc.Variant(good.file, tuple(defines.items())), "sm_90a")
+
+
+# --- which kernel runs ----------------------------------------------------------------------------
+
+
+def test_the_registry_has_them_before_the_reference() -> None:
+    for op in ("rht_quantize", "rht_quantize_both", "requantize", "dequantize"):
+        assert [k.name for k in kernels(op)] == ["cuda", "reference"]
+    assert [k.name for k in kernels("gemm")] == ["cublaslt_fp4", "cuda_bf16", "reference"]
+
+
+def test_an_explicit_request_never_falls_back() -> None:
+    x, seed = torch.randn(16, 16), torch.tensor(1)
+    args = (x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0)
+    with pytest.raises(ValueError, match="runs on cuda, the operands are on cpu"):
+        select("rht_quantize", args, "cuda")
+
+
+def test_other_roundings_are_left_to_other_kernels() -> None:
+    reason = rotation.refuses("rht_quantize", torch.empty(1), "nvfp4_sr")
+    assert reason is not None and "MS-EDEN" in reason
+
+
+# --- the fp4 GEMM's arguments, which only a Blackwell can run -------------------------------------
+
+
+@pytest.mark.parametrize("m, n, k", [(128, 128, 256), (1, 200, 80), (33, 5, 48)])
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16"])
+def test_scaled_mm_accepts_our_arguments(m, n, k, scheme, monkeypatch) -> None:
+    """torch's meta function checks shapes, strides, types, and the sizes of swizzled scales."""
+    spec = get_scheme(scheme)
+
+    def operand(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = torch.randn(rows, k)
+        amax = torch.ops.q2.amax(x) if spec.takes_amax else None
+        codes, scales, global_scale = torch.ops.q2.quantize(x, amax, None, scheme, 0)
+        rows_of_scales = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
+        return codes, swizzle_32x4x4(rows_of_scales.view(scales.dtype)), global_scale
+
+    arguments = gemm.scaled_mm_arguments(*operand(m), *operand(n), spec)
+    # As if on a CUDA device: torch checks less on a CPU.
+    monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
+    out = torch.nn.functional.scaled_mm(**{k: on_meta(v) for k, v in arguments.items()})
+    assert out.shape == (m, n + -n % 16)
+
+
+def on_meta(value):
+    if isinstance(value, list):
+        return [on_meta(v) for v in value]
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def test_padding_the_codes_adds_only_zeros() -> None:
+    x = torch.randn(5, 48)
+    packed = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    arguments = gemm.scaled_mm_arguments(*packed, *packed, get_scheme("nvfp4_46_pow2"))
+    a = arguments["mat_a"].view(torch.uint8)
+    b = arguments["mat_b"].t().view(torch.uint8)
+    assert a.shape == (5, 32) and b.shape == (16, 32)
+    assert torch.equal(a[:, :24], packed[0]) and torch.equal(b[:5, :24], packed[0])
+    assert a[:, 24:].sum() == b[:, 24:].sum() == b[5:].sum() == 0
