@@ -82,6 +82,11 @@ def kernel(
     return register
 
 
+def ops() -> tuple[str, ...]:
+    """Names of the ops that have kernels, without their namespace."""
+    return tuple(_KERNELS)
+
+
 def kernels(op: str) -> tuple[Kernel, ...]:
     """All implementations of an op, in the order in which they are tried.
 

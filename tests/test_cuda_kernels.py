@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
+from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import launch, nvrtc, rotation, selfcheck
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
@@ -203,3 +204,10 @@ def test_selfcheck_agrees(op) -> None:
 def test_this_gpu_is_served() -> None:
     capability = torch.cuda.get_device_capability()
     assert (launch.unsupported(0) is None) == (capability in nvrtc.ARCHITECTURES)
+
+
+def test_doctor(capsys) -> None:
+    assert doctor.main([]) == 0
+    report = capsys.readouterr().out
+    assert report.count("agrees with the reference") >= len(selfcheck.CHECKED)
+    assert "FAULT" not in report

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
 from q2compile.runtime_kernels.registry import kernels, select
@@ -218,3 +219,14 @@ def test_padding_the_codes_adds_only_zeros() -> None:
     assert a.shape == (5, 32) and b.shape == (16, 32)
     assert torch.equal(a[:, :24], packed[0]) and torch.equal(b[:5, :24], packed[0])
     assert a[:, 24:].sum() == b[:, 24:].sum() == b[5:].sum() == 0
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.main([]) == 0
+    report = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in report and "sm_100a" in report
+    assert "every op runs as its torch reference" in report

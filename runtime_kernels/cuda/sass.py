@@ -18,8 +18,8 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 
 @dataclass(frozen=True)
 class Code:
-    """names: an instruction's name with its modifiers, like F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C,
-    in order; loops: first and last index of each, outer and inner."""
+    """names: instructions in order, with their modifiers, like F2FP.SATFINITE.E2M1.F32.PACK_AB;
+    loops: first and last index of each, outer and inner."""
 
     names: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]

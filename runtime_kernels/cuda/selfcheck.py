@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from q2compile.runtime_kernels.cuda.launch import unsupported
 from q2compile.runtime_kernels.registry import REFERENCE, select
 
+FAILED = "it failed its self-check on this GPU"
 # Where the kernels have been run, not only compiled.
 PROVEN = {(9, 0)}
 _SHAPE = (200, 264)  # no multiple of 16 or 128, several tiles
@@ -43,7 +44,7 @@ def _refusal(op: str, name: str, index: int) -> str | None:
         difference = disagreement(op, name, torch.device("cuda", index))
     finally:
         _RUNNING.discard((op, name, index))
-    return None if difference is None else f"it failed its self-check on this GPU: {difference}"
+    return None if difference is None else f"{FAILED}: {difference}"
 
 
 def disagreement(op: str, name: str, device: torch.device) -> str | None:

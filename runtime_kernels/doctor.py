@@ -1,0 +1,106 @@
+"""What this machine can run: devices, versions, kernels, cubins, and a self-check of each kernel.
+
+    q2compile doctor [--no-check]
+
+The self-check sends a small tile through every CUDA kernel that serves the device and compares it
+with the torch reference on the CPU: quantisers bit by bit, GEMMs to the rounding of bf16. The exit
+status is 1 when one disagrees or fails to run.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import time
+
+import torch
+
+from q2compile.runtime_kernels.cuda import launch, nvrtc, selfcheck
+from q2compile.runtime_kernels.registry import REFERENCE, Kernel, kernels, ops
+
+_PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the report.
+
+    Args:
+        argv: arguments of the command, without its name; None for those of the process.
+
+    Returns:
+        The exit status: 0, or 1 when a kernel is at fault.
+    """
+    parser = argparse.ArgumentParser(prog="q2compile doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
+    options = parser.parse_args(argv)
+    _print_versions()
+    _print_cache()
+    if not torch.cuda.is_available():
+        print("device    none with CUDA: every op runs as its torch reference")
+        return 0
+    faults = 0
+    for index in range(torch.cuda.device_count()):
+        faults += _device(index, check=not options.no_check)
+    return 1 if faults else 0
+
+
+def _print_versions() -> None:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    print(f"versions  Python {platform.python_version()}, {', '.join(found)}")
+    try:
+        major, minor = nvrtc.version()
+        print(f"compiler  NVRTC {major}.{minor}, for {', '.join(nvrtc.ARCHITECTURES.values())}")
+    except ImportError as error:
+        print(f"compiler  none: {error}")
+
+
+def _print_cache() -> None:
+    cubins = list(nvrtc.cache_dir().glob("*.cubin"))
+    size = sum(path.stat().st_size for path in cubins) / 1024
+    print(f"cubins    {len(cubins)} in {nvrtc.cache_dir()}, {size:.0f} KiB")
+
+
+def _device(index: int, *, check: bool) -> int:
+    """Prints a device and its kernels; the number of faulty ones."""
+    major, minor = torch.cuda.get_device_capability(index)
+    reason = launch.unsupported(index)
+    target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
+    print(f"device    cuda:{index} {torch.cuda.get_device_name(index)}, {major}.{minor}, {target}")
+    faults = 0
+    for op in ops():
+        names = [k.name for k in kernels(op)]
+        print(f"  {op:18} {', '.join(names)}")
+        for kernel in kernels(op):
+            if kernel.name != REFERENCE and op in selfcheck.CHECKED:
+                faults += _kernel(kernel, torch.device("cuda", index), check)
+    return faults
+
+
+def _kernel(kernel: Kernel, device: torch.device, check: bool) -> int:
+    """Prints what is to be said of a kernel on a device; 1 when it is at fault."""
+    arguments = selfcheck.CHECKED[kernel.op]()
+    on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    reason = kernel.why_not(*on_device)
+    if reason is not None:
+        print(f"    {kernel.name:16} not here: {reason}")
+        return int(reason.startswith(selfcheck.FAILED))
+    if not check:
+        print(f"    {kernel.name:16} serves this device")
+        return 0
+    start = time.perf_counter()
+    try:
+        difference = selfcheck.disagreement(kernel.op, kernel.name, device)
+    except Exception as error:  # whatever a kernel does, the report goes on
+        difference = f"{type(error).__name__}: {error}"
+    took = 1e3 * (time.perf_counter() - start)
+    verdict = "agrees with the reference" if difference is None else f"FAULT: {difference}"
+    print(f"    {kernel.name:16} {verdict} ({took:.0f} ms)")
+    return int(difference is not None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
