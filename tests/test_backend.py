@@ -271,7 +271,8 @@ def test_inductors_dropped_round_trips_and_the_switch_that_keeps_them():
     eager = output(inner="eager")
     kept = output(inductor={"emulate_precision_casts": True})
     dropped = output()
-    assert torch.equal(kept, eager)
+    if torch.__version__ >= "2.13":  # before, Inductor's C++ code does not know the switch
+        assert torch.equal(kept, eager)
     assert not torch.equal(dropped, eager)
     # 1-3% of the codes move to a neighbour, at most a third of their value away:
     # sqrt(0.03) / 3 = 0.06 of the norm.
