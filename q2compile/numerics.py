@@ -133,6 +133,7 @@ def quantize(
     matrix = x.detach().reshape(_matrix_shape(x.shape))
     coins = _seed(seed, matrix) if spec.stochastic or rotation.seeded else None
     mask = None
+    parts: tuple[Tensor, Tensor, Tensor]
     if transpose or rotation.size > 1:
         if amax is not None:
             raise ValueError(
@@ -140,14 +141,21 @@ def quantize(
                 "after the transform: pass no amax."
             )
         if spec.masked and not transpose and coins is None:
-            *parts, mask = torch.ops.q2.quantize_masked(matrix, scheme, transform)
+            parts, mask = _masked(matrix, scheme, transform)
         else:
             parts = torch.ops.q2.rht_quantize(matrix, coins, scheme, transform, transpose, stream)
     elif spec.masked:
-        *parts, mask = torch.ops.q2.quantize_masked(matrix, scheme, transform)
+        parts, mask = _masked(matrix, scheme, transform)
     else:
         parts = torch.ops.q2.quantize(matrix, _amax(amax, spec, matrix), coins, scheme, stream)
     return QuantizedTensor(*parts, mask, scheme, transform, x.shape, transpose, coins)
+
+
+def _masked(
+    matrix: Tensor, scheme: str, transform: str
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    codes, scales, global_scale, mask = torch.ops.q2.quantize_masked(matrix, scheme, transform)
+    return (codes, scales, global_scale), mask
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:

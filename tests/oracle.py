@@ -15,7 +15,7 @@ E4M3 = torch.tensor(
 
 
 def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """The grid's value nearest to |x| with x's sign, ties to the even index, saturating: float64."""
+    """The grid's value nearest |x|, with x's sign, ties to the even index, saturating; float64."""
     magnitude = x.double().abs().clamp(max=grid[-1])
     above = torch.searchsorted(grid, magnitude)  # first grid point >= magnitude
     below = (above - 1).clamp(min=0)

@@ -108,7 +108,7 @@ def test_swizzle_is_public():
 
 
 def test_16x16_transposed_is_the_same_numbers():
-    """NVIDIA's dgrad re-uses the weight of fprop: exact, since a square block has one scale."""
+    """NVIDIA's dgrad reuses the weight of fprop: exact, since a square block has one scale."""
     x = torch.randn(40, 70)
     q = quantize(x, "nvfp4_16x16")
     codes, scales = q2.transpose(q.codes, q.scales, "nvfp4_16x16", 70)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     concentration = measure_concentration(scale, effort.draws, device, progress=_progress)
     print(output.concentration_table(concentration), end="\n\n")
 
-    tables = {"schemes": schemes, "layer": layer, "concentration": concentration}
+    tables: dict[str, Sequence[Any]] = {
+        "schemes": schemes,
+        "layer": layer,
+        "concentration": concentration,
+    }
     about = {
         **asdict(effort),
         "global_scale": scale,

@@ -124,8 +124,9 @@ class _ExactBackward(torch.autograd.Function):
         return linear(x, w, recipe, salt)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *exact_gradients(ctx.recipe, *ctx.saved_tensors, dy), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        return *exact_gradients(ctx.recipe, x, w, dy), None, None
 
 
 def measure_concentration(

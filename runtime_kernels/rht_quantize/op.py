@@ -30,7 +30,7 @@ def checked(
     if spec.block[0] != 1:
         raise ValueError(
             f"q2::{op} takes schemes with one row a block, got {scheme}: blocks of "
-            f"{spec.block[0]}x{spec.block[1]} exist to be re-used transposed, which a rotation "
+            f"{spec.block[0]}x{spec.block[1]} exist to be reused transposed, which a rotation "
             "along one dimension rules out."
         )
     check_seed(op, seed, spec, rotation)

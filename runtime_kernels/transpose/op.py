@@ -5,7 +5,7 @@
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
 shares one scale in both directions, so the codes only change places: this is what lets NVIDIA's
-recipe quantise a weight once for fprop and dgrad. Blocks of one row cannot be re-used so.
+recipe quantise a weight once for fprop and dgrad. Blocks of one row cannot be reused so.
 """
 
 import torch
