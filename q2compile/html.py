@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,21 @@ tr.no td { color: #7a4a00; background: #fff8ec; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; font-size: 12px; }
 summary { cursor: pointer; font-family: ui-monospace, monospace; }
 """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``q2compile report DIR``: write a dump folder's page and print where it is."""
+    parser = argparse.ArgumentParser(
+        prog="q2compile report", description="A dump folder as one HTML page."
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder given as options={'dump': DIR}")
+    parser.add_argument("-o", "--output", help="the page to write; default DIR/report.html")
+    arguments = parser.parse_args(argv)
+    page = dump_page(arguments.folder)
+    path = Path(arguments.output or Path(arguments.folder) / "report.html")
+    path.write_text(page, encoding="utf-8")
+    print(path)
+    return 0
 
 
 def report_page(report: Report) -> str:
