@@ -14,10 +14,10 @@ from torch import fx
 
 from q2compile import compat
 from q2compile.attention import inline_attention
-from q2compile.compat import NotTakenError
 from q2compile.config import Config
 from q2compile.coverage import Coverage
 from q2compile.dump import DumpFolder, GraphDump
+from q2compile.errors import NotTakenError
 from q2compile.kernels_used import kernels_used
 from q2compile.names import Names
 from q2compile.passes.manager import PassManager

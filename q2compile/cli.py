@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from q2compile.compat import ConfigError
+from q2compile.errors import ConfigError
 
 COMMANDS = {
     "report": ("q2compile.html", "a dump folder as one HTML page"),

@@ -1,10 +1,5 @@
-"""What differs between the torch versions supported (2.11 to 2.13), and what we use of torch's
-internals.
-
-Every name of `torch._dynamo`, `torch._inductor` or `torch._functorch` that the package stands on
-and that is not public is imported here or in the one module that its comment names, so that a new
-torch version is checked in one place.
-"""
+"""Where the package stands on internals of Dynamo, AOTAutograd and Inductor, and what differs in
+them between torch 2.11 and 2.13. A new torch version is checked here first."""
 
 from __future__ import annotations
 
@@ -13,36 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-__all__ = [
-    "ConfigError",
-    "CustomGraphPass",
-    "NotTakenError",
-    "inductor_compile",
-    "inductor_options_of_mode",
-    "inductor_options",
-    "aot_eager_compile",
-    "graph_kind",
-]
-
-
-class _UserError(ShortenTraceback):
-    """Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a
-    ShortenTraceback.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, first_useful_frame=None)
-
-
-class ConfigError(_UserError, ValueError):
-    """An option, a recipe, a policy or an environment setting that can't be used as given."""
-
-
-class NotTakenError(_UserError, RuntimeError):
-    """``strict`` found a matmul that the policy wanted and that was not taken, or not seen."""
+from q2compile.errors import ConfigError
+from q2compile.suggest import one_of
 
 
 def inductor_options() -> set[str]:
@@ -53,17 +22,13 @@ def inductor_options() -> set[str]:
 
 
 def inductor_options_of_mode(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
-    """Inductor's config for a mode of torch.compile; KeyError-free: unknown modes raise
-    ConfigError.
-    """
+    """Inductor's config for a mode of torch.compile. Raises ConfigError for an unknown one."""
     from torch._inductor import list_mode_options
 
     if mode is None or mode == "default":
         return {}
     modes = list_mode_options(dynamic=dynamic)
     if mode not in modes:
-        from q2compile.suggest import one_of
-
         one_of("mode", mode, ["default", *modes])
     return dict(list_mode_options(mode, dynamic))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from q2compile import compat
-from q2compile.compat import ConfigError
+from q2compile.errors import ConfigError
 from q2compile.policy import Policy
 from q2compile.suggest import one_of
 

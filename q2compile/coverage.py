@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from q2compile.compat import ConfigError, NotTakenError
 from q2compile.config import Config
+from q2compile.errors import ConfigError, NotTakenError
 from q2compile.names import Names, expected_sites, site_names
 from q2compile.report import Row
 

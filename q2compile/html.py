@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from q2compile.compat import ConfigError
+from q2compile.errors import ConfigError
 from q2compile.report import COLUMNS, Report, Row, cells
 
 _STYLE = """

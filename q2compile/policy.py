@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from q2compile import recipes
-from q2compile.compat import ConfigError
+from q2compile.errors import ConfigError
 from q2compile.recipes import Recipe
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from q2compile.compat import ConfigError
+from q2compile.errors import ConfigError
 from q2compile.runtime_kernels.schemes import SCHEMES
 from q2compile.runtime_kernels.transforms import TRANSFORMS
 from q2compile.suggest import one_of

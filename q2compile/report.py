@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from q2compile.recipes import Gemm
+
 if TYPE_CHECKING:
     from q2compile.coverage import Coverage
 
@@ -116,10 +118,16 @@ class Report:
     def summary(self) -> str:
         rows = self.rows
         weights = sum(r.has_parameter for r in rows)
-        return (
+        text = (
             f"{sum(r.taken for r in rows)} of {weights} matmuls with a weight taken; "
             f"{len(rows) - weights} matmuls without one; {self.graphs} graph(s)"
         )
+        size, elements = (
+            sum(getattr(r, f"saved_{what}") or 0 for r in rows) for what in ("bytes", "elements")
+        )
+        if not elements:
+            return text
+        return f"{text}; quantised for backward: {size} B, {8 * size / elements:.2f} bit an element"
 
     def __str__(self) -> str:
         notes = [f"note: {n}" for n in self.notes]
@@ -136,12 +144,15 @@ def shape_text(row: Row) -> str:
 
 
 def saved_text(row: Row) -> str:
-    """Bytes kept for backward, and bits for each element they stand for."""
+    """Bytes kept for backward, bits for each element they stand for, and "+ x" where the recipe's
+    wgrad takes x in high precision, so that x itself is kept too."""
     if row.saved_bytes is None:
         return ""
-    if not row.saved_elements:
-        return f"{row.saved_bytes} B"
-    return f"{row.saved_bytes} B, {8 * row.saved_bytes / row.saved_elements:.2f} bit"
+    text = f"{row.saved_bytes} B"
+    if row.saved_elements:
+        text += f", {8 * row.saved_bytes / row.saved_elements:.2f} bit"
+    wgrad = Gemm.parse(row.wgrad)
+    return text if wgrad is not None and wgrad.b.source != "fresh" else f"{text} + x"
 
 
 def cells(row: Row) -> dict[str, str]:

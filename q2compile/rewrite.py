@@ -18,8 +18,8 @@ from torch import fx
 
 import q2compile.linear  # noqa: F401  registers q2::linear
 from q2compile.capture import Left, Matmul, View, example, find_matmuls
-from q2compile.compat import ConfigError
 from q2compile.config import Config
+from q2compile.errors import ConfigError
 from q2compile.names import Names
 from q2compile.recipes import Recipe
 from q2compile.report import Row

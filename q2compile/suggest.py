@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-from q2compile.compat import ConfigError
+from q2compile.errors import ConfigError
 
 
 def one_of(what: str, got: object, allowed: Collection[str]) -> str:

@@ -1,0 +1,22 @@
+"""What users' mistakes raise."""
+
+from __future__ import annotations
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class _UserError(ShortenTraceback):
+    """Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a
+    ShortenTraceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class ConfigError(_UserError, ValueError):
+    """An option, a recipe, a policy or an environment setting that can't be used as given."""
+
+
+class NotTakenError(_UserError, RuntimeError):
+    """``strict`` found a matmul that the policy wanted and that was not taken, or not seen."""
