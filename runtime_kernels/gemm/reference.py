@@ -58,7 +58,7 @@ def gemm(
 
 def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A B^T in fp32 of operands that are exact in bf16. Torch has a bf16 product with an fp32
-    result on CUDA only."""
-    if a.is_cuda:
+    result on CUDA only; a plain fp32 one there may be TF32, by the user's choice."""
+    if a.is_cuda and a.numel() and b.numel():
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
     return a @ b.t()
