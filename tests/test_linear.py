@@ -50,30 +50,77 @@ def test_forward_is_the_product_of_the_dequantised_operands(global_scale):
     assert relative(y - expected, expected) < 2e-6
 
 
-def test_mean_gradient_is_that_of_the_quantised_forward_and_falls_as_one_over_b():
-    """Traps 7, 8, 11: gradients are with respect to the *quantised* x and w, unbiased over draws.
-
-    The squared error of a mean of B independent unbiased draws is 1/B of one draw's: over B = 1,
-    16, 256 it must fall 16-fold each time. A ratio of two such means of 4000+ entries scatters by a
-    few percent; a bias of 2% of the gradient's norm would stop the last step at 11 instead of 16.
-    """
+def mean_errors(recipe, expected, draws=(1, 16, 256)):
+    """{B: relative squared errors of the mean of B draws of (dx, dw) against ``expected``}."""
     x, w, dy = operands(128, 128, 80)
-    expected = (dy @ dequantized(w), dy.t() @ dequantized(x))
     torch.manual_seed(1)
     sums = [torch.zeros_like(g) for g in expected]
     errors = {}
-    for b in range(1, 257):
-        _, draws = gradients(x, w, dy)
-        for total, draw in zip(sums, draws, strict=True):
-            total += draw
-        errors[b] = [
-            relative(total / b - g, g) ** 2 for total, g in zip(sums, expected, strict=True)
-        ]
+    for b in range(1, max(draws) + 1):
+        _, grads = gradients(x, w, dy, recipes.resolve(recipe).texts())
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad
+        if b in draws:
+            pairs = zip(sums, expected, strict=True)
+            errors[b] = [relative(total / b - g, g) ** 2 for total, g in pairs]
+    return errors
+
+
+def quantised_gradients(x_scheme, w_scheme):
+    """dx and dw of the forward that quantises with these schemes; None: not quantised."""
+    x, w, dy = (t.detach() for t in operands(128, 128, 80))
+    x = x if x_scheme is None else dequantized(x, x_scheme)
+    w = w if w_scheme is None else dequantized(w, w_scheme)
+    return dy @ w, dy.t() @ x
+
+
+UNBIASED = {
+    "quartet2": ("nvfp4_46_pow2", "nvfp4_46_pow2"),
+    "tetrajet2": ("nvfp4_pow2", "nvfp4_pow2"),
+    "mxfp4": (None, None),
+}
+
+
+@pytest.mark.parametrize("recipe", UNBIASED)
+def test_mean_gradient_is_that_of_the_quantised_forward_and_falls_as_one_over_b(recipe):
+    """Traps 7, 8, 11: gradients are with respect to the *quantised* x and w, unbiased over draws.
+
+    The squared error of a mean of B independent unbiased draws is 1/B of one draw's: over B = 1,
+    16, 256 it must fall 16-fold each time. A ratio of two such means of 10000 entries scatters by a
+    few percent; a bias of 1% of the gradient's norm would stop the last step at 9 instead of 16.
+    """
+    errors = mean_errors(recipe, quantised_gradients(*UNBIASED[recipe]))
     for b in (1, 16):
         for before, after in zip(errors[b], errors[16 * b], strict=True):
             assert 12 < before / after < 20
-    # One draw: MS-EDEN's error is 9.4e-3 of an operand's energy, and the two operands' errors add.
-    assert all(0.017 < e < 0.021 for e in errors[1])
+    if recipe == "quartet2":
+        # One draw: MS-EDEN's error is 9.4e-3 of an operand's energy, and the two errors add.
+        assert all(0.017 < e < 0.021 for e in errors[1])
+
+
+def test_four_over_six_with_sr_in_backward_is_biased():
+    """Keeping the better of two random draws prefers those that moved less: the mean stops
+    falling.
+    """
+    sr46 = {"scheme": "nvfp4_sr_46", "transform": "rht128"}
+    recipe = {"base": "tetrajet2", "dgrad": {"dy": sr46, "w": sr46}}
+    dx, dw = zip(
+        *mean_errors(recipe, quantised_gradients("nvfp4_pow2", "nvfp4_pow2")).values(), strict=True
+    )
+    assert dx[1] / dx[2] < 8 and dw[1] / dw[2] > 12
+
+
+def test_fixed_signs_stop_wgrad_of_nvfp4_where_signs_per_step_go_on():
+    """x is rounded to nearest in the forward: with one sign vector for ever its error is the same
+    in every step and stays in the mean; with signs drawn per step it is another one each time."""
+    expected = quantised_gradients(None, "nvfp4_16x16_pow2")
+    fixed = {"transform": "rht16_fixed"}
+    recipe = {"base": "nvfp4", "wgrad": {"dy": fixed, "x": fixed}}
+    per_step, one_vector = (mean_errors(r, expected) for r in ("nvfp4", recipe))
+    assert one_vector[256][1] > 0.5 * one_vector[16][1]  # a plateau
+    assert per_step[256][1] < 0.2 * one_vector[256][1]
+    for errors in (per_step, one_vector):  # dgrad: SR of dy against one quantised w
+        assert 12 < errors[16][0] / errors[256][0] < 20
 
 
 def test_same_seed_same_bits_next_step_different():
