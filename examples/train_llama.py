@@ -64,7 +64,7 @@ class ModelSize:
 # shallow so that on a CPU its time goes into matrix products and little of it into compiling.
 SIZES = {
     "tiny": ModelSize(hidden=64, layers=1, heads=2, intermediate=128, learning_rate=3e-3),
-    "demo": ModelSize(hidden=512, layers=2, heads=8, intermediate=1536, learning_rate=1e-3),
+    "demo": ModelSize(hidden=512, layers=2, heads=8, intermediate=1536, learning_rate=5e-4),
     "30m": ModelSize(hidden=640, layers=6, heads=5, intermediate=1792, learning_rate=1.2e-3),
     "100m": ModelSize(hidden=1024, layers=8, heads=8, intermediate=2816, learning_rate=6e-4),
 }
