@@ -21,7 +21,7 @@ lint: $(VENV)/.with-train,dev
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/q2compile
 	ln -s $(CURDIR)/q2compile/* $(CURDIR)/lowering $(CURDIR)/runtime_kernels $(TYPED)/q2compile/
 	MYPYPATH=$(TYPED) $(BIN)/mypy --package q2compile
-	MYPYPATH=$(TYPED) $(BIN)/mypy examples
+	MYPYPATH=$(TYPED) $(BIN)/mypy --follow-imports silent examples
 
 format: $(VENV)/.with-train,dev
 	$(BIN)/ruff check --fix .
