@@ -3,6 +3,7 @@
     exact   g = amax / (vmax * cap); s = e4m3(largest / vmax / g); r = (1/g) / s; code = e2m1(x * r)
     pow2    p = largest / vmax to 4 significant bits; r = 1 / p; code = e2m1(x * r); then, once all
             blocks are done, g = 2^k from the largest p; s = e4m3(p / g)
+    ms_eden codes as in pow2; p is corrected before it is split, and s rounded stochastically
 
 Where s or p is 0, r is taken as if it were 1. In pow2 the codes need nothing from outside their
 block: p has as many bits as an e4m3 number, so dividing it by 2^k loses bits only in e4m3's
@@ -90,6 +91,9 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     for a smaller error of the rest); u = x / p; c = e2m1(u); the correction S = <u, u> / <u, c>
     makes the block's projection on x exact, <x, c*p*S> = <x, x>. Only then is p*S split into a
     global scale and e4m3 scales, the latter by stochastic rounding, whose mean keeps S.
+
+    p goes to the nearest 4 bits. The authors' kernels cut toward zero, which clips more: an error
+    of 9.7e-3 on N(0,1) instead of 9.4e-3.
     """
     scheme, largest = blocks.scheme, blocks.largest()
     pseudo = keep_4_bits(largest * (1.0 / scheme.vmax))

@@ -99,7 +99,7 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 
 
 def serving(op: str, args: Sequence) -> Kernel:
-    """The kernel that runs op on these arguments (tensors may be fake): the first that serves them."""
+    """The kernel that runs op on these arguments (tensors may be fake): the first to serve them."""
     return next(k for k in kernels(op) if k.why_not(*args) is None)
 
 
