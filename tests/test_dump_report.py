@@ -155,7 +155,9 @@ def test_every_stage_is_written(tmp_path, inner):
     passes = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
         ("forward", "merge_seeds", 0),
+        ("forward", "pair_directions", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
+        ("backward", "pair_directions", 1),
     ]
 
 

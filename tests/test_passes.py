@@ -14,6 +14,7 @@ from q2compile.dump import readable
 from q2compile.passes import PASSES
 from q2compile.passes.manager import PassManager, source_hash
 from q2compile.passes.merge_seeds import merge_seeds_pass
+from q2compile.passes.pair_directions import pair_directions_pass
 from q2compile.passes.spec import GraphSpecError, check_spec
 
 q2 = torch.ops.q2
@@ -92,8 +93,8 @@ class TestMergeSeeds(TestCase):
 tangents_1: bf16[4, 64]
 randint_low: i64[2] = aten.randint.low(-9223372036854775808, 9223372036854775807, [2], dtype=torch.int64, device=device(type='cpu'))
 select_int: i64[] = aten.select.int(randint_low, 0, 0)
-neg_default: bf16[4, 64] = aten.neg(tangents_1)
 select_int_1: i64[] = aten.select.int(randint_low, 0, 1)
+neg_default: bf16[4, 64] = aten.neg(tangents_1)
 return (select_int, select_int_1)
 """,
         )
@@ -130,15 +131,84 @@ def test_a_graph_without_seeds_is_left_alone():
     assert merge_seeds_pass(gm.graph) == 0 and readable(gm) == before
 
 
+def both_directions(seeds_first=True, **changed):
+    """dgrad's and wgrad's quantisation of one gradient [32, 64]."""
+    b = Builder()
+    dy = b.placeholder("tangents_1", 32, 64)
+    x = b.placeholder("x", 32, 64) if changed.get("other") else dy
+    scheme, stream = changed.get("scheme", EDEN), changed.get("stream", 0)
+    first = b.call(q2.seed.default, dy, 0)
+    second = b.call(q2.seed.default, dy, 1) if seeds_first else None
+    row = b.outputs(b.call(q2.rht_quantize.default, dy, first, EDEN, "rht128", False, 0))
+    if second is None:
+        second = b.call(q2.seed.default, dy, 1)
+    direction = changed.get("transpose", True)
+    column = b.call(q2.rht_quantize.default, x, second, scheme, "rht128", direction, stream)
+    return b.done(*row, *b.outputs(column))
+
+
+class TestPairDirections(TestCase):
+    def test_golden(self):
+        gm = both_directions()
+        assert pair_directions_pass(gm.graph) == 1
+        gm.graph.lint()
+        self.assertExpectedInline(
+            readable(gm),
+            """\
+tangents_1: bf16[32, 64]
+seed_default: i64[] = q2.seed(tangents_1, 0)
+seed_default_1: i64[] = q2.seed(tangents_1, 1)
+rht_quantize_both_default: (u8[32, 64], f8e4m3fn[32, 8], f32[], u8[64, 64], f8e4m3fn[64, 8], f32[]) = q2.rht_quantize_both(tangents_1, seed_default, seed_default_1, 'nvfp4_ms_eden_pow2', 'rht128', 0)
+getitem_6: u8[32, 64] = getitem(rht_quantize_both_default, 0)
+getitem_7: f8e4m3fn[32, 8] = getitem(rht_quantize_both_default, 1)
+getitem_8: f32[] = getitem(rht_quantize_both_default, 2)
+getitem_9: u8[64, 64] = getitem(rht_quantize_both_default, 3)
+getitem_10: f8e4m3fn[64, 8] = getitem(rht_quantize_both_default, 4)
+getitem_11: f32[] = getitem(rht_quantize_both_default, 5)
+return (getitem_6, getitem_7, getitem_8, getitem_9, getitem_10, getitem_11)
+""",
+        )
+        assert pair_directions_pass(gm.graph) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seeds_first": False},  # the second seed is drawn only later: merge_seeds has not run
+        {"other": True},  # another tensor
+        {"scheme": "nvfp4_ms_eden"},
+        {"stream": 1},
+        {"transpose": False},  # the same direction twice
+    ],
+)
+def test_what_is_no_pair(changed):
+    gm = both_directions(**changed)
+    before = readable(gm)
+    assert pair_directions_pass(gm.graph) == 0 and readable(gm) == before
+
+
+def test_a_pair_computes_the_same_bits():
+    dy = torch.randn(32, 64, dtype=torch.bfloat16)
+    gm = both_directions()
+    torch.manual_seed(0)
+    single = gm(dy)
+    pair_directions_pass(gm.graph)
+    gm.recompile()
+    torch.manual_seed(0)
+    for one, other in zip(single, gm(dy), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
 def test_the_runner_records_every_pass_and_zero_matches_too():
     gm = backward_graph(3)
     manager = PassManager(Config())
     manager(gm.graph)
-    (record,) = manager.records
-    assert (record.graph, record.name, record.matches) == ("backward", "merge_seeds", 3)
-    assert record.ops == {"aten.randint.low": 1, "aten.select.int": 3, "q2.seed.default": -3}
+    merge, pair = manager.records
+    assert (merge.graph, merge.name, merge.matches) == ("backward", "merge_seeds", 3)
+    assert merge.ops == {"aten.randint.low": 1, "aten.select.int": 3, "q2.seed.default": -3}
+    assert (pair.name, pair.matches, pair.ops) == ("pair_directions", 0, {})
     manager(gm.graph)
-    assert (manager.records[1].matches, manager.records[1].ops) == (0, {})
+    assert (manager.records[2].matches, manager.records[2].ops) == (0, {})
 
 
 def test_a_pass_is_left_out_by_name():
@@ -163,7 +233,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     plain = PassManager(Config()).uuid()
     assert plain == PassManager(Config(dump="elsewhere")).uuid()
     assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
-    assert set(PASSES) == {"merge_seeds"}
+    assert list(PASSES) == ["merge_seeds", "pair_directions"]
 
 
 class TestSpec:

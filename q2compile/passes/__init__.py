@@ -12,9 +12,11 @@ from collections.abc import Callable
 from torch import fx
 
 from q2compile.passes.merge_seeds import merge_seeds_pass
+from q2compile.passes.pair_directions import pair_directions_pass
 
 Pass = Callable[[fx.Graph], int]
 
 PASSES: dict[str, Pass] = {
-    "merge_seeds": merge_seeds_pass,
+    "merge_seeds": merge_seeds_pass,  # first: it puts all seeds where a pair can use them
+    "pair_directions": pair_directions_pass,
 }

@@ -14,8 +14,8 @@ def merge_seeds_pass(graph: fx.Graph) -> int:
     before                              after
         s = q2.seed(dy, 0)                  seeds = aten.randint.low(-2**63, 2**63 - 1, [2])
         ...                                 s = aten.select(seeds, 0, 0)
-        t = q2.seed(dx, 1)                  ...
-                                            t = aten.select(seeds, 0, 1)
+        t = q2.seed(dx, 1)                  t = aten.select(seeds, 0, 1)
+                                            ...
 
     Precondition: the partitioner has run. The draw no longer hangs on a gradient, so before that it
     would be moved into the forward graph, and drawn a second time in the backward.
@@ -38,10 +38,10 @@ def merge_seeds_pass(graph: fx.Graph) -> int:
             )
             fake = first.meta["val"].new_empty(len(nodes))
             draw.meta = {"val": fake, "custom": first.meta.get("custom", {})}
-        for i, node in enumerate(sorted(nodes)):
-            with graph.inserting_before(node):
+            for i, node in enumerate(sorted(nodes)):
                 one = graph.call_function(torch.ops.aten.select.int, (draw, 0, i))
                 one.meta = {**node.meta, "val": fake.select(0, i)}
-            node.replace_all_uses_with(one)
+                node.replace_all_uses_with(one)
+        for node in nodes:
             graph.erase_node(node)
     return len(seeds)

@@ -3,7 +3,7 @@ is an error here: two operands of a GEMM with different signs give a gradient th
 
 from __future__ import annotations
 
-import operator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -17,11 +17,21 @@ class GraphSpecError(AssertionError):
     """
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """Where a gemm's operand comes from: saved by another graph or made here, rotated or not."""
+
+    saved: bool = False
+    rotated: bool = False
+    seed: Any = None
+    transform: Any = None
+    stream: Any = None
+
+
 def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = False) -> None:
     """Raise GraphSpecError if ``graph``, a "forward" or "backward" graph, breaks the rules:
 
-    1. seeds, and ops that take one, stand in backward graphs alone: a seed that the partitioner
-    moved
+    1. seeds, and ops that take one, stand in backward graphs alone: a seed that the partitioner put
        into the forward is drawn a second time in the backward (``random_forward``: a recipe draws
        one in the forward on purpose, and saves it);
     2. every q2.gemm's operands come each whole from one op (codes, scales, global scale), or from
@@ -30,56 +40,56 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
     4. a rotated operand whose partner the forward saved takes its signs from the forward too.
     """
     for node in q2_nodes(graph):
-        draws = is_q2(node, "seed") or named_arguments(node).get("seed") is not None
-        if kind == "forward" and draws and not random_forward:
+        args = named_arguments(node)
+        seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
+        if kind == "forward" and (seeds or is_q2(node, "seed")) and not random_forward:
             raise GraphSpecError(f"{when}: {node.format_node()} may not stand in a forward graph")
     for gemm in q2_nodes(graph, "gemm"):
         _check_gemm(gemm, kind, when)
 
 
 def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
-    operands = [_operand(gemm, gemm.args[i : i + 3], when) for i in (0, 3)]
-    a, b = (
-        named_arguments(o) if is_q2(o, "rht_quantize", "requantize") else None for o in operands
-    )
-    if a is not None and b is not None:
+    a, b = (_operand(gemm, gemm.args[i : i + 3], when) for i in (0, 3))
+    if a.rotated and b.rotated:
         for what in ("seed", "transform"):
-            if a[what] is not b[what] and a[what] != b[what]:
+            of_a, of_b = getattr(a, what), getattr(b, what)
+            if of_a is not of_b and of_a != of_b:
                 raise GraphSpecError(
-                    f"{when}: the operands of {gemm.name} have different {what}s ({a[what]}, "
-                    f"{b[what]}); their rotations do not cancel"
+                    f"{when}: the operands of {gemm.name} have different {what}s ({of_a}, {of_b}); "
+                    "their rotations do not cancel"
                 )
-        if a["seed"] is not None and a["stream"] == b["stream"]:
+        if a.seed is not None and a.stream == b.stream:
             raise GraphSpecError(
-                f"{when}: the operands of {gemm.name} draw the same coins, stream {a['stream']}"
+                f"{when}: the operands of {gemm.name} draw the same coins, stream {a.stream}"
             )
-        return
-    rotated = a or b
-    partner = operands[0] if a is None else operands[1]
-    if kind == "backward" and rotated and partner.op == "placeholder":
-        seed: Any = rotated["seed"]
-        if isinstance(seed, fx.Node) and seed.op != "placeholder":
+    for rotated, partner in ((a, b), (b, a)):
+        drawn_here = isinstance(rotated.seed, fx.Node) and rotated.seed.op != "placeholder"
+        if kind == "backward" and rotated.rotated and drawn_here and partner.saved:
             raise GraphSpecError(
                 f"{when}: an operand of {gemm.name} was rotated in the forward, and its partner "
-                f"with signs drawn here ({seed.name}); their rotations do not cancel"
+                f"with signs drawn here ({rotated.seed}); their rotations do not cancel"
             )
 
 
-def _operand(gemm: fx.Node, triple: Any, when: str) -> fx.Node:
-    """The op that made an operand's codes, scales and global scale, or a placeholder."""
-    codes, scales, global_scale = triple
-    if codes.op == "placeholder":
-        return codes
-    if is_q2(producer(codes), "transpose"):  # re-used codes: the global scale is the source's
-        return producer(codes)
-    sources = {producer(n) for n in triple}
-    outputs = [n.args[1] if n.target is operator.getitem else None for n in triple]
-    if len(sources) != 1 or outputs != [0, 1, 2]:
+def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
+    """What (codes, scales, global scale) are, from the op whose outputs they must be."""
+    if triple[0].op == "placeholder":
+        return _Operand(saved=True)
+    op = producer(triple[0])
+    if is_q2(op, "transpose"):  # re-used codes: their global scale is the source's
+        return _Operand()
+    outputs = [n.args[1] if producer(n) is op and n is not op else None for n in triple]
+    whole = {(0, 1, 2): "row_seed", (3, 4, 5): "col_seed"}.get(tuple(outputs))
+    if whole is None:
         raise GraphSpecError(
             f"{when}: an operand of {gemm.name} is pieced together from "
             f"{', '.join(n.name for n in triple)}"
         )
-    return sources.pop()
+    if not is_q2(op, "rht_quantize", "rht_quantize_both", "requantize"):
+        return _Operand()
+    args = named_arguments(op)
+    seed = args[whole] if is_q2(op, "rht_quantize_both") else args["seed"]
+    return _Operand(False, True, seed, args["transform"], args["stream"])
 
 
 def named_arguments(node: fx.Node) -> dict[str, object]:
