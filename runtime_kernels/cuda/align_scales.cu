@@ -1,6 +1,7 @@
 // Post-hoc range alignment: the second phase of MS-EDEN, on one value a block instead of sixteen.
 //
-//   worth    fp32 [n]: what a code of block i is worth, before `factor` (rotate_quantize.cu)
+//   worth    fp32 [n]: what a code of block i is worth, before `factor` (rotate_quantize.cu);
+//            Q2_INTERLEAVED: the order within eight is 0 4 1 5 2 6 3 7
 //   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1
 //   out      scales e4m3 [n], global_scale fp32
 //
@@ -11,7 +12,8 @@
 //            block i / 4
 //
 // All zeros: g = 1. NaN anywhere: g = NaN. One launch serves both directions of a matrix
-// (blockIdx.y). Bytes a block: 4 read, 1 written.
+// (blockIdx.y). A thread makes eight scales; its coins, which need nothing of phase 1, are drawn
+// while that is still running. Bytes a block: 4 read, 1 written.
 
 #include "numbers.cuh"
 
@@ -34,7 +36,6 @@ struct Params {
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
 
 constexpr int kThreads = 256;
-constexpr int kQuads = 4;  // of scales, a thread
 
 Q2_INLINE float largest_of(const Side& side) {
   __shared__ u32 of_warp[kThreads / 32];
@@ -88,46 +89,57 @@ Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
   return bytes;
 }
 
+// Worths of blocks i .. i + 7, of which n exist.
+Q2_INLINE void load_eight(const Side& side, long long i, int n, float (&x)[8]) {
+  if (n == 8) {
+    float4 v0 = *(const float4*)(side.worth + i), v1 = *(const float4*)(side.worth + i + 4);
+#if Q2_INTERLEAVED
+    x[0] = v0.x, x[4] = v0.y, x[1] = v0.z, x[5] = v0.w;
+    x[2] = v1.x, x[6] = v1.y, x[3] = v1.z, x[7] = v1.w;
+#else
+    x[0] = v0.x, x[1] = v0.y, x[2] = v0.z, x[3] = v0.w;
+    x[4] = v1.x, x[5] = v1.y, x[6] = v1.z, x[7] = v1.w;
+#endif
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = j < n ? side.worth[i + j] : 0.0f;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
-  long long first = blockIdx.x * (long long)(kThreads * kQuads) + threadIdx.x;  // of quads
-  uint4 coins[kQuads];
-  philox(*side.seed, first, kThreads, side.stream, COINS, coins);
+  long long octet = blockIdx.x * (long long)kThreads + threadIdx.x, i = 8 * octet;
+  int n = (int)max(min(side.count - i, 8ll), 0ll);
+  uint4 coins[2];
+  philox(*side.seed, 2 * octet, 1, side.stream, COINS, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
+  float x[8];
+  load_eight(side, i, n, x);
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
   float global_scale = global_scale_of(largest_of(side) * factor);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    long long i = (first + q * kThreads) * 4;
-    int n = (int)min(side.count - i, 4ll);
-    if (n <= 0) return;
-    float x[4];
-    if (n == 4) {
-      float4 v = *(const float4*)(side.worth + i);
-      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] = j < n ? side.worth[i + j] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < 8; ++j) {
 #if Q2_POW2
-      x[j] = x[j] * factor * inverse;  // exact, as the quotient would be
+    x[j] = x[j] * factor * inverse;  // exact, as the quotient would be
 #else
-      x[j] = __fdiv_rn(x[j] * factor, global_scale);
+    x[j] = __fdiv_rn(x[j] * factor, global_scale);
 #endif
-      x[j] = fminf(x[j], 448.0f);
-    }
-    u32 bytes = stochastic_e4m3x4(x, coins[q]);
-    if (n == 4) {
-      *(u32*)(side.scales + i) = bytes;
-    } else {
+    x[j] = fminf(x[j], 448.0f);
+  }
+  u32 bytes[2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (j < n) side.scales[i + j] = (u8)(bytes >> (8 * j));
-    }
+  for (int q = 0; q < 2; ++q) {
+    float quad[4] = {x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]};
+    bytes[q] = stochastic_e4m3x4(quad, coins[q]);
+  }
+  if (n == 8) {
+    *(uint2*)(side.scales + i) = {bytes[0], bytes[1]};
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < n) side.scales[i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
   }
 }

@@ -16,7 +16,7 @@
 // way into shared memory while this one is worked on. A thread holds 64 elements, always four whole
 // blocks of 16: half a row of a tile, or a quarter of each of two columns. Bits 0-3 of an element's
 // place in a chunk of 128 count within a block, so that butterflies of h = 1, 2, 4, 8 stay in
-// registers. Along rows so do h = 32, 64, and h = 16 goes between two lanes; along columns so does
+// registers. Along rows so do h = 16, 64, and h = 32 goes between two lanes; along columns so does
 // h = 64, and h = 16, 32 go between four lanes. Blocks are worked on in pairs.
 //
 // Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
@@ -75,14 +75,17 @@ struct __align__(16) Masks {
 };
 __shared__ Masks masks;
 
-// 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (piece * 16 ^ twist(row)).
-// The twist spreads over all banks what eight lanes take at once: 8 pieces of a row in loading;
-// along rows every other block of four rows; along columns 2 (of fp32: 4) pieces of rows 16 apart.
-// twist(a ^ b) == twist(a) ^ twist(b), so that of an address only its exclusive or with a constant
-// changes in an unrolled loop.
+// 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
+// twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
+// loading; along rows one piece of every other pair of blocks of four rows; along columns 2 (of
+// fp32: 4) pieces of rows 16 apart. Both are linear over exclusive or, so that of an address only
+// its exclusive or with a constant changes in an unrolled loop.
 constexpr Q2_INLINE u32 twist(int row) {
-  return 16 * (kBytes == 2 ? (row & 1) | (row >> 4 & 1) << 1 | ((row >> 1 ^ row >> 5) & 1) << 2
+  return 16 * (kBytes == 2 ? (row & 1) | ((row >> 1 ^ row >> 4) & 1) << 1 | (row >> 5 & 1) << 2
                            : (row & 3) | (row >> 4 & 1) << 2);
+}
+constexpr Q2_INLINE u32 slot(int piece) {
+  return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -119,10 +122,10 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 }
 
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared, u64 policy) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  u32 target = row * kRowBytes + (piece * 16 ^ twist(row));
+  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
   const u8* source =
       (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
   long long step = kRowStep * p.pitch * kBytes;
@@ -130,14 +133,14 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
   if (kVectors && whole) {
 #pragma unroll
     for (int r = 0; r < kTileRows; r += kRowStep, source += step)
-      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source);
+      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source, policy);
   } else {
     int cols_left = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
       int n = tile.row + row + r < p.rows ? cols_left : 0;
       u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
-      if (kVectors && n == kPerPiece) copy_async(to, source);
+      if (kVectors && n == kPerPiece) copy_async(to, source, policy);
       else fetch_few(to, source, n);
     }
   }
@@ -171,14 +174,14 @@ Q2_INLINE void expand_codes(const Share& share, u8* shared) {
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
     int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
-    u32 target = row * kRowBytes + (block * 32 ^ twist(row));
+    u32 target = row * kRowBytes + (slot(2 * block) ^ twist(row));
     u32 scale = mul_f16x2(e4m3x2_to_f16x2(share.scales[s] * 0x101u), 0x58005800u);  // 0x5800: 2^7
     if (kSigned) scale ^= masks.along_cols[row];
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       e2m1x8_to_f16x2(half ? share.codes[s].y : share.codes[s].x, words);
-      *(uint4*)(shared + (target ^ half * 16)) = {
+      *(uint4*)(shared + (target ^ slot(half))) = {
           mul_f16x2(words[0], scale), mul_f16x2(words[1], scale), mul_f16x2(words[2], scale),
           mul_f16x2(words[3], scale)};
     }
@@ -251,18 +254,23 @@ Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
   }
 }
 
-// Results of one row of the output from block `block` on.
+// Where the results for one row of the output go, from block `block` on. The worths of a chunk of
+// 128 lie in the order 0 4 1 5 2 6 3 7, so that what a lane has of them lies side by side, and
+// lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
+// here.
 struct Target {
   u8* codes;
   float* worth;
   int left;  // blocks that exist from here on
 };
+constexpr bool kInterleaved = kSize == 128;
 
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
   long long at = (long long)row * out.blocks + block;
   return {out.codes + at * 8, out.worth + at, row < out.rows ? out.blocks - block : 0};
 }
 
+// One block, where chunks are shorter than 128.
 Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], float worth,
                      u32& largest) {
   if (ahead < target.left) {
@@ -272,12 +280,16 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], flo
   }
 }
 
-// Two lanes for each row of the tile. Of 8 blocks a lane has those with its own parity: group g,
-// half h is block lane % 2 + 2 g + 4 h. Pairs: halves, elements 64 apart.
+Q2_INLINE u32 largest_of(Pair worth) {
+  return max(__float_as_uint(worth.a), __float_as_uint(worth.b));
+}
+
+// Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
+// 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared, u32& largest) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
-  int row = threadIdx.x / 2, parity = threadIdx.x % 2;
-  u32 source = row * kRowBytes + (parity * kPieces * 16 ^ twist(row));
+  int row = threadIdx.x / 2, side = threadIdx.x % 2;
+  u32 source = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
   Pair x[2][16];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -286,9 +298,9 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
       u32 words[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int piece = (2 * group + 4 * half) * kPieces + i;  // but for the parity
-        uint4 v = *(const uint4*)(shared + (source ^ piece * 16));
-        uint4 m = kSigned ? ((const uint4*)masks.along_rows)[parity * kPieces + piece]
+        int piece = (group + 4 * half) * kPieces + i;  // but for the side
+        uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
+        uint4 m = kSigned ? ((const uint4*)masks.along_rows)[2 * side * kPieces + piece]
                           : uint4{0, 0, 0, 0};
         words[half][0] = v.x ^ m.x, words[half][1] = v.y ^ m.y;
         words[half][2] = v.z ^ m.z, words[half][3] = v.w ^ m.w;
@@ -307,20 +319,34 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
       }
     }
     butterflies(x[group]);
-    if (kSize > 16) butterfly_across(x[group], 1);
   }
-  if (kSize > 32) butterfly_between(x);
-  Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock + parity);
+  if (kSize > 16) butterfly_between(x);
+  u32 codes[2][2][2];  // group, half
+  Pair worth[2];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
+    if (kSize > 32) butterfly_across(x[group], 1);
     if (kSize > 64) {
 #pragma unroll
       for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
     }
-    u32 codes[2][2];
-    Pair worth = ms_eden(x[group], codes);
-    store(target, 2 * group, codes[0], worth.a, largest);
-    store(target, 2 * group + 4, codes[1], worth.b, largest);
+    worth[group] = ms_eden(x[group], codes[group]);
+  }
+  Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock);
+  if constexpr (kInterleaved) {
+    if (target.left <= 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {codes[0][half][0], codes[0][half][1],
+                                                             codes[1][half][0], codes[1][half][1]};
+    *(float4*)(target.worth + 4 * side) = {worth[0].a, worth[0].b, worth[1].a, worth[1].b};
+    largest = max(largest, max(largest_of(worth[0]), largest_of(worth[1])));
+  } else {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      store(target, 2 * side + group, codes[group][0], worth[group].a, largest);
+      store(target, 2 * side + group + 4, codes[group][1], worth[group].b, largest);
+    }
   }
 }
 
@@ -330,7 +356,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
   constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
-  u32 source = 16 * quarter * kRowBytes + (piece * 16 ^ twist(16 * quarter)) + within;
+  u32 source = 16 * quarter * kRowBytes + (slot(piece) ^ twist(16 * quarter)) + within;
   Pair x[2][16];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -361,14 +387,26 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   // The columns of a pair: neighbours, or 4 apart in expand_codes' order.
   int first = tile.col + 16 * warp + (kSource == NVFP4 ? pair / 4 * 8 + pair % 4 : 2 * pair);
   int second = first + (kSource == NVFP4 ? 4 : 1);
-  Target targets[2] = {target_at(p.along_cols, first, tile.row / kBlock + quarter),
-                       target_at(p.along_cols, second, tile.row / kBlock + quarter)};
+  u32 codes[2][2][2];  // group, column
+  Pair worth[2];
 #pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    u32 codes[2][2];
-    Pair worth = ms_eden(x[group], codes);
-    store(targets[0], 4 * group, codes[0], worth.a, largest);
-    store(targets[1], 4 * group, codes[1], worth.b, largest);
+  for (int group = 0; group < 2; ++group) worth[group] = ms_eden(x[group], codes[group]);
+#pragma unroll
+  for (int column = 0; column < 2; ++column) {
+    Target target = target_at(p.along_cols, column ? second : first, tile.row / kBlock);
+    float2 both_groups = column ? float2{worth[0].b, worth[1].b} : float2{worth[0].a, worth[1].a};
+    if constexpr (kInterleaved) {
+      if (target.left <= 0) continue;
+#pragma unroll
+      for (int group = 0; group < 2; ++group)
+        *(uint2*)(target.codes + (quarter + 4 * group) * 8) = {codes[group][column][0],
+                                                               codes[group][column][1]};
+      *(float2*)(target.worth + 2 * quarter) = both_groups;
+      largest = max(largest, largest_of(Pair{both_groups.x, both_groups.y}));
+    } else {
+      store(target, quarter, codes[0][column], both_groups.x, largest);
+      store(target, quarter + 4, codes[1][column], both_groups.y, largest);
+    }
   }
 }
 
@@ -388,11 +426,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   allow_next_kernel();  // phase 2 waits for the end of this one before it reads its results
   u32 largest_along_rows = 0, largest_along_cols = 0;
   int index = blockIdx.x;
+  const u64 policy = passing_policy();  // x is read once; the worths are wanted again
   const Walk walk(p);
   Tile tile = walk.first(), next;
   Share share;  // NVFP4: the next tile on its way; plain elements travel straight to shared memory
   if (kSource == NVFP4) fetch_codes(p, tile, share);
-  else fetch_elements(p, tile, shared_tiles);
+  else fetch_elements(p, tile, shared_tiles, policy);
   if (kSigned) make_masks(p);
   if (kSource == NVFP4) __syncthreads();  // expand_codes reads the masks
   for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next) {
@@ -404,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       if (more) fetch_codes(p, next, share);
     } else if (kStages == 2) {
       stage ^= 1;
-      if (more) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
+      if (more) fetch_elements(p, next, shared_tiles + stage * kTileBytes, policy);
       if (more) await_copies<1>();
       else await_copies<0>();
     } else {
@@ -414,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (kRows) quantize_along_rows(p, tile, current, largest_along_rows);
     if (kCols) quantize_along_cols(p, tile, current, largest_along_cols);
     __syncthreads();
-    if (kSource == F32 && more) fetch_elements(p, next, shared_tiles);
+    if (kSource == F32 && more) fetch_elements(p, next, shared_tiles, policy);
   }
   if (kRows) {
     u32 largest = block_largest(largest_along_rows);

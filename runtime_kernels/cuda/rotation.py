@@ -27,7 +27,7 @@ _NVFP4 = 3
 _ELEMENT_BYTES = (2, 2, 4, 2)
 _STAGES = (2, 2, 1, 1)
 _TILE = 128
-_SCALES_PER_BLOCK = 256 * 16  # of a thread block of phase 2
+_SCALES_PER_BLOCK = 256 * 8  # of a thread block of phase 2
 # The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPii"
 _ROTATE = f"PP{_OUTPUT}{_OUTPUT}qiiiiii"
@@ -63,9 +63,16 @@ def rotate_launch(
 
 
 @functools.cache
-def align_launch(pow2: bool) -> Launch:
-    """Phase 2."""
-    return launch("align_scales.cu", _ALIGN, threads=256, overlaps=True, Q2_POW2=int(pow2))
+def align_launch(pow2: bool, interleaved: bool) -> Launch:
+    """Phase 2. interleaved: of chunks of 128."""
+    return launch(
+        "align_scales.cu",
+        _ALIGN,
+        threads=256,
+        overlaps=True,
+        Q2_POW2=int(pow2),
+        Q2_INTERLEAVED=int(interleaved),
+    )
 
 
 def _shape(rows: bool, cols: bool) -> tuple[int, int]:
@@ -172,8 +179,13 @@ class _Side(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Scales, and numbers in the workspace between the phases."""
+        """Scales."""
         return self.rows * self.blocks
+
+    @property
+    def room(self) -> int:
+        """Numbers in the workspace between the phases: the next side begins on 16 bytes."""
+        return ceil_div(self.count, 4) * 4
 
 
 class _Plan(NamedTuple):
@@ -212,18 +224,19 @@ def _plan(
         _Side(m, padded(k, spec, rotation) // spec.width) if along_rows else None,
         _Side(k, padded(m, spec, rotation) // spec.width) if along_cols else None,
     )
-    counts = [side.count for side in sides if side]
+    present = [side for side in sides if side]
+    room = sum(side.room for side in present)
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
     signed = rotation.signs != "none"
     return _Plan(
         rotate_launch(source, rotation.size, signed, along_rows, along_cols, vectors),
-        align_launch(spec.global_scale == "pow2"),
+        align_launch(spec.global_scale == "pow2", rotation.size == 128),
         tiles,
         across,
         parts,
-        sum(counts),
-        sum(counts) + parts * len(counts),
-        (max(1, ceil_div(max(counts), _SCALES_PER_BLOCK)), len(counts)),
+        room,
+        room + parts * len(present),
+        (max(1, ceil_div(max(s.count for s in present), _SCALES_PER_BLOCK)), len(present)),
         sides,
         # The kernel works on an nvfp4 source's code * scale * 2^-7.
         rotation.norm * (128 if source == _NVFP4 else 1),
@@ -263,7 +276,7 @@ def _run(
         outputs += (codes.data_ptr(), worth, largest, signs_at, side.rows, side.blocks)
         ends += (worth, largest, seed_at, scales.data_ptr(), global_scale.data_ptr())
         ends += (side.count, stream, plan.parts)
-        worth, largest = worth + 4 * side.count, largest + 4 * plan.parts
+        worth, largest = worth + 4 * side.room, largest + 4 * plan.parts
     if len(results) == 1:
         ends += _NO_SIDE
     walk = (plan.tiles, plan.tiles_across)

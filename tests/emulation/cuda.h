@@ -21,7 +21,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
 struct uint3 {
@@ -29,6 +29,9 @@ struct uint3 {
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
