@@ -123,7 +123,7 @@ _SR64 = "rht64>mxfp4_sr"
 RECIPES = {
     r.name: r
     for r in [
-        # Quartet II (arXiv 2601.22813 v2, section 4 and algorithm 1).
+        # Quartet II (arXiv 2601.22813 v2).
         #   y  = Q46(x) Q46(w)ᵀ
         #   dx = Qeden(dy H) Qeden(Q46(w)ᵀ H)ᵀ       RHT-128 along N
         #   dw = Qeden(dyᵀ H) Qeden(Q46(x)ᵀ H)ᵀ      RHT-128 along T
@@ -145,7 +145,7 @@ RECIPES = {
             dgrad="nvfp4_sr @ reuse>nvfp4_16x16",
             wgrad="rht16>nvfp4_sr @ forward>rht16>nvfp4",
         ),
-        # Quartet (arXiv 2505.14669 v4, section 4 and algorithm 1). The 3/4 of RTN 3/4 comes back in
+        # Quartet (arXiv 2505.14669 v4). The 3/4 of RTN 3/4 comes back in
         # the operands' global scale, 4/3 each, so alpha is 16/9.
         #   y  = Qq(x H) Qq(w H)ᵀ                    H32 without signs along K, QuEST
         #   dx = (Mx ∘ (Q34(dy H) Q34(Qq(wH)ᵀ H)ᵀ)) H⁻¹      RHT-32 along N
@@ -156,7 +156,7 @@ RECIPES = {
             dgrad="rht32>mxfp4_rtn34 @ requantize>rht32>mxfp4_rtn34",
             wgrad="rht32>mxfp4_rtn34 @ requantize>rht32>mxfp4_rtn34",
         ),
-        # "Training LLMs with MXFP4" (arXiv 2502.20586, section 4, algorithm 3).
+        # "Training LLMs with MXFP4" (arXiv 2502.20586).
         #   y  = x wᵀ
         #   dx = Qsr34(dy H) Qsr34(wᵀ H)ᵀ            RHT-64 along N
         #   dw = Qsr34(dyᵀ H) Qsr34(xᵀ H)ᵀ           RHT-64 along T

@@ -32,10 +32,10 @@ def pair_directions_pass(graph: fx.Graph) -> int:
     pairs = 0
     for node in list(q2_nodes(graph, "rht_quantize")):
         args = named_arguments(node)
-        key = (args["x"], args["scheme"], args["transform"], args["stream"])
-        partner = waiting.pop((*key, not args["transpose"]), None)
+        alike = (args["x"], args["scheme"], args["transform"], args["stream"])
+        partner = waiting.pop((alike, not args["transpose"]), None)
         if partner is None:
-            waiting[(*key, args["transpose"])] = node
+            waiting[(alike, args["transpose"])] = node
         elif isinstance(args["seed"], fx.Node) and args["seed"] < partner:
             _replace(graph, first=partner, second=node)
             pairs += 1
@@ -46,11 +46,12 @@ def _replace(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
     """Put one op in the place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
     row, column = (second, first) if named_arguments(first)["transpose"] else (first, second)
     args: dict[str, Any] = named_arguments(row)
-    seeds = (args["seed"], named_arguments(column)["seed"])
+    column_seed: Any = named_arguments(column)["seed"]
     with graph.inserting_before(first):
         both = graph.call_function(
             torch.ops.q2.rht_quantize_both.default,
-            (args["x"], *seeds, args["scheme"], args["transform"], args["stream"]),  # type: ignore[arg-type]
+            (args["x"], args["seed"], column_seed)
+            + (args["scheme"], args["transform"], args["stream"]),
         )
         both.meta = {**first.meta, "val": (*row.meta["val"], *column.meta["val"])}
         for node, offset in ((row, 0), (column, 3)):

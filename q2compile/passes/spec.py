@@ -79,7 +79,7 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     if is_q2(op, "transpose"):  # re-used codes: their global scale is the source's
         return _Operand()
     outputs = [n.args[1] if producer(n) is op and n is not op else None for n in triple]
-    whole = {(0, 1, 2): "row_seed", (3, 4, 5): "col_seed"}.get(tuple(outputs))
+    whole = {"[0, 1, 2]": "row_seed", "[3, 4, 5]": "col_seed"}.get(str(outputs))
     if whole is None:
         raise GraphSpecError(
             f"{when}: an operand of {gemm.name} is pieced together from "
