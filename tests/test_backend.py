@@ -147,6 +147,16 @@ def test_graphs_of_a_block(tmp_path):
     assert graphs.text("4_after_passes_backward").count("aten.randint.low") == 1
 
 
+def test_an_inference_graph_shares_quantisations_too(tmp_path):
+    """Trap: AOTAutograd does no CSE in inference graphs."""
+    model, x = model_and_input()
+    with torch.no_grad():
+        torch.compile(model, backend="quartet2", options={**EAGER, "dump": str(tmp_path)})(x)
+    graphs = Graphs(tmp_path)
+    assert graphs.ops("2_forward")["q2.quantize"] == 14
+    assert graphs.ops("4_after_passes_forward") == {"q2.quantize": 11, "q2.gemm": 7}
+
+
 def test_salts_keep_equal_layers_apart(tmp_path):
     """Trap: two equal layers that receive the same gradient drew the same coins, because CSE merges
     seeds with equal arguments. Here both get dy itself."""

@@ -154,8 +154,10 @@ def test_every_stage_is_written(tmp_path, inner):
         assert "q2.requantize" in source
     passes = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
+        ("forward", "share_operands", 0),
         ("forward", "merge_seeds", 0),
         ("forward", "pair_directions", 0),
+        ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
     ]

@@ -15,6 +15,7 @@ from q2compile.passes import PASSES
 from q2compile.passes.manager import PassManager, source_hash
 from q2compile.passes.merge_seeds import merge_seeds_pass
 from q2compile.passes.pair_directions import pair_directions_pass
+from q2compile.passes.share_operands import share_operands_pass
 from q2compile.passes.spec import GraphSpecError, check_spec
 
 q2 = torch.ops.q2
@@ -131,6 +132,57 @@ def test_a_graph_without_seeds_is_left_alone():
     assert merge_seeds_pass(gm.graph) == 0 and readable(gm) == before
 
 
+def two_linears(scheme="nvfp4_46_pow2", shape=(-1, 64), returned=False):
+    """gate and up of an inference graph: two quantisations of one x [2, 8, 64]."""
+    b = Builder()
+    x = b.placeholder("x", 2, 8, 64)
+    quantised, views = [], []
+    for s, sizes in (("nvfp4_46_pow2", (-1, 64)), (scheme, shape)):
+        views.append(b.call(torch.ops.aten.reshape.default, x, sizes))
+        q = b.call(q2.quantize.default, views[-1], None, None, s, 0)
+        quantised.append(b.outputs(q))
+    gemms = []
+    for q, s in zip(quantised, ("nvfp4_46_pow2", scheme), strict=True):
+        gemms.append(b.call(q2.gemm.default, *q, *q, None, s, s, torch.bfloat16))
+    return b.done(*gemms, *(views if returned else ()))
+
+
+class TestShareOperands(TestCase):
+    def test_golden(self):
+        gm = two_linears()
+        assert share_operands_pass(gm.graph) == 1
+        gm.graph.lint()
+        self.assertExpectedInline(
+            readable(gm),
+            """\
+x: bf16[2, 8, 64]
+reshape_default: bf16[16, 64] = aten.reshape(x, (-1, 64))
+quantize_default: (u8[16, 32], f8e4m3fn[16, 4], f32[]) = q2.quantize(reshape_default, None, None, 'nvfp4_46_pow2', 0)
+getitem: u8[16, 32] = getitem(quantize_default, 0)
+getitem_1: f8e4m3fn[16, 4] = getitem(quantize_default, 1)
+getitem_2: f32[] = getitem(quantize_default, 2)
+gemm_default: bf16[16, 16] = q2.gemm(getitem, getitem_1, getitem_2, getitem, getitem_1, getitem_2, None, 'nvfp4_46_pow2', 'nvfp4_46_pow2', torch.bfloat16)
+gemm_default_1: bf16[16, 16] = q2.gemm(getitem, getitem_1, getitem_2, getitem, getitem_1, getitem_2, None, 'nvfp4_46_pow2', 'nvfp4_46_pow2', torch.bfloat16)
+return (gemm_default, gemm_default_1)
+""",
+        )
+        assert share_operands_pass(gm.graph) == 0
+
+
+@pytest.mark.parametrize(
+    "other", [{"scheme": "nvfp4_pow2"}, {"shape": (32, 32)}, {"returned": True}]
+)
+def test_what_is_not_shared(other):
+    gm = two_linears(**other)
+    assert share_operands_pass(gm.graph) == 0
+    assert readable(gm).count("q2.quantize(") == 2
+
+
+def test_quantisations_with_other_coins_are_not_shared():
+    gm = both_directions(stream=1, transpose=False)
+    assert share_operands_pass(gm.graph) == 0
+
+
 def both_directions(seeds_first=True, **changed):
     """dgrad's and wgrad's quantisation of one gradient [32, 64]."""
     b = Builder()
@@ -203,19 +255,19 @@ def test_the_runner_records_every_pass_and_zero_matches_too():
     gm = backward_graph(3)
     manager = PassManager(Config())
     manager(gm.graph)
-    merge, pair = manager.records
+    _, merge, pair = manager.records
     assert (merge.graph, merge.name, merge.matches) == ("backward", "merge_seeds", 3)
     assert merge.ops == {"aten.randint.low": 1, "aten.select.int": 3, "q2.seed.default": -3}
     assert (pair.name, pair.matches, pair.ops) == ("pair_directions", 0, {})
     manager(gm.graph)
-    assert (manager.records[2].matches, manager.records[2].ops) == (0, {})
+    assert all((r.matches, r.ops) == (0, {}) for r in manager.records[3:])
 
 
 def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PassManager(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert manager.records[0].note == "disabled"
+    assert [r.note for r in manager.records] == ["", "disabled", ""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -233,7 +285,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     plain = PassManager(Config()).uuid()
     assert plain == PassManager(Config(dump="elsewhere")).uuid()
     assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
-    assert list(PASSES) == ["merge_seeds", "pair_directions"]
+    assert list(PASSES) == ["share_operands", "merge_seeds", "pair_directions"]
 
 
 class TestSpec:

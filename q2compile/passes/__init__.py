@@ -13,10 +13,12 @@ from torch import fx
 
 from q2compile.passes.merge_seeds import merge_seeds_pass
 from q2compile.passes.pair_directions import pair_directions_pass
+from q2compile.passes.share_operands import share_operands_pass
 
 Pass = Callable[[fx.Graph], int]
 
 PASSES: dict[str, Pass] = {
-    "merge_seeds": merge_seeds_pass,  # first: it puts all seeds where a pair can use them
-    "pair_directions": pair_directions_pass,
+    "share_operands": share_operands_pass,
+    "merge_seeds": merge_seeds_pass,
+    "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
 }

@@ -1,0 +1,61 @@
+"""One quantisation of what several matmuls share: x of q, k and v, x of gate and up."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from q2compile.passes.graphs import is_q2
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+# What stands between a tensor and its quantisation. All of these are functions of their arguments.
+_BETWEEN = frozenset(
+    [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
+    + [_aten._to_copy.default, _prims.convert_element_type.default, operator.getitem]
+)
+_QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "requantize", "transpose")
+
+
+def share_operands_pass(graph: fx.Graph) -> int:
+    """Equal quantisations become one. AOTAutograd does this for training graphs, and for inference
+    graphs nobody does.
+
+    before                                          after
+        u = reshape(x, [-1, 64])                        u = reshape(x, [-1, 64])
+        a = quantize(u, None, None, S, 0)               a = quantize(u, None, None, S, 0)
+        v = reshape(x, [-1, 64])
+        b = quantize(v, None, None, S, 0)
+        gemm(a[0], a[1], a[2], ...)                     gemm(a[0], a[1], a[2], ...)
+        gemm(b[0], b[1], b[2], ...)                     gemm(a[0], a[1], a[2], ...)
+
+    Precondition: the graph is functional, as AOTAutograd makes it. Views that the graph returns are
+    left, since the caller may tell their aliases apart.
+
+    Exact: what is merged are functions of equal arguments, the seed among them where there is one.
+    """
+    seen: dict[Any, fx.Node] = {}
+    merged = 0
+    returned = set(graph.output_node().all_input_nodes)
+    for node in list(graph.nodes):
+        quantizes = is_q2(node, *_QUANTIZING)
+        if node in returned or not (quantizes or node.target in _BETWEEN):
+            continue
+        key = _key((node.target, node.args, sorted(node.kwargs.items())))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            merged += quantizes
+    return merged
+
+
+def _key(value: Any) -> Any:
+    """``value`` with its lists and mappings as tuples, so that it can be looked up."""
+    if isinstance(value, list | tuple):
+        return tuple(_key(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _key(v)) for k, v in value.items())
+    return value
