@@ -8,6 +8,7 @@ global scale is folded in for nothing.
 """
 
 import functools
+import importlib.util
 
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
@@ -22,6 +23,8 @@ from q2compile.runtime_kernels.schemes import Scheme, get_scheme
 
 BF16 = "cuda_bf16"
 FP4 = "cublaslt_fp4"
+TRITON = "triton_fp4"
+_DOT_SCALED = ((10, 0), (10, 3), (12, 0))
 THREADS = 256
 
 
@@ -50,16 +53,50 @@ def gemm_bf16(
     return finished(out, None if folds else a_global * b_global, bias, dtype)
 
 
+def _refuses_triton(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> str | None:
+    index = a_codes.device.index
+    capability = torch.cuda.get_device_capability(index)
+    if capability not in _DOT_SCALED:
+        return "tl.dot_scaled works on compute capability 10.0, 10.3 and 12.0"
+    if not _has_triton():
+        return "Triton is not installed"
+    return _two_formats(a_scheme, b_scheme) or refusal("gemm", TRITON, index)
+
+
+# Before cuBLASLt's in this file, so after it in the order in which they are tried.
+@kernel("gemm", TRITON, device_type="cuda", refuses=_refuses_triton)
+def gemm_triton(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> torch.Tensor:
+    """See gemm/op.py, gemm/triton.py."""
+    from q2compile.runtime_kernels.gemm.triton import gemm_fp4
+
+    a_spec, b_spec = checked(
+        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
+    )
+    a, b = (a_codes, a_scales, a_global), (b_codes, b_scales, b_global)
+    return gemm_fp4(a, b, bias, a_spec, b_spec, dtype)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _two_formats(a_scheme: str, b_scheme: str) -> str | None:
+    formats = get_scheme(a_scheme).format, get_scheme(b_scheme).format
+    return None if formats[0] == formats[1] else f"one operand is {formats[0]}, one {formats[1]}"
+
+
 def _refuses_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
     if torch.cuda.get_device_capability(index)[0] < 10:
         return "fp4 tensor cores begin with compute capability 10.0"
-    formats = get_scheme(a_scheme).format, get_scheme(b_scheme).format
-    if formats[0] != formats[1]:
-        return f"one operand is {formats[0]}, the other {formats[1]}"
-    return refusal("gemm", FP4, index)
+    return _two_formats(a_scheme, b_scheme) or refusal("gemm", FP4, index)
 
 
 @kernel("gemm", FP4, device_type="cuda", refuses=_refuses_fp4)
