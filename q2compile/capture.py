@@ -144,6 +144,14 @@ class _Call:
             return self.left(why, parameter)
         return Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
 
+    def weight(self) -> nn.Parameter | None:
+        """The first parameter of two or more dimensions among the arguments."""
+        for argument in tree_leaves((self.node.args, self.node.kwargs)):
+            parameter = self.scope.parameter(argument)
+            if parameter is not None and parameter.ndim >= 2:
+                return parameter
+        return None
+
 
 def _unusable(x: Any, w: Any) -> str:
     """Why activation x and weight w can't be operands here; "" if they can."""
@@ -174,7 +182,7 @@ def _matmul(call: _Call) -> Matmul | Left:
     """x @ p, or p @ x as (xᵀ pᵀ)ᵀ; as addmm with a 1-D bias, or another summand added after."""
     a, b, summand = call.args["a"], call.args["b"], call.args.get("input")
     if summand is not None and (call.args.get("beta", 1), call.args.get("alpha", 1)) != (1, 1):
-        return call.left("addmm with beta or alpha other than 1")
+        return call.left("addmm with beta or alpha other than 1", call.weight())
     left, right = call.scope.parameter(a), call.scope.parameter(b)
     if left is not None and right is not None:
         return call.left("parameter × parameter: no activation to quantise", right)
@@ -204,7 +212,7 @@ def _einsum(call: _Call) -> Matmul | Left:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
-        return call.left("einsum of other than two operands with an equation")
+        return call.left("einsum of other than two operands with an equation", call.weight())
     flags = [call.scope.parameter(o) for o in operands]
     if flags[0] is None and flags[1] is None:
         return call.left("activation × activation")
@@ -259,7 +267,7 @@ _Handler = Callable[[_Call], Matmul | Left]
 
 
 def _never(why: str) -> _Handler:
-    return lambda call: call.left(why)
+    return lambda call: call.left(why, call.weight())
 
 
 # name shown, the targets that mean it, names of the positional arguments, handler
@@ -287,7 +295,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         "attention",
         (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default),
         (),
-        _never("attention: activation × activation"),
+        lambda call: call.left("attention: activation × activation"),
     ),
     ("bilinear", (F.bilinear,), (), _never("bilinear: three operands")),
     (
@@ -306,6 +314,13 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         (),
         _never("grouped matmul of expert weights"),
     ),
+    (
+        "recurrent",
+        (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+        + (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+        (),
+        _never("a recurrent layer: its matmuls are inside one call"),
+    ),
 ]
 _SPELLINGS = {
     target: (name, arguments, handler)
@@ -323,8 +338,10 @@ def _call_of(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
             why = "a module call that Dynamo did not inline; set inline_inbuilt_nn_modules=True"
             return _Call(scope, node, "linear", {}), lambda call: call.left(why, module.weight)
         return None
-    if node.op not in ("call_function", "call_method") or node.target not in _SPELLINGS:
+    if node.op not in ("call_function", "call_method"):
         return None
+    if node.target not in _SPELLINGS:
+        return _foreign_call(scope, node)
     spelling, names, handler = _SPELLINGS[node.target]
     positional = node.args
     if handler is _einsum and len(positional) > 2:
@@ -341,6 +358,29 @@ def _call_of(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
     if scope.opaque:
         return call, _never(scope.opaque)
     return call, handler
+
+
+def _foreign_call(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
+    """A custom op that takes an activation and a weight may multiply them: Hugging Face's
+    ``transformers::grouped_mm_fallback`` does. One that takes a weight alone (an all-gather) or
+    integers with it (a look-up) does not.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return None
+    name = str(node.target)
+    if name.partition(".")[0] in ("aten", "prims"):
+        return None
+    call = _Call(scope, node, name, {})
+    takes_activation = any(
+        isinstance(argument, fx.Node)
+        and isinstance(argument.meta.get("example_value"), torch.Tensor)
+        and example(argument).is_floating_point()
+        and scope.parameter(argument) is None
+        for argument in tree_leaves((node.args, node.kwargs))
+    )
+    if not takes_activation or call.weight() is None:
+        return None
+    return call, _never(f"{name} is a custom op: what it does with its weight is not known")
 
 
 # ---- the walk

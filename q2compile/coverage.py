@@ -54,8 +54,9 @@ class Coverage:
             "not seen: no compiled graph holds it so far; a graph break in a Python loop, "
             "torch.compiler.disable or a branch not taken keeps code from the backend"
         )
+        policy = self.config.resolved_policy
         return [
-            Row(name, ("T", *shape), why=why)
+            Row(name, ("T", *shape), why=why, wanted=policy.resolve(name)[0].quantises)
             for name, shape in expected_sites(root).items()
             if name not in self.seen
         ]
@@ -86,7 +87,8 @@ class Coverage:
         return self.config.resolved_policy.unmatched({*site_names(root), *self.seen})
 
     def check_in_first_backward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` that raises NotTakenError in its first backward for linears that never came.
+        """``compiled`` that raises NotTakenError in its first backward for linears that the policy
+        wanted and that never came.
 
         By then the whole forward has run, so what has not reached the backend never will; and no
         optimizer step has been taken.
@@ -96,12 +98,13 @@ class Coverage:
         def check(grad: torch.Tensor) -> torch.Tensor:
             nonlocal checked
             checked = True
-            missing = [r.module for r in self.not_seen()]
+            missing = [r.module for r in self.not_seen() if r.wanted]
             if missing:
                 raise NotTakenError(
                     f"strict: {len(missing)} linear(s) never reached the backend: "
                     f"{', '.join(missing)}. "
-                    "Look for graph breaks (TORCH_LOGS=graph_breaks), or set strict=False"
+                    "Look for graph breaks (TORCH_LOGS=graph_breaks), give them 'bf16' in the "
+                    "policy, or set strict=False"
                 )
             return grad
 

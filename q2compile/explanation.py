@@ -9,6 +9,7 @@ import torch
 
 from q2compile.backend import quartet2
 from q2compile.config import Config
+from q2compile.coverage import Coverage
 from q2compile.report import Report, collector
 
 
@@ -37,5 +38,7 @@ def explain(
         torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         collector.reset(token)
+    if isinstance(model, torch.nn.Module):
+        report.add_coverage(Coverage.of(model, config))
     report.close()
     return report

@@ -62,7 +62,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 class Names:
     """Names of one graph's parameters.
 
-    root      the outermost module on the stack that owns one of them; None for a compiled function
+    root      the outermost module on the stack that owns one of them, or the outermost at all for a
+              graph without parameters; None for a compiled function
     by_id     id(parameter) -> every name it has (several when tied)
     prefix    where the compiled frame's own module stands in root ("" for the whole model, None
               when the frame's parameters show no common place)
@@ -82,8 +83,10 @@ class Names:
             parameter = parameter_of(node)
             if parameter is not None:
                 sources[id(parameter)] = _path_in_frame(node)
-        for module in modules_on_stack():
-            root = _unwrapped(module)
+        modules = [_unwrapped(module) for module in modules_on_stack()]
+        if modules and not sources:  # what is left of a model whose linears Dynamo skipped
+            return cls(modules[0], {}, None)
+        for root in modules:
             by_id: dict[int, list[str]] = {}
             for name, parameter in root.named_parameters(remove_duplicate=False):
                 by_id.setdefault(id(parameter), []).append(name)
@@ -132,13 +135,13 @@ class Names:
 def expected_sites(root: nn.Module) -> dict[str, torch.Size]:
     """The matmuls that the modules of ``root`` are known to do: {site name: weight's shape}.
 
-    nn.Linear and its subclasses, Hugging Face's Conv1D, and the projections of
-    nn.MultiheadAttention.
+    nn.Linear and its subclasses, Hugging Face's Conv1D, the projections of nn.MultiheadAttention,
+    and nn.LSTM, nn.GRU and nn.RNN, each by its first weight.
     """
     found = {}
     for name, module in root.named_modules():
         is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        for leaf in ("weight",) if is_linear else ("in_proj_weight",):
+        for leaf in ("weight",) if is_linear else ("in_proj_weight", "weight_ih_l0"):
             weight = getattr(module, leaf, None)
             if isinstance(weight, nn.Parameter) and weight.ndim == 2:
                 found[site_name(f"{name}.{leaf}" if name else leaf)] = weight.shape

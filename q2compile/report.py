@@ -79,6 +79,10 @@ class Report:
         """The rows of one more compiled graph."""
         self.compiled_rows += rows
         self.graphs += 1
+        self.add_coverage(coverage)
+
+    def add_coverage(self, coverage: Coverage) -> None:
+        """A model whose linears belong into the report, whether a graph holds them or not."""
         if not any(coverage is c for c in self._coverages):
             self._coverages.append(coverage)
 

@@ -27,6 +27,7 @@ class Spelled(nn.Module):
         self.v = nn.Parameter(torch.randn(K, N))
         self.b = nn.Parameter(torch.randn(N))
         self.cube = nn.Parameter(torch.randn(2, K, N))
+        self.square = nn.Parameter(torch.randn(N, N))
         self.run = forward
 
     def forward(self, x):
@@ -111,7 +112,30 @@ LEFT = {
     "out=": lambda m, x: torch.mm(x.view(-1, K), m.v, out=torch.empty(10, N)),
     "over one index": lambda m, x: torch.einsum("btk,nk->bt", x, m.w),
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+    "other than two operands": lambda m, x: torch.einsum("btk,kn,nj->btj", x, m.v, m.w),
+    "bilinear": lambda m, x: F.bilinear(x, x.new_ones(2, 5, N), m.cube),
+    "a recurrent layer": lambda m, x: torch.rnn_tanh_cell(x[0], x.new_ones(5, N), m.w, m.square),
+    "a custom op": lambda m, x: torch.ops.q2_test.times(x, m.cube),
 }
+WITHOUT_WEIGHT = {"activation × activation", "attention", "the weight is computed"}
+
+
+@torch.library.custom_op("q2_test::times", mutates_args=())
+def times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A matmul of somebody else's."""
+    return x @ w
+
+
+times.register_fake(lambda x, w: x @ w)
+
+
+@torch.library.custom_op("q2_test::look_up", mutates_args=())
+def look_up(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """An op that takes a weight and no activation."""
+    return table[tokens]
+
+
+look_up.register_fake(lambda tokens, table: table.new_empty(*tokens.shape, table.shape[1]))
 
 
 @pytest.mark.parametrize("why", LEFT)
@@ -119,6 +143,12 @@ def test_what_is_not_taken_has_its_reason(why):
     y, rows = rewritten(Spelled(LEFT[why]).requires_grad_("out" not in why), torch.randn(2, 5, K))
     assert [row.taken for row in rows] == [False]
     assert why in rows[0].why
+    assert rows[0].has_parameter == (why not in WITHOUT_WEIGHT)  # strict refuses those with
+
+
+def test_a_custom_op_that_looks_up_is_no_matmul():
+    _, rows = rewritten(Spelled(lambda m, x: torch.ops.q2_test.look_up(x, m.w)), torch.arange(4))
+    assert rows == []
 
 
 def test_the_trap_of_the_alpha_of_addmm():

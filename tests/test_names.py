@@ -102,6 +102,46 @@ def test_strict_raises_for_what_was_not_seen_before_any_step_is_taken():
         loss.backward()
 
 
+class Recurrent(nn.Module):
+    """Dynamo skips its whole frame, because the call of the LSTM is inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32)
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+class WithRecurrent(nn.Module):
+    """The only graph of this is the relu's, which has no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Recurrent()
+
+    def forward(self, x):
+        return self.net(x).relu()
+
+
+@pytest.mark.parametrize(("model", "graphs"), [(Recurrent, 0), (WithRecurrent, 1)])
+def test_a_model_that_dynamo_skips_is_not_silently_left_out(model, graphs):
+    report = explain(model(), torch.randn(4, 32), options=EAGER)
+    assert report.graphs == graphs
+    assert [n.removeprefix("net.") for n in names(report)] == ["lstm.weight_ih_l0", "head"]
+    assert all(row.why.startswith("not seen") for row in report.rows)
+
+
+def test_strict_asks_only_for_what_the_policy_wants():
+    model, strict = WithRecurrent(), {**EAGER, "strict": True}
+    model.compile(backend="quartet2", options={**strict, "policy": {"*lstm*": "bf16"}})
+    with pytest.raises(RuntimeError, match="1 linear.* never reached the backend: net.head"):
+        model(torch.randn(4, 32)).sum().backward()
+    model.compile(backend="quartet2", options={**strict, "policy": {"net.*": "bf16"}})
+    model(torch.randn(4, 32)).sum().backward()
+
+
 def test_per_block_compile_has_absolute_names():
     model = Model()
     dumped = []
