@@ -186,7 +186,7 @@ def test_runs_on_the_current_stream() -> None:
 
 
 def test_first_use_inside_a_capture_says_what_to_do() -> None:
-    fresh = launch.launch("swizzle_scales.cu", "PPiiiii", 256, Q2_UNUSED=1)
+    fresh = launch.launch("swizzle_scales.cu", "PPiiiii", 256, defines={"Q2_UNUSED": 1})
     # Thrown inside the capture, which then ends in an error of its own.
     with (
         pytest.raises(launch.LaunchError, match="run the model once"),

@@ -166,7 +166,8 @@ def test_a_wrong_layout_does_not_compile() -> None:
 def test_the_registry_has_them_before_the_reference() -> None:
     for op in ("rht_quantize", "rht_quantize_both", "requantize", "dequantize"):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
-    assert [k.name for k in kernels("gemm")] == ["cublaslt_fp4", "cuda_bf16", "reference"]
+    names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference"]
+    assert [k.name for k in kernels("gemm")] == names
 
 
 def test_an_explicit_request_never_falls_back() -> None:

@@ -20,7 +20,7 @@ _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 def dequantize_launch(dtype: torch.dtype, mx: bool, whole: bool) -> Launch:
     """The kernel for an output type; whole: all columns, and no scales shared between rows."""
     defines = {"Q2_OUT": _OUT[dtype], "Q2_MX": int(mx), "Q2_WHOLE": int(whole)}
-    return launch("dequantize.cu", "PPPPqiii", THREADS, **defines)
+    return launch("dequantize.cu", "PPPPqiii", THREADS, defines=defines)
 
 
 def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:

@@ -189,7 +189,7 @@ def finished(
 
 @functools.cache
 def swizzle_launch() -> Launch:
-    return launch("swizzle_scales.cu", "PPiiiii", THREADS)
+    return launch("swizzle_scales.cu", "PPiiiii", THREADS, defines={})
 
 
 def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import struct
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -76,13 +77,14 @@ def launch(
     layout: str,
     threads: int,
     shared: int = 0,
+    *,
     overlaps: bool = False,
-    **defines: int,
+    defines: Mapping[str, int],
 ) -> Launch:
     """A Launch of the kernel in `file`, which checks -DQ2_PARAMS_BYTES against its parameter
     struct."""
-    defines["Q2_PARAMS_BYTES"] = params_bytes(layout)
-    variant = Variant(file, tuple(defines.items()))
+    sizes = ("Q2_PARAMS_BYTES", params_bytes(layout))
+    variant = Variant(file, (*defines.items(), sizes))
     return Launch(variant, layout, threads, shared, overlaps)
 
 

@@ -51,14 +51,16 @@ def rotate_launch(
         _ROTATE,
         threads,
         shared=_TILE * (threads // 2) * _ELEMENT_BYTES[source] * _STAGES[source],
-        Q2_THREADS=threads,
-        Q2_SOURCE=source,
-        Q2_SIZE=size,
-        Q2_SIGNED=int(signed),
-        Q2_ROWS=int(rows),
-        Q2_COLS=int(cols),
-        Q2_VECTORS=int(vectors),
-        Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
+        defines={
+            "Q2_THREADS": threads,
+            "Q2_SOURCE": source,
+            "Q2_SIZE": size,
+            "Q2_SIGNED": int(signed),
+            "Q2_ROWS": int(rows),
+            "Q2_COLS": int(cols),
+            "Q2_VECTORS": int(vectors),
+            "Q2_BLOCKS_PER_SM": blocks_per_multiprocessor,
+        },
     )
 
 
@@ -70,8 +72,7 @@ def align_launch(pow2: bool, interleaved: bool) -> Launch:
         _ALIGN,
         threads=256,
         overlaps=True,
-        Q2_POW2=int(pow2),
-        Q2_INTERLEAVED=int(interleaved),
+        defines={"Q2_POW2": int(pow2), "Q2_INTERLEAVED": int(interleaved)},
     )
 
 
@@ -178,14 +179,14 @@ class _Side(NamedTuple):
     blocks: int  # of 16, a row
 
     @property
-    def count(self) -> int:
-        """Scales."""
+    def scales(self) -> int:
+        """How many, of all rows."""
         return self.rows * self.blocks
 
     @property
     def room(self) -> int:
         """Numbers in the workspace between the phases: the next side begins on 16 bytes."""
-        return ceil_div(self.count, 4) * 4
+        return ceil_div(self.scales, 4) * 4
 
 
 class _Plan(NamedTuple):
@@ -236,7 +237,7 @@ def _plan(
         parts,
         room,
         room + parts * len(present),
-        (max(1, ceil_div(max(s.count for s in present), _SCALES_PER_BLOCK)), len(present)),
+        (max(1, ceil_div(max(s.scales for s in present), _SCALES_PER_BLOCK)), len(present)),
         sides,
         # The kernel works on an nvfp4 source's code * scale * 2^-7.
         rotation.norm * (128 if source == _NVFP4 else 1),
@@ -261,7 +262,9 @@ def _run(
     workspace = torch.empty(plan.workspace, dtype=torch.float32, device=device)
     worth = workspace.data_ptr()
     largest = worth + 4 * plan.largest_at
-    outputs, ends, results = [], [], []
+    outputs: list[int] = []
+    ends: list[int] = []
+    results: list[Quantized] = []
     for side, draw in zip(plan.sides, (along_rows, along_cols), strict=True):
         if side is None or draw is None:
             outputs += _NO_OUTPUT
@@ -275,7 +278,7 @@ def _run(
         signs_at = _fixed_seed(device).data_ptr() if plan.fixed_signs else seed_at
         outputs += (codes.data_ptr(), worth, largest, signs_at, side.rows, side.blocks)
         ends += (worth, largest, seed_at, scales.data_ptr(), global_scale.data_ptr())
-        ends += (side.count, stream, plan.parts)
+        ends += (side.scales, stream, plan.parts)
         worth, largest = worth + 4 * side.room, largest + 4 * plan.parts
     if len(results) == 1:
         ends += _NO_SIDE

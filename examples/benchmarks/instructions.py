@@ -1,0 +1,108 @@
+"""Counts the instructions an element costs, from the machine code, and what that predicts.
+
+    python examples/benchmarks/instructions.py [--out FILE]
+
+Needs no GPU: the kernels are compiled for each architecture and disassembled, and the loop over
+tiles is counted. The predicted time is the larger of two floors: instructions over the issue rate
+(at the share of issue slots that these kernels were measured to fill on an H200), and bytes over
+the memory's bandwidth. Only the H200's line can be compared with a measurement so far; clocks and
+bandwidths of the others are their data sheets'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from q2compile.runtime_kernels.cuda import nvrtc, rotation, sass
+
+OUT = Path(__file__).parent / "results" / "kernel_instructions.json"
+ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
+SHAPE = (8192, 4096)
+BF16, NVFP4 = 0, 3
+# Instructions issued a cycle and scheduler while a multiprocessor was busy (ncu, KERNEL_LOG.md).
+ISSUE_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Four schedulers a multiprocessor, each of which issues to 32 lanes once a cycle."""
+
+    name: str
+    architecture: str
+    multiprocessors: int
+    gigahertz: float
+    gigabytes_per_s: float
+
+
+GPUS = [
+    Gpu("H200", "sm_90a", 132, 1.95, 4200),  # clock and copy bandwidth as measured
+    Gpu("B200", "sm_100a", 148, 1.85, 8000),
+    Gpu("RTX 5090", "sm_120a", 170, 2.41, 1792),
+]
+# Phase 1 of each kernel, and its bytes an element.
+KERNELS = {
+    "rht_quantize_row": (rotation.rotate_launch(BF16, 128, True, True, False, True), 2.75),
+    "rht_quantize_col": (rotation.rotate_launch(BF16, 128, True, False, True, True), 2.75),
+    "rht_quantize_both": (rotation.rotate_launch(BF16, 128, True, True, True, True), 3.5),
+    "requantize": (rotation.rotate_launch(NVFP4, 128, True, False, True, True), 1.3125),
+}
+
+
+def count(name: str, architecture: str) -> tuple[float, dict[str, float]]:
+    """Instructions an element: all, and of the commonest kinds."""
+    launch, _ = KERNELS[name]
+    loop = sass.disassemble(nvrtc.cubin(launch.variant, architecture)).hot_loop()
+    common = {kind: round(n / ELEMENTS_A_THREAD, 2) for kind, n in loop.most_common(8)}
+    return sum(loop.values()) / ELEMENTS_A_THREAD, common
+
+
+def predict(instructions: float, bytes_: float, gpu: Gpu) -> tuple[float, str]:
+    """Microseconds of phase 1 at SHAPE, and what bounds them."""
+    elements = SHAPE[0] * SHAPE[1]
+    per_microsecond = gpu.multiprocessors * 4 * 32 * gpu.gigahertz * 1e3 * ISSUE_SHARE
+    issue, memory = (
+        elements * instructions / per_microsecond,
+        elements * bytes_ / gpu.gigabytes_per_s / 1e3,
+    )
+    return (issue, "issue") if issue > memory else (memory, "memory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    major, minor = nvrtc.version()
+    rows = []
+    for name, (_, bytes_) in KERNELS.items():
+        for gpu in GPUS:
+            instructions, common = count(name, gpu.architecture)
+            microseconds, bound = predict(instructions, bytes_, gpu)
+            rows.append(
+                {
+                    "name": name,
+                    "architecture": gpu.architecture,
+                    "instructions_per_element": round(instructions, 2),
+                    "commonest": common,
+                    "gpu": gpu.name,
+                    "shape": SHAPE,
+                    "predicted_microseconds_phase_1": round(microseconds, 1),
+                    "bound": bound,
+                    "nvrtc": f"{major}.{minor}",
+                    "date": datetime.date.today().isoformat(),
+                    "command": "python examples/benchmarks/instructions.py",
+                }
+            )
+            print(
+                f"{name:18} {gpu.architecture:8} {instructions:6.1f} instructions an element  "
+                f"{gpu.name:9} {microseconds:6.1f} us, bound by {bound}"
+            )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
