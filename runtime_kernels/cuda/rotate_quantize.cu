@@ -122,7 +122,7 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 }
 
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared, u64 policy) {
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
@@ -133,14 +133,14 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared, u64 policy
   if (kVectors && whole) {
 #pragma unroll
     for (int r = 0; r < kTileRows; r += kRowStep, source += step)
-      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source, policy);
+      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source);
   } else {
     int cols_left = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
       int n = tile.row + row + r < p.rows ? cols_left : 0;
       u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
-      if (kVectors && n == kPerPiece) copy_async(to, source, policy);
+      if (kVectors && n == kPerPiece) copy_async(to, source);
       else fetch_few(to, source, n);
     }
   }
@@ -426,12 +426,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   allow_next_kernel();  // phase 2 waits for the end of this one before it reads its results
   u32 largest_along_rows = 0, largest_along_cols = 0;
   int index = blockIdx.x;
-  const u64 policy = passing_policy();  // x is read once; the worths are wanted again
   const Walk walk(p);
   Tile tile = walk.first(), next;
   Share share;  // NVFP4: the next tile on its way; plain elements travel straight to shared memory
   if (kSource == NVFP4) fetch_codes(p, tile, share);
-  else fetch_elements(p, tile, shared_tiles, policy);
+  else fetch_elements(p, tile, shared_tiles);
   if (kSigned) make_masks(p);
   if (kSource == NVFP4) __syncthreads();  // expand_codes reads the masks
   for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next) {
@@ -443,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       if (more) fetch_codes(p, next, share);
     } else if (kStages == 2) {
       stage ^= 1;
-      if (more) fetch_elements(p, next, shared_tiles + stage * kTileBytes, policy);
+      if (more) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
       if (more) await_copies<1>();
       else await_copies<0>();
     } else {
@@ -453,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (kRows) quantize_along_rows(p, tile, current, largest_along_rows);
     if (kCols) quantize_along_cols(p, tile, current, largest_along_cols);
     __syncthreads();
-    if (kSource == F32 && more) fetch_elements(p, next, shared_tiles, policy);
+    if (kSource == F32 && more) fetch_elements(p, next, shared_tiles);
   }
   if (kRows) {
     u32 largest = block_largest(largest_along_rows);

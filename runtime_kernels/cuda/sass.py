@@ -19,10 +19,12 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 @dataclass(frozen=True)
 class Code:
     """names: instructions in order, with their modifiers, like F2FP.SATFINITE.E2M1.F32.PACK_AB;
-    loops: first and last index of each, outer and inner."""
+    loops: first and last index of each, outer and inner;
+    descriptors: uniform registers that memory accesses take their descriptors from."""
 
     names: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]
+    descriptors: frozenset[int]
 
     def count(self, prefix: str) -> int:
         """Instructions whose name begins so."""
@@ -62,7 +64,8 @@ def disassemble(cubin: bytes) -> Code:
             names.append(instruction[1])
     # A NOP behind the last instruction is padding, and the branch before it goes to itself.
     loops = [(labels[to], at) for at, to in branches if labels.get(to, at) < at]
-    return Code(tuple(names), tuple(loops))
+    descriptors = frozenset(int(r) for r in re.findall(r"desc\[UR(\d+)\]", text))
+    return Code(tuple(names), tuple(loops), descriptors)
 
 
 def _nvdisasm() -> str:

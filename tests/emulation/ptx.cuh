@@ -115,10 +115,7 @@ Q2_INLINE void from_e2m1x8(u32 codes, u32 (&words)[4]) {
                         value_of(codes >> (8 * i + 4) & 15, 1, 0, 4));
 }
 
-Q2_INLINE u64 passing_policy() {
-  return 0;
-}
-Q2_INLINE void copy_async(void* shared, const void* global, u64) {
+Q2_INLINE void copy_async(void* shared, const void* global) {
   memcpy(shared, global, 16);
 }
 Q2_INLINE void commit_copies() {}
