@@ -1,5 +1,5 @@
-"""nn.MultiheadAttention is one opaque call in Dynamo's graph; its projections are linears all the
-same.
+"""nn.MultiheadAttention is one opaque call in Dynamo's graph, and nn.TransformerEncoderLayer too
+when it evaluates; their projections are linears all the same.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def inline_attention(gm: fx.GraphModule) -> int:
-    """Replace each ``multi_head_attention_forward`` by the aten ops it is made of.
+    """Replace each ``multi_head_attention_forward``, and each fused encoder layer, by the aten ops
+    that it is made of.
 
     before    out = multi_head_attention_forward(q, k, v, ..., in_proj_weight, ...)
     after     p = aten.linear(q, in_proj_weight, in_proj_bias)
@@ -23,14 +24,14 @@ def inline_attention(gm: fx.GraphModule) -> int:
               out = aten.linear(a, out_proj_weight, out_proj_bias)
 
     Returns how many were replaced. Inner graphs (checkpoint bodies) are visited too. Exact: the
-    same function is traced, before autograd and autocast act on it.
+    same function is traced, before autograd and autocast act on it. The fused encoder layer, which
+    torch takes under no_grad in eval mode, is replaced by what the layer does in training: so a
+    model is evaluated with the numerics it was trained with.
     """
     count = 0
     for module in list(gm.modules()):
         if isinstance(module, fx.GraphModule):
-            nodes = module.graph.find_nodes(
-                op="call_function", target=F.multi_head_attention_forward
-            )
+            nodes = [n for n in module.graph.nodes if _can_be_inlined(n)]
             for node in nodes:
                 _inline(module, node)
             if nodes:
@@ -39,10 +40,75 @@ def inline_attention(gm: fx.GraphModule) -> int:
     return count
 
 
+def _encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    in_proj_weight: Tensor,
+    in_proj_bias: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm1_weight: Tensor,
+    norm1_bias: Tensor,
+    norm2_weight: Tensor,
+    norm2_bias: Tensor,
+    linear1_weight: Tensor,
+    linear1_bias: Tensor,
+    linear2_weight: Tensor,
+    linear2_bias: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """``torch._transformer_encoder_layer_fwd``: src [B, T, E]; mask is -inf or True where not to
+    attend, [T, T] (type 0), [B, T] for the keys (1) or [B, H, T, T] (2).
+    """
+
+    def attention(x: Tensor) -> Tensor:
+        projected = F.linear(x, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
+        q, k, v = (p.unflatten(-1, (num_heads, -1)).transpose(1, 2) for p in projected)
+        attended = None if mask is None else mask.to(torch.bool).logical_not()
+        if attended is not None and mask_type == 1:
+            attended = attended[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attended)
+        return F.linear(y.transpose(1, 2).flatten(-2), out_proj_weight, out_proj_bias)
+
+    def mlp(x: Tensor) -> Tensor:
+        hidden = F.linear(x, linear1_weight, linear1_bias)
+        return F.linear(F.gelu(hidden) if use_gelu else hidden.relu(), linear2_weight, linear2_bias)
+
+    def norm1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm1_weight, norm1_bias, eps)
+
+    def norm2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm2_weight, norm2_bias, eps)
+
+    if norm_first:
+        src = src + attention(norm1(src))
+        return src + mlp(norm2(src))
+    src = norm1(src + attention(src))
+    return norm2(src + mlp(src))
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: F.multi_head_attention_forward,
+    torch._transformer_encoder_layer_fwd: _encoder_layer,
+}
+
+
+def _can_be_inlined(node: fx.Node) -> bool:
+    """Not for nested tensors (a padded batch, packed), whose shape the encoder layer needs."""
+    inputs = (n.meta["example_value"] for n in node.all_input_nodes)
+    return node.target in _FUNCTIONS and not any(x.is_nested for x in inputs)
+
+
 def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     flat, spec = tree_flatten((node.args, node.kwargs))
     inputs = [a for a in flat if isinstance(a, fx.Node)]
-    traced = _trace(node.target, flat, spec, [n.meta["example_value"] for n in inputs])  # type: ignore[arg-type]
+    examples = [n.meta["example_value"] for n in inputs]
+    traced = _trace(_FUNCTIONS[node.target], flat, spec, examples)
     values = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with gm.graph.inserting_before(node):
         for inner in traced.graph.nodes:
@@ -56,6 +122,10 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
                 copy.meta = {**node.meta, "example_value": inner.meta.get("val")}
                 values[inner] = copy
     results: Any = traced.graph.output_node().args[0]
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(values[results])
+        gm.graph.erase_node(node)
+        return
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in results]
     user: Any
     for user in list(node.users):  # getitem(call, 0) is the output, 1 the attention weights or None
@@ -65,11 +135,11 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _trace(
-    function: Callable[..., Any], flat: list[Any], spec: Any, examples: list[torch.Tensor]
+    function: Callable[..., Any], flat: list[Any], spec: Any, examples: list[Tensor]
 ) -> fx.GraphModule:
     """``function`` as a graph of aten ops over its tensor arguments, before autograd's dispatch."""
 
-    def call(*tensors: torch.Tensor) -> Any:
+    def call(*tensors: Tensor) -> Any:
         rest = iter(tensors)
         args, kwargs = tree_unflatten(
             [next(rest) if isinstance(a, fx.Node) else a for a in flat], spec

@@ -300,7 +300,8 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
     ("bilinear", (F.bilinear,), (), _never("bilinear: three operands")),
     (
         "multi_head_attention_forward",
-        (F.multi_head_attention_forward,),
+        (F.multi_head_attention_forward, torch._native_multi_head_attention)
+        + (torch._transformer_encoder_layer_fwd,),
         (),
         _never("this form of multi-head attention could not be taken apart into linears"),
     ),

@@ -172,6 +172,36 @@ def test_multi_head_attention_is_taken_apart(batch_first):
     torch.testing.assert_close(y, layer(x))
 
 
+@pytest.mark.parametrize(
+    ("mask", "norm_first", "activation"),
+    [
+        ("none", False, "relu"),
+        ("causal", True, "gelu"),
+        ("padding", False, "gelu"),
+        ("both", True, "relu"),
+    ],
+)
+def test_the_fused_encoder_layer_is_taken_apart(mask, norm_first, activation):
+    """Trap: under no_grad in eval mode, nn.TransformerEncoderLayer is one opaque node."""
+    layer = nn.TransformerEncoderLayer(
+        K, 4, 64, activation=activation, batch_first=True, norm_first=norm_first
+    ).eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)  # norms and biases that are not 1 and 0
+    masks = {}
+    if mask in ("causal", "both"):
+        masks["src_mask"] = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    if mask in ("padding", "both"):
+        masks["src_key_padding_mask"] = torch.arange(5).expand(2, 5) > torch.tensor([[4], [2]])
+    x = torch.randn(2, 5, K)
+    layer.requires_grad_(False)
+    with torch.no_grad():
+        y, rows = rewritten(lambda x: layer(x, **masks), x)
+        own = layer(x, **masks)
+    assert [row.taken for row in rows if row.has_parameter] == [True] * 4
+    torch.testing.assert_close(y, own)
+
+
 def test_a_checkpointed_region_is_entered():
     """Trap: a checkpointed region is a child GraphModule whose placeholders are not the
     parameters.
