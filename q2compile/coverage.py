@@ -11,7 +11,7 @@ from torch import nn
 
 from q2compile.config import Config
 from q2compile.errors import ConfigError, NotTakenError
-from q2compile.names import Names, expected_sites, site_names
+from q2compile.names import Names, expected_sites, loose_weights, site_name, site_names
 from q2compile.report import Row
 
 
@@ -25,7 +25,8 @@ class Coverage:
     def __init__(self, root: nn.Module | None, config: Config) -> None:
         self.config = config
         self.root = weakref.ref(root) if root is not None else lambda: None
-        self.seen: set[str] = set()
+        self.seen: set[str] = set()  # sites of matmuls
+        self.held: set[str] = set()  # and of all parameters, whatever is done with them
         self.shared: dict[str, dict[str, None]] = {}  # frame -> sites of equal modules, in order
 
     @classmethod
@@ -37,16 +38,16 @@ class Coverage:
 
     def add(self, rows: list[Row], names: Names) -> None:
         self.seen.update(row.module for row in rows)
-        if names.root is None or not names.prefix:
-            return
-        for _, parameter in names.root.get_submodule(names.prefix).named_parameters():
+        for parameter in names.held:
+            own = {site_name(name) for name in names.by_id.get(id(parameter), [])}
             served = names.served_too(parameter)
-            self.seen.update(served)
-            if served:
+            self.held.update(own, served)
+            if served and names.prefix and own & self.seen:
+                self.seen.update(served)
                 self.shared.setdefault(names.prefix, {}).update(dict.fromkeys(served))
 
     def not_seen(self) -> list[Row]:
-        """Rows for the linears of the model that no graph has held so far."""
+        """Rows for the linears and loose weights of the model that no graph has held so far."""
         root = self.root()
         if root is None:
             return []
@@ -55,9 +56,10 @@ class Coverage:
             "torch.compiler.disable or a branch not taken keeps code from the backend"
         )
         policy = self.config.resolved_policy
+        loose = {n: s for n, s in loose_weights(root).items() if n not in self.held}
         return [
             Row(name, ("T", *shape), why=why, wanted=policy.resolve(name)[0].quantises)
-            for name, shape in expected_sites(root).items()
+            for name, shape in {**loose, **expected_sites(root)}.items()
             if name not in self.seen
         ]
 

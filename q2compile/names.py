@@ -65,12 +65,14 @@ class Names:
     root      the outermost module on the stack that owns one of them, or the outermost at all for a
               graph without parameters; None for a compiled function
     by_id     id(parameter) -> every name it has (several when tied)
+    held      the parameters that the graph holds
     prefix    where the compiled frame's own module stands in root ("" for the whole model, None
               when the frame's parameters show no common place)
     """
 
     root: nn.Module | None = None
     by_id: dict[int, list[str]] = field(default_factory=dict)
+    held: list[nn.Parameter] = field(default_factory=list)
     prefix: str | None = ""
 
     @classmethod
@@ -78,21 +80,23 @@ class Names:
         """Names for the parameters among the placeholders of a Dynamo graph, found at compile
         time.
         """
-        sources = {}
+        sources: dict[int, str] = {}
+        held = []
         for node in gm.graph.find_nodes(op="placeholder"):
             parameter = parameter_of(node)
             if parameter is not None:
                 sources[id(parameter)] = _path_in_frame(node)
+                held.append(parameter)
         modules = [_unwrapped(module) for module in modules_on_stack()]
         if modules and not sources:  # what is left of a model whose linears Dynamo skipped
-            return cls(modules[0], {}, None)
+            return cls(modules[0], prefix=None)
         for root in modules:
             by_id: dict[int, list[str]] = {}
             for name, parameter in root.named_parameters(remove_duplicate=False):
                 by_id.setdefault(id(parameter), []).append(name)
             if any(key in by_id for key in sources):
-                return cls(root, by_id, _common_prefix(sources, by_id))
-        return cls(None, {key: [path] for key, path in sources.items()}, None)
+                return cls(root, by_id, held, _common_prefix(sources, by_id))
+        return cls(None, {key: [path] for key, path in sources.items()}, held, None)
 
     def of(self, parameter: nn.Parameter, node: fx.Node) -> str:
         """The site's name: of a tied parameter's names, the one that the calling module ends in."""
@@ -146,6 +150,20 @@ def expected_sites(root: nn.Module) -> dict[str, torch.Size]:
             if isinstance(weight, nn.Parameter) and weight.ndim == 2:
                 found[site_name(f"{name}.{leaf}" if name else leaf)] = weight.shape
     return found
+
+
+def loose_weights(root: nn.Module) -> dict[str, torch.Size]:
+    """The weights outside torch's own modules: {site name: shape}. Experts are such, one 3-D
+    parameter for all; whether they are multiplied, only a graph that holds them can tell.
+    """
+    no_matmul = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
+    return {
+        site_name(f"{name}.{leaf}" if name else leaf): parameter.shape
+        for name, module in root.named_modules()
+        if not isinstance(module, (nn.Linear, nn.RNNBase, *no_matmul))
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim >= 2
+    }
 
 
 def site_names(root: nn.Module) -> list[str]:

@@ -133,6 +133,32 @@ def test_a_model_that_dynamo_skips_is_not_silently_left_out(model, graphs):
     assert all(row.why.startswith("not seen") for row in report.rows)
 
 
+class Experts(nn.Module):
+    """A loop over the experts that got tokens: Dynamo skips it, and no nn.Linear is in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(32, 16)
+        self.up = nn.Parameter(torch.randn(16, 48, 32))
+        self.scale = nn.Parameter(torch.ones(4, 32))  # held by a graph, but not multiplied
+        self.position = nn.Embedding(4, 32)
+
+    def run(self, x, chosen):
+        return sum(x[chosen == e] @ self.up[e].mT for e in chosen.unique().tolist())
+
+    def forward(self, x):
+        x = x * self.scale + self.position.weight
+        chosen = self.router(x).argmax(-1)
+        torch._dynamo.graph_break()
+        return torch.compiler.disable(self.run)(x, torch.zeros_like(chosen))
+
+
+def test_weights_that_are_no_module_are_not_silently_left_out():
+    report = explain(Experts(), torch.randn(4, 32), options=EAGER)
+    assert [(r.module, r.taken) for r in report.rows] == [("router", True), ("up", False)]
+    assert report.rows[1].why.startswith("not seen")
+
+
 def test_strict_asks_only_for_what_the_policy_wants():
     model, strict = WithRecurrent(), {**EAGER, "strict": True}
     model.compile(backend="quartet2", options={**strict, "policy": {"*lstm*": "bf16"}})
