@@ -281,7 +281,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
     (
         "matmul",
         (torch.matmul, operator.matmul, operator.imatmul, "matmul", "__matmul__")
-        + (aten.matmul.default,),
+        + (torch.linalg.matmul, aten.matmul.default),
         ("a", "b"),
         _matmul,
     ),
@@ -304,6 +304,13 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         + (torch._transformer_encoder_layer_fwd,),
         (),
         _never("this form of multi-head attention could not be taken apart into linears"),
+    ),
+    (
+        "other product",
+        (torch.inner, "inner", torch.tensordot, torch.mv, "mv", torch.addmv, "addmv")
+        + (torch.addbmm, "addbmm", torch.chain_matmul, torch.linalg.multi_dot),
+        (),
+        _never("a product in a form that is not taken; F.linear, @ and matmul are"),
     ),
     (
         "grouped_mm",

@@ -66,8 +66,10 @@ def test_compiles_without_local_memory(name, architecture) -> None:
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
 @pytest.mark.parametrize("name", [*HOT, *OTHERS])
 def test_descriptors_are_register_pairs(name, architecture) -> None:
-    """A descriptor is 64 bits, so its first register is even. NVRTC 13.0 once encoded an odd one, for
-    copies with an L2 cache hint: an illegal instruction on an H200 that nothing here had shown."""
+    """A descriptor is 64 bits, so its first register is even. NVRTC 13.0 once encoded an odd one,
+    for copies with an L2 cache hint: an illegal instruction on an H200 that nothing here had
+    shown.
+    """
     descriptors = disassembled({**HOT, **OTHERS}[name], architecture).descriptors
     assert descriptors and not any(register % 2 for register in descriptors)
 
