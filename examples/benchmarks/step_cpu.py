@@ -8,7 +8,9 @@ as in the demo. The first round of each recipe starts with empty compiler caches
 them filled; "compile" is the first step less a median one.
 
 On a CPU the 4-bit numbers are emulated, so quartet2 can only be slower than bf16: this measures how
-much patience a run without a GPU needs, and says nothing about NVFP4 hardware.
+much patience a run without a GPU needs, and says nothing about NVFP4 hardware. The emulation is many
+short parallel operations: on a busy machine it suffers far more than bf16 does, so measure on an idle
+one. The load average before each process is printed with its result.
 
 Prints a table and writes results/step_cpu.json beside this file.
 """
@@ -72,8 +74,9 @@ def measure(size: str, steps: int, rounds: int) -> dict[str, list[Sample]]:
     with tempfile.TemporaryDirectory() as folder:
         for index in range(rounds):
             for recipe in RECIPES:
+                load = os.getloadavg()[0]
                 sample = run_demo(recipe, size, steps, Path(folder) / recipe)
-                print(f"round {index + 1} {recipe}: {sample}", flush=True)
+                print(f"round {index + 1} {recipe}: {sample}, load average {load:.2f}", flush=True)
                 samples[recipe].append(sample)
     return samples
 
