@@ -8,9 +8,9 @@ as in the demo. The first round of each recipe starts with empty compiler caches
 them filled; "compile" is the first step less a median one.
 
 On a CPU the 4-bit numbers are emulated, so quartet2 can only be slower than bf16: this measures how
-much patience a run without a GPU needs, and says nothing about NVFP4 hardware. The emulation is many
-short parallel operations: on a busy machine it suffers far more than bf16 does, so measure on an idle
-one. The load average before each process is printed with its result.
+much patience a run without a GPU needs, and says nothing about NVFP4 hardware. Measure on an idle
+machine: the emulation is many short parallel operations, and a busy one delays it far more than it
+delays bf16. The load average before each process is printed with its result.
 
 Prints a table and writes results/step_cpu.json beside this file.
 """
