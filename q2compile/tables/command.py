@@ -15,7 +15,7 @@ import torch
 
 from q2compile.tables import output
 from q2compile.tables.gradients import measure_concentration, measure_layer
-from q2compile.tables.schemes import measure_schemes
+from q2compile.tables.schemes import measure_requantised, measure_schemes
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     schemes = measure_schemes(effort.samples, device)
     print(output.scheme_table(schemes), end="\n\n", flush=True)
+    requantised = measure_requantised(effort.samples // 4, device)
+    print(output.requantised_table(requantised), end="\n\n", flush=True)
     layer = measure_layer(scale, effort.samples // 4, device)
     print(output.layer_table(layer), end="\n\n", flush=True)
     concentration = measure_concentration(scale, effort.draws, device, progress=_progress)
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     tables: dict[str, Sequence[Any]] = {
         "schemes": schemes,
+        "requantised": requantised,
         "layer": layer,
         "concentration": concentration,
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from q2compile.tables import paper
 from q2compile.tables.gradients import ConcentrationRow, LayerRow
-from q2compile.tables.schemes import SchemeRow
+from q2compile.tables.schemes import RequantisedRow, SchemeRow
 
 
 def scheme_table(rows: Sequence[SchemeRow]) -> str:
@@ -35,6 +35,20 @@ def scheme_table(rows: Sequence[SchemeRow]) -> str:
             + _cell(r.floor_bits, 8, lambda v: f">{v:.2f}")
             + f"{r.alignment:9.4f}{r.stored_bits:8.3f}"
         )
+    return "\n".join(lines)
+
+
+def requantised_table(rows: Sequence[RequantisedRow]) -> str:
+    """requantize against the long way round."""
+    lines = [
+        "Requantised, against quantising the transposed dequantised tensor with the same seed",
+        f"{'':36}{'bits':>7}{'floor':>8}{'error x 1e-3':>15}{'the long way':>15}",
+    ]
+    for r in rows:
+        bits = "equal" if math.isinf(r.bits) else f"{r.bits:.2f}"
+        errors = f"{1e3 * r.error:15.2f}{1e3 * r.error_of_long_way:15.2f}"
+        path = f"{r.source} -> {r.scheme}"
+        lines.append(f"{path:36}{bits:>7}{'>' + str(r.floor_bits):>8}{errors}")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,23 @@ class SchemeRow:
         return None if self.paper_error is None else self.error / self.paper_error - 1
 
 
+@dataclass(frozen=True)
+class RequantisedRow:
+    """The op requantize against quantising the transposed dequantised tensor with the same seed.
+
+    bits: of the one's difference from the other; infinite where they are equal. They are for a
+    source whose global scale is a power of two. Any other is applied after the block scales are cut
+    to 4 bits, so other codes are as good: the errors, against the source, say how good.
+    """
+
+    source: str
+    scheme: str
+    bits: float
+    floor_bits: float
+    error: float
+    error_of_long_way: float
+
+
 def effective_bits(error: float) -> float:
     """-log2(error) / 2: each bit halves the amplitude of the error. Infinite without error."""
     return -math.log2(error) / 2 if error else math.inf
@@ -48,6 +65,28 @@ def measure_schemes(size: int, device: str, seed: int = 0) -> list[SchemeRow]:
     rows average one octave, log-uniformly.
     """
     return [_row(scheme, size, device, seed) for scheme in SCHEMES.values()]
+
+
+def measure_requantised(size: int, device: str, seed: int = 0) -> list[RequantisedRow]:
+    """A row for each kind of global scale of quartet2's x, [size, size] of N(0,1)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(size, size, generator=generator, device=device)
+    rows = []
+    for kind in ("", "_pow2"):
+        source, scheme = f"nvfp4_46{kind}", f"nvfp4_ms_eden{kind}"
+        q = quantize(x, source)
+        signs = torch.tensor(seed, device=device)
+        parts = torch.ops.q2.requantize(
+            q.codes, q.scales, q.global_scale, signs, source, scheme, "rht128", size, 0
+        )
+        values = q.dequantize()
+        long_way = quantize(values, scheme, transform="rht128", transpose=True, seed=signs)
+        ours = replace(long_way, codes=parts[0], scales=parts[1], global_scale=parts[2])
+        difference, _ = _error_and_alignment(long_way.dequantize(), ours.dequantize())
+        errors = (_error_and_alignment(values, t.dequantize())[0] for t in (ours, long_way))
+        floor = paper.REQUANTISED_FLOOR
+        rows.append(RequantisedRow(source, scheme, effective_bits(difference), floor, *errors))
+    return rows
 
 
 def _row(scheme: Scheme, size: int, device: str, seed: int) -> SchemeRow:
