@@ -342,6 +342,23 @@ def summary(runs: Sequence[Run]) -> str:
 # ------------------------------------------------------------------------------------------- main
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('not a JSON object such as {"strict": true}')
+    return value
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train the same Llama on the same text once per recipe, and compare.",
@@ -352,25 +369,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, help="text file, or folder of text files; by default Python's sources")
     add("--out", type=Path, default=Path("runs/train_llama"), help="folder for everything written")
     add("--size", choices=SIZES, default="demo", help="shape of the model")
-    add("--steps", type=int, default=120)
-    add("--batch", type=int, default=4, help="sequences per step")
-    add("--seq", type=int, default=256, help="tokens per sequence")
-    add("--vocab", type=int, default=1024, help="entries of the BPE; 256 means plain bytes")
+    add("--steps", type=positive, default=120)
+    add("--batch", type=positive, default=4, help="sequences per step")
+    add("--seq", type=positive, default=256, help="tokens per sequence")
+    add("--vocab", type=positive, default=1024, help="entries of the BPE; 256 means plain bytes")
     add("--lr", type=float, help="peak learning rate; by default the size's")
     add("--seed", type=int, default=0, help="of the weights, the data order and the rounding")
-    add("--eval-every", type=int, default=30, help="steps between two validations")
-    add("--eval-batches", type=int, default=8, help="batches of one validation")
+    add("--eval-every", type=positive, default=30, help="steps between two validations")
+    add("--eval-batches", type=positive, default=8, help="batches of one validation")
     add("--device", default="auto", help="auto takes CUDA when there is one")
     add("--config", type=Path, help="TOML or JSON file of compile options, as Q2COMPILE_CONFIG")
     add(
         "--compile-options",
-        type=json.loads,
+        type=json_object,
         default={},
         metavar="JSON",
         help="compile options on top of the file's and of this example's own",
     )
     args = parser.parse_args(argv)
     args.recipes = [name.strip() for name in args.recipes.split(",") if name.strip()]
+    if not args.recipes:
+        parser.error("--recipes: name at least one")
     if args.vocab < 256:
         parser.error(f"--vocab {args.vocab}: at least 256, one entry per byte")
     if args.device == "auto":

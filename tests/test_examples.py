@@ -142,6 +142,27 @@ def test_missing_and_short_data_are_refused(
     assert train_llama.main(["--data", str(tmp_path / "folder_without_text")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipes", ","], "name at least one"),
+        (["--steps", "0"], "0 is not positive"),
+        (["--vocab", "100"], "at least 256"),
+        (["--compile-options", "{strict}"], "not JSON"),
+        (["--compile-options", "[1]"], "not a JSON object"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    train_llama: ModuleType,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        train_llama.parse_args(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_held_out_text_is_not_trained_on(train_llama: ModuleType, corpus: Path) -> None:
     documents = train_llama.read_documents(corpus)
     assert len(documents) == 3  # the noise is not text
