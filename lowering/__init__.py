@@ -1,1 +1,1 @@
-"""Inductor lowerings of the q2 ops: which kernel each becomes and what fuses into it."""
+"""Inductor lowerings of the q2 ops: none yet, Inductor calls each op as an extern kernel."""
