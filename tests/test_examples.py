@@ -238,7 +238,10 @@ def test_benchmark_ratios() -> None:
 
 def test_recorded_results_say_where_they_come_from() -> None:
     results = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
-    keys = {"name", "ratio", "unit", "device", "versions", "date", "command"}
+    assert results
     for path in results:
         for row in json.loads(path.read_text()):
-            assert keys <= set(row), path.name
+            assert {"name", "date", "command"} <= set(row), path.name
+            assert "device" in row or "gpu" in row, path.name
+            # What was measured is a ratio; what was counted in machine code names its compiler.
+            assert {"ratio", "unit", "versions"} <= set(row) or "nvrtc" in row, path.name
