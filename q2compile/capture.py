@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from q2compile.compat import parameter_of
@@ -140,6 +141,8 @@ class _Call:
 
     def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | Left:
         why = _unusable(x, w)
+        if isinstance(parameter, DTensor):
+            why = "the weight is a DTensor (tensor parallel): the q2 ops have no sharding rule yet"
         if why:
             return self.left(why, parameter)
         return Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
