@@ -135,7 +135,9 @@ def test_kernels_are_named():
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_every_stage_is_written(tmp_path, inner):
-    model = torch.compile(Net(), backend="quartet2", options={"inner": inner, "dump": str(tmp_path)})
+    model = torch.compile(
+        Net(), backend="quartet2", options={"inner": inner, "dump": str(tmp_path)}
+    )
     model(torch.randn(5, 32)).sum().backward()
     stages = {p.name for p in (tmp_path / "graph_0").iterdir()}
     expected = {
