@@ -47,11 +47,30 @@ def _quantize(
     return torch.ops.q2.rht_quantize(x, coins, operand.scheme, operand.transform, transpose, stream)
 
 
-def _gemm(gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return torch.ops.q2.gemm(*a, *b, bias, gemm.a.scheme, gemm.b.scheme, dtype)
+class OneWeight:
+    """How the GEMMs of a layer multiply: here, all rows with one weight.
+
+    `q2compile.experts` has the other kind, a weight for each group of rows.
+    """
+
+    def padded(self, gemm_name: str, x: Tensor, unit: int) -> Tensor:
+        """``x``, whose rows ``gemm_name`` contracts, so laid out that groups are whole units."""
+        return x
+
+    def gemm(
+        self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
+    ) -> Tensor:
+        """The product of two operands quantised along the contraction."""
+        return torch.ops.q2.gemm(*a, *b, bias, gemm.a.scheme, gemm.b.scheme, dtype)
+
+    def plain(self, gemm_name: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A GEMM that the recipe leaves in high precision: of x and w, dy and w, or dy and x."""
+        if gemm_name == "fprop":
+            return torch.nn.functional.linear(a, b, bias)
+        return (a.t() if gemm_name == "wgrad" else a) @ b
 
 
-class _Saved(dict[str, Tensor]):
+class Saved(dict[str, Tensor]):
     """Tensors kept for backward, by name: "x", "x.codes", "x.mask", "wgrad.x.codes",
     "wgrad.seed".
     """
@@ -64,7 +83,7 @@ class _Saved(dict[str, Tensor]):
         return a, b, c
 
 
-def _forward_operand(x: Tensor, operand: Operand, name: str, made: _Saved) -> Codes:
+def _forward_operand(x: Tensor, operand: Operand, name: str, made: Saved) -> Codes:
     """x or w as fprop takes it; what was made of it is put into ``made``."""
     if SCHEMES[operand.scheme].masked:
         *codes, mask = torch.ops.q2.quantize_masked(x, operand.scheme, operand.transform)
@@ -75,7 +94,9 @@ def _forward_operand(x: Tensor, operand: Operand, name: str, made: _Saved) -> Co
     return made.codes(name)
 
 
-def _keep(recipe: Recipe, gemm_name: str, made: _Saved, saved: _Saved, salt: int) -> None:
+def _keep(
+    product: OneWeight, recipe: Recipe, gemm_name: str, made: Saved, saved: Saved, salt: int
+) -> None:
     """Save what dgrad or wgrad will need: of w and the mask of x, or of x and the mask of w."""
     gemm: Gemm | None = getattr(recipe, gemm_name)
     name, other = ("w", "x") if gemm_name == "dgrad" else ("x", "w")
@@ -84,7 +105,8 @@ def _keep(recipe: Recipe, gemm_name: str, made: _Saved, saved: _Saved, salt: int
         saved[name] = made[name]
     elif source == "forward":
         seed = torch.ops.q2.seed(made[name], salt)
-        codes = _quantize(made[name], gemm.b, transpose=True, seed=seed, stream=1)
+        x = product.padded(gemm_name, made[name], _unit(gemm))
+        codes = _quantize(x, gemm.b, transpose=True, seed=seed, stream=1)
         saved.put_codes(f"{gemm_name}.{name}", codes)
         saved[f"{gemm_name}.seed"] = seed
     else:
@@ -93,8 +115,19 @@ def _keep(recipe: Recipe, gemm_name: str, made: _Saved, saved: _Saved, salt: int
             saved[f"{other}.mask"] = made[f"{other}.mask"]
 
 
+def _unit(gemm: Gemm) -> int:
+    """What the contraction of a GEMM is padded to: whole blocks, and whole chunks of a rotation."""
+    return max(SCHEMES[gemm.a.scheme].width, TRANSFORMS[gemm.a.transform].size)
+
+
 def _backward_gemm(
-    recipe: Recipe, gemm_name: str, dy: Tensor, saved: _Saved, columns: int, salt: int
+    product: OneWeight,
+    recipe: Recipe,
+    gemm_name: str,
+    dy: Tensor,
+    saved: Saved,
+    columns: int,
+    salt: int,
 ) -> Tensor:
     """dx [T, K] = dy w, or dw [N, K] = dyᵀ x.
 
@@ -104,16 +137,20 @@ def _backward_gemm(
     transpose = gemm_name == "wgrad"
     name, other = ("x", "w") if transpose else ("w", "x")
     if gemm is None:
-        return (dy.t() if transpose else dy) @ saved[name]
+        return product.plain(gemm_name, dy, saved[name])
     seed = saved.get(f"{gemm_name}.seed")
     if seed is None:
         seed = torch.ops.q2.seed(dy, salt)
+    unit, dtype = _unit(gemm), dy.dtype
+    if transpose:
+        dy = product.padded(gemm_name, dy, unit)
     a = _quantize(dy, gemm.a, transpose=transpose, seed=seed, stream=0)
     if gemm.b.source == "fresh":
-        b = _quantize(saved[name], gemm.b, transpose=True, seed=seed, stream=1)
-        return _gemm(gemm, a, b, None, dy.dtype)
+        fresh = product.padded(gemm_name, saved[name], unit)
+        b = _quantize(fresh, gemm.b, transpose=True, seed=seed, stream=1)
+        return product.gemm(gemm_name, gemm, a, b, None, dtype)
     if gemm.b.source == "forward":
-        return _gemm(gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dy.dtype)
+        return product.gemm(gemm_name, gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dtype)
     if gemm.b.source == "reuse":
         codes, scales, global_scale = (
             saved.codes(name)
@@ -121,7 +158,7 @@ def _backward_gemm(
             else _quantize(saved[name], gemm.b, transpose=False, seed=None, stream=1)
         )
         b = (*torch.ops.q2.transpose(codes, scales, gemm.b.scheme, columns), global_scale)
-        return _gemm(gemm, a, b, None, dy.dtype)
+        return product.gemm(gemm_name, gemm, a, b, None, dtype)
     assert recipe.fprop is not None, "recipes.resolve makes the source 'fresh' then"
     forward = recipe.fprop.a if transpose else recipe.fprop.b
     # Codes that fprop rotated along K give a gradient in rotated coordinates, chunks of padding
@@ -131,14 +168,55 @@ def _backward_gemm(
     coins = (
         seed if SCHEMES[gemm.b.scheme].stochastic or TRANSFORMS[gemm.b.transform].seeded else None
     )
+    codes, scales, global_scale = saved.codes(name)
+    codes, scales = (product.padded(gemm_name, part, unit) for part in (codes, scales))
     b = torch.ops.q2.requantize(
-        *saved.codes(name), coins, forward.scheme, gemm.b.scheme, gemm.b.transform, rows, 1
+        *(codes, scales, global_scale, coins),
+        *(forward.scheme, gemm.b.scheme, gemm.b.transform, rows, 1),
     )
-    grad = _gemm(gemm, a, b, None, dy.dtype)
+    grad = product.gemm(gemm_name, gemm, a, b, None, dtype)
     if f"{other}.mask" not in saved:
         return grad
     grad = torch.ops.q2.masked_unrotate(grad, saved[f"{other}.mask"], forward.transform)
     return grad[:, :columns]
+
+
+def forward(
+    ctx: Any,
+    product: OneWeight,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    salt: int,
+) -> tuple[Tensor, Saved]:
+    """y and what to save, for an autograd.Function whose first inputs are x, w and bias."""
+    made, saved = Saved(x=x, w=w), Saved()
+    if recipe.fprop is None:
+        y = product.plain("fprop", x, w, bias)
+    else:
+        qx = _forward_operand(x, recipe.fprop.a, "x", made)
+        qw = _forward_operand(w, recipe.fprop.b, "w", made)
+        y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
+    ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
+    ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
+    if ctx.needs_x:
+        _keep(product, recipe, "dgrad", made, saved, ctx.salts[0])
+    if ctx.needs_w:
+        _keep(product, recipe, "wgrad", made, saved, ctx.salts[1])
+    return y, saved
+
+
+def backward(
+    ctx: Any, product: OneWeight, dy: Tensor, saved: Saved
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dw, None for the one that nobody needs."""
+    dx = dw = None
+    if ctx.needs_x:
+        dx = _backward_gemm(product, ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
+    if ctx.needs_w:
+        dw = _backward_gemm(product, ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
+    return dx, dw
 
 
 class _Linear(torch.autograd.Function):
@@ -148,33 +226,19 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, salt: int
     ) -> Tensor:
-        made, saved = _Saved(x=x, w=w), _Saved()
-        if recipe.fprop is None:
-            y = torch.nn.functional.linear(x, w, bias)
-        else:
-            qx = _forward_operand(x, recipe.fprop.a, "x", made)
-            qw = _forward_operand(w, recipe.fprop.b, "w", made)
-            y = _gemm(recipe.fprop, qx, qw, bias, x.dtype)
-        ctx.needs_x, ctx.needs_w, ctx.needs_bias, *_ = ctx.needs_input_grad
-        ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
-        if ctx.needs_x:
-            _keep(recipe, "dgrad", made, saved, ctx.salts[0])
-        if ctx.needs_w:
-            _keep(recipe, "wgrad", made, saved, ctx.salts[1])
-        ctx.names = tuple(saved)
+        y, saved = forward(ctx, OneWeight(), x, w, bias, recipe, salt)
         ctx.save_for_backward(*saved.values())
+        ctx.names = tuple(saved)
+        ctx.needs_bias = ctx.needs_input_grad[2]
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _Saved(zip(ctx.names, ctx.saved_tensors, strict=True))
-        dx = dw = dbias = None
-        if ctx.needs_x:
-            dx = _backward_gemm(ctx.recipe, "dgrad", dy, saved, ctx.columns, ctx.salts[0])
-        if ctx.needs_w:
-            dw = _backward_gemm(ctx.recipe, "wgrad", dy, saved, ctx.columns, ctx.salts[1])
+        saved = Saved(zip(ctx.names, ctx.saved_tensors, strict=True))
+        dx, dw = backward(ctx, OneWeight(), dy, saved)
+        dbias = None
         if ctx.needs_bias:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, dbias, None, None
