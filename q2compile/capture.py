@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from q2compile import tensor_parallel
 from q2compile.compat import parameter_of
 
 aten = torch.ops.aten
@@ -40,13 +41,24 @@ class Matmul:
     w_views: tuple[View, ...] = ()
     y_views: tuple[View, ...] = ()
 
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Fake tensors for x [..., K], w [N, K] and bias, after their views."""
+        x, w = example(self.x), example(self.w)
+        with torch.no_grad():
+            for method, args in self.x_views:
+                x = getattr(x, method)(*args)
+            for method, args in self.w_views:
+                w = getattr(w, method)(*args)
+        return x, w, None if self.bias is None else example(self.bias)
+
     @property
     def shape(self) -> tuple[Any, int, int]:
-        """(T, N, K); T may be symbolic."""
-        n, k = example(self.w).shape
-        if self.w_views:
-            n, k = k, n
-        return example(self.x).numel() // max(k, 1), n, k
+        """(T, N, K), this rank's part where w is a DTensor; T may be symbolic."""
+        x, w, _ = self.operands()
+        if isinstance(w, DTensor):
+            return tensor_parallel.local_sizes(x, w)
+        n, k = w.shape
+        return x.numel() // max(k, 1), n, k
 
 
 @dataclass(frozen=True)
@@ -140,12 +152,9 @@ class _Call:
         return Left(self.scope.gm, self.node, self.spelling, why, parameter)
 
     def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | Left:
-        why = _unusable(x, w)
-        if isinstance(parameter, DTensor):
-            why = "the weight is a DTensor (tensor parallel): the q2 ops have no sharding rule yet"
-        if why:
-            return self.left(why, parameter)
-        return Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
+        matmul = Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
+        why = _unusable(x, w) or tensor_parallel.unplanned(*matmul.operands())
+        return self.left(why, parameter) if why else matmul
 
     def weight(self) -> nn.Parameter | None:
         """The first parameter of two or more dimensions among the arguments."""
@@ -165,8 +174,10 @@ def _unusable(x: Any, w: Any) -> str:
         if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             dtype = str(t.dtype).removeprefix("torch.")
             return f"the {name} is {dtype}; fp32, bf16 and fp16 are taken"
-    if min(w_.shape) < 16:
-        return f"too small: the weight is {list(w_.shape)}, a block has 16 values"
+    if min(tensor_parallel.smallest_part(w_)) < 16:
+        part = "a rank's part of the weight" if isinstance(w_, DTensor) else "the weight"
+        shape = list(tensor_parallel.smallest_part(w_))
+        return f"too small: {part} is {shape}, a block has 16 values"
     return ""
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
-from q2compile import recipes
+from q2compile import recipes, tensor_parallel
 from q2compile.recipes import Gemm, Operand, Recipe
 from q2compile.runtime_kernels.schemes import SCHEMES
 from q2compile.runtime_kernels.transforms import TRANSFORMS
@@ -257,10 +258,17 @@ def linear(
         dtype = torch.get_autocast_dtype(device)
         x, w = x.to(dtype), w.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(device, enabled=False):
+    recipe = recipes.parse(fprop, dgrad, wgrad)
+
+    def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        y = _Linear.apply(flat, w, bias, recipes.parse(fprop, dgrad, wgrad), salt)
+        y = _Linear.apply(flat, w, bias, recipe, salt)
         return y.reshape(*x.shape[:-1], w.shape[0])
+
+    with torch.autocast(device, enabled=False):
+        if isinstance(w, DTensor):
+            return tensor_parallel.linear(x, w, bias, local_linear)
+        return local_linear(x, w, bias)
 
 
 _library.impl("linear", linear, "CompositeImplicitAutograd")

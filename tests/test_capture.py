@@ -241,22 +241,6 @@ def test_inside_a_custom_autograd_function_is_left():
     assert any("autograd.Function" in row.why for row in rows)
 
 
-def test_tensor_parallel_weights_are_left():
-    """Trap: a DTensor parameter needs a sharding rule for our ops; until then it is left."""
-    import torch.distributed as dist
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        model = nn.Sequential(nn.Linear(K, N))
-        parallelize_module(model, mesh, {"0": ColwiseParallel()})
-        (row,) = explain(model, torch.randn(5, K), options={"inner": "eager"}).rows
-    finally:
-        dist.destroy_process_group()
-    assert not row.taken and "DTensor" in row.why and row.wanted
-
-
 def test_find_matmuls_gives_the_shape():
     found = []
 
