@@ -106,7 +106,7 @@ def _keep(
         saved[name] = made[name]
     elif source == "forward":
         seed = torch.ops.q2.seed(made[name], salt)
-        x = product.padded(gemm_name, made[name], _unit(gemm))
+        x = product.padded(gemm_name, made[name], unit_of(gemm))
         codes = _quantize(x, gemm.b, transpose=True, seed=seed, stream=1)
         saved.put_codes(f"{gemm_name}.{name}", codes)
         saved[f"{gemm_name}.seed"] = seed
@@ -116,7 +116,7 @@ def _keep(
             saved[f"{other}.mask"] = made[f"{other}.mask"]
 
 
-def _unit(gemm: Gemm) -> int:
+def unit_of(gemm: Gemm) -> int:
     """What the contraction of a GEMM is padded to: whole blocks, and whole chunks of a rotation."""
     return max(SCHEMES[gemm.a.scheme].width, TRANSFORMS[gemm.a.transform].size)
 
@@ -142,7 +142,7 @@ def _backward_gemm(
     seed = saved.get(f"{gemm_name}.seed")
     if seed is None:
         seed = torch.ops.q2.seed(dy, salt)
-    unit, dtype = _unit(gemm), dy.dtype
+    unit, dtype = unit_of(gemm), dy.dtype
     if transpose:
         dy = product.padded(gemm_name, dy, unit)
     a = _quantize(dy, gemm.a, transpose=transpose, seed=seed, stream=0)

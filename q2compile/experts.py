@@ -1,0 +1,149 @@
+"""Linear layers with a weight for each group of rows: the experts of a mixture.
+
+Three ops, CompositeImplicitAutograd like `q2::linear`, and one autograd.Function behind them. E
+weights w [E, N, K]; T rows of x in all, of which each is multiplied with one weight:
+
+    grouped_linear(x [T, K], w, offs [E])     rows sorted by expert, offs are the ends of the groups
+    batched_linear(x [E, T / E, K], w)        groups of equal size
+    indexed_linear(x [T, K], w, index [T])    each row names its expert
+
+Quantising along K does not care which rows belong together, so x and w [E * N, K] are quantised as
+any matrix, and so is dy along N. What the backward contracts must not mix experts: their rows of T
+(wgrad), and of N in w (dgrad), are first moved apart to whole chunks of the rotation, by an index
+made on the device; T gets at most a chunk less one row of padding an expert. Empty groups are fine.
+
+The weights of all experts share a global scale, as do their gradients' operands. It is there to
+place the block scales within e4m3, which alone spans 2^17: experts would have to differ by more to
+lose from it, and one scale is what every kernel of a single matrix takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from q2compile import linear, recipes
+from q2compile.linear import Codes, OneWeight, Saved
+from q2compile.recipes import Gemm, Recipe
+
+_library = torch.library.Library("q2", "FRAGMENT")
+_TEXTS = "str fprop, str dgrad, str wgrad, int salt"
+
+
+class Grouped(OneWeight):
+    """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
+
+    offs: int32 [E]. The weights lie in one matrix [E * N, K], and so do their gradients.
+    """
+
+    def __init__(self, offs: Tensor) -> None:
+        self.offs = offs
+        self.experts = offs.shape[0]
+
+    def padded(self, gemm_name: str, x: Tensor, unit: int) -> Tensor:
+        if gemm_name == "wgrad":
+            # Each group ends at most unit - 1 rows later than the rows that it has.
+            rows = (x.shape[0] + self.experts * (unit - 1)) // unit * unit
+            return torch.ops.q2.pad_groups(x, self.offs, self._padded_offs(unit), rows)
+        n = x.shape[0] // self.experts
+        wide = -(-n // unit) * unit
+        if n == wide:
+            return x
+        ends = torch.arange(1, self.experts + 1, dtype=torch.int32, device=x.device)
+        return torch.ops.q2.pad_groups(x, ends * n, ends * wide, self.experts * wide)
+
+    def _padded_offs(self, unit: int) -> Tensor:
+        sizes = torch.diff(self.offs, prepend=self.offs.new_zeros(1))
+        chunks = (sizes + (unit - 1)).div(unit, rounding_mode="floor")
+        return (chunks * unit).cumsum(0, dtype=torch.int32)
+
+    def gemm(
+        self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
+    ) -> Tensor:
+        offs = self._padded_offs(linear.unit_of(gemm)) if gemm_name == "wgrad" else self.offs
+        return torch.ops.q2.grouped_gemm(
+            *a, *b, offs, gemm.a.scheme, gemm.b.scheme, gemm_name, dtype
+        )
+
+    def plain(self, gemm_name: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        if gemm_name == "wgrad":
+            return torch.ops.q2.grouped_mm(a.t(), b, self.offs).flatten(0, 1)
+        w = b.unflatten(0, (self.experts, -1))
+        return torch.ops.q2.grouped_mm(a, w.mT if gemm_name == "fprop" else w, self.offs)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x [T, K], w [E * N, K], one floating dtype, offs int32 [E] -> y [T, N] of that dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe, salt: int) -> Tensor:
+        y, saved = linear.forward(ctx, Grouped(offs), x, w, None, recipe, salt)
+        ctx.save_for_backward(offs, *saved.values())
+        ctx.names = tuple(saved)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        offs, *tensors = ctx.saved_tensors
+        saved = Saved(zip(ctx.names, tensors, strict=True))
+        return *linear.backward(ctx, Grouped(offs), dy, saved), None, None, None
+
+
+def grouped_linear(
+    x: Tensor, w: Tensor, offs: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int
+) -> Tensor:
+    """y [T, N]: the rows of x [T, K] of group e times w[e] of w [E, N, K].
+
+    offs [E] are the ends of the groups, ascending integers. Rows of no group, from offs[E - 1] on,
+    give zero, and get a gradient of zero. The other arguments are q2::linear's. Autocast casts
+    nothing, as it casts nothing for torch._grouped_mm.
+    """
+    recipe = recipes.parse(fprop, dgrad, wgrad)
+    return _GroupedLinear.apply(x, w.flatten(0, 1), offs.to(torch.int32), recipe, salt)
+
+
+def batched_linear(x: Tensor, w: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int) -> Tensor:
+    """y [E, T, N]: x[e] [T, K] times w[e] [N, K]. Under autocast cast as bmm's operands are."""
+    x, w = _autocast(x, w)
+    ends = torch.arange(1, w.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+    y = grouped_linear(x.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt)
+    return y.view(*x.shape[:2], w.shape[1])
+
+
+def indexed_linear(
+    x: Tensor, w: Tensor, index: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int
+) -> Tensor:
+    """y [T, N]: the row t of x [T, K] times w[index[t]].
+
+    The weights are not gathered, as a bmm with w[index] does, but the rows of x sorted; so the
+    tokens of an expert are quantised together for wgrad, and a weight once. index [T] is integer;
+    as in torch's indexing -1 is the last expert. Under autocast cast as bmm's operands are.
+    """
+    x, w = _autocast(x, w)
+    experts = w.shape[0]
+    ordered, order = torch.where(index < 0, index + experts, index).sort(stable=True)
+    ends = torch.searchsorted(
+        ordered, torch.arange(experts, dtype=index.dtype, device=x.device), right=True
+    )
+    y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, salt)
+    return y[order.argsort()]
+
+
+def _autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, w
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), w.to(dtype)
+
+
+for _schema, _function in {
+    f"grouped_linear(Tensor x, Tensor w, Tensor offs, {_TEXTS}) -> Tensor": grouped_linear,
+    f"batched_linear(Tensor x, Tensor w, {_TEXTS}) -> Tensor": batched_linear,
+    f"indexed_linear(Tensor x, Tensor w, Tensor index, {_TEXTS}) -> Tensor": indexed_linear,
+}.items():
+    _library.define(_schema)
+    _library.impl(_function.__name__, _function, "CompositeImplicitAutograd")
