@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,7 +118,13 @@ def _is_view_or_cast(node: fx.Node) -> bool:
         return False
     if node.target is getattr:
         return node.args[1] in ("T", "mT", "H", "mH", "data")
+    if node.target is operator.getitem:  # rows chosen by a tensor are a look-up: an activation
+        return not any(isinstance(i, fx.Node) and _is_tensor(i) for i in tree_leaves(node.args[1]))
     return node.target in _VIEW_FUNCTIONS
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value", node.meta.get("val")), torch.Tensor)
 
 
 def example(node: Any) -> torch.Tensor:
@@ -187,6 +193,8 @@ _TRANSPOSED: tuple[View, ...] = (("transpose", (0, 1)),)
 def _linear(call: _Call) -> Matmul | Left:
     x, w, bias = call.args["input"], call.args["weight"], call.args.get("bias")
     parameter = call.scope.parameter(w)
+    if parameter is None and w.op == "placeholder":
+        return call.left("the weight is an input of the graph, and no nn.Parameter")
     if parameter is None:
         return call.left("the weight is computed, not a parameter or a view of one")
     return call.taken(parameter, x, w, bias=bias)
@@ -421,7 +429,12 @@ def find_matmuls(gm: fx.GraphModule) -> Iterator[Matmul | Left]:
 
 
 def _walk(scope: _Scope) -> Iterator[Matmul | Left]:
+    outside, depth = scope, 0  # of torch.func's transforms, which stand in the graph as brackets
+    inside = replace(scope, opaque="inside torch.func (vmap, grad, ...), for which q2 has no rules")
     for node in list(scope.gm.graph.nodes):
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+        scope = inside if depth else outside
         found = _call_of(scope, node)
         if found is not None:
             call, handler = found

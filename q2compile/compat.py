@@ -90,11 +90,14 @@ def aot_eager_compile(
 
 
 def graph_kind(graph: fx.Graph) -> str:
-    """ "backward" if AOTAutograd's partitioner made this graph the backward one, else "forward".
+    """ "backward" if AOTAutograd's partitioner made this graph the backward one, or compiled
+    autograd took it over, else "forward".
 
     The partitioner names the incoming gradients tangents_1, tangents_2, ...; forward and inference
     graphs have none.
     """
+    if in_compiled_autograd():
+        return "backward"
     for node in graph.nodes:
         if node.op != "placeholder":
             break
@@ -103,9 +106,16 @@ def graph_kind(graph: fx.Graph) -> str:
     return "forward"
 
 
+def in_compiled_autograd() -> bool:
+    """Whether what is compiled now is the backward of earlier graphs, in compiled autograd."""
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd.in_compiled_autograd_region
+
+
 def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
     """The parameter behind a placeholder of a Dynamo graph, None if it stands for something
-    else.
+    else. A tensor that torch.func.functional_call puts in a parameter's place is one too.
     """
     arg = node.meta.get("grapharg")
     if arg is None:
@@ -114,7 +124,14 @@ def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
         example = arg.example
     except AssertionError:  # the example was a temporary that is gone: no parameter
         return None
-    return example if isinstance(example, torch.nn.Parameter) else None
+    stands_in = isinstance(example, torch.Tensor) and "._parameters['" in source_text(arg)
+    return example if isinstance(example, torch.nn.Parameter) or stands_in else None
+
+
+def source_text(grapharg: Any) -> str:
+    """Where Dynamo found an input: L['self']._modules['up']._parameters['weight']."""
+    name = grapharg.source.name
+    return name if isinstance(name, str) else name()
 
 
 PASS_SLOT = "post_grad_custom_pre_pass"

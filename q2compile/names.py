@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from q2compile.compat import parameter_of
+from q2compile.compat import in_compiled_autograd, parameter_of, source_text
 
 # Components that wrappers put into names and that the user never wrote.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -87,7 +87,8 @@ class Names:
             if parameter is not None:
                 sources[id(parameter)] = _path_in_frame(node)
                 held.append(parameter)
-        modules = [_unwrapped(module) for module in modules_on_stack()]
+        # Compiled autograd runs a module of its own making, whose frame has no user's module in it.
+        modules = [] if in_compiled_autograd() else [_unwrapped(m) for m in modules_on_stack()]
         if modules and not sources:  # what is left of a model whose linears Dynamo skipped
             return cls(modules[0], prefix=None)
         for root in modules:
@@ -174,8 +175,7 @@ def site_names(root: nn.Module) -> list[str]:
 
 def _path_in_frame(node: fx.Node) -> str:
     """L['self']._modules['a']._modules['0']._parameters['weight'] -> "a.0.weight"."""
-    source = node.meta["grapharg"].source
-    text = source.name if isinstance(source.name, str) else source.name()
+    text = source_text(node.meta["grapharg"])
     parts = [a or b or c for a, b, c in re.findall(r"\['(.*?)'\]|\.(\w+)|\[(\d+)\]", text)]
     return ".".join(p for p in parts[1:] if p not in ("_modules", "_parameters")) or node.name
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 import q2compile.linear  # noqa: F401  registers q2::linear
+from q2compile import compat
 from q2compile.capture import Left, Matmul, View, example, find_matmuls
 from q2compile.config import Config
 from q2compile.errors import ConfigError
@@ -37,6 +38,8 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     salt = 0
     changed: dict[int, fx.GraphModule] = {}
     for found in find_matmuls(gm):
+        if found.parameter is None and compat.in_compiled_autograd():
+            continue  # part of a gradient: the graph of its forward has the row
         row = _row(found, names)
         if row.has_parameter:
             found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
