@@ -9,188 +9,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from q2compile import tensor_parallel
 from q2compile.compat import parameter_of
+from q2compile.matmuls import Call, Left, Matmul, Scope, View, attribute, example
 
 aten = torch.ops.aten
-
-View = tuple[str, tuple[Any, ...]]  # a tensor method and its arguments
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """y = y_views(x_views(x) · wᵀ + bias), with w [N, K] after w_views."""
-
-    gm: fx.GraphModule
-    node: fx.Node
-    spelling: str
-    parameter: nn.Parameter
-    x: fx.Node
-    w: fx.Node
-    bias: fx.Node | None = None
-    x_views: tuple[View, ...] = ()
-    w_views: tuple[View, ...] = ()
-    y_views: tuple[View, ...] = ()
-
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Fake tensors for x [..., K], w [N, K] and bias, after their views."""
-        x, w = example(self.x), example(self.w)
-        with torch.no_grad():
-            for method, args in self.x_views:
-                x = getattr(x, method)(*args)
-            for method, args in self.w_views:
-                w = getattr(w, method)(*args)
-        return x, w, None if self.bias is None else example(self.bias)
-
-    @property
-    def shape(self) -> tuple[Any, int, int]:
-        """(T, N, K), this rank's part where w is a DTensor; T may be symbolic."""
-        x, w, _ = self.operands()
-        if isinstance(w, DTensor):
-            return tensor_parallel.local_sizes(x, w)
-        n, k = w.shape
-        return x.numel() // max(k, 1), n, k
-
-
-@dataclass(frozen=True)
-class Left:
-    """A matmul that is not activation × parameter, or not in a form that can be rewritten."""
-
-    gm: fx.GraphModule
-    node: fx.Node
-    spelling: str
-    why: str
-    parameter: nn.Parameter | None = None
-
-
-@dataclass
-class _Scope:
-    """One graph and what its placeholders stand for."""
-
-    gm: fx.GraphModule
-    parameters: dict[fx.Node, nn.Parameter] = field(default_factory=dict)
-    opaque: str = ""  # why nothing in here can be taken
-
-    def parameter(self, node: object) -> nn.Parameter | None:
-        """The parameter that ``node`` is a view or a cast of, None for anything else."""
-        while isinstance(node, fx.Node):
-            if node.op == "placeholder":
-                return self.parameters.get(node)
-            if node.op == "get_attr":
-                value = _attribute(self.gm, str(node.target))
-                return value if isinstance(value, nn.Parameter) else None
-            if not _is_view_or_cast(node):
-                return None
-            node = node.args[0] if node.args else node.kwargs.get("input")
-        return None
-
-
-# Methods and functions with one tensor input whose result is that tensor, seen or stored otherwise.
-_VIEW_METHODS = frozenset(
-    ["t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "mT", "T"]
-    + ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "detach"]
-    + ["narrow", "chunk", "split", "unbind", "select", "clone"]
-    + ["to", "type", "type_as", "bfloat16", "half", "float", "double", "cpu", "cuda"]
-)
-_VIEW_FUNCTIONS = frozenset(
-    [torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.reshape]
-    + [torch.chunk, torch.split, torch.narrow, torch.unbind, torch.squeeze, torch.unsqueeze]
-    + [torch.detach, torch.clone, operator.getitem]
-    + [aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default]
-    + [aten.split.Tensor, aten.slice.Tensor, aten._to_copy.default, aten.to.dtype]
-    + [aten.chunk.default, aten.split_with_sizes.default, aten.reshape.default, aten.detach.default]
-)
-
-
-def _is_view_or_cast(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _VIEW_METHODS
-    if node.op != "call_function":
-        return False
-    if node.target is getattr:
-        return node.args[1] in ("T", "mT", "H", "mH", "data")
-    if node.target is operator.getitem:  # rows chosen by a tensor are a look-up: an activation
-        return not any(isinstance(i, fx.Node) and _is_tensor(i) for i in tree_leaves(node.args[1]))
-    return node.target in _VIEW_FUNCTIONS
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value", node.meta.get("val")), torch.Tensor)
-
-
-def example(node: Any) -> torch.Tensor:
-    """The fake tensor that Dynamo, or a trace, saw at this node."""
-    value = node.meta.get("example_value", node.meta.get("val"))
-    assert isinstance(value, torch.Tensor), f"{node} carries no example tensor"
-    return value
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
 
 # ---- the spellings: each handler gives a Matmul or the reason why not
 # --------------------------------
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A matmul call with its arguments by name."""
-
-    scope: _Scope
-    node: fx.Node
-    spelling: str
-    args: dict[str, Any]
-
-    def left(self, why: str, parameter: nn.Parameter | None = None) -> Left:
-        return Left(self.scope.gm, self.node, self.spelling, why, parameter)
-
-    def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | Left:
-        matmul = Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
-        why = _unusable(x, w) or tensor_parallel.unplanned(*matmul.operands())
-        return self.left(why, parameter) if why else matmul
-
-    def weight(self) -> nn.Parameter | None:
-        """The first parameter of two or more dimensions among the arguments."""
-        for argument in tree_leaves((self.node.args, self.node.kwargs)):
-            parameter = self.scope.parameter(argument)
-            if parameter is not None and parameter.ndim >= 2:
-                return parameter
-        return None
-
-
-def _unusable(x: Any, w: Any) -> str:
-    """Why activation x and weight w can't be operands here; "" if they can."""
-    x_, w_ = example(x), example(w)
-    if w_.ndim != 2:
-        return f"the weight is {w_.ndim}-D, {list(w_.shape)}; only 2-D weights are taken"
-    for name, t in (("activation", x_), ("weight", w_)):
-        if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            dtype = str(t.dtype).removeprefix("torch.")
-            return f"the {name} is {dtype}; fp32, bf16 and fp16 are taken"
-    if min(tensor_parallel.smallest_part(w_)) < 16:
-        part = "a rank's part of the weight" if isinstance(w_, DTensor) else "the weight"
-        shape = list(tensor_parallel.smallest_part(w_))
-        return f"too small: {part} is {shape}, a block has 16 values"
-    return ""
-
-
 _TRANSPOSED: tuple[View, ...] = (("transpose", (0, 1)),)
 
 
-def _linear(call: _Call) -> Matmul | Left:
+def _linear(call: Call) -> Matmul | Left:
     x, w, bias = call.args["input"], call.args["weight"], call.args.get("bias")
     parameter = call.scope.parameter(w)
     if parameter is None and w.op == "placeholder":
@@ -200,7 +39,7 @@ def _linear(call: _Call) -> Matmul | Left:
     return call.taken(parameter, x, w, bias=bias)
 
 
-def _matmul(call: _Call) -> Matmul | Left:
+def _matmul(call: Call) -> Matmul | Left:
     """x @ p, or p @ x as (xᵀ pᵀ)ᵀ; as addmm with a 1-D bias, or another summand added after."""
     a, b, summand = call.args["a"], call.args["b"], call.args.get("input")
     if summand is not None and (call.args.get("beta", 1), call.args.get("alpha", 1)) != (1, 1):
@@ -228,7 +67,7 @@ def _batched(w: torch.Tensor) -> str:
     return f"the weight is {w.ndim}-D, {list(w.shape)}; only 2-D weights are taken"
 
 
-def _einsum(call: _Call) -> Matmul | Left:
+def _einsum(call: Call) -> Matmul | Left:
     """Two operands, one of them a 2-D parameter that shares exactly one index with the other."""
     equation, operands = call.args["equation"], call.args["operands"]
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -285,7 +124,7 @@ def _einsum_views(
     return x_views, w_views, y_views
 
 
-_Handler = Callable[[_Call], Matmul | Left]
+_Handler = Callable[[Call], Matmul | Left]
 
 
 def _never(why: str) -> _Handler:
@@ -361,12 +200,12 @@ _SPELLINGS = {
 _RENAMED = {"mat1": "a", "mat2": "b", "batch1": "a", "batch2": "b", "other": "b", "self": "a"}
 
 
-def _call_of(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
+def _call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     if node.op == "call_module":
         module = scope.gm.get_submodule(str(node.target))
         if isinstance(module, nn.Linear):
             why = "a module call that Dynamo did not inline; set inline_inbuilt_nn_modules=True"
-            return _Call(scope, node, "linear", {}), lambda call: call.left(why, module.weight)
+            return Call(scope, node, "linear", {}), lambda call: call.left(why, module.weight)
         return None
     if node.op not in ("call_function", "call_method"):
         return None
@@ -382,7 +221,7 @@ def _call_of(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
         if key == "input" and "input" not in names:
             renamed = "a"
         args[renamed] = value
-    call = _Call(scope, node, spelling, args)
+    call = Call(scope, node, spelling, args)
     if args.get("out") is not None:
         return call, _never("writes into an out= tensor")
     if scope.opaque:
@@ -390,7 +229,7 @@ def _call_of(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
     return call, handler
 
 
-def _foreign_call(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None:
+def _foreign_call(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     """A custom op that takes an activation and a weight may multiply them: Hugging Face's
     ``transformers::grouped_mm_fallback`` does. One that takes a weight alone (an all-gather) or
     integers with it (a look-up) does not.
@@ -400,7 +239,7 @@ def _foreign_call(scope: _Scope, node: fx.Node) -> tuple[_Call, _Handler] | None
     name = str(node.target)
     if name.partition(".")[0] in ("aten", "prims"):
         return None
-    call = _Call(scope, node, name, {})
+    call = Call(scope, node, name, {})
     takes_activation = any(
         isinstance(argument, fx.Node)
         and isinstance(argument.meta.get("example_value"), torch.Tensor)
@@ -425,10 +264,10 @@ def find_matmuls(gm: fx.GraphModule) -> Iterator[Matmul | Left]:
         parameter = parameter_of(node)
         if parameter is not None:
             parameters[node] = parameter
-    yield from _walk(_Scope(gm, parameters))
+    yield from _walk(Scope(gm, parameters))
 
 
-def _walk(scope: _Scope) -> Iterator[Matmul | Left]:
+def _walk(scope: Scope) -> Iterator[Matmul | Left]:
     outside, depth = scope, 0  # of torch.func's transforms, which stand in the graph as brackets
     inside = replace(scope, opaque="inside torch.func (vmap, grad, ...), for which q2 has no rules")
     for node in list(scope.gm.graph.nodes):
@@ -445,7 +284,7 @@ def _walk(scope: _Scope) -> Iterator[Matmul | Left]:
                 yield from _walk(inner)
 
 
-def _inner_scopes(scope: _Scope, node: fx.Node) -> Iterator[tuple[fx.GraphModule, _Scope]]:
+def _inner_scopes(scope: Scope, node: fx.Node) -> Iterator[tuple[fx.GraphModule, Scope]]:
     """The graphs that a higher-order op calls, each with the parameters among its inputs.
 
     The inputs are the last arguments of the op, one for each placeholder of the body.
@@ -453,12 +292,12 @@ def _inner_scopes(scope: _Scope, node: fx.Node) -> Iterator[tuple[fx.GraphModule
     flat = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
     bodies = [n for n in flat if n.op == "get_attr"]
     for body in bodies:
-        gm = _attribute(scope.gm, str(body.target))
+        gm = attribute(scope.gm, str(body.target))
         if not isinstance(gm, fx.GraphModule):
             continue
         inputs = [n for n in flat if n.op != "get_attr" or n not in bodies]
         placeholders = gm.graph.find_nodes(op="placeholder")
-        inner = _Scope(gm, opaque=scope.opaque)
+        inner = Scope(gm, opaque=scope.opaque)
         if "autograd_function" in str(node.target):
             inner.opaque = "inside a custom autograd.Function, which has its own backward"
         elif len(inputs) < len(placeholders):

@@ -1,0 +1,175 @@
+"""What a matmul in a Dynamo graph is: activation × parameter in one form, or left with a reason."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from q2compile import tensor_parallel
+
+aten = torch.ops.aten
+
+View = tuple[str, tuple[Any, ...]]  # a tensor method and its arguments
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """y = y_views(x_views(x) · wᵀ + bias), with w [N, K] after w_views."""
+
+    gm: fx.GraphModule
+    node: fx.Node
+    spelling: str
+    parameter: nn.Parameter
+    x: fx.Node
+    w: fx.Node
+    bias: fx.Node | None = None
+    x_views: tuple[View, ...] = ()
+    w_views: tuple[View, ...] = ()
+    y_views: tuple[View, ...] = ()
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Fake tensors for x [..., K], w [N, K] and bias, after their views."""
+        x, w = example(self.x), example(self.w)
+        with torch.no_grad():
+            for method, args in self.x_views:
+                x = getattr(x, method)(*args)
+            for method, args in self.w_views:
+                w = getattr(w, method)(*args)
+        return x, w, None if self.bias is None else example(self.bias)
+
+    @property
+    def shape(self) -> tuple[Any, int, int]:
+        """(T, N, K), this rank's part where w is a DTensor; T may be symbolic."""
+        x, w, _ = self.operands()
+        if isinstance(w, DTensor):
+            return tensor_parallel.local_sizes(x, w)
+        n, k = w.shape
+        return x.numel() // max(k, 1), n, k
+
+
+@dataclass(frozen=True)
+class Left:
+    """A matmul that is not activation × parameter, or not in a form that can be rewritten."""
+
+    gm: fx.GraphModule
+    node: fx.Node
+    spelling: str
+    why: str
+    parameter: nn.Parameter | None = None
+
+
+@dataclass
+class Scope:
+    """One graph and what its placeholders stand for."""
+
+    gm: fx.GraphModule
+    parameters: dict[fx.Node, nn.Parameter] = field(default_factory=dict)
+    opaque: str = ""  # why nothing in here can be taken
+
+    def parameter(self, node: object) -> nn.Parameter | None:
+        """The parameter that ``node`` is a view or a cast of, None for anything else."""
+        while isinstance(node, fx.Node):
+            if node.op == "placeholder":
+                return self.parameters.get(node)
+            if node.op == "get_attr":
+                value = attribute(self.gm, str(node.target))
+                return value if isinstance(value, nn.Parameter) else None
+            if not _is_view_or_cast(node):
+                return None
+            node = node.args[0] if node.args else node.kwargs.get("input")
+        return None
+
+
+# Methods and functions with one tensor input whose result is that tensor, seen or stored otherwise.
+_VIEW_METHODS = frozenset(
+    ["t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "mT", "T"]
+    + ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "detach"]
+    + ["narrow", "chunk", "split", "unbind", "select", "clone"]
+    + ["to", "type", "type_as", "bfloat16", "half", "float", "double", "cpu", "cuda"]
+)
+_VIEW_FUNCTIONS = frozenset(
+    [torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.movedim, torch.reshape]
+    + [torch.chunk, torch.split, torch.narrow, torch.unbind, torch.squeeze, torch.unsqueeze]
+    + [torch.detach, torch.clone, operator.getitem]
+    + [aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default]
+    + [aten.split.Tensor, aten.slice.Tensor, aten._to_copy.default, aten.to.dtype]
+    + [aten.chunk.default, aten.split_with_sizes.default, aten.reshape.default, aten.detach.default]
+)
+
+
+def _is_view_or_cast(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _VIEW_METHODS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in ("T", "mT", "H", "mH", "data")
+    if node.target is operator.getitem:  # rows chosen by a tensor are a look-up: an activation
+        return not any(isinstance(i, fx.Node) and _is_tensor(i) for i in tree_leaves(node.args[1]))
+    return node.target in _VIEW_FUNCTIONS
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value", node.meta.get("val")), torch.Tensor)
+
+
+def example(node: Any) -> torch.Tensor:
+    """The fake tensor that Dynamo, or a trace, saw at this node."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    assert isinstance(value, torch.Tensor), f"{node} carries no example tensor"
+    return value
+
+
+def attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@dataclass(frozen=True)
+class Call:
+    """A matmul call with its arguments by name."""
+
+    scope: Scope
+    node: fx.Node
+    spelling: str
+    args: dict[str, Any]
+
+    def left(self, why: str, parameter: nn.Parameter | None = None) -> Left:
+        return Left(self.scope.gm, self.node, self.spelling, why, parameter)
+
+    def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | Left:
+        matmul = Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
+        why = _unusable(x, w) or tensor_parallel.unplanned(*matmul.operands())
+        return self.left(why, parameter) if why else matmul
+
+    def weight(self) -> nn.Parameter | None:
+        """The first parameter of two or more dimensions among the arguments."""
+        for argument in tree_leaves((self.node.args, self.node.kwargs)):
+            parameter = self.scope.parameter(argument)
+            if parameter is not None and parameter.ndim >= 2:
+                return parameter
+        return None
+
+
+def _unusable(x: Any, w: Any) -> str:
+    """Why activation x and weight w can't be operands here; "" if they can."""
+    x_, w_ = example(x), example(w)
+    if w_.ndim != 2:
+        return f"the weight is {w_.ndim}-D, {list(w_.shape)}; only 2-D weights are taken"
+    for name, t in (("activation", x_), ("weight", w_)):
+        if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            dtype = str(t.dtype).removeprefix("torch.")
+            return f"the {name} is {dtype}; fp32, bf16 and fp16 are taken"
+    if min(tensor_parallel.smallest_part(w_)) < 16:
+        part = "a rank's part of the weight" if isinstance(w_, DTensor) else "the weight"
+        shape = list(tensor_parallel.smallest_part(w_))
+        return f"too small: {part} is {shape}, a block has 16 values"
+    return ""
