@@ -159,9 +159,11 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "share_operands", 0),
         ("forward", "merge_seeds", 0),
         ("forward", "pair_directions", 0),
+        ("forward", "share_rotations", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
+        ("backward", "share_rotations", 0),
     ]
 
 

@@ -1,14 +1,10 @@
 """The pass runner, each pass alone, and the spec of the graphs."""
 
-import operator
-
 import pytest
 import torch
 from expecttest import TestCase
-from torch import fx
-from torch._subclasses import FakeTensorMode
+from graph_builder import EDEN, Builder, q2
 
-import q2compile.runtime_kernels  # noqa: F401  registers the ops
 from q2compile.config import Config
 from q2compile.dump import readable
 from q2compile.passes import PASSES
@@ -17,37 +13,6 @@ from q2compile.passes.merge_seeds import merge_seeds_pass
 from q2compile.passes.pair_directions import pair_directions_pass
 from q2compile.passes.share_operands import share_operands_pass
 from q2compile.passes.spec import GraphSpecError, check_spec
-
-q2 = torch.ops.q2
-EDEN = "nvfp4_ms_eden_pow2"
-
-
-class Builder:
-    """Hand-built post-grad graphs: nodes with fake values."""
-
-    def __init__(self):
-        self.mode = FakeTensorMode()
-        self.graph = fx.Graph()
-
-    def placeholder(self, name, *shape, dtype=torch.bfloat16):
-        node = self.graph.placeholder(name)
-        with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
-
-    def call(self, target, *args):
-        node = self.graph.call_function(target, args)
-        values = fx.map_arg(args, lambda n: n.meta["val"])
-        with self.mode:
-            node.meta["val"] = target(*values)
-        return node
-
-    def outputs(self, node):
-        return [self.call(operator.getitem, node, i) for i in range(3)]
-
-    def done(self, *outputs):
-        self.graph.output(outputs)
-        return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
 def dgrad(b, dy, codes, seed_a, seed_b, streams=(0, 1), transform_b="rht128"):
@@ -255,19 +220,19 @@ def test_the_runner_records_every_pass_and_zero_matches_too():
     gm = backward_graph(3)
     manager = PassManager(Config())
     manager(gm.graph)
-    _, merge, pair = manager.records
+    _, merge, pair, _ = manager.records
     assert (merge.graph, merge.name, merge.matches) == ("backward", "merge_seeds", 3)
     assert merge.ops == {"aten.randint.low": 1, "aten.select.int": 3, "q2.seed.default": -3}
     assert (pair.name, pair.matches, pair.ops) == ("pair_directions", 0, {})
     manager(gm.graph)
-    assert all((r.matches, r.ops) == (0, {}) for r in manager.records[3:])
+    assert all((r.matches, r.ops) == (0, {}) for r in manager.records[4:])
 
 
 def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PassManager(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert [r.note for r in manager.records] == ["", "disabled", ""]
+    assert [r.note for r in manager.records] == ["", "disabled", "", ""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -285,7 +250,8 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     plain = PassManager(Config()).uuid()
     assert plain == PassManager(Config(dump="elsewhere")).uuid()
     assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
-    assert list(PASSES) == ["share_operands", "merge_seeds", "pair_directions"]
+    order = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
+    assert list(PASSES) == order
 
 
 class TestSpec:

@@ -14,6 +14,7 @@ from torch import fx
 from q2compile.passes.merge_seeds import merge_seeds_pass
 from q2compile.passes.pair_directions import pair_directions_pass
 from q2compile.passes.share_operands import share_operands_pass
+from q2compile.passes.share_rotations import share_rotations_pass
 
 Pass = Callable[[fx.Graph], int]
 
@@ -21,4 +22,5 @@ PASSES: dict[str, Pass] = {
     "share_operands": share_operands_pass,
     "merge_seeds": merge_seeds_pass,
     "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
+    "share_rotations": share_rotations_pass,  # after it: a pair has one stream for both directions
 }

@@ -1,0 +1,94 @@
+"""One rotated copy of an activation for the wgrads of all the linears it fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from q2compile.passes.graphs import is_q2, producer, q2_nodes
+from q2compile.passes.spec import named_arguments
+
+
+def share_rotations_pass(graph: fx.Graph) -> int:
+    """The wgrads of q, k and v (of gate and up) each rotate and quantise the same x anew. Give them
+    one seed, and once is enough.
+
+    before                                       after
+        a = rht_quantize(dy, s, S, R, True, 0)       a = rht_quantize(dy, s, S, R, True, 0)
+        b = requantize(*qx, s, ..., 1)               b = requantize(*qx, s, ..., 1)
+        gemm(*a, *b)                                 gemm(*a, *b)
+        c = rht_quantize(dz, t, S, R, True, 0)       c = rht_quantize(dz, s, S, R, True, 2)
+        d = requantize(*qx, t, ..., 1)
+        gemm(*c, *d)                                 gemm(*c, *b)
+
+    a and c may be the column direction of rht_quantize_both, whose row direction then draws from
+    stream 2 too, under its own seed; and b may be rht_quantize of a high-precision x.
+
+    Sound, though the coins are others: each gradient has the distribution it had. In every GEMM
+    both operands have the signs of one seed, drawn in this step, and coins of two streams, so the
+    pair (c, b) is distributed as (c, d) was, and so are the mean and the variance of its product.
+    The gradients keep coins of their own, since no two of them have the same stream. What is new is
+    that the errors of the weight gradients correlate, by x's part of them and as far as dy and dz
+    are alike (equal signs rotate equal gradients to equal codes), just as they do between the rows
+    of one wide linear that computes q, k and v together. Nothing multiplies them: a weight gradient
+    leaves the graph. That is not so for dgrad, where a weight used twice in a row would meet its
+    own error in a product, E[W̃ W̃] ≠ W W; so dgrads keep their own seeds.
+
+    Preconditions: gemms whose first operand is a gradient rotated along its columns and whose
+    second are equal but for the seed; the shared seed stands before the other gradients' ops
+    (merge_seeds puts all seeds up front, and pair_directions needs equal streams, so both run
+    before this pass).
+    """
+    shared: dict[Any, tuple[fx.Node, int]] = {}
+    merged = 0
+    for gemm in list(q2_nodes(graph, "gemm")):
+        a, b = (producer(gemm.args[i]) for i in (0, 3))
+        if not (_gradient_columns(gemm, a) and is_q2(b, "requantize", "rht_quantize")):
+            continue
+        args = named_arguments(b)
+        seed = args.pop("seed")
+        if seed is None:
+            continue
+        first, count = shared.setdefault((b.target, *args.items()), (b, 1))
+        if first is b:
+            continue
+        shared_seed: Any = named_arguments(first)["seed"]
+        if not (shared_seed < a and _replace_seed(a, seed, shared_seed, args["stream"] + count)):
+            continue
+        shared[(b.target, *args.items())] = (first, count + 1)
+        _use_outputs_of(first, gemm, b)
+        merged += 1
+    graph.eliminate_dead_code()
+    return merged
+
+
+def _gradient_columns(gemm: fx.Node, a: fx.Node) -> bool:
+    """Whether the first operand is all of a gradient's column direction, used here alone."""
+    if is_q2(a, "rht_quantize_both"):
+        columns = [n for n in a.users if n.args[1] in (3, 4, 5)]
+    elif is_q2(a, "rht_quantize") and named_arguments(a)["transpose"]:
+        columns = list(a.users)
+    else:
+        return False
+    return gemm.args[0] in columns and all(list(n.users) == [gemm] for n in columns)
+
+
+def _replace_seed(a: fx.Node, seed: fx.Node, shared: fx.Node, stream: int) -> bool:
+    """Let the gradient's op take the shared seed and a stream of its own; False if it has not
+    ``seed`` to begin with."""
+    args: dict[str, Any] = named_arguments(a)
+    key = "col_seed" if "col_seed" in args else "seed"
+    if args[key] is not seed:
+        return False
+    args.update({key: shared, "stream": stream})
+    a.args = tuple(args.values())
+    return True
+
+
+def _use_outputs_of(first: fx.Node, gemm: fx.Node, b: fx.Node) -> None:
+    """Let ``gemm`` take its second operand from ``first`` instead of ``b``."""
+    outputs = {n.args[1]: n for n in first.users}
+    for old in gemm.args[3:6]:
+        assert isinstance(old, fx.Node) and old.args[0] is b
+        gemm.replace_input_with(old, outputs[old.args[1]])

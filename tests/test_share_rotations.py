@@ -1,0 +1,251 @@
+"""One rotated copy of x for several wgrads: the graph, and that every gradient stays unbiased."""
+
+import pytest
+import torch
+from expecttest import TestCase
+from graph_builder import EDEN, Builder, q2
+from torch import nn
+
+from q2compile import explain
+from q2compile.dump import readable
+from q2compile.passes.merge_seeds import merge_seeds_pass
+from q2compile.passes.pair_directions import pair_directions_pass
+from q2compile.passes.share_rotations import share_rotations_pass
+from q2compile.passes.spec import check_spec
+
+T, N, K = 48, 32, 64
+SOURCE = "nvfp4_46_pow2"
+
+
+def wgrads(names=("dy", "dz"), pair=False, scheme=EDEN, **changed):
+    """wgrads of linears with one input x [T, K], saved as codes, and gradients [T, N].
+
+    pair      quantise each gradient in both directions, and draw all seeds at once
+    scheme    of both operands
+    changed   what the second wgrad has of its own
+    """
+    b = Builder()
+    gradients = {name: b.placeholder(f"tangents_{name}", T, N) for name in names}
+    x = [
+        b.placeholder("codes", T, K // 2, dtype=torch.uint8),
+        b.placeholder("scales", T, K // 16, dtype=torch.float8_e4m3fn),
+        b.placeholder("global_scale", dtype=torch.float32),
+    ]
+    results = []
+    for i, name in enumerate(names):
+        dy = gradients[name]
+        seed = b.call(q2.seed.default, dy, i)
+        change = changed if i else {}
+        scheme, transform = change.get("other", scheme), change.get("transform", "rht128")
+        if pair:
+            row_seed = b.call(q2.seed.default, dy, 100 + i)
+            row = b.call(q2.rht_quantize.default, dy, row_seed, scheme, transform, False, 0)
+            results += b.outputs(row)
+        if change.get("fresh"):
+            other = b.call(q2.dequantize.default, *x, SOURCE, K, torch.bfloat16)
+            again = (other, seed, scheme, transform, True, 1)
+            right = b.call(q2.rht_quantize.default, *again)
+        else:
+            again = (*x, seed, SOURCE, scheme, transform, change.get("rows", K), 1)
+            right = b.call(q2.requantize.default, *again)
+        direction = change.get("transpose", True)
+        left = b.call(q2.rht_quantize.default, dy, seed, scheme, transform, direction, 0)
+        operands = [*b.outputs(left), *b.outputs(right)]
+        if direction:
+            operands += [None, scheme, scheme, torch.bfloat16]
+            results.append(b.call(q2.gemm.default, *operands))
+        else:
+            results += operands
+    return b.done(*results)
+
+
+class TestShareRotations(TestCase):
+    def test_golden(self):
+        gm = wgrads()
+        assert share_rotations_pass(gm.graph) == 1
+        gm.graph.lint()
+        self.assertExpectedInline(
+            readable(gm),
+            """\
+tangents_dy: bf16[48, 32]
+tangents_dz: bf16[48, 32]
+codes: u8[48, 32]
+scales: f8e4m3fn[48, 4]
+global_scale: f32[]
+seed_default: i64[] = q2.seed(tangents_dy, 0)
+requantize_default: (u8[64, 64], f8e4m3fn[64, 8], f32[]) = q2.requantize(codes, scales, global_scale, seed_default, 'nvfp4_46_pow2', 'nvfp4_ms_eden_pow2', 'rht128', 64, 1)
+rht_quantize_default: (u8[32, 64], f8e4m3fn[32, 8], f32[]) = q2.rht_quantize(tangents_dy, seed_default, 'nvfp4_ms_eden_pow2', 'rht128', True, 0)
+getitem: u8[32, 64] = getitem(rht_quantize_default, 0)
+getitem_1: f8e4m3fn[32, 8] = getitem(rht_quantize_default, 1)
+getitem_2: f32[] = getitem(rht_quantize_default, 2)
+getitem_3: u8[64, 64] = getitem(requantize_default, 0)
+getitem_4: f8e4m3fn[64, 8] = getitem(requantize_default, 1)
+getitem_5: f32[] = getitem(requantize_default, 2)
+gemm_default: bf16[32, 64] = q2.gemm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
+seed_default_1: i64[] = q2.seed(tangents_dz, 1)
+rht_quantize_default_1: (u8[32, 64], f8e4m3fn[32, 8], f32[]) = q2.rht_quantize(tangents_dz, seed_default, 'nvfp4_ms_eden_pow2', 'rht128', True, 2)
+getitem_6: u8[32, 64] = getitem(rht_quantize_default_1, 0)
+getitem_7: f8e4m3fn[32, 8] = getitem(rht_quantize_default_1, 1)
+getitem_8: f32[] = getitem(rht_quantize_default_1, 2)
+gemm_default_1: bf16[32, 64] = q2.gemm(getitem_6, getitem_7, getitem_8, getitem_3, getitem_4, getitem_5, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
+return (gemm_default, gemm_default_1)
+""",
+        )
+        assert share_rotations_pass(gm.graph) == 0
+
+
+def counts(gm, *names):
+    text = readable(gm)
+    return [text.count(f"q2.{name}(") for name in names]
+
+
+def test_gradients_stay_paired_and_each_has_a_stream_of_its_own():
+    """q, k and v: three gradients quantised in both directions from one read each, one x."""
+    gm = wgrads(("dq", "dk", "dv"), pair=True)
+    merge_seeds_pass(gm.graph)
+    assert pair_directions_pass(gm.graph) == 3
+    assert share_rotations_pass(gm.graph) == 2
+    assert counts(gm, "rht_quantize_both", "rht_quantize", "requantize", "gemm") == [3, 0, 1, 3]
+    both = [n for n in gm.graph.nodes if n.target is q2.rht_quantize_both.default]
+    assert [n.args[5] for n in both] == [0, 2, 3]  # x has stream 1
+    assert len({n.args[1] for n in both}) == 3 and len({n.args[2] for n in both}) == 1
+    check_spec(gm.graph, "backward", "here")
+    assert share_rotations_pass(gm.graph) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"other": "nvfp4_sr_pow2"},
+        {"transform": "rht64"},
+        {"rows": 32},
+        {"fresh": True},  # x from high precision here, from codes there
+        {"transpose": False},  # a dgrad's gradient
+    ],
+)
+def test_what_is_left_alone(changed):
+    gm = wgrads(**changed)
+    before = readable(gm)
+    assert share_rotations_pass(gm.graph) == 0 and readable(gm) == before
+
+
+def test_a_seed_that_is_drawn_later_is_not_taken():
+    """Without merge_seeds a gradient may be quantised before the other wgrad's seed is drawn."""
+    gm = wgrads()
+    late = [n for n in gm.graph.nodes if n.target is q2.rht_quantize.default][1]
+    seed = late.args[1]
+    first = next(n for n in gm.graph.nodes if n.op == "call_function")
+    first.prepend(seed)
+    seed.append(late)
+    assert share_rotations_pass(gm.graph) == 0
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    dy, dz, x = (torch.randn(T, n, generator=generator) for n in (N, N, K))
+    return dy.bfloat16(), dz.bfloat16(), q2.quantize(x.bfloat16(), None, None, SOURCE, 0)
+
+
+def draws(gm, count, *inputs):
+    torch.manual_seed(1)
+    for _ in range(count):
+        yield [g.float() for g in gm(*inputs)]
+
+
+def test_the_first_gradient_keeps_its_bits():
+    """Seeds are drawn as before, so what keeps its seed and stream is computed as before."""
+    dy, dz, qx = operands()
+    gm = wgrads()
+    merge_seeds_pass(gm.graph)
+    gm.recompile()
+    ((own, other),) = draws(gm, 1, dy, dz, *qx)
+    share_rotations_pass(gm.graph)
+    gm.recompile()
+    ((own_shared, other_shared),) = draws(gm, 1, dy, dz, *qx)
+    assert torch.equal(own, own_shared) and not torch.equal(other, other_shared)
+
+
+def squared_errors(gm, count, gradients, qx):
+    """[draw, gradient]: relative squared error of the mean of that many draws."""
+    x = q2.dequantize(*qx, SOURCE, K, torch.float32)
+    truth = [dy.float().t() @ x for dy in gradients]
+    sums, errors = [torch.zeros_like(t) for t in truth], []
+    for b, grads in enumerate(draws(gm, count, *gradients, *qx), start=1):
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad
+        both = zip(sums, truth, strict=True)
+        errors.append([((total / b - t).norm() / t.norm()).item() ** 2 for total, t in both])
+    return torch.tensor(errors)
+
+
+def test_every_weight_gradient_is_unbiased_and_as_good_as_before():
+    """The squared error of a mean of B independent unbiased draws is 1/B of one draw's: it must
+    fall 16-fold from 1 to 16 and from 8 to 128. Of 2048 entries each, it scatters by some percent;
+    a bias of 1% of the norm would stop the last step at 10."""
+    dy, dz, qx = operands()
+    gm = wgrads()
+    before = squared_errors(gm, 8, (dy, dz), qx)
+    assert share_rotations_pass(gm.graph) == 1
+    gm.recompile()
+    after = squared_errors(gm, 128, (dy, dz), qx)
+    for b in (1, 8):
+        ratios = after[b - 1] / after[16 * b - 1]
+        assert ((ratios > 12.5) & (ratios < 20)).all()
+    assert ((after[7] / before[7] - 1).abs() < 0.15).all()
+
+
+def error_correlation(scheme):
+    """How much of their errors two wgrads of the same gradient have in common, over 24 draws."""
+    dy, _, qx = operands()
+    truth = dy.float().t() @ q2.dequantize(*qx, SOURCE, K, torch.float32)
+    gm = wgrads(scheme=scheme)
+    assert share_rotations_pass(gm.graph) == 1
+    gm.recompile()
+    errors = [(a - truth, b - truth) for a, b in draws(gm, 24, dy, dy, *qx)]
+    return sum((a * b).sum() for a, b in errors) / sum(a.square().sum() for a, _ in errors)
+
+
+def test_equal_gradients_draw_their_own_coins():
+    """Stochastic rounding errs by as much on either operand, so two wgrads share x's half of their
+    error and no more. With equal coins they would share all of it; 24 draws scatter by a few
+    percent."""
+    assert 0.4 < error_correlation("nvfp4_sr_pow2") < 0.6
+
+
+def test_equal_gradients_rounded_by_ms_eden_err_alike():
+    """Its codes depend on the signs alone, which are shared, and only its scales on coins: two
+    equal gradients get nearly equal errors. Each is unbiased all the same."""
+    assert 0.9 < error_correlation(EDEN) < 1
+
+
+class Heads(nn.Module):
+    """q, k and v of one x behind a linear, so that x needs a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        h = torch.tanh(self.inner(x))
+        return self.q(h).square() + self.k(h).sin() + self.v(h).cos()
+
+
+@pytest.mark.parametrize("recipe", ["quartet2", "quartet", "tetrajet2", "mxfp4"])
+def test_a_compiled_model_rotates_x_once(recipe, tmp_path):
+    """Four wgrads, two inputs. mxfp4 takes x in high precision; the same holds."""
+    torch._dynamo.reset()
+    options = {"recipe": recipe, "inner": "eager", "dump": str(tmp_path)}
+    model, x = Heads(), torch.randn(40, 64)
+    explain(model, x, options=options)
+    torch.manual_seed(0)
+    torch.compile(model, backend="quartet2", options=options)(x).sum().backward()
+    folder = sorted(p for p in tmp_path.glob("graph_*"))[-1]
+    before = (folder / "3_backward.txt").read_text()
+    after = (folder / "4_after_passes_backward.txt").read_text()
+    op = "rht_quantize" if recipe == "mxfp4" else "requantize"
+    weights = 3  # the dgrads of q, k and v: each quantises its own w
+    gradients = 7 if recipe == "mxfp4" else 0  # those ops are rht_quantize, too, unless paired
+    assert before.count(f"q2.{op}(") == 4 + weights + gradients
+    alone = 1 if recipe == "mxfp4" else 0  # inner has no dgrad: its gradient is not paired
+    assert after.count(f"q2.{op}(") == 2 + weights + alone
+    assert after.count("q2.rht_quantize_both(") == 3
