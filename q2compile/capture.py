@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from q2compile import capture_experts
 from q2compile.compat import parameter_of
 from q2compile.matmuls import Call, Left, Matmul, Scope, View, attribute, example
 
@@ -47,24 +48,17 @@ def _matmul(call: Call) -> Matmul | Left:
     left, right = call.scope.parameter(a), call.scope.parameter(b)
     if left is not None and right is not None:
         return call.left("parameter × parameter: no activation to quantise", right)
-    if right is not None:
+    added: tuple[View, ...] = () if summand is None else (("add", (summand,)),)
+    if right is not None and example(b).ndim == 2:
         is_bias = summand is not None and example(summand).shape == example(b).shape[-1:]
         bias = summand if is_bias else None
-        y_views = () if is_bias or summand is None else (("add", (summand,)),)
-        if example(b).ndim != 2:
-            return call.left(_batched(example(b)), right)
+        y_views = () if is_bias else added
         return call.taken(right, a, b, bias=bias, w_views=_TRANSPOSED, y_views=y_views)
-    if left is not None:
-        if example(a).ndim != 2 or example(b).ndim < 2:
-            return call.left(_batched(example(a)), left)
+    if left is not None and example(a).ndim == 2 and example(b).ndim >= 2:
         flip = (("transpose", (-2, -1)),)
-        after = flip if summand is None else (*flip, ("add", (summand,)))
-        return call.taken(left, b, a, x_views=flip, y_views=after)
-    return call.left("activation × activation")
-
-
-def _batched(w: torch.Tensor) -> str:
-    return f"the weight is {w.ndim}-D, {list(w.shape)}; only 2-D weights are taken"
+        return call.taken(left, b, a, x_views=flip, y_views=(*flip, *added))
+    experts = capture_experts.batched(call, a, b, added)
+    return call.left("activation × activation") if experts is None else experts
 
 
 def _einsum(call: Call) -> Matmul | Left:
@@ -175,13 +169,15 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
     ),
     (
         "grouped_mm",
-        tuple(
-            getattr(torch, name)
-            for name in ("_grouped_mm", "_scaled_grouped_mm")
-            if hasattr(torch, name)
-        ),
+        (torch._grouped_mm, F.grouped_mm),
+        ("a", "b", "offs", "bias", "out_dtype"),
+        capture_experts.grouped,
+    ),
+    (
+        "scaled_grouped_mm",
+        (torch._scaled_grouped_mm,),
         (),
-        _never("grouped matmul of expert weights"),
+        _never("a grouped matmul of operands that are quantised already"),
     ),
     (
         "recurrent",
@@ -197,7 +193,19 @@ _SPELLINGS = {
     for target in targets
 }
 
-_RENAMED = {"mat1": "a", "mat2": "b", "batch1": "a", "batch2": "b", "other": "b", "self": "a"}
+# Ops that other libraries register, by name: there is no target to name before they have.
+_FOREIGN = {
+    "transformers.grouped_mm_fallback": (
+        "transformers.grouped_mm_fallback",
+        ("a", "b", "offs"),
+        capture_experts.grouped,
+    )
+}
+
+_RENAMED = {
+    **dict.fromkeys(("self", "mat1", "mat_a", "batch1"), "a"),
+    **dict.fromkeys(("other", "mat2", "mat_b", "batch2", "weight"), "b"),
+}
 
 
 def _call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
@@ -209,15 +217,16 @@ def _call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
         return None
     if node.op not in ("call_function", "call_method"):
         return None
-    if node.target not in _SPELLINGS:
+    name = str(node.target).removesuffix(".default")
+    if node.target not in _SPELLINGS and name not in _FOREIGN:
         return _foreign_call(scope, node)
-    spelling, names, handler = _SPELLINGS[node.target]
+    spelling, names, handler = _SPELLINGS.get(node.target) or _FOREIGN[name]
     positional = node.args
     if handler is _einsum and len(positional) > 2:
         positional = (positional[0], positional[1:])
     args = dict(zip(names, positional, strict=False))
     for key, value in node.kwargs.items():
-        renamed = _RENAMED.get(key, key)
+        renamed = key if key in names else _RENAMED.get(key, key)
         if key == "input" and "input" not in names:
             renamed = "a"
         args[renamed] = value
@@ -230,9 +239,8 @@ def _call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
 
 
 def _foreign_call(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
-    """A custom op that takes an activation and a weight may multiply them: Hugging Face's
-    ``transformers::grouped_mm_fallback`` does. One that takes a weight alone (an all-gather) or
-    integers with it (a look-up) does not.
+    """A custom op that takes an activation and a weight may multiply them. One that takes a weight
+    alone (an all-gather) or integers with it (a look-up) does not.
     """
     if not isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return None

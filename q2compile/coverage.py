@@ -55,10 +55,19 @@ class Coverage:
             "not seen: no compiled graph holds it so far; a graph break in a Python loop, "
             "torch.compiler.disable or a branch not taken keeps code from the backend"
         )
+        loop = (
+            "; a loop over the experts that got tokens breaks it: transformers' "
+            "set_experts_implementation('grouped_mm') has none"
+        )
         policy = self.config.resolved_policy
         loose = {n: s for n, s in loose_weights(root).items() if n not in self.held}
         return [
-            Row(name, ("T", *shape), why=why, wanted=policy.resolve(name)[0].quantises)
+            Row(
+                name,
+                (*shape[:-2], "T", *shape[-2:]),
+                why=why + loop * (len(shape) > 2),
+                wanted=policy.resolve(name, stacked=len(shape) > 2)[0].quantises,
+            )
             for name, shape in {**loose, **expected_sites(root)}.items()
             if name not in self.seen
         ]

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import q2compile.linear  # noqa: F401  registers q2::linear
+import q2compile.experts  # noqa: F401  registers q2::linear and its kin
 from q2compile.recipes import GEMMS
 from q2compile.runtime_kernels.registry import serving
 
@@ -30,21 +30,28 @@ class _Recorder(TorchDispatchMode):
 
 @lru_cache
 def kernels_used(
-    gemms: tuple[str, str, str], shape: tuple[int, int, int], dtype: torch.dtype, device: str
+    gemms: tuple[str, str, str], shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> dict[str, str]:
-    """{"fprop": "quantize: reference, gemm: reference", ...} for a linear of ``shape`` (T, N, K).
+    """{"fprop": "quantize: reference, gemm: reference", ...} for a linear of ``shape`` (T, N, K),
+    or (E, T, N, K) for experts.
 
     gemms: the recipe's texts. A GEMM in bf16 is torch's own: "torch".
     """
-    t, n, k = shape
+    *experts, t, n, k = shape
     used = {}
     with FakeTensorMode():
-        x, w, dy = (torch.empty(s, dtype=dtype, device=device) for s in ((t, k), (n, k), (t, n)))
+        shapes = ((t, k), (*experts, n, k), (t, n))
+        x, w, dy = (torch.empty(s, dtype=dtype, device=device) for s in shapes)
+        offs = torch.empty(experts, dtype=torch.int32, device=device)
         for name, text in zip(GEMMS, gemms, strict=True):
             x.requires_grad_(name == "dgrad")
             w.requires_grad_(name == "wgrad")
             with _Recorder() as forward:
-                y = torch.ops.q2.linear(x, w, None, *gemms, 0)
+                y = (
+                    torch.ops.q2.grouped_linear(x, w, offs, *gemms, 0)
+                    if experts
+                    else torch.ops.q2.linear(x, w, None, *gemms, 0)
+                )
             recorder = forward
             if name != "fprop":
                 with _Recorder() as recorder:

@@ -20,7 +20,11 @@ View = tuple[str, tuple[Any, ...]]  # a tensor method and its arguments
 
 @dataclass(frozen=True)
 class Matmul:
-    """y = y_views(x_views(x) · wᵀ + bias), with w [N, K] after w_views."""
+    """y = y_views(x_views(x) · wᵀ + bias), with w [N, K] after w_views.
+
+    op is the one of q2 that computes it: "linear", or for experts, where w is [E, N, K], one of
+    `q2compile.experts`; groups is the third argument of grouped_linear or indexed_linear.
+    """
 
     gm: fx.GraphModule
     node: fx.Node
@@ -32,9 +36,11 @@ class Matmul:
     x_views: tuple[View, ...] = ()
     w_views: tuple[View, ...] = ()
     y_views: tuple[View, ...] = ()
+    op: str = "linear"
+    groups: fx.Node | None = None
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Fake tensors for x [..., K], w [N, K] and bias, after their views."""
+        """Fake tensors for x [..., K], w [..., N, K] and bias, after their views."""
         x, w = example(self.x), example(self.w)
         with torch.no_grad():
             for method, args in self.x_views:
@@ -44,13 +50,21 @@ class Matmul:
         return x, w, None if self.bias is None else example(self.bias)
 
     @property
-    def shape(self) -> tuple[Any, int, int]:
-        """(T, N, K), this rank's part where w is a DTensor; T may be symbolic."""
+    def stacked(self) -> bool:
+        """Whether the weight is a stack of matrices, or one of a stack: experts."""
+        part = self.parameter.ndim > 2 and example(self.w).numel() < self.parameter.numel()
+        return self.op != "linear" or part
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """(T, N, K), this rank's part where w is a DTensor; (E, T, N, K) for E experts, with T the
+        rows of all. T may be symbolic.
+        """
         x, w, _ = self.operands()
         if isinstance(w, DTensor):
             return tensor_parallel.local_sizes(x, w)
-        n, k = w.shape
-        return x.numel() // max(k, 1), n, k
+        *experts, n, k = w.shape
+        return *experts, x.numel() // max(k, 1), n, k
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,11 @@ class Left:
     spelling: str
     why: str
     parameter: nn.Parameter | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight has more than two dimensions."""
+        return self.parameter is not None and self.parameter.ndim > 2
 
 
 @dataclass
@@ -80,7 +99,7 @@ class Scope:
             if node.op == "get_attr":
                 value = attribute(self.gm, str(node.target))
                 return value if isinstance(value, nn.Parameter) else None
-            if not _is_view_or_cast(node):
+            if not is_view_or_cast(node):
                 return None
             node = node.args[0] if node.args else node.kwargs.get("input")
         return None
@@ -103,7 +122,8 @@ _VIEW_FUNCTIONS = frozenset(
 )
 
 
-def _is_view_or_cast(node: fx.Node) -> bool:
+def is_view_or_cast(node: fx.Node) -> bool:
+    """Whether ``node`` is its first argument, seen or stored otherwise."""
     if node.op == "call_method":
         return node.target in _VIEW_METHODS
     if node.op != "call_function":
@@ -113,6 +133,16 @@ def _is_view_or_cast(node: fx.Node) -> bool:
     if node.target is operator.getitem:  # rows chosen by a tensor are a look-up: an activation
         return not any(isinstance(i, fx.Node) and _is_tensor(i) for i in tree_leaves(node.args[1]))
     return node.target in _VIEW_FUNCTIONS
+
+
+def transposes(node: fx.Node) -> bool:
+    """Whether ``node`` swaps the last two dimensions of its first argument."""
+    n = example(node).ndim
+    target = node.args[1] if node.target is getattr else node.target
+    if target in ("t", torch.t, "T", "mT"):
+        return n == 2 or target == "mT"
+    dims = {a % n for a in node.args[1:] if isinstance(a, int)}
+    return target in (torch.transpose, "transpose") and dims == {n - 2, n - 1}
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -147,7 +177,7 @@ class Call:
 
     def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | Left:
         matmul = Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
-        why = _unusable(x, w) or tensor_parallel.unplanned(*matmul.operands())
+        why = _unusable(matmul) or tensor_parallel.unplanned(*matmul.operands())
         return self.left(why, parameter) if why else matmul
 
     def weight(self) -> nn.Parameter | None:
@@ -159,17 +189,27 @@ class Call:
         return None
 
 
-def _unusable(x: Any, w: Any) -> str:
-    """Why activation x and weight w can't be operands here; "" if they can."""
-    x_, w_ = example(x), example(w)
-    if w_.ndim != 2:
-        return f"the weight is {w_.ndim}-D, {list(w_.shape)}; only 2-D weights are taken"
-    for name, t in (("activation", x_), ("weight", w_)):
+def _unusable(matmul: Matmul) -> str:
+    """Why its activation and weight can't be operands here; "" if they can."""
+    x, w = example(matmul.x), example(matmul.w)
+    if matmul.op == "linear" and w.ndim != 2:
+        return f"the weight is {w.ndim}-D, {list(w.shape)}; only 2-D weights are taken"
+    for name, t in (("activation", x), ("weight", w)):
         if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             dtype = str(t.dtype).removeprefix("torch.")
             return f"the {name} is {dtype}; fp32, bf16 and fp16 are taken"
-    if min(tensor_parallel.smallest_part(w_)) < 16:
-        part = "a rank's part of the weight" if isinstance(w_, DTensor) else "the weight"
-        shape = list(tensor_parallel.smallest_part(w_))
+    if matmul.op != "linear":
+        return _unusable_experts(w)
+    if min(tensor_parallel.smallest_part(w)) < 16:
+        part = "a rank's part of the weight" if isinstance(w, DTensor) else "the weight"
+        shape = list(tensor_parallel.smallest_part(w))
         return f"too small: {part} is {shape}, a block has 16 values"
+    return ""
+
+
+def _unusable_experts(w: torch.Tensor) -> str:
+    if isinstance(w, DTensor):
+        return "the experts' weights are a DTensor: the q2 ops for experts have no sharding rule"
+    if w.shape[1] % 16 or w.shape[2] % 16:
+        return f"experts of {list(w.shape[1:])}: both sizes must be multiples of 16, a block"
     return ""

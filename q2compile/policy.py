@@ -34,7 +34,9 @@ class Rule:
 class Policy:
     """A default recipe and the rules over it.
 
-    ``resolve(name)`` gives the recipe and the pattern that decided ("" for the default).
+    ``resolve(name)`` gives the recipe and the pattern that decided ("" for the default). The
+    default does not reach a stack of weights, the experts of a mixture: how many tokens each gets,
+    and whether 4 bits gain anything then, is the routing's affair. A pattern asks for them.
     """
 
     default: Recipe
@@ -55,11 +57,11 @@ class Policy:
             rules.append(Rule(pattern, recipes.resolve(spec, global_scale)))
         return cls(recipes.resolve(recipe, global_scale), tuple(rules))
 
-    def resolve(self, name: str) -> tuple[Recipe, str]:
+    def resolve(self, name: str, *, stacked: bool = False) -> tuple[Recipe, str]:
         for rule in reversed(self.rules):
             if rule.matches(name):
                 return rule.recipe, rule.pattern
-        return self.default, ""
+        return recipes.RECIPES["bf16"] if stacked else self.default, ""
 
     @property
     def random_forward(self) -> bool:

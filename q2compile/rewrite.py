@@ -7,20 +7,26 @@ before                                             after
     y = torch.matmul(x, w)          # w [K, N]         t = w.transpose(0, 1)
                                                        y = torch.ops.q2.linear.default(x, t, None,
                                                        ..., 1)
+    y = torch._grouped_mm(x, v, offs)                  w = v.transpose(-2, -1)   # v [E, K, N]
+                                                       y = torch.ops.q2.grouped_linear.default(
+                                                               x, w, offs, ..., 2)
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import fx
 
-import q2compile.linear  # noqa: F401  registers q2::linear
+import q2compile.experts  # noqa: F401  registers q2::linear and its kin
 from q2compile import compat
-from q2compile.capture import Left, Matmul, View, example, find_matmuls
+from q2compile.capture import find_matmuls
+from q2compile.capture_experts import is_look_up
 from q2compile.config import Config
 from q2compile.errors import ConfigError
+from q2compile.matmuls import Left, Matmul, View, example, is_view_or_cast, transposes
 from q2compile.names import Names
 from q2compile.recipes import Recipe
 from q2compile.report import Row
@@ -43,7 +49,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
         row = _row(found, names)
         if row.has_parameter:
             found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
-            recipe, row.pattern = config.resolved_policy.resolve(row.module)
+            recipe, row.pattern = config.resolved_policy.resolve(row.module, stacked=found.stacked)
             row.recipe, row.wanted = recipe.name, recipe.quantises
         if isinstance(found, Matmul):
             _refuse_shared(found, recipe, names, config)
@@ -54,7 +60,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
                 row.taken, row.salt = True, salt
                 salt += 1
             else:
-                row.why = f"policy: {row.pattern!r} says bf16" if row.pattern else "recipe: bf16"
+                row.why = _why_bf16(row, found, config)
         rows.append(row)
     for module in changed.values():
         module.recompile()
@@ -76,12 +82,24 @@ def _row(found: Matmul | Left, names: Names) -> Row:
     return row
 
 
+def _why_bf16(row: Row, found: Matmul, config: Config) -> str:
+    default = config.resolved_policy.default
+    if row.pattern:
+        return f"policy: {row.pattern!r} says bf16"
+    if not default.quantises or not found.stacked:
+        return "recipe: bf16"
+    parent = re.sub(r"\.\d+(?=\.|$)", ".*", row.module.rpartition(".")[0])
+    pattern = f"{parent}.*" if parent else row.module
+    return f"experts: the policy has to name them, {{{pattern!r}: {default.name!r}}}"
+
+
 def _refuse_shared(found: Matmul, recipe: Recipe, names: Names, config: Config) -> None:
     """Dynamo compiles one graph for equal layers; a policy that tells them apart can't be kept
     then.
     """
     for other in names.served_too(found.parameter):
-        if config.resolved_policy.resolve(other)[0].texts() != recipe.texts():
+        theirs, _ = config.resolved_policy.resolve(other, stacked=found.stacked)
+        if theirs.texts() != recipe.texts():
             own = names.of(found.parameter, found.node)
             raise ConfigError(
                 f"the policy gives {own!r} and {other!r} different recipes, but {names.prefix!r} "
@@ -92,27 +110,37 @@ def _refuse_shared(found: Matmul, recipe: Recipe, names: Names, config: Config) 
 
 
 def replace_by_linear(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
-    """Put `q2::linear` and its views in the place of one matmul; return the node of the result."""
+    """Put `q2::linear`, or its kin for experts, and its views in the place of one matmul; return
+    the node of the result.
+    """
     graph, node = found.gm.graph, found.node
     site = {**node.meta.get("custom", {}), SALT: salt}
     with graph.inserting_before(node):
         x = _view(graph, found.x, found.x_views)
         w = _view(graph, found.w, found.w_views)
-        y = graph.call_function(
-            torch.ops.q2.linear.default, (x, w, found.bias, *recipe.texts(), salt)
-        )
+        third = {"linear": (found.bias,), "batched_linear": ()}.get(found.op, (found.groups,))
+        op = getattr(torch.ops.q2, found.op).default
+        y = graph.call_function(op, (x, w, *third, *recipe.texts(), salt))
         y.meta = {**node.meta, "custom": site}
         if found.y_views:
             with torch.no_grad():
-                shape = (*example(x).shape[:-1], example(w).shape[0])
+                shape = (*example(x).shape[:-1], example(w).shape[-2])
                 y.meta["example_value"] = example(node).new_empty(shape)
         out = _view(graph, y, found.y_views)
     out.meta = {**node.meta, "custom": site}
+    operands = node.all_input_nodes
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-    if found.w is not w and not found.w.users and found.w.op == "call_method":
-        graph.erase_node(found.w)  # the transpose that was undone
+    for operand in operands:
+        _erase_unused_views(graph, operand)
     return out
+
+
+def _erase_unused_views(graph: fx.Graph, node: Any) -> None:
+    """The transpose that was undone, the look-up of weights, the view that was viewed back."""
+    while not node.users and (is_view_or_cast(node) or is_look_up(node)):
+        unused, node = node, node.args[0]
+        graph.erase_node(unused)
 
 
 def _view(graph: fx.Graph, node: fx.Node, views: tuple[View, ...]) -> fx.Node:
@@ -130,8 +158,6 @@ def _view(graph: fx.Graph, node: fx.Node, views: tuple[View, ...]) -> fx.Node:
 
 
 def _undoes(node: fx.Node, method: str, args: tuple[Any, ...]) -> bool:
-    if (method, args) != ("transpose", (0, 1)) or example(node).ndim != 2:
-        return False
-    if node.op == "call_method" and node.target in ("t", "mT", "T"):
-        return True
-    return node.target is getattr and node.args[1] in ("mT", "T")
+    """Whether the view is a transpose, and ``node`` the same transpose."""
+    n = example(node).ndim
+    return method == "transpose" and {a % n for a in args} == {n - 2, n - 1} and transposes(node)

@@ -104,8 +104,8 @@ def test_each_spelling_is_taken_and_computes_the_same(spelling):
 LEFT = {
     "activation × activation": lambda m, x: x @ x.mT,
     "parameter × parameter": lambda m, x: m.w @ m.v,
-    "the weight is 3-D": lambda m, x: x @ m.cube,
-    "the weight is 3-D, [2, 32, 48]": lambda m, x: torch.bmm(x, m.cube),
+    "the weight is 3-D, [2, 32, 48], and the activation [5, 32]": lambda m, x: x[0] @ m.cube,
+    "experts: the policy has to name them, {'cube': 'quartet2'}": lambda m, x: x @ m.cube,
     "the weight is computed": lambda m, x: F.linear(x, m.w * 2),
     "the activation is float64": lambda m, x: x.double() @ m.v.double(),
     "too small": lambda m, x: x @ m.v[:, :8],

@@ -34,8 +34,8 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
     1. seeds, and ops that take one, stand in backward graphs alone: a seed that the partitioner put
        into the forward is drawn a second time in the backward (``random_forward``: a recipe draws
        one in the forward on purpose, and saves it);
-    2. every q2.gemm's operands come each whole from one op (codes, scales, global scale), or from
-       placeholders;
+    2. the operands of gemm and grouped_gemm come each whole from one op (codes, scales, global
+       scale), or from placeholders;
     3. two rotated operands of one gemm have the same seed and transform, and different streams;
     4. a rotated operand whose partner the forward saved takes its signs from the forward too.
     """
@@ -44,7 +44,7 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
         seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
         if kind == "forward" and (seeds or is_q2(node, "seed")) and not random_forward:
             raise GraphSpecError(f"{when}: {node.format_node()} may not stand in a forward graph")
-    for gemm in q2_nodes(graph, "gemm"):
+    for gemm in q2_nodes(graph, "gemm", "grouped_gemm"):
         _check_gemm(gemm, kind, when)
 
 

@@ -1,0 +1,124 @@
+"""Matmuls with a weight for each group of rows: in which calls the experts of a mixture come.
+
+    x [T, K] by groups, w [E, K, N]        torch._grouped_mm(x, w, offs)             grouped_linear
+    x [E, T, K], w [E, K, N]               torch.bmm(x, w), x @ w                    batched_linear
+    x [T, K], w [E, N, K], index [T]       torch.bmm(w[index], x.unsqueeze(-1))      indexed_linear
+
+The first is transformers' ``grouped_mm``, the last its ``batched_mm``. In a Python loop over the
+experts each is an ordinary linear whose weight is a part of a parameter.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from q2compile.matmuls import (
+    Call,
+    Left,
+    Matmul,
+    View,
+    example,
+    is_view_or_cast,
+    transposes,
+)
+
+_MT: tuple[View, ...] = (("transpose", (-2, -1)),)
+
+
+def grouped(call: Call) -> Matmul | Left:
+    """torch._grouped_mm and calls with the same arguments."""
+    x, w, offs = call.args["a"], call.args["b"], call.args.get("offs")
+    parameter = call.scope.parameter(w)
+    if parameter is None:
+        why = "activation × activation" if call.weight() is None else "the weights come first"
+        return call.left(f"grouped matmul: {why}", call.weight())
+    if call.args.get("bias") is not None or call.args.get("out_dtype") is not None:
+        return call.left("grouped matmul with a bias or an out_dtype", parameter)
+    shapes = example(x).ndim, example(w).ndim
+    if offs is None and shapes == (3, 3):
+        return _batched(call, x, w, ())
+    if offs is None or shapes != (2, 3):
+        return call.left(f"grouped matmul of {shapes[0]}-D × {shapes[1]}-D", parameter)
+    return call.taken(parameter, x, w, w_views=_MT, op="grouped_linear", groups=offs)
+
+
+def batched(call: Call, a: fx.Node, b: fx.Node, y_views: tuple[View, ...]) -> Matmul | Left | None:
+    """a @ b where one is a stack of weights; None when neither is."""
+    if call.scope.parameter(a) is not None or call.scope.parameter(b) is not None:
+        return _batched(call, a, b, y_views)
+    return _indexed(call, a, b, y_views)
+
+
+def _batched(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Matmul | Left:
+    """x [E, T, K] @ w [E, K, N], or w [E, N, K] @ x [E, K, T] as the transpose of xᵀ wᵀ."""
+    parameter, w, x, flipped = call.scope.parameter(b), b, a, False
+    if parameter is None:
+        parameter, w, x, flipped = call.scope.parameter(a), a, b, True
+    x_shape, w_shape = example(x).shape, example(w).shape
+    # As text, since comparing a symbol with a number would be a guard.
+    if len(x_shape) != 3 or len(w_shape) != 3 or str(x_shape[0]) != str(w_shape[0]):
+        return call.left(
+            f"the weight is {len(w_shape)}-D, {list(w_shape)}, and the activation "
+            f"{list(x_shape)}; taken are 2-D weights, and 3-D ones with an activation for each",
+            parameter,
+        )
+    if flipped:
+        views = {"x_views": _MT, "y_views": (*_MT, *added)}
+    else:
+        views = {"w_views": _MT, "y_views": added}
+    return call.taken(parameter, x, w, op="batched_linear", **views)
+
+
+def _indexed(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Matmul | Left | None:
+    """x [T, 1, K] @ w[index] [T, K, N], or w[index] [T, N, K] @ x [T, K, 1]."""
+    found, x, size = _look_up(call, b), a, -2
+    flipped = found is None
+    if flipped:
+        found, x, size = _look_up(call, a), b, -1
+    if found is None:
+        return None
+    w, index, transposed = found
+    parameter = call.scope.parameter(w)
+    assert parameter is not None
+    if example(x).ndim != 3 or example(x).shape[size] != 1:
+        return call.left("weights looked up by an index, with more than one row each", parameter)
+    return call.taken(
+        parameter,
+        x,
+        w,
+        op="indexed_linear",
+        groups=index,
+        x_views=(("squeeze", (size,)),),
+        w_views=() if transposed != flipped else _MT,
+        y_views=(("unsqueeze", (size,)), *added),
+    )
+
+
+def _look_up(call: Call, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """``node`` as (weights, index, whether transposed after): w[index] of a 3-D parameter, or
+    w.index_select(0, index).
+    """
+    transposed = False
+    while is_view_or_cast(node) and transposes(node):
+        transposed, node = not transposed, node.args[0]  # type: ignore[assignment]
+    if not is_look_up(node):
+        return None
+    w: Any = node.args[0]
+    index: Any = node.args[-1]
+    matrices = call.scope.parameter(w) is not None and example(w).ndim == 3
+    return (w, index, transposed) if matrices and example(index).ndim == 1 else None
+
+
+def is_look_up(node: fx.Node) -> bool:
+    """Whether ``node`` is w[index] or w.index_select(0, index), with a tensor of integers."""
+    if node.target in (torch.index_select, "index_select"):
+        return node.args[1:2] == (0,) and len(node.args) == 3
+    index = node.args[1] if node.target is operator.getitem else None
+    if not isinstance(index, fx.Node):
+        return False
+    value = index.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
