@@ -128,13 +128,21 @@ class Names:
         for name, module in self.root.named_modules():
             if type(module) is not type(own) or module is own:
                 continue
-            parameters = dict(module.named_parameters(remove_duplicate=False))
             found += [
                 site_name(f"{name}.{tail}")
                 for tail in tails
-                if tail in parameters and parameters[tail].shape == parameter.shape
+                if _shape_at(module, tail) == parameter.shape
             ]
         return found
+
+
+def _shape_at(module: nn.Module, path: str) -> torch.Size | None:
+    """The shape of the parameter at ``path``, as the module tree has it: a checkpoint wrapper's
+    named_parameters leaves its own component out."""
+    try:
+        return module.get_parameter(path).shape
+    except AttributeError:
+        return None
 
 
 def expected_sites(root: nn.Module) -> dict[str, torch.Size]:
@@ -174,10 +182,14 @@ def site_names(root: nn.Module) -> list[str]:
 
 
 def _path_in_frame(node: fx.Node) -> str:
-    """L['self']._modules['a']._modules['0']._parameters['weight'] -> "a.0.weight"."""
+    """L['self']._modules['a']._modules['0']._parameters['weight'] -> "a.0.weight".
+
+    In a module with a __getattr__ of its own it is L['self'].__dict__['_modules']['a'] and so on.
+    """
     text = source_text(node.meta["grapharg"])
     parts = [a or b or c for a, b, c in re.findall(r"\['(.*?)'\]|\.(\w+)|\[(\d+)\]", text)]
-    return ".".join(p for p in parts[1:] if p not in ("_modules", "_parameters")) or node.name
+    inner = ("__dict__", "_modules", "_parameters")
+    return ".".join(p for p in parts[1:] if p not in inner) or node.name
 
 
 def _strip_root(path: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from q2compile import explain
 from q2compile.names import expected_sites, site_name
@@ -192,6 +193,19 @@ def test_a_policy_that_tells_equal_layers_apart_is_refused_when_they_share_a_gra
     """
     model = Model()
     options = {**EAGER, "policy": {"layers.0.up": "bf16"}}
+    for block in model.layers:
+        block.compile(backend="quartet2", options=options)
+    with pytest.raises(ValueError, match="'layers.0.up' and 'layers.1.up' different recipes"):
+        model(torch.randn(4, 32))
+
+
+def test_equal_layers_in_checkpoint_wrappers_share_a_graph_too():
+    """Trap: the wrapper has a __getattr__ of its own, so Dynamo reaches its module through
+    __dict__."""
+    model = Model()
+    for i, block in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(block)
+    options = {**EAGER, "policy": {"layers.1.up": "bf16"}}
     for block in model.layers:
         block.compile(backend="quartet2", options=options)
     with pytest.raises(ValueError, match="'layers.0.up' and 'layers.1.up' different recipes"):
