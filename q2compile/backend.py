@@ -20,6 +20,7 @@ from q2compile.dump import DumpFolder, GraphDump
 from q2compile.errors import NotTakenError
 from q2compile.kernels_used import kernels_used
 from q2compile.names import Names
+from q2compile.passes.joint import JointPasses
 from q2compile.passes.manager import PassManager
 from q2compile.report import Report, Row, collector
 from q2compile.rewrite import rewrite
@@ -133,13 +134,19 @@ class _Compilation:
             self.dump.write_code(f"5_output_code_{compat.graph_kind(gm.graph)}", source)
 
     def compile(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        first = compat.pass_in_slot(compat.JOINT_PASS_SLOT)
+        joint = JointPasses(self.config, self.manager.records, first)
         if self.config.inner == "eager":
-            return compat.aot_eager_compile(gm, example_inputs, lambda g: self.manager(g.graph))
+            return compat.aot_eager_compile(
+                gm, example_inputs, lambda g: self.manager(g.graph), joint
+            )
         patches = {
             **compat.inductor_options_of_mode(self.config.mode),
             **self.config.inductor,
             **compat.pass_slot(self.manager),
         }
+        if joint.names:
+            patches[compat.JOINT_PASS_SLOT] = joint
         if self.watched:  # a cache hit would skip the passes, and with them what is to be shown
             patches["fx_graph_cache"] = False
             return compat.inductor_compile(gm, example_inputs, patches, self._output_code)

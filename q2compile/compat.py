@@ -65,10 +65,12 @@ def aot_eager_compile(
     gm: fx.GraphModule,
     example_inputs: list[Any],
     on_graph: Callable[[fx.GraphModule], None],
+    on_joint: Callable[[fx.Graph], None] | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd with Inductor's decompositions and partitioner, run without Inductor.
 
     on_graph: called with the forward and the backward graph before they are run.
+    on_joint: called with both in one, before the partitioner.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -80,11 +82,16 @@ def aot_eager_compile(
         graph.recompile()
         return make_boxed_func(graph.forward)
 
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if on_joint is not None:
+            on_joint(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
     return aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
     )(gm, example_inputs)
 
@@ -135,6 +142,7 @@ def source_text(grapharg: Any) -> str:
 
 
 PASS_SLOT = "post_grad_custom_pre_pass"
+JOINT_PASS_SLOT = "joint_custom_post_pass"
 
 
 def pass_slot(manager: CustomGraphPass) -> dict[str, Any]:
@@ -144,19 +152,19 @@ def pass_slot(manager: CustomGraphPass) -> dict[str, Any]:
     return {PASS_SLOT: manager}
 
 
-def pass_in_slot() -> Any:
-    """The pass that Inductor's global config has in our slot, or None.
+def pass_in_slot(slot: str = PASS_SLOT) -> Any:
+    """The pass that Inductor's global config has in a slot of ours, or None.
 
     Raises ConfigError for a list of several (possible from 2.13 on): there is one place before
     ours.
     """
     from torch._inductor import config
 
-    current = getattr(config, PASS_SLOT)
+    current = getattr(config, slot)
     if isinstance(current, list | tuple):
         if len(current) > 1:
             raise ConfigError(
-                f"torch._inductor.config.{PASS_SLOT} holds {len(current)} passes; one can run "
+                f"torch._inductor.config.{slot} holds {len(current)} passes; one can run "
                 "before q2compile's: combine them into one CustomGraphPass"
             )
         current = current[0] if current else None

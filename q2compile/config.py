@@ -65,6 +65,10 @@ class Config:
     inductor        settings of Inductor's config for these graphs alone
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
     disable_passes  names of post-grad passes to leave out, to find which one is at fault
+    keep_packed     under activation checkpointing, keep the quantised operands of a checkpointed
+                    region instead of computing them again (see `passes.keep_packed`)
+    recompute_weights  backward quantises each weight again, from the parameter, instead of keeping
+                    the codes: 4.5 bits a parameter less (see `passes.recompute_weights`)
     """
 
     recipe: Any = "quartet2"
@@ -76,6 +80,8 @@ class Config:
     inductor: Mapping[str, Any] = _Frozen()
     inner: str = "inductor"
     disable_passes: tuple[str, ...] = ()
+    keep_packed: bool = False
+    recompute_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("policy", "inductor"):
@@ -89,8 +95,9 @@ class Config:
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if not (self.dump is None or isinstance(self.dump, str) and self.dump):
             raise ConfigError(f"dump: got {self.dump!r}; allowed: a folder's path or None")
-        if not isinstance(self.strict, bool):
-            raise ConfigError(f"strict: got {self.strict!r}; allowed: True, False")
+        for name in ("strict", "keep_packed", "recompute_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: True, False")
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
         one_of("inner", self.inner, ("inductor", "eager"))
         self._check_inductor()
@@ -108,6 +115,11 @@ class Config:
             known = compat.inductor_options()
             for key in self.inductor:
                 one_of("setting of Inductor", key, known)
+        if compat.JOINT_PASS_SLOT in self.inductor and (self.keep_packed or self.recompute_weights):
+            raise ConfigError(
+                f"inductor: {compat.JOINT_PASS_SLOT} is where keep_packed and recompute_weights "
+                "act; set yours in torch._inductor.config and it will run before them"
+            )
         if self.inner == "eager" and (self.mode or self.inductor):
             raise ConfigError(
                 "inner='eager' runs without Inductor, so 'mode' and 'inductor' can't apply; "

@@ -11,6 +11,12 @@ import torch
 from torch import fx
 
 Q2 = "q2"
+_aten, _prims = torch.ops.aten, torch.ops.prims
+# What stands between a tensor and its quantisation. All of these are functions of their arguments.
+VIEWS_AND_CASTS = frozenset(
+    [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
+    + [_aten._to_copy.default, _prims.convert_element_type.default]
+)
 
 
 def is_q2(node: fx.Node, *names: str) -> bool:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
-from q2compile.passes.graphs import is_q2
+from q2compile.passes.graphs import VIEWS_AND_CASTS, is_q2
 
-_aten, _prims = torch.ops.aten, torch.ops.prims
-# What stands between a tensor and its quantisation. All of these are functions of their arguments.
-_BETWEEN = frozenset(
-    [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
-    + [_aten._to_copy.default, _prims.convert_element_type.default, operator.getitem]
-)
 _QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "requantize", "transpose")
 
 
@@ -41,7 +34,8 @@ def share_operands_pass(graph: fx.Graph) -> int:
     returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         quantizes = is_q2(node, *_QUANTIZING)
-        if node in returned or not (quantizes or node.target in _BETWEEN):
+        between = node.target is operator.getitem or node.target in VIEWS_AND_CASTS
+        if node in returned or not (quantizes or between):
             continue
         key = _key((node.target, node.args, sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)

@@ -1,0 +1,75 @@
+"""The codes of the weights: from the parameter again in backward, instead of saved."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from q2compile.passes.graphs import VIEWS_AND_CASTS, is_q2, producer, q2_nodes
+
+
+def recompute_weights_pass(graph: fx.Graph) -> int:
+    """fprop's codes of w are kept for dgrad, 4.5 bits a parameter, though the parameter itself is
+    there until the optimizer changes it: quantise it a second time.
+
+    before, as the partitioner sees it            after
+        c = to(w, bf16)                               c = to(w, bf16)         # recompute
+        q = quantize(c, ...)    # save                q = quantize(c, ...)    # recompute
+        y = gemm(qx, q)                               y = gemm(qx, q)
+        r = requantize(q, s)                          r = requantize(q, s)
+
+    saved: x's codes, q                           saved: x's codes, w (the parameter: no memory)
+
+    The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
+    global scale, is one number and stays saved.
+
+    Precondition: the joint graph; w's quantisation is reached from a graph input by views and casts
+    alone (a weight that an adapter or a parametrisation computes is not free to keep).
+
+    Exact: quantisation in the forward is deterministic. If w is changed in place between forward
+    and backward, autograd raises, as it does for a plain linear.
+    """
+    backward = _after_the_forward(graph)
+    marked: set[fx.Node] = set()
+    for gemm in q2_nodes(graph, "gemm"):
+        weight = producer(gemm.args[3])
+        if gemm in backward or weight in marked:
+            continue
+        chain = _chain_to_input(weight)
+        if chain is None:
+            continue
+        codes = _with_outputs(weight)
+        # Codes that dgrad re-uses transposed would else be saved in that form.
+        transposed = {n for output in codes for n in output.users if is_q2(n, "transpose")}
+        for node in (*chain, *codes, *(n for t in transposed for n in _with_outputs(t))):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        marked.add(weight)
+    return len(marked)
+
+
+def _with_outputs(op: fx.Node) -> list[fx.Node]:
+    return [op, *(n for n in op.users if n.target is operator.getitem)]
+
+
+def _after_the_forward(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on an incoming gradient."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
+    """The views and casts between a graph input and its quantisation; None if there is more."""
+    if not is_q2(weight, "quantize", "quantize_masked"):
+        return None
+    chain: list[fx.Node] = []
+    node = weight.args[0]
+    while isinstance(node, fx.Node) and node.target in VIEWS_AND_CASTS:
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return chain if isinstance(node, fx.Node) and node.op == "placeholder" else None

@@ -1,0 +1,240 @@
+"""What is saved and what is computed again: the passes before the partitioner."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_builder import Builder, q2
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from q2compile import Config
+from q2compile.passes.joint import JOINT_PASSES, JointPasses
+from q2compile.passes.keep_packed import keep_packed_pass
+from q2compile.passes.recompute_weights import recompute_weights_pass
+
+SCHEME = "nvfp4_46_pow2"
+AGAIN, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+PREFER = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def to_bf16(b, w):
+    return b.call(torch.ops.prims.convert_element_type.default, w, torch.bfloat16)
+
+
+def joint_graph(weight=None, tags=None, reuse=False):
+    """Forward and dgrad of y = x wᵀ, w an fp32 parameter under bf16 autocast.
+
+    weight    what is done to w before it is quantised; a cast to bf16 by default
+    tags      {name: policy}, as torch.utils.checkpoint leaves them
+    reuse     dgrad takes w's codes transposed, and not requantised
+    """
+    b = Builder()
+    scheme = "nvfp4_16x16_pow2" if reuse else SCHEME
+    x = b.placeholder("primals_1", 48, 64)
+    w = b.placeholder("primals_2", 32, 64, dtype=torch.float32)
+    dy = b.placeholder("tangents_1", 48, 32)
+    cast = (weight or to_bf16)(b, w)
+    qx = b.call(q2.quantize.default, x, None, None, SCHEME, 0)
+    qw = b.call(q2.quantize.default, cast, None, None, scheme, 0)
+    x_codes, w_codes = b.outputs(qx), b.outputs(qw)
+    y = b.call(q2.gemm.default, *x_codes, *w_codes, None, SCHEME, scheme, torch.bfloat16)
+    if reuse:
+        a = b.call(q2.quantize.default, dy, None, None, SCHEME, 0)
+        turned = b.call(q2.transpose.default, *w_codes[:2], scheme, 64)
+        operand = [*(b.call(operator.getitem, turned, i) for i in range(2)), w_codes[2]]
+    else:
+        seed = b.call(q2.seed.default, dy, 0)
+        a = b.call(q2.rht_quantize.default, dy, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0)
+        again = (seed, SCHEME, "nvfp4_ms_eden_pow2", "rht128", 64, 1)
+        operand = b.outputs(b.call(q2.requantize.default, *w_codes, *again))
+    schemes = (SCHEME, scheme) if reuse else 2 * ("nvfp4_ms_eden_pow2",)
+    dx = b.call(q2.gemm.default, *b.outputs(a), *operand, None, *schemes, torch.bfloat16)
+    for name, policy in (tags or {}).items():
+        {"qx": qx, "qw": qw, "y": y}[name].meta["recompute"] = policy
+    return b.done(y, dx).graph
+
+
+def policies(graph):
+    """{node: policy} of the tagged nodes, getitems by the op and the output."""
+    names = {}
+    for node in graph.nodes:
+        if "recompute" in node.meta:
+            names[node.name] = node.meta["recompute"]
+    return names
+
+
+def test_the_codes_of_a_weight_and_its_cast_are_made_again():
+    graph = joint_graph()
+    assert recompute_weights_pass(graph) == 1
+    expected = ["convert_element_type_default", "quantize_default_1"]
+    expected += ["getitem_3", "getitem_4", "getitem_5"]
+    assert policies(graph) == dict.fromkeys(expected, AGAIN)
+    assert recompute_weights_pass(graph) == 1 and len(policies(graph)) == 5
+
+
+def test_codes_that_are_used_transposed_are_transposed_again():
+    graph = joint_graph(reuse=True)
+    assert recompute_weights_pass(graph) == 1
+    assert {"transpose_default", "quantize_default_1"} <= set(policies(graph))
+    assert "quantize_default_2" not in policies(graph)  # the gradient's
+
+
+def computed(b, w):
+    return b.call(torch.ops.aten.tanh.default, w)
+
+
+def computed_and_cast(b, w):
+    return to_bf16(b, computed(b, w))
+
+
+@pytest.mark.parametrize("weight", [computed, computed_and_cast])
+def test_a_weight_that_is_computed_is_left_alone(weight):
+    graph = joint_graph(weight)
+    assert recompute_weights_pass(graph) == 0 and policies(graph) == {}
+
+
+def test_packed_operands_of_a_checkpointed_region_are_kept():
+    graph = joint_graph(tags={"qx": PREFER, "qw": AGAIN, "y": PREFER})
+    assert keep_packed_pass(graph) == 2
+    kept = [f"getitem{i}" for i in ("", "_1", "_2", "_3", "_4", "_5")]
+    expected = dict.fromkeys(["quantize_default", "quantize_default_1", *kept], SAVE)
+    assert policies(graph) == {**expected, "gemm_default": PREFER}
+    assert keep_packed_pass(graph) == 0
+    # Asked for both: the weight's codes are made again.
+    assert list(JOINT_PASSES) == ["keep_packed", "recompute_weights"]
+    assert recompute_weights_pass(graph) == 1
+    assert policies(graph)["quantize_default"] == SAVE
+    assert policies(graph)["quantize_default_1"] == AGAIN
+
+
+@pytest.mark.parametrize("tags", [{}, {"y": PREFER}, {"qx": SAVE}])
+def test_what_is_not_checkpointed_is_left_alone(tags):
+    graph = joint_graph(tags=tags)
+    before = policies(graph)
+    assert keep_packed_pass(graph) == 0 and policies(graph) == before
+
+
+def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
+    records = []
+    runner = JointPasses(Config(recompute_weights=True), records)
+    graph = joint_graph()
+    runner(graph)
+    assert [(r.graph, r.name, r.matches) for r in records] == [("joint", "recompute_weights", 1)]
+    b = Builder()
+    b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
+    runner(b.graph)
+    assert len(records) == 1
+    assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
+    assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
+
+
+class Mlp(nn.Module):
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+T = 128
+
+
+def step(checkpointed, folder, inner="eager", **options):
+    """Loss, gradients, the tensors saved for backward, and the ops of the backward graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Mlp(checkpointed), Mlp(checkpointed))
+    x = torch.randn(T, 64, requires_grad=True)
+    options = {"inner": inner, "dump": str(folder), **options}
+    compiled = torch.compile(model, backend="quartet2", options=options)
+    saved = []
+    noting = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with noting, torch.autocast("cpu", torch.bfloat16):
+        loss = compiled(x).float().square().mean()
+    torch.manual_seed(1)
+    loss.backward()
+    free = {p.untyped_storage().data_ptr() for p in (*model.parameters(), x)}
+    saved = [t for t in saved if not isinstance(t, FakeTensor)]  # those of the trace
+    saved = [t for t in saved if t.untyped_storage().data_ptr() not in free]
+    text = (sorted(folder.glob("graph_*"))[-1] / "3_backward.txt").read_text()
+    counts = {op: text.count(f"q2.{op}(") for op in ("quantize", "gemm")}
+    return loss.detach(), [p.grad for p in (*model.parameters(), x)], saved, counts
+
+
+def equal(one, other):
+    return torch.equal(one[0], other[0]) and all(map(torch.equal, one[1], other[1]))
+
+
+def bytes_of(tensors, *dtypes):
+    return sum(t.nbytes for t in tensors if t.dtype in dtypes)
+
+
+PACKED = (torch.uint8, torch.float8_e4m3fn)
+WEIGHTS = 4 * 64 * 128 * 4.5 / 8  # bytes of the codes and scales of four weights
+INPUTS = 2 * T * (64 + 128) * 4.5 / 8  # and of the inputs of four linears
+
+
+def test_without_the_codes_of_weights(tmp_path):
+    """4.5 bits a parameter less, four quantisations more, the same bits. What is saved in bf16 is
+    as before: under autocast it is the fp32 parameter that is kept, and not its cast."""
+    plain = step(False, tmp_path)
+    again = step(False, tmp_path, recompute_weights=True)
+    assert equal(plain, again)
+    assert bytes_of(plain[2], *PACKED) == WEIGHTS + INPUTS
+    assert bytes_of(again[2], *PACKED) == INPUTS
+    assert bytes_of(again[2], torch.bfloat16) == bytes_of(plain[2], torch.bfloat16)
+    assert (plain[3]["quantize"], again[3]["quantize"]) == (0, 4)
+
+
+def test_nvfp4_without_the_codes_of_weights(tmp_path):
+    """Its dgrad takes them transposed: what was saved is made again in that form."""
+    plain = step(False, tmp_path, recipe="nvfp4")
+    again = step(False, tmp_path, recipe="nvfp4", recompute_weights=True)
+    assert equal(plain, again)
+    less = bytes_of(plain[2], *PACKED) - bytes_of(again[2], *PACKED)
+    assert less == 4 * 64 * 128 * (4 + 8 / 256) / 8
+
+
+def test_packed_operands_under_checkpointing(tmp_path):
+    """Checkpointed, nothing packed is saved, and backward repeats all eight quantisations; with the
+    option it repeats none and saves as much as without checkpointing. Of the four GEMMs of the
+    forward those of `up` are computed again either way, for the derivative of silu. The same bits
+    all along."""
+    plain = step(False, tmp_path)
+    checkpointed = step(True, tmp_path)
+    kept = step(True, tmp_path, keep_packed=True)
+    both = step(True, tmp_path, keep_packed=True, recompute_weights=True)
+    assert equal(plain, checkpointed) and equal(plain, kept) and equal(plain, both)
+    packed = [bytes_of(s[2], *PACKED) for s in (plain, checkpointed, kept, both)]
+    assert packed == [WEIGHTS + INPUTS, 0, WEIGHTS + INPUTS, INPUTS]
+    quantised = [s[3]["quantize"] for s in (plain, checkpointed, kept, both)]
+    assert quantised == [0, 8, 0, 4]
+    backward = 8  # a dgrad and a wgrad of each linear
+    assert plain[3]["gemm"] == backward and kept[3]["gemm"] == both[3]["gemm"] == backward + 2
+
+
+def test_inductor_runs_them_too(tmp_path):
+    """In its joint graph, with its caches' blessing: both at once, in one compilation."""
+    _, _, saved, counts = step(
+        True, tmp_path, inner="inductor", keep_packed=True, recompute_weights=True
+    )
+    assert bytes_of(saved, *PACKED) == INPUTS
+    assert counts == {"quantize": 4, "gemm": 8 + 2}
+
+
+def test_wrong_values_are_refused():
+    for name in ("keep_packed", "recompute_weights"):
+        with pytest.raises(ValueError, match=f"{name}: got 1; allowed: True, False"):
+            Config(**{name: 1})
+    with pytest.raises(ValueError, match="it will run before them"):
+        Config(keep_packed=True, inductor={"joint_custom_post_pass": None})
