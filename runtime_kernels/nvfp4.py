@@ -5,7 +5,7 @@
             blocks are done, g = 2^k from the largest p; s = e4m3(p / g)
     ms_eden codes as in pow2; p is corrected before it is split, and s rounded stochastically
 
-Where s or p is 0, r is taken as if it were 1. In pow2 the codes need nothing from outside their
+Where s is 0, r is taken as if it were 1; under pow2 r is at most 2^126. In pow2 the codes need nothing from outside their
 block: p has as many bits as an e4m3 number, so dividing it by 2^k loses bits only in e4m3's
 subnormals, below 2^-14 of the largest.
 
@@ -34,6 +34,7 @@ from q2compile.runtime_kernels.formats import (
 from q2compile.runtime_kernels.schemes import Scheme
 
 _TINY = torch.finfo(torch.float32).tiny
+ERROR_OFFSET = 128.0  # the last bit of an fp32 in [128, 256) weighs 2^-16
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -64,7 +65,7 @@ def _four_over_six(
     the scales, so that squares neither overflow nor vanish at any magnitude of x.
     """
     four = _block_scale(largest, blocks.scheme.vmax / 1.5, unit)
-    ratio = or_one(four) / or_one(six)
+    ratio = four * _reciprocal(six, None) if unit is None else or_one(four) / or_one(six)
     if blocks.scheme.select == "mse":
         ratio = ratio.square()
     values_six, error_six = _candidate(blocks, _reciprocal(six, unit), philox.COINS)
@@ -76,11 +77,16 @@ def _four_over_six(
 def _candidate(
     blocks: Blocks, reciprocal: torch.Tensor, purpose: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """e2m1 values under one scale, and each block's error in units of that scale."""
+    """e2m1 values under one scale, and each block's error in units of that scale.
+
+    An element's error is rounded to a multiple of 2^-16, so that the sum over a block is exact and
+    a kernel may add in any order, as wide as its loads are.
+    """
     scaled = blocks.x * reciprocal
     values = blocks.to_e2m1(scaled, purpose)
     error = scaled.sub_(values)
     error = error.square_() if blocks.scheme.select == "mse" else error.abs_()
+    error = error.add_(ERROR_OFFSET).sub_(ERROR_OFFSET)
     return values, blocks.shared(sum_neighbours(error), total=True)
 
 
@@ -96,11 +102,8 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     of 9.7e-3 on N(0,1) instead of 9.4e-3.
     """
     scheme, largest = blocks.scheme, blocks.largest()
-    pseudo = keep_4_bits(largest * (1.0 / scheme.vmax))
-    # Blocks with a subnormal pseudo-scale count as zeros: the reciprocal of every other is a normal
-    # number, and no kernel needs a slow path.
-    pseudo = torch.where(pseudo < _TINY, 0.0, pseudo)
-    scaled = blocks.x * _reciprocal(pseudo, None)
+    pseudo = _block_scale(largest, scheme.vmax, None)
+    scaled = blocks.x * finite_reciprocal(1.0, pseudo)
     values = round_e2m1(scaled)
     projection = sum_neighbours(scaled * values)
     correction = sum_neighbours(scaled.square_()) / or_one(projection)
@@ -131,15 +134,20 @@ def pow2_global_scale(scales: torch.Tensor, largest: torch.Tensor, cap: float) -
 
 def _block_scale(largest: torch.Tensor, vmax: float, unit: torch.Tensor | None) -> torch.Tensor:
     """The scale that maps largest to vmax, fp32 with at most 4 significant bits; in units of the
-    global scale where there is one."""
+    global scale where there is one. Without one, a subnormal scale becomes 0: the reciprocal of
+    every other is a normal number, and no kernel needs a slow path."""
     if unit is None:
-        return keep_4_bits(largest / vmax)
+        scale = keep_4_bits(largest * (1.0 / vmax))
+        return torch.where(scale < _TINY, 0.0, scale)
     return nearest_e4m3(largest / vmax / unit).to(torch.float32)
 
 
 def _reciprocal(scale: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
-    """What x is multiplied by."""
-    return finite_reciprocal(1.0 if unit is None else 1.0 / unit, scale)
+    """What x is multiplied by. Without a global scale, a block whose scale is 0 still has codes,
+    and stands for zeros all the same."""
+    if unit is None:
+        return 1.0 / scale.clamp(min=_TINY)
+    return finite_reciprocal(1.0 / unit, scale)
 
 
 def _floored(global_scale: torch.Tensor) -> torch.Tensor:
