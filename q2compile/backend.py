@@ -17,9 +17,10 @@ from q2compile.attention import inline_attention
 from q2compile.config import Config
 from q2compile.coverage import Coverage
 from q2compile.dump import DumpFolder, GraphDump
-from q2compile.errors import NotTakenError
+from q2compile.errors import ConfigError, NotTakenError, StageError
+from q2compile.faults import COMPILE, REWRITE, Faults, copied, warn
 from q2compile.kernels_used import kernels_used
-from q2compile.names import Names
+from q2compile.names import Names, site_name
 from q2compile.passes.joint import JointPasses
 from q2compile.passes.manager import PassManager
 from q2compile.report import Report, Row, collector
@@ -38,12 +39,36 @@ def quartet2(
 
     Raises ValueError for options that can't be used as given, and for a policy that this graph
     can't keep; under ``strict`` RuntimeError for a matmul that the policy wanted and that was not
-    taken.
+    taken; under ``on_error="raise"`` StageError, a RuntimeError too, when a stage fails.
     """
     config = Config.from_options(options, mode)
     names = Names.of_graph(gm)
-    coverage = Coverage.of(names.root, config)
-    compilation = _Compilation(config, coverage)
+    compilation = _Compilation(config, Coverage.of(names.root, config), names)
+    original = copied(gm)
+    stage = REWRITE
+    try:
+        _rewritten(gm, compilation)
+        stage = COMPILE
+        compiled = compilation.compile(gm, example_inputs)
+    except (ConfigError, NotTakenError, *compat.control_flow()):
+        raise
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)  # Inductor wraps what a pass raises
+        if isinstance(inner, StageError):
+            fault, cause = inner, inner.__cause__
+        else:
+            fault, cause = compilation.faults.of_stage(stage, original, inner), inner
+        if config.on_error == "raise":
+            raise fault from cause
+        warn(fault)
+        compilation.leave_all(fault)
+        return compilation.compile_plain(original, example_inputs)
+    return compilation.coverage.check_in_first_backward(compiled) if config.strict else compiled
+
+
+def _rewritten(gm: fx.GraphModule, compilation: _Compilation) -> None:
+    """Rewrite ``gm`` in place, with what dump and report want to see of it."""
+    config, names, coverage = compilation.config, compilation.names, compilation.coverage
     compilation.dump_graph("0_dynamo", gm)
     inline_attention(gm)
     rows = rewrite(gm, config, names)
@@ -53,8 +78,6 @@ def quartet2(
     if config.strict:
         coverage.refuse_unmatched_patterns()
         _refuse_not_taken(rows)
-    compiled = compilation.compile(gm, example_inputs)
-    return coverage.check_in_first_backward(compiled) if config.strict else compiled
 
 
 def _refuse_not_taken(rows: list[Row]) -> None:
@@ -73,12 +96,19 @@ def _kernels(row: Row) -> dict[str, str]:
     return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device)
 
 
+def _graph_name(names: Names) -> str:
+    root = type(names.root).__name__ if names.root is not None else "a function"
+    return f"graph {compat.compile_id()} of {root}" + (f", {names.prefix}" if names.prefix else "")
+
+
 class _Compilation:
     """One graph on its way through Inductor, with those who watch: the dump and the report."""
 
-    def __init__(self, config: Config, coverage: Coverage) -> None:
+    def __init__(self, config: Config, coverage: Coverage, names: Names) -> None:
         self.config = config
         self.coverage = coverage
+        self.names = names
+        self.rows: list[Row] = []
         self.dump: GraphDump | None = None
         self.reports: list[tuple[Report, DumpFolder | None]] = []
         if config.dump is not None:
@@ -88,8 +118,13 @@ class _Compilation:
         collecting = collector.get()
         if collecting is not None:
             self.reports.append((collecting, None))
+        folder = self.dump.path if self.dump else None
+        self.faults = Faults(config, _graph_name(names), folder, names.by_id)
         self.manager = PassManager(
-            config, self._observe if self.watched else None, compat.pass_in_slot()
+            config,
+            self._observe if self.watched else None,
+            compat.pass_in_slot(),
+            self.faults.of_pass,
         )
 
     @property
@@ -101,7 +136,6 @@ class _Compilation:
             self.dump.write_graph(stage, gm)
 
     def add_rows(self, rows: list[Row]) -> None:
-        self.rows = rows
         for report, _ in self.reports:
             number = self.dump.number if self.dump else report.graphs
             for row in rows:
@@ -109,6 +143,28 @@ class _Compilation:
                 if row.taken:
                     row.kernels = _kernels(row)
             report.add(rows, self.coverage)
+        self.rows = rows
+        self._write_reports()
+
+    def leave_all(self, fault: StageError) -> None:
+        """The report of a graph that is compiled by Inductor alone after all."""
+        why = f"on_error='bf16': {fault.stage} failed"
+        for row in self.rows:
+            if row.taken:
+                row.taken, row.kernels, row.saved_bytes, row.saved_elements = False, {}, None, None
+                row.recipe = row.fprop = row.dgrad = row.wgrad = "bf16"
+                row.why = why
+        if not self.rows:  # not even found
+            by_id = self.names.by_id
+            rows = [
+                Row(site_name(by_id[id(p)][0]), tuple(p.shape), why=why, wanted=True)
+                for p in self.names.held
+                if p.ndim >= 2 and id(p) in by_id
+            ]
+            self.coverage.add(rows, self.names)
+            self.add_rows(rows)
+        for report, _ in self.reports:
+            report.faults.append(" ".join(str(fault).split()))
         self._write_reports()
 
     def _write_reports(self) -> None:
@@ -134,17 +190,27 @@ class _Compilation:
             self.dump.write_code(f"5_output_code_{compat.graph_kind(gm.graph)}", source)
 
     def compile(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Compile the rewritten graph; the backward too when a failure there still counts."""
+        with compat.backward_at_once(self.config.on_error == "bf16"):
+            return self._compile(gm, example_inputs)
+
+    def compile_plain(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Compile Dynamo's graph as it came, without q2compile."""
+        if self.config.inner == "eager":
+            return compat.aot_eager_compile(gm, example_inputs, lambda g: None)
+        return compat.inductor_compile(gm, example_inputs, self._patches())
+
+    def _patches(self) -> dict[str, Any]:
+        return {**compat.inductor_options_of_mode(self.config.mode), **self.config.inductor}
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         first = compat.pass_in_slot(compat.JOINT_PASS_SLOT)
         joint = JointPasses(self.config, self.manager.records, first)
         if self.config.inner == "eager":
             return compat.aot_eager_compile(
                 gm, example_inputs, lambda g: self.manager(g.graph), joint
             )
-        patches = {
-            **compat.inductor_options_of_mode(self.config.mode),
-            **self.config.inductor,
-            **compat.pass_slot(self.manager),
-        }
+        patches = {**self._patches(), **compat.pass_slot(self.manager)}
         if joint.names:
             patches[compat.JOINT_PASS_SLOT] = joint
         if self.watched:  # a cache hit would skip the passes, and with them what is to be shown

@@ -4,13 +4,14 @@ them between torch 2.11 and 2.13. A new torch version is checked here first."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from q2compile.errors import ConfigError
+from q2compile.errors import ConfigError, StageError
 from q2compile.suggest import one_of
 
 
@@ -46,6 +47,7 @@ def inductor_compile(
         graph cache off: a wrapped inner_compile is not something that torch's caches know.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.exc import InductorError
 
     compiled: Any
     if on_output_code is None:
@@ -53,7 +55,12 @@ def inductor_compile(
         return compiled
 
     def inner(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        code = compile_fx_inner(graph, inputs, **kwargs)
+        try:
+            code = compile_fx_inner(graph, inputs, **kwargs)
+        except InductorError as error:  # with the cache off Inductor wraps what a pass raises
+            if isinstance(error.inner_exception, StageError):
+                raise error.inner_exception from error.inner_exception.__cause__
+            raise
         on_output_code(graph, getattr(code, "source_code", ""))
         return code
 
@@ -94,6 +101,32 @@ def aot_eager_compile(
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )(gm, example_inputs)
+
+
+def backward_at_once(wanted: bool) -> AbstractContextManager[None]:
+    """If ``wanted``, AOTAutograd compiles a backward together with its forward; else it waits for
+    the first call, when the forward has run and can't be replaced any more.
+    """
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True) if wanted else nullcontext()
+
+
+def control_flow() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises through a backend to trace again, or to leave a frame alone."""
+    from torch._dynamo import exc
+
+    return (
+        exc.RestartAnalysis,
+        exc.SkipFrame,
+        exc.Unsupported,
+        *exc.exceptions_allowed_to_be_fallback,
+    )
+
+
+def compile_id() -> str:
+    """Dynamo's number of the graph that is compiled now, as in its logs: "0/0"."""
+    return str(torch._guards.CompileContext.current_compile_id())
 
 
 def graph_kind(graph: fx.Graph) -> str:

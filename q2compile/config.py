@@ -69,6 +69,9 @@ class Config:
                     region instead of computing them again (see `passes.keep_packed`)
     recompute_weights  backward quantises each weight again, from the parameter, instead of keeping
                     the codes: 4.5 bits a parameter less (see `passes.recompute_weights`)
+    on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
+                    stage and a file that reproduces it; or "bf16": warn, and compile that graph
+                    with Inductor alone
     """
 
     recipe: Any = "quartet2"
@@ -82,6 +85,7 @@ class Config:
     disable_passes: tuple[str, ...] = ()
     keep_packed: bool = False
     recompute_weights: bool = False
+    on_error: str = "raise"
 
     def __post_init__(self) -> None:
         for name in ("policy", "inductor"):
@@ -100,6 +104,12 @@ class Config:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: True, False")
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
         one_of("inner", self.inner, ("inductor", "eager"))
+        one_of("on_error", self.on_error, ("raise", "bf16"))
+        if self.strict and self.on_error == "bf16":
+            raise ConfigError(
+                "strict=True raises for a matmul that is not taken, on_error='bf16' leaves a graph "
+                "in bf16 when q2compile fails on it; choose one"
+            )
         self._check_inductor()
         self._check_passes()
         _ = self.resolved_policy

@@ -20,3 +20,17 @@ class ConfigError(_UserError, ValueError):
 
 class NotTakenError(_UserError, RuntimeError):
     """``strict`` found a matmul that the policy wanted and that was not taken, or not seen."""
+
+
+class StageError(_UserError, RuntimeError):
+    """A stage of q2compile raised: a fault of q2compile or of torch, not of the user.
+
+    stage       what raised: "capture and rewrite", "pass 'merge_seeds'", "compilation", ...
+    graph       which graph it worked on
+    reproducer  a file that builds the graph again and runs the stage; None if it could not be
+                written
+    """
+
+    def __init__(self, message: str, stage: str, graph: str, reproducer: str | None) -> None:
+        super().__init__(message)
+        self.stage, self.graph, self.reproducer = stage, graph, reproducer

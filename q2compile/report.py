@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Row:
     has_parameter: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        row = asdict(self)
+        row = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy symbols
         row["shape"] = [n if isinstance(n, int) else str(n) for n in self.shape]
         return row
 
@@ -72,6 +72,7 @@ class Report:
     def __init__(self) -> None:
         self.compiled_rows: list[Row] = []
         self.graphs = 0
+        self.faults: list[str] = []
         self._coverages: list[Coverage] = []
         self._closed: tuple[list[Row], list[str]] | None = None
 
@@ -96,7 +97,7 @@ class Report:
     def notes(self) -> list[str]:
         if self._closed is not None:
             return self._closed[1]
-        return [note for c in self._coverages for note in c.notes()]
+        return self.faults + [note for c in self._coverages for note in c.notes()]
 
     def close(self) -> None:
         """Nothing more will come: keep what is known of the model, which may go away."""

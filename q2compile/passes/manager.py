@@ -14,6 +14,8 @@ from torch import fx
 
 from q2compile.compat import CustomGraphPass, graph_kind
 from q2compile.config import Config
+from q2compile.errors import ConfigError, NotTakenError
+from q2compile.faults import copied
 from q2compile.passes import PASSES
 from q2compile.passes.graphs import op_counts
 from q2compile.passes.spec import check_spec
@@ -37,6 +39,8 @@ class PassManager(CustomGraphPass):
     config     names the passes to leave out
     first      a pass that was in Inductor's slot before us; it runs first
     observe    called with (graph, kind, "before" | "after") for dumps and the report
+    fault      called when a pass or a check raises, with (what did, kind, the graph as it came,
+               the error); what it returns is raised
     records    a PassRecord for each pass and graph, zero matches included
     """
 
@@ -45,17 +49,35 @@ class PassManager(CustomGraphPass):
         config: Config,
         observe: Callable[[fx.Graph, str, str], None] | None = None,
         first: Any = None,
+        fault: Callable[[str, str, fx.GraphModule, Exception], Exception] | None = None,
     ) -> None:
         self.config = config
         self.first = first
         self.observe = observe
+        self.fault = fault
         self.records: list[PassRecord] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.first is not None:
             self.first(graph)
-        kind = graph_kind(graph)
+        self.run(graph, graph_kind(graph))
+
+    def run(self, graph: fx.Graph, kind: str) -> None:
+        """Runs the passes over a "forward" or "backward" graph, in place."""
+        if self.fault is None:
+            self._run(graph, kind)
+            return
+        came = copied(graph.owning_module)
+        try:
+            self._run(graph, kind)
+        except (ConfigError, NotTakenError):
+            raise
+        except Exception as error:
+            raise self.fault(self.running, kind, came, error) from error
+
+    def _run(self, graph: fx.Graph, kind: str) -> None:
         random_forward = self.config.resolved_policy.random_forward
+        self.running = "the check before the passes"
         check_spec(graph, kind, f"{kind} graph before the passes", random_forward)
         if self.observe:
             self.observe(graph, kind, "before")
@@ -63,6 +85,7 @@ class PassManager(CustomGraphPass):
             if name in self.config.disable_passes:
                 self.records.append(PassRecord(kind, name, 0, 0.0, note="disabled"))
                 continue
+            self.running = f"pass {name!r}"
             before, start = op_counts(graph), time.perf_counter()
             matches = one_pass(graph)
             seconds = time.perf_counter() - start
@@ -70,6 +93,7 @@ class PassManager(CustomGraphPass):
             change = {op: after[op] - before[op] for op in sorted({*before, *after})}
             changed = {op: n for op, n in change.items() if n}
             self.records.append(PassRecord(kind, name, matches, seconds, changed))
+        self.running = "the check after the passes"
         graph.lint()
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
         if self.observe:

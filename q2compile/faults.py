@@ -1,0 +1,109 @@
+"""When a stage of q2compile raises: what the user is told, and how the graph runs all the same."""
+
+from __future__ import annotations
+
+import copy
+import re
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import fx
+
+from q2compile import reproducer
+from q2compile.config import Config
+from q2compile.errors import StageError
+
+
+def copied(gm: fx.GraphModule | None) -> fx.GraphModule:
+    """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared."""
+    assert gm is not None
+    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    new.meta.update(gm.meta)
+    for name, inner in list(new.named_children()):
+        if isinstance(inner, fx.GraphModule):
+            setattr(new, name, copied(inner))
+    return new
+
+
+REWRITE = "capture and rewrite"
+COMPILE = "compilation of the rewritten graph"
+
+
+class FaultWarning(RuntimeWarning):
+    """A stage of q2compile raised, and the graph is compiled by Inductor alone."""
+
+
+class Faults:
+    """Describes failures on one Dynamo graph.
+
+    graph     how to call it: "graph 0/0 of Llama"
+    folder    where reproducers are written; None: a temporary folder each
+    by_id     id(parameter) -> its names, for the reproducers
+    """
+
+    def __init__(
+        self, config: Config, graph: str, folder: Path | None, by_id: Mapping[int, list[str]]
+    ) -> None:
+        self.config, self.graph, self.folder, self.by_id = config, graph, folder, by_id
+
+    def of_pass(self, stage: str, kind: str, graph: fx.GraphModule, error: Exception) -> StageError:
+        """For `PassManager.fault`: ``graph`` is the forward or backward graph as it came."""
+        hint = f" disable_passes=[{stage[5:]}] leaves it out." if stage.startswith("pass ") else ""
+        where = f"the {kind} graph of {self.graph}"
+        call = f"passes({kind!r}, CONFIG)"
+        return self._error(stage, where, graph, error, call, f"{stage} {kind}", hint)
+
+    def of_stage(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
+        """For everything else: ``original`` is Dynamo's graph as it came."""
+        call = "rewrite(CONFIG)" if stage == REWRITE else "compile(CONFIG)"
+        return self._error(stage, self.graph, original, error, call, stage, "")
+
+    def _error(
+        self,
+        stage: str,
+        where: str,
+        graph: fx.GraphModule,
+        error: Exception,
+        call: str,
+        file: str,
+        hint: str,
+    ) -> StageError:
+        what = f"{stage} failed on {where}"
+        error_text = f"{type(error).__name__}: {error} (in {_innermost(error)})"
+        path = None
+        try:
+            path = reproducer.write(
+                self.folder,
+                _file_name(file),
+                what,
+                error_text,
+                call,
+                graph,
+                self.config,
+                self.by_id,
+            )
+            how = f"To reproduce: {path}."
+        except Exception as second:  # it must not hide the first error
+            how = f"No reproducer could be written ({type(second).__name__}: {second})."
+        if self.config.on_error == "raise":
+            hint += " on_error='bf16' compiles such a graph with Inductor alone and goes on."
+        message = f"{what}.\n{error_text}\n{how}{hint}"
+        return StageError(message, stage, where, None if path is None else str(path))
+
+
+def warn(fault: StageError) -> None:
+    """Say that a graph will not be quantised."""
+    warnings.warn(f"q2compile: {fault}\nIt runs in bf16 now.", FaultWarning, stacklevel=2)
+
+
+def _innermost(error: Exception) -> str:
+    """Where it was raised; Dynamo drops the cause of an error, and with it the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown code"
+
+
+def _file_name(text: str) -> str:
+    """Letters, digits and underscores alone, so that it is one file in the folder it is put in."""
+    return re.sub(r"[^a-z0-9]+", "_", text.removeprefix("pass ").lower()).strip("_")

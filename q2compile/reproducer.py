@@ -1,0 +1,202 @@
+"""A failure as a Python file that builds the graph again and runs the stage that failed on it.
+
+One line a node: its name, what it calls, its arguments, and dtype, shape and strides of its value.
+The file needs q2compile and torch, neither the model nor its data (`replay` has what it calls).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import q2compile
+from q2compile.compat import parameter_of
+from q2compile.config import Config
+
+_HEAD = '''\
+"""{what}
+
+    {error}
+
+Run this file to see it again. Written by q2compile {version} with torch {torch}. Tensors hold
+random numbers; a symbolic size is written as the number that it stood for.
+"""
+
+import operator
+from math import inf, nan
+
+import torch
+from torch import device
+{imports}
+from q2compile.replay import Replay, tensor
+
+CONFIG = {config}
+
+
+'''
+
+
+def write(
+    folder: Path | None,
+    name: str,
+    what: str,
+    error: str,
+    call: str,
+    gm: fx.GraphModule,
+    config: Config,
+    by_id: Mapping[int, list[str]],
+) -> Path:
+    """Write reproduce_<name>.py into ``folder``, or into a new temporary one, and return its path.
+
+    what     a sentence that says what failed; ``error``: what it raised
+    call     the method of `replay.Replay`, with arguments, that runs the stage: "passes('forward')"
+    by_id    id(parameter) -> its names in the model
+    """
+    folder = folder or Path(tempfile.mkdtemp(prefix="q2compile_"))
+    writer = _Writer(by_id)
+    body = writer.function("graph", gm)
+    text = _HEAD.format(
+        what=_in_docstring(what),
+        error=_in_docstring(error),
+        version=q2compile.__version__,
+        torch=torch.__version__,
+        imports="".join(f"import {module}\n" for module in sorted(writer.modules)),
+        config=_options(config),
+    )
+    run = f'\n\nif __name__ == "__main__":\n    graph().{call}\n    print("No error this time.")\n'
+    path = folder / f"reproduce_{name}.py"
+    path.write_text(text + "\n\n".join([*writer.inner, body]) + run, encoding="utf-8")
+    return path
+
+
+def _in_docstring(text: str) -> str:
+    """On one line, and unable to end the docstring that it is put into."""
+    return " ".join(text.split())[:2000].replace("\\", "/").replace('"', "'")
+
+
+def _options(config: Config) -> str:
+    """The options that differ from the defaults, as a literal; not those about the failure."""
+    default = Config()
+    options = {
+        f.name: _plain(getattr(config, f.name))
+        for f in fields(config)
+        if f.name not in ("dump", "on_error")
+        and getattr(config, f.name) != getattr(default, f.name)
+    }
+    return repr(options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+class _Writer:
+    """Turns graphs into functions that build them; collects the modules that these import."""
+
+    def __init__(self, by_id: Mapping[int, list[str]]) -> None:
+        self.by_id = by_id
+        self.modules: set[str] = set()
+        self.inner: list[str] = []
+
+    def function(self, name: str, gm: fx.GraphModule) -> str:
+        """The text of a function ``name`` that returns ``gm``'s graph as a Replay."""
+        lines, custom = ["g = Replay()"], {}
+        for node in gm.graph.nodes:
+            here = {k: v for k, v in node.meta.get("custom", {}).items() if k.startswith("q2_")}
+            if here != custom:
+                lines.append(f"g.custom = {here!r}")
+                custom = here
+            lines.append(self.line(node, gm, name))
+        return "\n    ".join([f"def {name}():", *lines, "return g"]) + "\n"
+
+    def line(self, node: fx.Node, gm: fx.GraphModule, function: str) -> str:
+        if node.op == "output":
+            return f"g.output({self.text(node.args[0])})"
+        name, variable = repr(node.name), _variable(node)
+        value = self.text(node.meta.get("val", node.meta.get("example_value")))
+        if node.op == "placeholder":
+            return f"{variable} = g.input({name}, {value}{self.parameter(node)})"
+        if node.op == "get_attr":
+            return f"{variable} = g.attribute({name}, {self.attribute(node, gm, function)})"
+        arguments = f"{self.text(node.args)}, {self.text(node.kwargs)}, {value}"
+        if node.op == "call_method":
+            return f"{variable} = g.method({name}, {node.target!r}, {arguments})"
+        assert node.op == "call_function", node.op
+        return f"{variable} = g.call({name}, {self.function_name(node.target)}, {arguments})"
+
+    def parameter(self, node: fx.Node) -> str:
+        parameter = parameter_of(node)
+        if parameter is None:
+            return ""
+        return f", parameter={self.by_id.get(id(parameter), [node.name])[0]!r}"
+
+    def attribute(self, node: fx.Node, gm: fx.GraphModule, function: str) -> str:
+        """A graph inside this one becomes a function of its own, a constant its description."""
+        value: Any = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, fx.GraphModule):
+            inner = f"{function}_{node.name}"
+            self.inner.append(self.function(inner, value))
+            return f"{inner}().module()"
+        return self.text(value)
+
+    def function_name(self, target: Any) -> str:
+        """How to write a function so that the file finds it."""
+        if isinstance(target, torch._ops.OpOverload):
+            return f"torch.ops.{target}"
+        name = torch.fx.node._get_qualified_name(target)
+        module = getattr(target, "__module__", None) or ""
+        if name.startswith(f"{module}.") and module not in ("torch", "builtins", "_operator"):
+            self.modules.add(module)
+        return name.removeprefix("builtins.").replace("_operator.", "operator.")
+
+    def text(self, value: Any) -> str:
+        """A value as Python: nodes by name, tensors and sizes by what is known of them."""
+        if isinstance(value, fx.Node):
+            return _variable(value)
+        if isinstance(value, torch.Tensor):
+            return _tensor(value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return repr(value.node.hint)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            return (
+                f"slice({', '.join(self.text(v) for v in (value.start, value.stop, value.step))})"
+            )
+        if isinstance(value, list | torch.fx.immutable_collections.immutable_list):
+            return "[" + ", ".join(self.text(v) for v in value) + "]"
+        if isinstance(value, tuple):
+            return "(" + ", ".join(self.text(v) for v in value) + ("," * (len(value) == 1)) + ")"
+        return repr(value)
+
+
+def _variable(node: fx.Node) -> str:
+    """Its name, unless the file needs that for something else."""
+    taken = ("g", "tensor", "torch", "operator", "device", "inf", "nan")
+    return f"{node.name}_node" if node.name in taken else node.name
+
+
+def _tensor(value: torch.Tensor) -> str:
+    shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
+    parts = [str(value.dtype), *map(str, shape)]
+    if stride != list(torch.empty(shape, device="meta").stride()):
+        parts.append(f"stride={tuple(stride)}")
+    if value.device.type != "cpu":
+        parts.append(f"device={str(value.device)!r}")
+    if value.requires_grad:
+        parts.append("requires_grad=True")
+    return f"tensor({', '.join(parts)})"
+
+
+def _number(n: Any) -> int:
+    return n if isinstance(n, int) else int(n.node.hint or 1)
