@@ -17,7 +17,7 @@ from q2compile.attention import inline_attention
 from q2compile.config import Config
 from q2compile.coverage import Coverage
 from q2compile.dump import DumpFolder, GraphDump
-from q2compile.errors import ConfigError, NotTakenError, StageError
+from q2compile.errors import BackendError, NotTakenError, StageError
 from q2compile.faults import COMPILE, REWRITE, Faults, copied, warn
 from q2compile.kernels_used import kernels_used
 from q2compile.names import Names, site_name
@@ -50,14 +50,16 @@ def quartet2(
         _rewritten(gm, compilation)
         stage = COMPILE
         compiled = compilation.compile(gm, example_inputs)
-    except (ConfigError, NotTakenError, *compat.control_flow()):
+    except compat.control_flow():
         raise
     except Exception as error:
-        inner = getattr(error, "inner_exception", error)  # Inductor wraps what a pass raises
-        if isinstance(inner, StageError):
-            fault, cause = inner, inner.__cause__
+        error = getattr(error, "inner_exception", error)  # Inductor wraps what a pass raises
+        if isinstance(error, BackendError) and not isinstance(error, StageError):
+            raise  # the user's to mend
+        if isinstance(error, StageError):
+            fault, cause = error, error.__cause__
         else:
-            fault, cause = compilation.faults.of_stage(stage, original, inner), inner
+            fault, cause = compilation.faults.of_stage(stage, original, error), error
         if config.on_error == "raise":
             raise fault from cause
         warn(fault)
@@ -168,9 +170,9 @@ class _Compilation:
         self._write_reports()
 
     def _write_reports(self) -> None:
-        for report, folder in self.reports:
+        for _, folder in self.reports:
             if folder is not None:
-                report.write(folder.path)
+                folder.write_report()
 
     def _observe(self, graph: fx.Graph, kind: str, when: str) -> None:
         gm = graph.owning_module

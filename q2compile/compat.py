@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from q2compile.errors import ConfigError, StageError
+from q2compile.errors import BackendError, ConfigError
 from q2compile.suggest import one_of
 
 
@@ -58,7 +58,7 @@ def inductor_compile(
         try:
             code = compile_fx_inner(graph, inputs, **kwargs)
         except InductorError as error:  # with the cache off Inductor wraps what a pass raises
-            if isinstance(error.inner_exception, StageError):
+            if isinstance(error.inner_exception, BackendError):
                 raise error.inner_exception from error.inner_exception.__cause__
             raise
         on_output_code(graph, getattr(code, "source_code", ""))

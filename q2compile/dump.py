@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.utils._dtype_abbrs import dtype_abbrs
 
+from q2compile.errors import ConfigError
 from q2compile.passes.manager import PassRecord
 from q2compile.report import Report
 from q2compile.rewrite import SITE
@@ -47,16 +48,14 @@ class DumpFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.report = Report()
-        path.mkdir(parents=True, exist_ok=True)
+        _make(path)
         if (path / _MARKER).exists():
             for old in path.glob("graph_*"):
                 if re.fullmatch(r"graph_\d+", old.name) and old.is_dir() and not old.is_symlink():
                     shutil.rmtree(old)
             for name in ("report.json", "report.txt", "report.html"):
                 (path / name).unlink(missing_ok=True)
-        (path / _MARKER).write_text(
-            "written by q2compile; its dumps are replaced on the next run\n"
-        )
+        _write(path / _MARKER, "written by q2compile; its dumps are replaced on the next run\n")
 
     @classmethod
     def get(cls, path: str) -> DumpFolder:
@@ -72,8 +71,13 @@ class DumpFolder:
     def new_graph(self) -> GraphDump:
         number = self.report.graphs
         path = self.path / f"graph_{number}"
-        path.mkdir(exist_ok=True)
+        _make(path)
         return GraphDump(path, number)
+
+    def write_report(self) -> None:
+        """report.json (the rows), report.txt (the table and the notes)."""
+        _write(self.path / "report.json", json.dumps(self.report.to_json(), indent=1) + "\n")
+        _write(self.path / "report.txt", f"{self.report}\n")
 
 
 class GraphDump:
@@ -84,14 +88,40 @@ class GraphDump:
         self.number = number
 
     def write_graph(self, stage: str, gm: fx.GraphModule) -> None:
-        (self.path / f"{stage}.txt").write_text(readable(gm), encoding="utf-8")
+        _write(self.path / f"{stage}.txt", readable(gm))
 
     def write_code(self, stage: str, source: str) -> None:
-        (self.path / f"{stage}.py").write_text(source, encoding="utf-8")
+        _write(self.path / f"{stage}.py", source)
 
     def write_passes(self, records: list[PassRecord]) -> None:
         text = json.dumps([asdict(r) for r in records], indent=1)
-        (self.path / "passes.json").write_text(text + "\n")
+        _write(self.path / "passes.json", text + "\n")
+
+
+def _make(folder: Path) -> None:
+    """A folder, there or made now. A link is refused: it could lead out of the folder named."""
+    if folder.is_symlink():
+        raise _cannot(folder, "it is a symbolic link")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot(folder, str(error.strerror)) from None
+
+
+def _write(path: Path, text: str) -> None:
+    if path.is_symlink():
+        raise _cannot(path, "it is a symbolic link")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _cannot(path, str(error.strerror)) from None
+
+
+def _cannot(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"dump: cannot write {path}: {why}; name a folder with room that you may write to, or "
+        "leave 'dump' out"
+    )
 
 
 def readable(gm: fx.GraphModule) -> str:

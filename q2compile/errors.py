@@ -5,24 +5,24 @@ from __future__ import annotations
 from torch._dynamo.exc import ShortenTraceback
 
 
-class _UserError(ShortenTraceback):
-    """Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a
-    ShortenTraceback.
+class BackendError(ShortenTraceback):
+    """What the backend raises: Dynamo lets a ShortenTraceback through, and wraps everything else
+    in BackendCompilerFailed.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
 
 
-class ConfigError(_UserError, ValueError):
+class ConfigError(BackendError, ValueError):
     """An option, a recipe, a policy or an environment setting that can't be used as given."""
 
 
-class NotTakenError(_UserError, RuntimeError):
+class NotTakenError(BackendError, RuntimeError):
     """``strict`` found a matmul that the policy wanted and that was not taken, or not seen."""
 
 
-class StageError(_UserError, RuntimeError):
+class StageError(BackendError, RuntimeError):
     """A stage of q2compile raised: a fault of q2compile or of torch, not of the user.
 
     stage       what raised: "capture and rewrite", "pass 'merge_seeds'", "compilation", ...

@@ -14,7 +14,7 @@ from torch import fx
 
 from q2compile.compat import CustomGraphPass, graph_kind
 from q2compile.config import Config
-from q2compile.errors import ConfigError, NotTakenError
+from q2compile.errors import BackendError
 from q2compile.faults import copied
 from q2compile.passes import PASSES
 from q2compile.passes.graphs import op_counts
@@ -70,7 +70,7 @@ class PassManager(CustomGraphPass):
         came = copied(graph.owning_module)
         try:
             self._run(graph, kind)
-        except (ConfigError, NotTakenError):
+        except BackendError:
             raise
         except Exception as error:
             raise self.fault(self.running, kind, came, error) from error
