@@ -162,8 +162,13 @@ def _write(path: Path, code: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+            try:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:  # a full disk, Ctrl-C: leave nothing behind
+                os.unlink(file.name)
+                raise
     except OSError:
         return
 
