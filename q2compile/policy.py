@@ -4,6 +4,9 @@ A policy is an ordered list of (pattern, recipe); the last match wins, as in .gi
 is a glob over the whole module name (``*`` also crosses dots, ``?``, ``[01]``, ``[!0]``), or
 ``re:`` and a regular expression that must match the whole name. A pattern is data: nothing in it is
 evaluated.
+
+"auto" in a recipe's place is the default recipe where the cost model (`cost`) predicts that it
+gains, and bf16 where it would lose.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from q2compile import recipes
 from q2compile.errors import ConfigError
 from q2compile.recipes import Recipe
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,22 @@ class Policy:
 
         A rule that names only some GEMMs changes those of the default recipe.
         """
+        if recipe == AUTO:
+            raise ConfigError(
+                "recipe: 'auto' chooses between a recipe and bf16, matmul by matmul; name the "
+                "recipe here, and give policy={'*': 'auto'}"
+            )
+        default = recipes.resolve(recipe, global_scale)
         rules = []
         for pattern, spec in policy.items():
             _compiled(pattern)
+            if spec == AUTO:
+                rules.append(Rule(pattern, replace(default, auto=True)))
+                continue
             if isinstance(spec, Mapping) and "recipe" not in spec and "base" not in spec:
                 spec = {**_as_mapping(recipe), **spec}
             rules.append(Rule(pattern, recipes.resolve(spec, global_scale)))
-        return cls(recipes.resolve(recipe, global_scale), tuple(rules))
+        return cls(default, tuple(rules))
 
     def resolve(self, name: str, *, stacked: bool = False) -> tuple[Recipe, str]:
         for rule in reversed(self.rules):

@@ -87,12 +87,16 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three GEMMs of a linear layer; None is a GEMM left in the tensors' own precision."""
+    """The three GEMMs of a linear layer; None is a GEMM left in the tensors' own precision.
+
+    auto: a layer that the cost model (`q2compile.cost`) predicts to lose by it stays in bf16.
+    """
 
     name: str
     fprop: Gemm | None
     dgrad: Gemm | None
     wgrad: Gemm | None
+    auto: bool = False
 
     @property
     def quantises(self) -> bool:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from q2compile import cost
 from q2compile.recipes import Gemm
 
 if TYPE_CHECKING:
     from q2compile.coverage import Coverage
 
-COLUMNS = ("module", "shape", "taken", "recipe", "fprop", "dgrad", "wgrad", "saved", "why")
+_DEVICES = tuple(device.column for device in cost.DEVICES)
+COLUMNS = (
+    "module",
+    "shape",
+    "taken",
+    "recipe",
+    "fprop",
+    "dgrad",
+    "wgrad",
+    "saved",
+    *_DEVICES,
+    "why",
+)
 
 
 @dataclass
@@ -32,6 +44,9 @@ class Row:
     saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
                   by several matmuls (x of q, k, v) count once, for the first. None until a graph
                   with a backward was compiled. ``saved_elements``: how many numbers they stand for
+    flops, bytes  of the layer under its recipe; text where a size is symbolic
+    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
+                  by data sheet (`cost`)
     graph         number of the compiled graph; None for a linear that never reached the backend
     """
 
@@ -51,6 +66,9 @@ class Row:
     kernels: dict[str, str] = field(default_factory=dict)
     saved_bytes: int | None = None
     saved_elements: int | None = None
+    flops: int | str | None = None
+    bytes: int | str | None = None
+    predicted: dict[str, dict[str, float]] = field(default_factory=dict)
     graph: int | None = None
     salt: int | None = None
     has_parameter: bool = True
@@ -97,7 +115,8 @@ class Report:
     def notes(self) -> list[str]:
         if self._closed is not None:
             return self._closed[1]
-        return self.faults + [note for c in self._coverages for note in c.notes()]
+        notes = self.faults + [note for c in self._coverages for note in c.notes()]
+        return notes + _predictions(self.rows)
 
     def close(self) -> None:
         """Nothing more will come: keep what is known of the model, which may go away."""
@@ -114,11 +133,6 @@ class Report:
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page
-
-    def write(self, folder: Path) -> None:
-        """report.json (the rows), report.txt (the table and the notes)."""
-        (folder / "report.json").write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        (folder / "report.txt").write_text(str(self) + "\n", encoding="utf-8")
 
     def summary(self) -> str:
         rows = self.rows
@@ -160,16 +174,35 @@ def saved_text(row: Row) -> str:
     return text if wgrad is not None and wgrad.b.source != "fresh" else f"{text} + x"
 
 
+def _predictions(rows: list[Row]) -> list[str]:
+    """The predicted gain over all that is taken, and what it stands on; [] without a prediction."""
+    predicted = [row for row in rows if row.predicted]
+    taken = [row.predicted for row in predicted if row.taken]
+    notes = [cost.ASSUMPTIONS] if predicted else []
+    if taken:
+        speeds = []
+        for device in cost.DEVICES:
+            bf16, own = (
+                sum(times[device.column][key] for times in taken)
+                for key in ("bf16_microseconds", "microseconds")
+            )
+            speeds.append(f"{bf16 / own:.2f}x of BF16 on {device.name}")
+        notes.insert(0, f"predicted for the matmuls taken together: {', '.join(speeds)}")
+    return notes
+
+
 def cells(row: Row) -> dict[str, str]:
     """A row as text, by column of `COLUMNS`."""
     gemms = {g: getattr(row, g) if row.taken else "" for g in ("fprop", "dgrad", "wgrad")}
     return {
+        **dict.fromkeys(COLUMNS, ""),
         "module": row.module,
         "shape": shape_text(row),
         "taken": "yes" if row.taken else "no",
         "recipe": row.recipe if row.taken else "",
         **gemms,
         "saved": saved_text(row),
+        **{name: f"{of['speed']:.2f}x" for name, of in row.predicted.items()},
         "why": row.why,
     }
 

@@ -21,14 +21,14 @@ import torch
 from torch import fx
 
 import q2compile.experts  # noqa: F401  registers q2::linear and its kin
-from q2compile import compat
+from q2compile import compat, cost
 from q2compile.capture import find_matmuls
 from q2compile.capture_experts import is_look_up
 from q2compile.config import Config
 from q2compile.errors import ConfigError
 from q2compile.matmuls import Left, Matmul, View, example, is_view_or_cast, transposes
 from q2compile.names import Names
-from q2compile.recipes import Recipe
+from q2compile.recipes import RECIPES, Recipe
 from q2compile.report import Row
 
 # Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.
@@ -53,6 +53,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
             row.recipe, row.wanted = recipe.name, recipe.quantises
         if isinstance(found, Matmul):
             _refuse_shared(found, recipe, names, config)
+            recipe = _predicted(row, found, recipe)
             row.fprop, row.dgrad, row.wgrad = recipe.texts()
             if recipe.quantises:
                 replace_by_linear(found, recipe, salt)
@@ -60,11 +61,26 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
                 row.taken, row.salt = True, salt
                 salt += 1
             else:
-                row.why = _why_bf16(row, found, config)
+                row.why = row.why or _why_bf16(row, found, config)
         rows.append(row)
     for module in changed.values():
         module.recompile()
     return rows
+
+
+def _predicted(row: Row, found: Matmul, recipe: Recipe) -> Recipe:
+    """Fill in what the cost model says of a matmul; bf16 if "auto" leaves it for that."""
+    if not recipe.quantises:
+        return recipe
+    prediction = cost.predict_matmul(found, recipe)
+    if prediction is not None:
+        row.flops, row.bytes, row.predicted = prediction.plain()
+    why = cost.why_left(prediction) if recipe.auto else ""
+    if not why:
+        return recipe
+    bf16 = RECIPES["bf16"]
+    row.recipe, row.wanted, row.why = bf16.name, False, why
+    return bf16
 
 
 def _row(found: Matmul | Left, names: Names) -> Row:
@@ -99,7 +115,7 @@ def _refuse_shared(found: Matmul, recipe: Recipe, names: Names, config: Config) 
     """
     for other in names.served_too(found.parameter):
         theirs, _ = config.resolved_policy.resolve(other, stacked=found.stacked)
-        if theirs.texts() != recipe.texts():
+        if (theirs.texts(), theirs.auto) != (recipe.texts(), recipe.auto):
             own = names.of(found.parameter, found.node)
             raise ConfigError(
                 f"the policy gives {own!r} and {other!r} different recipes, but {names.prefix!r} "
