@@ -119,7 +119,7 @@ def _ms_eden(blocks: Blocks) -> Rounded:
 def exact_global_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """g = amax / (vmax * cap), fp32 0-dim; 1 for an all-zero tensor; NaN when amax is not
     finite."""
-    return finite_or_nan(_floored(amax / (scheme.vmax * scheme.cap)), amax)
+    return finite_or_nan(_floored(_divided(amax, scheme.vmax * scheme.cap)), amax)
 
 
 def pow2_global_scale(scales: torch.Tensor, largest: torch.Tensor, cap: float) -> torch.Tensor:
@@ -139,7 +139,12 @@ def _block_scale(largest: torch.Tensor, vmax: float, unit: torch.Tensor | None) 
     if unit is None:
         scale = keep_4_bits(largest * (1.0 / vmax))
         return torch.where(scale < _TINY, 0.0, scale)
-    return nearest_e4m3(largest / vmax / unit).to(torch.float32)
+    return nearest_e4m3(_divided(largest, vmax) / unit).to(torch.float32)
+
+
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x / by. A plain x / by is x * (1/by) on CUDA, and other bits than on a CPU."""
+    return x / x.new_full((), by)
 
 
 def _reciprocal(scale: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:

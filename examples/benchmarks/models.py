@@ -1,0 +1,226 @@
+"""Times linear layers, a Llama and the fused quantisers against plain Inductor, on one GPU.
+
+    python examples/benchmarks/models.py [--only NAME,...] [--out FILE]
+
+Ratios are within this run, on this machine:
+
+    linear_K_N              forward and backward of one bf16 linear, 16384 tokens, K -> N; over BF16
+    llama_step              forward and backward of Hugging Face's Llama (width 2048, MLP 8192, 8
+                            layers, 32 heads, 8 key-value heads, vocabulary 32000), 8 x 2048 tokens,
+                            fp32 parameters, bf16 autocast; over BF16
+    llama_peak_memory       bytes allocated at the peak of that step, parameters and gradients
+                            included; over BF16
+    llama_compile           time of its first step with empty caches, less a usual one; over BF16
+    saved_bits              bits an element of what its linears keep for the backward
+    quantize                4/6, 8192x4096, in copies of that tensor in bf16
+    silu_mul_quantize       silu(gate) * up, then that
+    add_rmsnorm_quantize    residual add, RMSNorm, then that
+
+BF16 is the same module under torch.compile's default backend. Times are medians of rounds in which
+the two take turns. Nothing here is faster than BF16 without Blackwell's FP4 units: the GEMMs of the
+emulation are BF16 GEMMs, so a ratio is one plus the price of the quantisers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import rms_norm, silu
+
+import q2compile
+from q2compile import lowering
+
+OUT = Path(__file__).parent / "results" / "models.json"
+TOKENS = 16384
+ROWS, COLUMNS = 8192, 4096
+LLAMA = dict(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=8,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+BATCH, SEQUENCE = 8, 2048
+BACKENDS = ("inductor", "quartet2")
+ROUNDS = 12
+Step = Callable[[], Any]
+
+
+def in_turns(steps: dict[str, Step], rounds: int = ROUNDS, calls: int = 4) -> dict[str, float]:
+    """Median milliseconds a call, the steps taking turns."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(calls):
+                step()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / calls)
+    return {name: statistics.median(own) for name, own in times.items()}
+
+
+def linear(inputs: int, outputs: int) -> dict[str, Any]:
+    steps: dict[str, Step] = {}
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        layer = torch.nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
+        compiled = torch.compile(layer, backend=backend)
+        x = torch.randn(TOKENS, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(TOKENS, outputs, device="cuda", dtype=torch.bfloat16)
+
+        def step(compiled=compiled, layer=layer, x=x, dy=dy) -> None:
+            x.grad = layer.weight.grad = None
+            compiled(x).backward(dy)
+
+        steps[backend] = step
+        step()  # compiles
+    times = in_turns(steps)
+    return {"name": f"linear_{inputs}_{outputs}", **_ratio(times, "BF16 times")}
+
+
+def _ratio(values: dict[str, float], unit: str) -> dict[str, Any]:
+    bf16, own = (values[backend] for backend in BACKENDS)
+    return {"ratio": round(own / bf16, 3), "unit": unit, "bf16": bf16, "quartet2": own}
+
+
+def llama() -> list[dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    steps, peaks, first = {}, {}, {}
+    tokens = torch.randint(LLAMA["vocab_size"], (BATCH, SEQUENCE), device="cuda")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False)).cuda()
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend)
+
+        def step(compiled=compiled) -> None:
+            model.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = compiled(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+
+        start = time.perf_counter()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            step()
+        torch.cuda.synchronize()
+        first[backend] = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peaks[backend] = torch.cuda.max_memory_allocated() / 2**30
+        steps[backend] = step
+    times = in_turns(steps, calls=2)
+    compile_times = {name: first[name] - times[name] / 1e3 for name in BACKENDS}
+    return [
+        {"name": "llama_step", **_ratio(times, "BF16 times")},
+        {"name": "llama_peak_memory", **_ratio(peaks, "BF16 peaks")},
+        {"name": "llama_compile", **_ratio(compile_times, "BF16 compile times")},
+        _saved_bits(model, tokens),
+    ]
+
+
+def _saved_bits(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
+    torch._dynamo.reset()
+    with torch.autocast("cuda", torch.bfloat16):
+        report = q2compile.explain(model, input_ids=tokens, labels=tokens)
+    rows = [row for row in report.to_json() if row["saved_elements"]]
+    elements = sum(row["saved_elements"] for row in rows)
+    bits = 8 * sum(row["saved_bytes"] for row in rows) / elements
+    return {"name": "saved_bits", "ratio": round(bits, 3), "unit": "bits an element"}
+
+
+def quantisers() -> list[dict[str, Any]]:
+    """The kernels of one quantisation and what precedes it, from the profiler: the time on the
+    device alone, since a call is shorter than its launches."""
+    lowering.register()
+    a, b = (torch.randn(ROWS, COLUMNS, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(COLUMNS, device="cuda").bfloat16()
+    target = torch.empty_like(a)
+
+    def quantize(x):
+        return torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+
+    def silu_mul_quantize(gate, up):
+        return quantize(silu(gate) * up)
+
+    def add_rmsnorm_quantize(residual, x):
+        residual = residual + x
+        return residual, *quantize(rms_norm(residual, (COLUMNS,), weight, 1e-6))
+
+    copy = sum(time for _, time in kernels(lambda: target.copy_(a)))
+    results = []
+    for function, args in (
+        (quantize, (a,)),
+        (silu_mul_quantize, (a, b)),
+        (add_rmsnorm_quantize, (a, b)),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(function)
+        parts = kernels(lambda call=compiled, args=args: call(*args))
+        micro = sum(time for _, time in parts)
+        result = {"name": function.__name__, "ratio": round(micro / copy, 3)}
+        result |= {"unit": "bf16 device copies", "copy": copy, "kernels": dict(parts)}
+        results.append(result)
+    return results
+
+
+def kernels(call: Step, count: int = 20) -> list[tuple[str, float]]:
+    """(kernel, microseconds) of one call."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+    events = [e for e in profile.key_averages() if e.self_device_time_total]
+    return [(e.key[:60], round(e.self_device_time_total / count, 2)) for e in events]
+
+
+BENCHMARKS: dict[str, Callable[[], Any]] = {
+    "quantisers": quantisers,
+    "linear_4096_4096": lambda: [linear(4096, 4096)],
+    "linear_4096_14336": lambda: [linear(4096, 14336)],
+    "llama": llama,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(BENCHMARKS))
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("examples/benchmarks/models.py needs a CUDA device, and torch sees none.")
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "date": datetime.date.today().isoformat(),
+        "command": "python examples/benchmarks/models.py",
+    }
+    results = []
+    for name in args.only.split(","):
+        for result in BENCHMARKS[name]():
+            results.append({**result, **about})
+            print({k: v for k, v in result.items()}, flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

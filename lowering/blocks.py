@@ -1,0 +1,147 @@
+"""A matrix in blocks, as loops of Inductor.
+
+A block of 16 is a reduction of 16: its maximum, the errors of the two candidates of 4/6 and the
+packing of its codes are reductions over one loop, which Inductor fuses into one persistent
+reduction with the producer of x inlined. Loads are then contiguous and wide, whatever the producer.
+As a pointwise loop over blocks, each thread would load its 16 numbers one by one, 32 cache sectors
+for each load of a warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler
+from torch._inductor.virtualized import V, ops
+
+from q2compile.lowering.fp32 import Value, integer, magnitude_bits
+from q2compile.runtime_kernels.layout import ceil_div
+
+Index = Sequence[sympy.Expr]
+PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
+PerElement = Callable[[Index, Index], Value]  # ((row, block), (position,)) -> a value
+_NIBBLES = 8  # of an int32
+
+
+class Blocks:
+    """x [M, K] in blocks of height rows and width columns; what lies outside x is 0.
+
+    A block is at (row // height, column // width) of a grid [ceil(M/height), ceil(K/width)].
+    """
+
+    def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
+        self.height, self.width = block
+        self.device = x.get_device()
+        self.rows, self.columns = x.get_size()
+        self.grid = [ceil_div(self.rows, self.height), ceil_div(self.columns, self.width)]
+        self._load = x.make_loader()
+        known = V.graph.sizevars.statically_known_multiple_of
+        self._bounds = [
+            (axis, size)
+            for axis, (size, unit) in enumerate(zip(x.get_size(), block, strict=True))
+            if not known(size, unit)
+        ]
+
+    def load(self, row: sympy.Expr, column: sympy.Expr) -> Value:
+        """x[row, column] as fp32, 0 outside."""
+        place = [row, column]
+        inside = None
+        for axis, size in self._bounds:
+            bound = ops.lt(
+                ops.index_expr(place[axis], torch.int64), ops.index_expr(size, torch.int64)
+            )
+            inside = bound if inside is None else ops.logical_and(inside, bound)
+        if inside is None:
+            return ops.to_dtype(self._load(place), torch.float32)
+        return ops.masked(inside, lambda: ops.to_dtype(self._load(place), torch.float32), 0.0)
+
+    def largest(self) -> PerBlock:
+        """Bits of the largest |x| of each block."""
+        return self.over_blocks("max", lambda x, _: magnitude_bits(x))
+
+    def over_blocks(self, kind: str, fn: Callable[[Value, Index], Value]) -> PerBlock:
+        """The reduction ("max" or "sum", int32) over each block of fn(x, place of its block)."""
+
+        def inner(place: Index, offset: Index) -> Value:
+            *down, across = offset
+            row = place[0] * self.height + (down[0] if down else 0)
+            return fn(self.load(row, place[1] * self.width + across), place)
+
+        sizes = [self.height, self.width] if self.height > 1 else [self.width]
+        return self._reduction(kind, inner, self.grid, sizes).make_loader()
+
+    def pack(self, code: Callable[[Value, Index], Value]) -> ir.TensorBox:
+        """code(x, place of its block), int32 in [0, 16), packed: uint8 [M, blocks * width / 2].
+
+        Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
+        instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
+        """
+        per_row = [self.rows, self.grid[1]]
+
+        def word(number: int) -> PerBlock:
+            def inner(place: Index, offset: Index) -> Value:
+                row, block = place
+                x = self.load(row, block * self.width + offset[0])
+                position = ops.index_expr(offset[0], torch.int32)
+                nibble = ops.bitwise_and(position, integer(_NIBBLES - 1))
+                weight = ops.bitwise_left_shift(
+                    integer(1), ops.bitwise_left_shift(nibble, integer(2))
+                )
+                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(number))
+                weight = ops.where(here, weight, integer(0))
+                return ops.mul(code(x, [row // self.height, block]), weight)
+
+            return self._reduction("sum", inner, per_row, [self.width]).make_loader()
+
+        low, high = (word(number) for number in range(self.width // _NIBBLES))
+
+        def joined(place: Index) -> Value:
+            mask = ops.constant(0xFFFFFFFF, torch.int64)
+            lower = ops.bitwise_and(ops.to_dtype(low(place), torch.int64), mask)
+            upper = ops.to_dtype(high(place), torch.int64)
+            shift = ops.constant(32, torch.int64)
+            return ops.bitwise_or(lower, ops.bitwise_left_shift(upper, shift))
+
+        words = ir.Pointwise.create(
+            device=self.device, dtype=torch.int64, inner_fn=joined, ranges=per_row
+        )
+        return reinterpreted(words, torch.uint8)
+
+    def per_block(self, dtype: torch.dtype, fn: PerBlock) -> ir.TensorBox:
+        """fn of every block, [blocks down, blocks across]."""
+        return ir.Pointwise.create(
+            device=self.device, dtype=dtype, inner_fn=fn, ranges=list(self.grid)
+        )
+
+    def scalar(self, dtype: torch.dtype, fn: Callable[[], Value]) -> ir.TensorBox:
+        """A 0-dim tensor, computed once."""
+        box = ir.Pointwise.create(
+            device=self.device, dtype=dtype, inner_fn=lambda _: fn(), ranges=[]
+        )
+        box.realize()
+        return box
+
+    def _reduction(self, kind: str, inner: PerElement, ranges: Any, sizes: list[int]) -> Any:
+        box = ir.Reduction.create(
+            device=self.device,
+            dst_dtype=torch.int32,
+            src_dtype=torch.int32,
+            inner_fn=inner,
+            ranges=list(ranges),
+            reduction_ranges=sizes,
+            reduction_type=kind,
+        )
+        box.realize()
+        return box
+
+
+def reinterpreted(box: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
+    """The same memory seen as another dtype. A call of torch's own view at run time: Inductor's
+    views keep the size of an element, and Triton has no e4m3 below sm_89."""
+    box.realize()
+    box.freeze_layout()
+    return fallback_handler(torch.ops.aten.view.dtype, add_to_fallback_set=False)(box, dtype)

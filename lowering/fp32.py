@@ -1,0 +1,136 @@
+"""The arithmetic of the rounding rules in Inductor's `ops`, for one element or one block.
+
+What `q2compile.runtime_kernels.formats` says in torch, said once for every loop that Inductor makes
+of it, bit for bit the same on CPU (C++) and CUDA (Triton). A value is an `ops` value: fp32 unless
+said otherwise; `bits` is an fp32's pattern as int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.virtualized import ops
+
+Value = Any  # torch has no type for ops values that survives its virtualised handlers
+
+_MAGNITUDE = 0x7FFFFFFF
+_EXPONENT = 0x7F800000
+_ONE = 0x3F800000
+TINY = torch.finfo(torch.float32).tiny
+INFINITE = _EXPONENT  # magnitude bits from here on are Inf or NaN
+
+
+def integer(value: int) -> Value:
+    return ops.constant(value, torch.int32)
+
+
+def number(value: float) -> Value:
+    return ops.constant(value, torch.float32)
+
+
+def bits_of(x: Value) -> Value:
+    return ops.to_dtype_bitcast(x, torch.int32, torch.float32)
+
+
+def float_of(bits: Value) -> Value:
+    return ops.to_dtype_bitcast(bits, torch.float32, torch.int32)
+
+
+def shifted_right(bits: Value, count: int) -> Value:
+    return ops.bitwise_right_shift(bits, integer(count))
+
+
+def shifted_left(bits: Value, count: int) -> Value:
+    return ops.bitwise_left_shift(bits, integer(count))
+
+
+def magnitude_bits(x: Value) -> Value:
+    """Bits of |x|: in the order of the magnitudes, NaN above Inf above every number."""
+    return ops.bitwise_and(bits_of(x), integer(_MAGNITUDE))
+
+
+class Fp32:
+    """Products, quotients and reciprocals with one rounding each.
+
+    Triton contracts a product and a sum into one fma and divides approximately. Instructions of PTX
+    that name their rounding are left as they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.ptx = device.type == "cuda"
+
+    def mul(self, a: Value, b: Value) -> Value:
+        return _ptx("mul.rn.f32 $0, $1, $2;", a, b) if self.ptx else ops.mul(a, b)
+
+    def div(self, a: Value, b: Value) -> Value:
+        return _ptx("div.rn.f32 $0, $1, $2;", a, b) if self.ptx else ops.truediv(a, b)
+
+    def reciprocal_of_4_bits(self, p: Value) -> Value:
+        """1 / p of a normal p with 4 significant bits whose reciprocal is normal.
+
+        One Newton step from the hardware's estimate: for each of the eight mantissas it ends at the
+        nearest fp32 from every start within 2 units in the last place (the estimate is within 1),
+        in 4 instructions where a division takes some 12 and a branch.
+        """
+        if not self.ptx:
+            return ops.truediv(number(1.0), p)
+        return _ptx(
+            "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; "
+            "fma.rn.f32 e, e, y, 0f3F800000; fma.rn.f32 $0, y, e, y; }",
+            p,
+        )
+
+
+def _ptx(asm: str, *args: Value) -> Value:
+    constraints = ",".join(["=f"] + ["f"] * len(args))
+    return ops.inline_asm_elementwise(
+        *args, asm=asm, constraints=constraints, dtype=torch.float32, is_pure=True, pack=1
+    )
+
+
+def round_e2m1(v: Value) -> Value:
+    """`formats.round_e2m1` of v >= 0, without saturation.
+
+    The products are powers of two: contracting them into an fma changes nothing.
+    """
+    binade = ops.bitwise_and(ops.maximum(bits_of(v), integer(_ONE)), integer(_EXPONENT))
+    magic = ops.mul(float_of(binade), number(1.5 * 2.0**22))
+    return ops.sub(ops.add(v, magic), magic)
+
+
+def e2m1_code(magnitude: Value, x: Value) -> Value:
+    """The code, int32 in [0, 16), of an e2m1 magnitude with the sign of x. Of NaN, anything.
+
+    e2m1 is the top of an fp32 near its smallest normal: times 2^-126, .5 falls on a subnormal and 1
+    on 2^-126, so that the code is the pattern without its last 22 bits.
+    """
+    code = shifted_right(bits_of(ops.mul(magnitude, number(TINY))), 22)
+    return ops.bitwise_or(code, ops.bitwise_and(shifted_right(bits_of(x), 28), integer(8)))
+
+
+def top_bits(x: Value) -> Value:
+    """`formats.keep_4_bits` of x >= 0, as exponent and 3 mantissa bits: int32 in [0, 2048), in the
+    order of the values, at most 7 for subnormals."""
+    bits = bits_of(x)
+    odd = ops.bitwise_and(shifted_right(bits, 20), integer(1))
+    return shifted_right(ops.add(ops.add(bits, integer(0x7FFFF)), odd), 20)
+
+
+def from_top_bits(top: Value) -> Value:
+    """The fp32 that `top_bits` made."""
+    return float_of(shifted_left(top, 20))
+
+
+def e4m3_byte(x: Value) -> Value:
+    """The nearest e4m3 of 0 <= x <= 448 as int32 in [0, 127), ties to even.
+
+    As in `e2m1_code`: times 2^-120, the smallest normal of e4m3 falls on that of fp32. Written with
+    integers because Triton has no e4m3 below sm_89.
+    """
+    return top_bits(ops.mul(x, number(2.0**-120)))
+
+
+def e4m3_value(byte: Value) -> Value:
+    """The fp32 of an e4m3 byte, an int32 in [0, 127)."""
+    return ops.mul(from_top_bits(byte), number(2.0**120))

@@ -1,0 +1,56 @@
+"""The tile of the quantising loops, by a rule instead of a search.
+
+A persistent reduction of 16 gets four configurations from Inductor, which it compiles and times at
+the first call. On an H200 the best for every producer tried was 128 blocks for 2 warps: 32 elements
+a thread, in loads of 16 bytes, so that what depends on the position alone is computed once for four
+blocks. 64 blocks for 2 warps took 4% longer, 128 for 8 warps 29% (8192x4096, 4/6, torch 2.11).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor import config
+from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
+from torch._inductor.virtualized import V
+
+_TILE = {"XBLOCK": 128, "num_warps": 2}
+_WIDTHS = (16, 32)
+
+
+class _Choices:
+    """Inductor's choices, with the tile of our loops fixed. Everything else is the original's."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def triton_kernel_kwargs(
+        self, kernel_cls: type, features: Any, groups: Any, kernel_kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        kwargs = self._original.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+        searching = config.max_autotune or config.max_autotune_pointwise
+        if kernel_cls is not TritonKernel or searching or not _quantises(features):
+            return kwargs
+        fixed = {"fixed_config": FixedTritonConfig(dict(_TILE)), "override_persistent_reduction": True}
+        return {**kwargs, **fixed}
+
+
+def _quantises(features: Any) -> bool:
+    """Whether a kernel reduces over blocks and one of its nodes comes from a quantising op."""
+    if features.reduction_numel not in _WIDTHS:
+        return False
+    origins = (o for node in features.scheduler_nodes() for o in node.node.get_origins())
+    return any(str(origin.target).startswith("q2.") for origin in origins)
+
+
+def install() -> None:
+    """Make this thread's Inductor ask us for tiles. Idempotent.
+
+    It stays, because Inductor generates code long after a lowering has returned; and touches no
+    kernel but ours.
+    """
+    if not isinstance(V.choices, _Choices):
+        V.set_choices_handler(_Choices(V.choices)).__enter__()
