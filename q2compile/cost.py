@@ -20,7 +20,7 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -301,12 +301,12 @@ def predict(
     """
     gemms = list(gemms)
     experts = shape[0] if len(shape) == 4 else 1
-    sizes = [_expression(n) for n in shape[-3:]]
     hints = [_hint(n) for n in shape[-3:]]
     if None in hints or 0 in hints:
         return None
-    steps = recipe_steps(recipe, _Layer(*sizes, experts, x_users), gemms)
-    concrete = _Layer(*hints, experts, x_users)
+    layer = _Layer(*map(_expression, shape[-3:]), experts=experts, x_users=x_users)
+    concrete = replace(layer, **dict(zip("tnk", hints, strict=True)))
+    steps = recipe_steps(recipe, layer, gemms)
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
     return Prediction(
         flops=sum(s.flops for s in steps),
@@ -325,7 +325,7 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _hint(size: Any) -> int | None:
+def _hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 

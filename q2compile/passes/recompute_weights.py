@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -34,7 +35,8 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
     backward = _after_the_forward(graph)
     marked: set[fx.Node] = set()
     for gemm in q2_nodes(graph, "gemm"):
-        weight = producer(gemm.args[3])
+        operands: Any = gemm.args
+        weight = producer(operands[3])
         if gemm in backward or weight in marked:
             continue
         chain = _chain_to_input(weight)
@@ -68,8 +70,8 @@ def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
     if not is_q2(weight, "quantize", "quantize_masked"):
         return None
     chain: list[fx.Node] = []
-    node = weight.args[0]
+    node: Any = weight.args[0]
     while isinstance(node, fx.Node) and node.target in VIEWS_AND_CASTS:
         chain.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return chain if isinstance(node, fx.Node) and node.op == "placeholder" else None

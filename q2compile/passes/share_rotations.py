@@ -43,20 +43,20 @@ def share_rotations_pass(graph: fx.Graph) -> int:
     shared: dict[Any, tuple[fx.Node, int]] = {}
     merged = 0
     for gemm in list(q2_nodes(graph, "gemm")):
-        a, b = (producer(gemm.args[i]) for i in (0, 3))
+        operands: Any = gemm.args
+        a, b = producer(operands[0]), producer(operands[3])
         if not (_gradient_columns(gemm, a) and is_q2(b, "requantize", "rht_quantize")):
             continue
-        args = named_arguments(b)
+        args: dict[str, Any] = named_arguments(b)
         seed = args.pop("seed")
-        if seed is None:
-            continue
-        first, count = shared.setdefault((b.target, *args.items()), (b, 1))
-        if first is b:
+        key = (b.target, *args.items())
+        first, count = shared.setdefault(key, (b, 1))
+        if seed is None or first is b:
             continue
         shared_seed: Any = named_arguments(first)["seed"]
         if not (shared_seed < a and _replace_seed(a, seed, shared_seed, args["stream"] + count)):
             continue
-        shared[(b.target, *args.items())] = (first, count + 1)
+        shared[key] = (first, count + 1)
         _use_outputs_of(first, gemm, b)
         merged += 1
     graph.eliminate_dead_code()
