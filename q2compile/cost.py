@@ -304,7 +304,8 @@ def predict(
     hints = [_hint(n) for n in shape[-3:]]
     if None in hints or 0 in hints:
         return None
-    layer = _Layer(*map(_expression, shape[-3:]), experts=experts, x_users=x_users)
+    t, n, k = map(_expression, shape[-3:])
+    layer = _Layer(t, n, k, experts, x_users)
     concrete = replace(layer, **dict(zip("tnk", hints, strict=True)))
     steps = recipe_steps(recipe, layer, gemms)
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
