@@ -93,7 +93,8 @@ def _refuse_not_taken(rows: list[Row]) -> None:
 
 
 def _kernels(row: Row) -> dict[str, str]:
-    shape = tuple(size if isinstance(size, int) else size.node.hint for size in row.shape)
+    # A size that data decide, such as an expert's tokens, has no hint: one chunk then.
+    shape = tuple(size if isinstance(size, int) else size.node.hint or 128 for size in row.shape)
     gemms = (row.fprop, row.dgrad, row.wgrad)
     return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device)
 
