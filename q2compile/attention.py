@@ -101,11 +101,24 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def _can_be_inlined(node: fx.Node) -> bool:
     """Not for nested tensors (a padded batch, packed), whose shape the encoder layer needs."""
     inputs = (n.meta["example_value"] for n in node.all_input_nodes)
-    return node.target in _FUNCTIONS and not any(x.is_nested for x in inputs)
+    return node.target in _FUNCTIONS and not any(
+        isinstance(x, Tensor) and x.is_nested for x in inputs
+    )
+
+
+def _specialised(argument: Any) -> Any:
+    """A number that is symbolic under dynamic shapes, such as the dropout rate, as what it is now:
+    reading it makes Dynamo guard it, as Inductor does with floats."""
+    value = argument.meta["example_value"] if isinstance(argument, fx.Node) else None
+    for symbolic, number in ((torch.SymFloat, float), (torch.SymInt, int)):
+        if isinstance(value, symbolic):
+            return number(value)
+    return argument
 
 
 def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     flat, spec = tree_flatten((node.args, node.kwargs))
+    flat = [_specialised(a) for a in flat]
     inputs = [a for a in flat if isinstance(a, fx.Node)]
     examples = [n.meta["example_value"] for n in inputs]
     traced = _trace(_FUNCTIONS[node.target], flat, spec, examples)

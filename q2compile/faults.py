@@ -58,7 +58,10 @@ class Faults:
     def of_stage(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
         """For everything else: ``original`` is Dynamo's graph as it came."""
         call = "rewrite(CONFIG)" if stage == REWRITE else "compile(CONFIG)"
-        return self._error(stage, self.graph, original, error, call, stage, "")
+        hint = (
+            "" if stage == REWRITE else " inner='eager' runs the rewritten graph without Inductor."
+        )
+        return self._error(stage, self.graph, original, error, call, stage, hint)
 
     def _error(
         self,
@@ -98,8 +101,10 @@ def warn(fault: StageError) -> None:
     warnings.warn(f"q2compile: {fault}\nIt runs in bf16 now.", FaultWarning, stacklevel=2)
 
 
-def _innermost(error: Exception) -> str:
+def _innermost(error: BaseException) -> str:
     """Where it was raised; Dynamo drops the cause of an error, and with it the traceback."""
+    while error.__cause__ is not None:  # fx raises anew what it met while running a graph
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown code"
 

@@ -100,6 +100,12 @@ class Report:
         self.graphs += 1
         self.add_coverage(coverage)
 
+    def remove(self, rows: list[Row]) -> None:
+        """Undo `add` for a graph that is not used after all."""
+        if rows:
+            self.compiled_rows = [r for r in self.compiled_rows if all(r is not x for x in rows)]
+            self.graphs -= 1
+
     def add_coverage(self, coverage: Coverage) -> None:
         """A model whose linears belong into the report, whether a graph holds them or not."""
         if not any(coverage is c for c in self._coverages):

@@ -155,7 +155,8 @@ class _Writer:
             return f"torch.ops.{target}"
         name = torch.fx.node._get_qualified_name(target)
         module = getattr(target, "__module__", None) or ""
-        if name.startswith(f"{module}.") and module not in ("torch", "builtins", "_operator"):
+        unneeded = module in ("torch", "builtins", "_operator") or module.startswith("torch.ops")
+        if name.startswith(f"{module}.") and not unneeded:
             self.modules.add(module)
         return name.removeprefix("builtins.").replace("_operator.", "operator.")
 
