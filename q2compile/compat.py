@@ -49,6 +49,9 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.exc import InductorError
 
+    from q2compile import lowering
+
+    lowering.register()
     compiled: Any
     if on_output_code is None:
         compiled = compile_fx(gm, example_inputs, config_patches=dict(patches))
@@ -172,6 +175,16 @@ def source_text(grapharg: Any) -> str:
     """Where Dynamo found an input: L['self']._modules['up']._parameters['weight']."""
     name = grapharg.source.name
     return name if isinstance(name, str) else name()
+
+
+def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Give a copy of Dynamo's graph what AOTAutograd reads off it and copying loses: where each
+    input comes from, by which static inputs of CUDA graphs are known, too.
+    """
+    names = [graph.graph.find_nodes(op="placeholder") for graph in (dynamo, copy)]
+    for original, node in zip(*names, strict=True):
+        node._dynamo_source = original._dynamo_source
+    copy._param_name_to_source = dynamo._param_name_to_source
 
 
 PASS_SLOT = "post_grad_custom_pre_pass"
