@@ -29,6 +29,7 @@ from q2compile.runtime_kernels import (
 
 # After the references, which stand behind them: a later registration is tried first.
 from q2compile.runtime_kernels import cuda  # isort: skip
+from q2compile.runtime_kernels.registry import warm_up  # isort: skip
 
 __all__ = [
     "amax",
@@ -46,4 +47,5 @@ __all__ = [
     "rht_quantize_both",
     "seed",
     "transpose",
+    "warm_up",
 ]

@@ -82,24 +82,31 @@ def _device(index: int, *, check: bool) -> int:
 
 def _kernel(kernel: Kernel, device: torch.device, check: bool) -> int:
     """Prints what is to be said of a kernel on a device; 1 when it is at fault."""
-    arguments = selfcheck.CHECKED[kernel.op]()
+    faults = 0
+    for scheme in selfcheck.CHECKED[kernel.op]:
+        verdict, fault = _with_scheme(kernel, device, check, scheme)
+        print(f"    {kernel.name:16} {scheme:20} {verdict}")
+        faults |= fault
+    return faults
+
+
+def _with_scheme(kernel: Kernel, device: torch.device, check: bool, scheme: str) -> tuple[str, int]:
+    """A verdict on a kernel with one scheme; and 1 when it is at fault."""
+    arguments = selfcheck.ARGUMENTS[kernel.op](scheme)
     on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
     reason = kernel.why_not(*on_device)
     if reason is not None:
-        print(f"    {kernel.name:16} not here: {reason}")
-        return int(reason.startswith(selfcheck.FAILED))
+        return f"not here: {reason}", int(reason.startswith(selfcheck.FAILED))
     if not check:
-        print(f"    {kernel.name:16} serves this device")
-        return 0
+        return "serves this device", 0
     start = time.perf_counter()
     try:
-        difference = selfcheck.disagreement(kernel.op, kernel.name, device)
+        difference = selfcheck.disagreement(kernel.op, kernel.name, device, scheme)
     except Exception as error:  # whatever a kernel does, the report goes on
         difference = f"{type(error).__name__}: {error}"
     took = 1e3 * (time.perf_counter() - start)
     verdict = "agrees with the reference" if difference is None else f"FAULT: {difference}"
-    print(f"    {kernel.name:16} {verdict} ({took:.0f} ms)")
-    return int(difference is not None)
+    return f"{verdict} ({took:.0f} ms)", int(difference is not None)
 
 
 if __name__ == "__main__":

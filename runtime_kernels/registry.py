@@ -24,6 +24,8 @@ class Kernel:
     device_type: "cpu", "cuda", ..., or None for any.
     refuses: called with the op's arguments; None when the kernel serves them, otherwise the reason
         in words.
+    prepare: called with the op's arguments, whose tensors may be fake: compiles and loads what a
+        call with the like of them will launch.
     """
 
     op: str
@@ -31,6 +33,7 @@ class Kernel:
     device_type: str | None
     function: Callable
     refuses: Callable[..., str | None]
+    prepare: Callable[..., None]
 
     def why_not(self, *args) -> str | None:
         """None when this kernel serves the arguments, otherwise the reason in words."""
@@ -43,7 +46,7 @@ class Kernel:
 _KERNELS: dict[str, list[Kernel]] = {}
 
 
-def _accept(*args) -> None:
+def _nothing(*args) -> None:
     return None
 
 
@@ -54,14 +57,18 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     and nothing of its inside.
     """
     name = schema.partition("(")[0]
+    candidates = _KERNELS.setdefault(name, [])
 
     def call(*args):
-        return select(name, args)(*args)
+        device_type = device_of(args).type
+        for kernel in candidates:
+            if kernel.device_type in (None, device_type) and kernel.refuses(*args) is None:
+                return kernel.function(*args)
+        raise AssertionError(f"q2::{name} has no reference")
 
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"q2::{name}", fake, lib=LIBRARY)
-    _KERNELS[name] = []
 
 
 def kernel(
@@ -69,14 +76,15 @@ def kernel(
     name: str,
     *,
     device_type: str | None = None,
-    refuses: Callable[..., str | None] = _accept,
+    refuses: Callable[..., str | None] = _nothing,
+    prepare: Callable[..., None] = _nothing,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers an implementation of an op. A later registration is tried before an
     earlier one."""
 
     def register(function: Callable) -> Callable:
         assert all(k.name != name for k in _KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
-        _KERNELS[op].insert(0, Kernel(op, name, device_type, function, refuses))
+        _KERNELS[op].insert(0, Kernel(op, name, device_type, function, refuses, prepare))
         return function
 
     return register
@@ -101,6 +109,12 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 def serving(op: str, args: Sequence) -> Kernel:
     """The kernel that runs op on these arguments (tensors may be fake): the first to serve them."""
     return next(k for k in kernels(op) if k.why_not(*args) is None)
+
+
+def warm_up(op: str, args: Sequence) -> None:
+    """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
+    nothing is left to be loaded inside a CUDA graph capture."""
+    serving(op, args).prepare(*args)
 
 
 def select(op: str, args: Sequence, name: str | None = None) -> Callable:

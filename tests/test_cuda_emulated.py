@@ -10,10 +10,11 @@ import emulation
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize, gemm, rotation
+from q2compile.runtime_kernels.cuda import dequantize, gemm, plan, rotation
 from q2compile.runtime_kernels.cuda.launch import Launch
 from q2compile.runtime_kernels.schemes import get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -31,14 +32,22 @@ def hw_fp4() -> bool:
 def on_cpu(hw_fp4, monkeypatch) -> Iterator[None]:
     """Launches go to the emulation, of a GPU with two multiprocessors."""
 
-    def run(launch, device, grid, *values):
+    def run(launch, index, grid, *values):
         emulation.emulate(launch, hw_fp4, grid, *values)
 
+    def empty(size, stride, dtype):
+        return torch.empty_strided(size, stride, dtype=dtype)
+
     monkeypatch.setattr(Launch, "__call__", run)
-    monkeypatch.setattr(rotation, "multiprocessors", lambda index: 2)
-    rotation._plan.cache_clear()
+    monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
+    fixed = torch.tensor(FIXED_SIGN_SEED)
+    monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
+    for module, function in ((plan, "_run"), (dequantize, "_dequantize"), (gemm, "_swizzled")):
+        monkeypatch.setattr(module, "empty", empty)
+        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)
+    rotation._PLANS.clear()
     yield
-    rotation._plan.cache_clear()
+    rotation._PLANS.clear()
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -136,3 +145,68 @@ def test_swizzled_scales(rows, blocks) -> None:
     shared = gemm.swizzled(scales, 16 * rows, get_scheme("nvfp4_16x16"))
     repeated = scales.view(torch.uint8).repeat_interleave(16, 0).view(scales.dtype)
     assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
+
+
+# Scheme and transform of every operand that a recipe quantises afresh in its backward pass, and
+# what a user could ask for besides.
+QUANTISERS = [
+    *((scheme, "rht128") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr")),
+    *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),
+    *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_rtn", "none")),
+    ("nvfp4_sr_clip_pow2", "rht32_fixed"),
+]
+
+
+@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("scheme, transform", QUANTISERS)
+def test_other_schemes(hw_fp4, scheme, transform) -> None:
+    for x in (matrix(130, 200), matrix(33, 300)):
+        args = (x, *SEEDS, scheme, transform, 3)
+        assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_poison_of_other_schemes(scheme, value) -> None:
+    x = matrix(40, 72)
+    x[17, 30] = value
+    for transform in ("none", "rht32"):
+        results = rotation.rht_quantize_both(x, *SEEDS, scheme, transform, 0)
+        assert results[2].isnan() and results[5].isnan()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn34"])
+def test_small_numbers_of_other_schemes(scheme) -> None:
+    """Blocks down to 2^-96, and of zeros."""
+    x = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
+    x[:, 64:96] = 0
+    args = (x, SEEDS[0], scheme, "rht16", False, 0)
+    assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr"])
+def test_quantize(scheme) -> None:
+    x = matrix(30, 200)
+    amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
+    args = (x, amax, SEEDS[0], scheme, 5)
+    assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
+
+
+@pytest.mark.parametrize(
+    "source, scheme, transform",
+    [
+        ("nvfp4_pow2", "nvfp4_sr_pow2", "rht128"),
+        ("nvfp4", "nvfp4_sr", "rht128"),
+        ("mxfp4_quest", "mxfp4_rtn34", "rht32"),
+    ],
+)
+def test_requantize_to_other_schemes(source, scheme, transform) -> None:
+    x = matrix(145, 200)
+    spec = get_scheme(source)
+    packed = (
+        q2.quantize_masked(x, source, "h32")[:3]
+        if spec.masked
+        else q2.quantize(x, q2.amax(x) if spec.takes_amax else None, None, source, 0)
+    )
+    args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
+    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))

@@ -17,6 +17,17 @@ pytestmark = pytest.mark.gpu
 
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+# Schemes and transforms of the operands that the recipes other than quartet2 quantise.
+QUANTISERS = [
+    ("nvfp4_sr_pow2", "rht128"),
+    ("nvfp4_sr", "rht128"),
+    ("nvfp4_sr_pow2", "rht16"),
+    ("nvfp4_sr", "rht16"),
+    ("nvfp4_pow2", "rht16"),
+    ("nvfp4", "rht16"),
+    ("mxfp4_sr", "rht64"),
+    ("mxfp4_rtn34", "rht32"),
+]
 # Rows and columns: whole tiles, parts of tiles, rows that do not start on 16 bytes, one of each.
 SHAPES = [(128, 128), (1024, 640), (300, 200), (33, 517), (1, 1), (129, 4097), (5000, 72)]
 
@@ -75,6 +86,28 @@ def test_transforms(transform) -> None:
     assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, transform, 1))
 
 
+@pytest.mark.parametrize("scheme, transform", QUANTISERS)
+def test_other_schemes(scheme, transform) -> None:
+    for shape in ((520, 392), (129, 4097)):
+        for kind in ("outliers", "ties"):
+            x = matrix(shape, torch.bfloat16, kind)
+            args = (x, *SEEDS, scheme, transform, 1)
+            assert_same_bits(*run_both("rht_quantize_both", *args))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "nvfp4"])
+def test_quantize(scheme) -> None:
+    x = matrix((300, 1000), torch.bfloat16, "outliers")
+    amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
+    assert_same_bits(*run_both("quantize", x, amax, SEEDS[0], scheme, 2))
+
+
+def test_stochastic_rounding_of_many_numbers() -> None:
+    """2^25 numbers: coins that only the last bits of a fraction decide on are among them."""
+    x = matrix((4096, 8192), torch.bfloat16)
+    assert_same_bits(*run_both("rht_quantize", x, SEEDS[0], "nvfp4_sr_pow2", "rht128", False, 0))
+
+
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced", "every second"])
 def test_strides(layout) -> None:
     x = {
@@ -119,6 +152,24 @@ def test_requantize(source, shape) -> None:
     for scheme in (POW2, EXACT):
         args = (*packed, SEEDS[0], source, scheme, "rht128", shape[1], 1)
         assert_same_bits(*run_both("requantize", *args))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr"])
+@pytest.mark.parametrize("source", ["nvfp4_pow2", "nvfp4"])
+def test_requantize_stochastically(source, scheme) -> None:
+    x = matrix((257, 520), torch.bfloat16, "outliers")
+    amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
+    packed = torch.ops.q2.quantize(x, amax, None, source, 0)
+    args = (*packed, SEEDS[0], source, scheme, "rht128", 520, 1)
+    assert_same_bits(*run_both("requantize", *args))
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (130, 200)])
+def test_requantize_mxfp4(shape) -> None:
+    packed = torch.ops.q2.quantize_masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")[:3]
+    rows = 2 * packed[0].shape[1]
+    args = (*packed, SEEDS[0], "mxfp4_quest", "mxfp4_rtn34", "rht32", rows, 1)
+    assert_same_bits(*run_both("requantize", *args))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
@@ -192,13 +243,15 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
         pytest.raises(launch.LaunchError, match="run the model once"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        fresh(torch.device("cuda", 0), (1, 1), 0, 0, 0, 0, 0, 1, 0)
+        fresh(0, (1, 1), 0, 0, 0, 0, 0, 1, 0)
 
 
-@pytest.mark.parametrize("op", sorted(selfcheck.CHECKED))
-def test_selfcheck_agrees(op) -> None:
+@pytest.mark.parametrize(
+    "op, scheme", [(op, scheme) for op, schemes in selfcheck.CHECKED.items() for scheme in schemes]
+)
+def test_selfcheck_agrees(op, scheme) -> None:
     name = "cuda_bf16" if op == "gemm" else "cuda"
-    assert selfcheck.disagreement(op, name, torch.device("cuda", 0)) is None
+    assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
 def test_this_gpu_is_served() -> None:

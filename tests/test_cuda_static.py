@@ -6,32 +6,61 @@ from __future__ import annotations
 import pytest
 import torch
 
+from q2compile.recipes import RECIPES, resolve
 from q2compile.runtime_kernels import doctor
-from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, rotation, sass
+from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
 from q2compile.runtime_kernels.registry import kernels, select
 from q2compile.runtime_kernels.schemes import get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.transforms import get_transform
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
 BLACKWELL = [a for a in nvrtc.ARCHITECTURES.values() if a != "sm_90a"]
-BF16, FP16, FP32, NVFP4 = range(4)
-# The kernels of the backward pass's recipe, and how many elements a thread of theirs works on.
+BF16, FP16, FP32 = (plan.SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.float32))
+NVFP4, MXFP4 = plan.SOURCES["nvfp4"], plan.SOURCES["mxfp4"]
+ROW, COL, BOTH = (True, False), (False, True), (True, True)
+EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
+
+
+def rotate(source: int, transform: str, scheme: str, directions: tuple, **options) -> Launch:
+    spec = get_scheme(scheme)
+    return plan.rotate_launch(source, get_transform(transform), spec, *directions, **options)
+
+
+def align(scheme: str, interleaved: bool) -> Launch:
+    return plan.align_launch(get_scheme(scheme), interleaved)
+
+
+# The kernels of the backward passes of the recipes.
 HOT = {
-    "rht_quantize_row": rotation.rotate_launch(BF16, 128, True, True, False, True),
-    "rht_quantize_col": rotation.rotate_launch(BF16, 128, True, False, True, True),
-    "rht_quantize_both": rotation.rotate_launch(BF16, 128, True, True, True, True),
-    "requantize": rotation.rotate_launch(NVFP4, 128, True, False, True, True),
+    "rht_quantize_row": rotate(BF16, "rht128", EDEN, ROW),
+    "rht_quantize_col": rotate(BF16, "rht128", EDEN, COL),
+    "rht_quantize_both": rotate(BF16, "rht128", EDEN, BOTH),
+    "requantize": rotate(NVFP4, "rht128", EDEN, COL),
+    "tetrajet2 both": rotate(BF16, "rht128", SR, BOTH),
+    "tetrajet2 requantize": rotate(NVFP4, "rht128", SR, COL),
+    "nvfp4 dgrad": rotate(BF16, "none", SR, ROW),
+    "nvfp4 wgrad": rotate(BF16, "rht16", SR, COL),
+    "nvfp4 wgrad x": rotate(BF16, "rht16", "nvfp4_pow2", COL),
+    "mxfp4 both": rotate(BF16, "rht64", "mxfp4_sr", BOTH),
+    "mxfp4 col": rotate(BF16, "rht64", "mxfp4_sr", COL),
+    "quartet both": rotate(BF16, "rht32", "mxfp4_rtn34", BOTH),
+    "quartet requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34", COL),
+    "exact both": rotate(BF16, "rht128", "nvfp4_sr", BOTH),
+    "amax both": rotate(BF16, "rht128", "nvfp4_sr", BOTH, amax=True),
 }
 OTHERS = {
-    "float16": rotation.rotate_launch(FP16, 64, True, True, True, True),
-    "float32": rotation.rotate_launch(FP32, 128, True, True, True, True),
-    "unaligned": rotation.rotate_launch(BF16, 128, True, True, True, False),
-    "no signs": rotation.rotate_launch(BF16, 32, False, True, True, True),
-    "no rotation": rotation.rotate_launch(NVFP4, 1, False, False, True, True),
-    "align pow2": rotation.align_launch(True, True),
-    "align exact": rotation.align_launch(False, False),
+    "float16": rotate(FP16, "rht64", EDEN, BOTH),
+    "float32": rotate(FP32, "rht128", EDEN, BOTH),
+    "unaligned": rotate(BF16, "rht128", EDEN, BOTH, vectors=False),
+    "no signs": rotate(BF16, "h32", EDEN, BOTH),
+    "no rotation": rotate(NVFP4, "none", EDEN, COL),
+    "align eden": align(EDEN, True),
+    "align eden exact": align("nvfp4_ms_eden", False),
+    "align sr": align(SR, False),
+    "align mx": align("mxfp4_sr", False),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
@@ -77,11 +106,17 @@ def test_descriptors_are_register_pairs(name, architecture) -> None:
 @pytest.mark.parametrize("architecture", BLACKWELL)
 @pytest.mark.parametrize("name", HOT)
 def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
-    """64 elements a thread and direction, two of them an instruction."""
-    directions = 2 if name == "rht_quantize_both" else 1
+    """64 elements a thread and direction, two of them an instruction; MS-EDEN looks at what became
+    of them."""
+    if name == "amax both":
+        pytest.skip("makes no codes")
+    directions = 2 if "both" in name else 1
     code = disassembled(HOT[name], architecture)
     assert code.count("F2FP.SATFINITE.E2M1") == 32 * directions
-    assert code.count("F2FP.F16.E2M1.UNPACK_B") == 32 * directions
+    looks = not any(
+        recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
+    )
+    assert code.count("F2FP.F16.E2M1.UNPACK_B") == 32 * directions * looks
 
 
 def test_hopper_has_no_fp4_and_uses_fp8() -> None:
@@ -165,7 +200,7 @@ def test_an_unwritable_cache_costs_only_time(monkeypatch) -> None:
 
 
 def test_a_wrong_layout_does_not_compile() -> None:
-    good = rotation.align_launch(True, True).variant
+    good = align(EDEN, True).variant
     defines = {**dict(good.defines), "Q2_PARAMS_BYTES": params_bytes("PPP")}
     with pytest.raises(nvrtc.CompileError, match="Params differs from its layout"):
         nvrtc.compile_variant(nvrtc.Variant(good.file, tuple(defines.items())), "sm_90a")
@@ -175,7 +210,7 @@ def test_a_wrong_layout_does_not_compile() -> None:
 
 
 def test_the_registry_has_them_before_the_reference() -> None:
-    for op in ("rht_quantize", "rht_quantize_both", "requantize", "dequantize"):
+    for op in ("quantize", "rht_quantize", "rht_quantize_both", "requantize", "dequantize"):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
     names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference"]
     assert [k.name for k in kernels("gemm")] == names
@@ -188,9 +223,24 @@ def test_an_explicit_request_never_falls_back() -> None:
         select("rht_quantize", args, "cuda")
 
 
-def test_other_roundings_are_left_to_other_kernels() -> None:
-    reason = rotation.refuses("rht_quantize", torch.empty(1), "nvfp4_sr")
-    assert reason is not None and "MS-EDEN" in reason
+def test_every_backward_quantiser_of_a_recipe_has_a_kernel() -> None:
+    """Forward ones are lowerings, except where their result is saved for the backward pass."""
+    for recipe in RECIPES:
+        for kind in ("pow2", "exact"):
+            resolved = resolve(recipe, kind)
+            for gemm_ in filter(None, (resolved.dgrad, resolved.wgrad)):
+                for operand in (gemm_.a, gemm_.b):
+                    if operand.source != "reuse":
+                        assert plan.not_served(operand.scheme) is None
+
+
+@pytest.mark.parametrize(
+    "scheme, reason",
+    [("nvfp4_46", "two"), ("mxfp4_quest", "no trust mask"), ("nvfp4_16x16", "square")],
+)
+def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
+    why = rotation.refuses("rht_quantize", torch.empty(1), scheme)
+    assert why is not None and reason in why
 
 
 # --- the fp4 GEMM's arguments, which only a Blackwell can run -------------------------------------

@@ -1,19 +1,24 @@
-// Post-hoc range alignment: the second phase of MS-EDEN, on one value a block instead of sixteen.
+// Block scales and the global scale from what phase 1 left (rotate_quantize.cu), one value a block
+// instead of sixteen: the second phase of MS-EDEN (post-hoc range alignment) and of schemes whose
+// global scale is a power of two; and the global scale alone of mxfp4.
 //
-//   worth    fp32 [n]: what a code of block i is worth, before `factor` (rotate_quantize.cu);
+//   worth    fp32 [n]: what a code of block i is worth, before `factor`;
 //            Q2_INTERLEAVED: the order within eight is 0 4 1 5 2 6 3 7
 //   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1
 //   out      scales e4m3 [n], global_scale fp32
 //
-//   factor = norm of the rotation, times the global scale of the source where there is one
+//   factor = norm of the rotation, times the global scale of the source where there is one (MS-EDEN;
+//            the other schemes applied it in phase 1)
 //   g      = max(worth) * factor / 256                                    Q2_POW2 = 0
-//            the smallest 2^k with max(worth) * factor / 2^k <= 256       Q2_POW2 = 1
+//            the smallest 2^k with max(worth) * factor / 2^k <= cap       Q2_POW2 = 1
 //   scale  = SR_e4m3(worth * factor / g), in the subnormals too; coin i is word i % 4 of Philox
-//            block i / 4
+//            block i / 4 (Q2_STOCHASTIC = 1, cap 256), or the nearest (0, cap 448)
 //
 // All zeros: g = 1. NaN anywhere: g = NaN. One launch serves both directions of a matrix
 // (blockIdx.y). A thread makes eight scales; its coins, which need nothing of phase 1, are drawn
 // while that is still running. Bytes a block: 4 read, 1 written.
+//
+// Q2_MX: there are no worths (n = 0), and g is `norm`.
 
 #include "numbers.cuh"
 
@@ -48,16 +53,19 @@ Q2_INLINE float largest_of(const Side& side) {
   return __uint_as_float(value);
 }
 
-Q2_INLINE float global_scale_of(float largest) {
+Q2_INLINE float global_scale_of(float largest, [[maybe_unused]] float norm) {
   if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
+#if Q2_MX
+  return norm;
+#elif Q2_POW2
+  // cap = 2^8, or 1.75 * 2^8. Subnormals get the floor of 2^-126.
+  constexpr u32 kCapMantissa = Q2_STOCHASTIC ? 0 : 0x600000;
   if (largest == 0.0f) return 1.0f;
-#if Q2_POW2
-  // 256 = 2^8. Subnormals get the floor of 2^-126.
   u32 bits = __float_as_uint(largest);
-  int exponent = (int)(bits >> 23) - 8 + ((bits & 0x7FFFFFu) != 0);
+  int exponent = (int)(bits >> 23) - 8 + ((bits & 0x7FFFFFu) > kCapMantissa);
   return __uint_as_float((u32)max(exponent, 1) << 23);
 #else
-  return fmaxf(largest * 0x1p-8f, 0x1p-126f);
+  return largest == 0.0f ? 1.0f : fmaxf(largest * 0x1p-8f, 0x1p-126f);
 #endif
 }
 
@@ -111,14 +119,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Side& side = p.sides[blockIdx.y];
   long long octet = blockIdx.x * (long long)kThreads + threadIdx.x, i = 8 * octet;
   int n = (int)max(min(side.count - i, 8ll), 0ll);
-  uint4 coins[2];
-  philox(*side.seed, 2 * octet, 1, side.stream, COINS, coins);
+  [[maybe_unused]] uint4 coins[2];
+  if constexpr (Q2_STOCHASTIC) philox(*side.seed, (u64)(2 * octet), side.stream, COINS, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
+  float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
+  float global_scale = global_scale_of(largest_of(side) * (Q2_MX ? 1.0f : factor), p.norm);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
+  if (n == 0) return;
   float x[8];
   load_eight(side, i, n, x);
-  float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
-  float global_scale = global_scale_of(largest_of(side) * factor);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -133,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     float quad[4] = {x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]};
-    bytes[q] = stochastic_e4m3x4(quad, coins[q]);
+    if constexpr (Q2_STOCHASTIC) bytes[q] = stochastic_e4m3x4(quad, coins[q]);
+    else bytes[q] = to_e4m3x4(quad[0], quad[1], quad[2], quad[3]);
   }
   if (n == 8) {
     *(uint2*)(side.scales + i) = {bytes[0], bytes[1]};

@@ -31,9 +31,7 @@ struct Params {
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in dequantize.py");
 
 Q2_INLINE float decode_scale(u32 byte) {
-  if constexpr (kMx)
-    return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
-  return from_f16x2(e4m3x2_to_f16x2(byte)).a;
+  return kMx ? from_e8m0(byte) : from_e4m3(byte);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -3,9 +3,10 @@
 import functools
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.cuda.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.launch import Launch, empty, launch, on_device
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.layout import ceil_div
 from q2compile.runtime_kernels.registry import kernel
@@ -26,10 +27,25 @@ def dequantize_launch(dtype: torch.dtype, mx: bool, whole: bool) -> Launch:
 def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     if dtype not in _OUT:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
-    return refusal("dequantize", NAME, codes.device.index)
+    return refusal("dequantize", NAME, codes.device.index, scheme)
 
 
-@kernel("dequantize", NAME, device_type="cuda", refuses=_refuses)
+def prepare(codes, scheme: str, cols, dtype: torch.dtype) -> None:
+    """Loads what a call with the like of codes, which may be fake, will launch; whether all columns
+    are wanted or not, where that is not known."""
+    spec = get_scheme(scheme)
+    same = cols == 2 * codes.shape[1]
+    for whole in (True, False):
+        if not statically_known_true(torch.sym_not(same) if whole else same):
+            mx = spec.format == "mxfp4"
+            dequantize_launch(dtype, mx, whole and spec.block[0] == 1).warm_up(codes.device.index)
+
+
+def _prepare(codes, scales, global_scale, scheme, cols, dtype) -> None:
+    prepare(codes, scheme, cols, dtype)
+
+
+@kernel("dequantize", NAME, device_type="cuda", refuses=_refuses, prepare=_prepare)
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -41,15 +57,20 @@ def dequantize(
     """See dequantize/op.py. global_scale None: code * scale alone."""
     if global_scale is not None:
         check_quantized("dequantize", codes, scales, global_scale)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    return _dequantize(codes.device.index, codes, scales, global_scale, scheme, cols, dtype)
+
+
+@on_device
+def _dequantize(index: int, codes, scales, global_scale, scheme, cols, dtype) -> torch.Tensor:
     spec = get_scheme(scheme)
     rows, half = codes.shape
-    out = torch.empty((rows, cols), dtype=dtype, device=codes.device)
-    codes, scales = codes.contiguous(), scales.contiguous()
+    out = empty((rows, cols), (cols, 1), dtype)
     groups = rows * half // 4
     if groups == 0:
         return out
     dequantize_launch(dtype, spec.format == "mxfp4", cols == 2 * half and spec.block[0] == 1)(
-        codes.device,
+        index,
         (ceil_div(groups, THREADS), 1),
         codes.data_ptr(),
         scales.data_ptr(),

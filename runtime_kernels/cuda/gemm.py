@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.cuda.dequantize import dequantize
-from q2compile.runtime_kernels.cuda.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.dequantize import dequantize, prepare
+from q2compile.runtime_kernels.cuda.launch import Launch, empty, launch, on_device
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.layout import ceil_div
 from q2compile.runtime_kernels.registry import kernel
@@ -28,11 +28,20 @@ _DOT_SCALED = ((10, 0), (10, 3), (12, 0))
 THREADS = 256
 
 
-def _refuses_bf16(a_codes, *rest) -> str | None:
-    return refusal("gemm", BF16, a_codes.device.index)
+def _refuses_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> str | None:
+    return refusal("gemm", BF16, a_codes.device.index, a_scheme)
 
 
-@kernel("gemm", BF16, device_type="cuda", refuses=_refuses_bf16)
+def _prepare_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> None:
+    for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
+        prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
+
+
+@kernel("gemm", BF16, device_type="cuda", refuses=_refuses_bf16, prepare=_prepare_bf16)
 def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -62,7 +71,7 @@ def _refuses_triton(
         return "tl.dot_scaled works on compute capability 10.0, 10.3 and 12.0"
     if not _has_triton():
         return "Triton is not installed"
-    return _two_formats(a_scheme, b_scheme) or refusal("gemm", TRITON, index)
+    return _two_formats(a_scheme, b_scheme) or refusal("gemm", TRITON, index, a_scheme)
 
 
 # Before cuBLASLt's in this file, so after it in the order in which they are tried.
@@ -96,10 +105,14 @@ def _refuses_fp4(
     index = a_codes.device.index
     if torch.cuda.get_device_capability(index)[0] < 10:
         return "fp4 tensor cores begin with compute capability 10.0"
-    return _two_formats(a_scheme, b_scheme) or refusal("gemm", FP4, index)
+    return _two_formats(a_scheme, b_scheme) or refusal("gemm", FP4, index, a_scheme)
 
 
-@kernel("gemm", FP4, device_type="cuda", refuses=_refuses_fp4)
+def _prepare_fp4(a_codes, *rest) -> None:
+    swizzle_launch().warm_up(a_codes.device.index)
+
+
+@kernel("gemm", FP4, device_type="cuda", refuses=_refuses_fp4, prepare=_prepare_fp4)
 def gemm_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -195,14 +208,19 @@ def swizzle_launch() -> Launch:
 def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
     """Scales of `rows` rows in the 32x4x4 layout (runtime_kernels/swizzle.py), flat, padded with
     zeros; those of 16x16 blocks are repeated for each of their rows."""
+    return _swizzled(scales.device.index, scales.contiguous(), rows, spec)
+
+
+@on_device
+def _swizzled(index: int, scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
     blocks = scales.shape[1]
     tiles_across = ceil_div(blocks, 4)
     words = ceil_div(rows, 128) * tiles_across * 128
-    out = torch.empty(4 * words, dtype=scales.dtype, device=scales.device)
+    out = empty((4 * words,), (1,), scales.dtype)
     swizzle_launch()(
-        scales.device,
+        index,
         (ceil_div(words, THREADS), 1),
-        scales.contiguous().data_ptr(),
+        scales.data_ptr(),
         out.data_ptr(),
         rows,
         blocks,

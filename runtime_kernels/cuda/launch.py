@@ -1,13 +1,15 @@
 """Loading a cubin onto a device, and launching it on torch's current stream.
 
 A kernel takes one struct by value. Its fields are written with Python's `struct` in native
-alignment into a buffer made once, so that a launch costs one pack and one driver call;
--DQ2_PARAMS_BYTES and a static_assert in the source hold the two layouts together.
+alignment into a buffer made once, and the driver is called through ctypes with arguments made once,
+so that a launch costs a pack and a call; -DQ2_PARAMS_BYTES and a static_assert in the source hold
+the two layouts together.
 """
 
 import ctypes
 import functools
 import struct
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from q2compile.runtime_kernels.cuda import nvrtc
 from q2compile.runtime_kernels.cuda.nvrtc import Variant
 
 _LOCK = threading.Lock()  # the driver reads a parameter buffer with Python's global lock released
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class LaunchError(RuntimeError):
@@ -41,35 +45,31 @@ class Launch:
     overlaps: bool = False
     loaded: dict[int, "_Loaded"] = field(default_factory=dict, repr=False)  # by device index
 
-    def __call__(self, device: torch.device, grid: tuple[int, int], *values) -> None:
+    def __call__(self, index: int, grid: tuple[int, int], *values) -> None:
         """Enqueues the kernel.
 
         Args:
-            device: a CUDA device with an index.
+            index: of the current CUDA device (on_device).
             grid: thread blocks in x and y.
             values: the fields of the parameter struct, in order; addresses and numbers.
 
         Raises:
             LaunchError: the driver refuses, or the first use falls into a CUDA graph capture.
         """
-        index = device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                return self(device, grid, *values)
         loaded = self.loaded.get(index)
         if loaded is None:
             loaded = self.loaded[index] = _load(self, index)
         loaded.run(grid, torch._C._cuda_getCurrentRawStream(index), values)
 
-    def warm_up(self, device: torch.device) -> None:
+    def warm_up(self, index: int) -> None:
         """Compiles and loads the kernel on a device, if that is still to be done.
 
         Raises:
             LaunchError: as a launch does.
         """
-        if device.index not in self.loaded:
-            with torch.cuda.device(device.index):
-                self.loaded[device.index] = _load(self, device.index)
+        if index not in self.loaded:
+            with torch.cuda.device(index):
+                self.loaded[index] = _load(self, index)
 
 
 def launch(
@@ -88,45 +88,85 @@ def launch(
     return Launch(variant, layout, threads, shared, overlaps)
 
 
+def on_device(function):
+    """Decorator: runs function(index, ...) with CUDA device `index` as the current one, which costs
+    nothing where it is that already."""
+
+    @functools.wraps(function)
+    def run(index, *args):
+        if index == torch._C._cuda_getDevice():
+            return function(index, *args)
+        with torch.cuda.device(index):
+            return function(index, *args)
+
+    return run
+
+
+# empty(size, stride, dtype) on the current CUDA device: what Inductor's generated code allocates
+# with, past torch's dispatcher.
+empty = torch._C._dynamo.guards._empty_strided_cuda
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: a number, and a union of 64 bytes that begins with the one we set."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class _Loaded:
     """A launch's kernel on one device."""
 
-    def __init__(self, launch: Launch, function, context) -> None:
-        from cuda.bindings import driver
-
-        self._launch, self._function, self._context = launch, function, context
-        self._driver, self._enqueue = driver, driver.cuLaunchKernelEx
+    def __init__(self, launch: Launch, function: int, context) -> None:
+        self._launch, self._context = launch, context
+        self._enqueue = _driver().cuLaunchKernelEx
         self._pack_into = struct.Struct("@" + launch.layout).pack_into
         self._buffer = ctypes.create_string_buffer(params_bytes(launch.layout))
-        # The driver wants an array of addresses of parameters; there is one parameter.
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._address = ctypes.addressof(self._parameters)
-        self._config = config = driver.CUlaunchConfig()
-        config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.blockDimX, config.sharedMemBytes = launch.threads, launch.shared
+        self._config = _Config(
+            grid=(1, 1, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
+        )
+        self._grid = self._config.grid
         if launch.overlaps:
-            attribute = driver.CUlaunchAttribute()
-            kind = driver.CUlaunchAttributeID
-            attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            value = driver.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            attribute.value = value
-            config.attrs, config.numAttrs = [attribute], 1
+            self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
+            self._attribute.value[0] = 1
+            self._config.attributes = ctypes.pointer(self._attribute)
+            self._config.count = 1
+        # The driver wants an array of addresses of parameters; there is one parameter.
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
 
     def run(self, grid: tuple[int, int], stream: int, values: tuple) -> None:
         with _LOCK:
-            config = self._config
-            config.gridDimX, config.gridDimY = grid
-            config.hStream = stream
+            self._grid[0], self._grid[1] = grid
+            self._config.stream = stream
             self._pack_into(self._buffer, 0, *values)
-            (status,) = self._enqueue(config, self._function, self._address, 0)
-            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            status = self._enqueue(*self._arguments)
+            if status == _INVALID_CONTEXT:
                 # A thread that has made no call to the CUDA runtime yet (autograd's may be such)
                 # has no context.
-                self._driver.cuCtxSetCurrent(self._context)
-                (status,) = self._enqueue(config, self._function, self._address, 0)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
+                from cuda.bindings import driver
+
+                driver.cuCtxSetCurrent(self._context)
+                status = self._enqueue(*self._arguments)
+        if status:
             raise LaunchError(f"cannot launch {self._launch.variant}: {_message(status)}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def params_bytes(layout: str) -> int:
@@ -150,7 +190,7 @@ def _load(launch: Launch, index: int) -> _Loaded:
     if launch.shared > 48 * 1024:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
-    return _Loaded(launch, function, context)
+    return _Loaded(launch, int(function), context)
 
 
 @functools.cache
@@ -183,12 +223,13 @@ def multiprocessors(index: int) -> int:
 def _checked(result: tuple, launch: Launch):
     status, *values = result
     if status != type(status).CUDA_SUCCESS:
-        raise LaunchError(f"cannot load {launch.variant}: {_message(status)}")
+        raise LaunchError(f"cannot load {launch.variant}: {_message(int(status))}")
     return values[0] if values else None
 
 
-def _message(status) -> str:
+def _message(status: int) -> str:
     from cuda.bindings import driver
 
-    _, text = driver.cuGetErrorString(status)
-    return f"{status.name}, {text.decode() if text else 'unknown error'}"
+    error = driver.CUresult(status)
+    _, text = driver.cuGetErrorString(error)
+    return f"{error.name}, {text.decode() if text else 'unknown error'}"

@@ -29,17 +29,54 @@ Q2_INLINE void e2m1x8_to_f16x2(u32 codes, u32 (&words)[4]) {
   }
 }
 
+Q2_INLINE float from_e4m3(u32 byte) {
+  return from_f16x2(e4m3x2_to_f16x2(byte)).a;
+}
+
+// Non-negative, to the nearest, saturating.
+Q2_INLINE u32 to_e4m3(float x) {
+  return to_e4m3x4(x, 0.0f, 0.0f, 0.0f) & 0xFF;
+}
+
+// An e8m0 byte: 2^(byte - 127), 255 is NaN.
+Q2_INLINE float from_e8m0(u32 byte) {
+  return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
+}
+
+// x >= 0 rounded to 4 significant bits, ties to even.
+Q2_INLINE float keep_4_bits(float x) {
+  u32 bits = __float_as_uint(x);
+  return __uint_as_float((bits + 0x7FFFFu + ((bits >> 20) & 1)) & 0xFFF00000u);
+}
+
+// 1 / x to the nearest, for x with 4 significant bits within [2^-126, 2^126]: the quotient is then
+// far from every tie, and one Newton step on the hardware's approximation, whose residual is exact,
+// ends on it.
+Q2_INLINE float reciprocal(float x) {
+  float r = approximate_reciprocal(x);
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
+// a / b to the nearest where neither a, b nor the quotient is near the ends of the range: __fdiv_rn
+// without its test and slow path.
+Q2_INLINE float divide(float a, float b) {
+  float r = reciprocal(b);
+  float q = a * r;
+  q = __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
+  return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
+}
+
 // Philox4x32-10 (runtime_kernels/philox.py): key = the seed, counter = (index, stream, purpose).
 
 enum Purpose { SIGNS = 1, COINS = 2 };
 
-// Blocks first, first + step, ... of one stream: their rounds share a key schedule.
-template <int n>
-Q2_INLINE void philox(u64 seed, u64 first, int step, u32 stream, Purpose purpose, uint4 (&c)[n]) {
+// Blocks first, first + 1, ... of one stream: their rounds share a key schedule.
+template <int n, typename Index>
+Q2_INLINE void philox(u64 seed, Index first, u32 stream, Purpose purpose, uint4 (&c)[n]) {
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    u64 index = first + (u64)i * step;
+    u64 index = first + (Index)i;
     c[i] = {(u32)index, (u32)(index >> 32), stream, (u32)purpose};
   }
 #pragma unroll
@@ -53,4 +90,11 @@ Q2_INLINE void philox(u64 seed, u64 first, int step, u32 stream, Purpose purpose
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
+}
+
+// Word i of consecutive blocks.
+template <int n>
+Q2_INLINE u32 coin(const uint4 (&blocks)[n], int i) {
+  const uint4& block = blocks[i / 4];
+  return i % 4 < 2 ? (i % 4 ? block.y : block.x) : (i % 4 == 2 ? block.z : block.w);
 }

@@ -72,6 +72,13 @@ Q2_INLINE float approximate_reciprocal(float x) {
   return z;
 }
 
+// The larger, or NaN where one of them is.
+Q2_INLINE float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // Words of two 16-bit floats, the first in the lower half.
 
 Q2_INLINE Pair from_f16x2(u32 word) {
@@ -156,10 +163,9 @@ Q2_INLINE void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until no more than `pending` of this thread's commits are under way.
-template <int pending>
+// Until all that this thread has committed has arrived.
 Q2_INLINE void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
 // For a launch that may begin before the kernel ahead of it in the stream has ended: waits for that

@@ -1,16 +1,18 @@
-// Rotation and MS-EDEN of a matrix along its rows, along its columns, or both from one read: the
-// first of two phases. Behind q2::rht_quantize, q2::rht_quantize_both and q2::requantize. Phase 2,
-// align_scales.cu, splits what a code is worth into block scales and a global scale.
+// Rotation and quantisation of a matrix along its rows, along its columns, or both from one read.
+// Behind q2::rht_quantize, q2::rht_quantize_both, q2::requantize, and those forms of q2::quantize
+// that it serves as well. What is left to do then is align_scales.cu's.
 //
-//   x           [M, K], row-major with a pitch: bf16, f16, fp32; or nvfp4 codes u8 [M, Kp/2] with
-//               scales e4m3 [M, Kp/16] (requantize)
-//   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], worth fp32 [M, Kp/16]
-//   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], worth fp32 [K, Mp/16]
-//   largest     u32, one a thread block: bits of the largest worth it made (NaN compares above all)
+//   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with their
+//               scales, nvfp4 or mxfp4 (requantize)
+//   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
+//   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
+//   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX)
+//   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
+//               rotated number); NaN compares above all
 //
-// Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm is
-// left to phase 2), D from the seed; for each block of 16 of u, MS-EDEN (ms_eden.cuh). Byte k/2 of
-// a row of codes holds element k, in its low nibble for even k.
+// Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
+// later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
+// (rounding.cuh). Byte k/2 of a row of codes holds element k, in its low nibble for even k.
 //
 // A thread block walks over tiles of 128x128 (128x64 along columns alone); the next tile is on its
 // way into shared memory while this one is worked on. A thread holds 64 elements, always four whole
@@ -20,202 +22,13 @@
 // h = 64, and h = 16, 32 go between four lanes. Blocks are worked on in pairs.
 //
 // Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
-// the reference's for |u| < 2^122 (above, 2^-6 / pseudo-scale is an fp32 subnormal on Hopper).
-// Bytes an element, bf16 source: 2 read, .75 written for each direction; nvfp4: .5625 read.
+// the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
+// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53); nvfp4
+// source: .5625 read.
 
-#include "ms_eden.cuh"
-
-enum Source { BF16, F16, F32, NVFP4 };
-
-constexpr int kSource = Q2_SOURCE;
-constexpr bool kRows = Q2_ROWS;
-constexpr bool kCols = Q2_COLS;
-constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
-constexpr bool kSigned = Q2_SIGNED;    // D is drawn from the seed, else all ones
-constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
-
-constexpr int kThreads = Q2_THREADS;
-constexpr int kTileRows = 128;
-constexpr int kTileCols = kThreads / 2;  // 16 columns a warp
-constexpr int kTileBlocks = kTileCols / 16;
-static_assert(!kRows || kTileCols == 128, "along rows a tile holds a chunk of 128");
-constexpr int kBytes =
-    kSource == F32 ? 4 : 2;  // an element in shared memory (NVFP4 is held as f16)
-constexpr int kRowBytes = kTileCols * kBytes;
-constexpr int kTileBytes = kTileRows * kRowBytes;
-constexpr int kStages = kSource == BF16 || kSource == F16 ? 2 : 1;  // tiles in shared memory
-constexpr int kBlock = 16;
-
-struct Output {
-  u8* codes;
-  float* worth;
-  u32* largest;
-  const u64* sign_seed;
-  int rows;    // of the result
-  int blocks;  // of 16, a row
-};
-
-struct Params {
-  const void* x;     // elements, or codes
-  const u8* scales;  // NVFP4: e4m3 [ceil(M / 2^scale_shift), blocks]
-  Output along_rows, along_cols;
-  long long pitch;    // elements (NVFP4: bytes) from row to row of x
-  int rows, cols;     // M, K
-  int source_blocks;  // NVFP4: blocks a row of the source
-  int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
-  int tiles, tiles_across;
-};
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
+#include "rounding.cuh"
 
 extern __shared__ __align__(128) u8 shared_tiles[];
-
-struct __align__(16) Masks {
-  u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
-  u32 along_cols[128];
-};
-__shared__ Masks masks;
-
-// 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
-// twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
-// loading; along rows one piece of every other pair of blocks of four rows; along columns 2 (of
-// fp32: 4) pieces of rows 16 apart. Both are linear over exclusive or, so that of an address only
-// its exclusive or with a constant changes in an unrolled loop.
-constexpr Q2_INLINE u32 twist(int row) {
-  return 16 * (kBytes == 2 ? (row & 1) | ((row >> 1 ^ row >> 4) & 1) << 1 | (row >> 5 & 1) << 2
-                           : (row & 3) | (row >> 4 & 1) << 2);
-}
-constexpr Q2_INLINE u32 slot(int piece) {
-  return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
-}
-
-// -------------------------------------------------------------------------------------------------
-// Loading
-
-struct Tile {
-  int row, col;  // of its first element
-};
-
-// Tile blockIdx.x, then every gridDim.x-th, from left to right and from top to bottom.
-struct Walk {
-  int row_step, col_step, width;
-  Q2_INLINE Walk(const Params& p)
-      : row_step(gridDim.x / p.tiles_across * kTileRows),
-        col_step(gridDim.x % p.tiles_across * kTileCols),
-        width(p.tiles_across * kTileCols) {}
-  Q2_INLINE Tile first() const {
-    int across = width / kTileCols;
-    return {(int)blockIdx.x / across * kTileRows, (int)blockIdx.x % across * kTileCols};
-  }
-  Q2_INLINE Tile after(Tile tile) const {
-    tile = {tile.row + row_step, tile.col + col_step};
-    return tile.col < width ? tile : Tile{tile.row + kTileRows, tile.col - width};
-  }
-};
-
-// n elements of a piece of 16 bytes, and zeros after them.
-Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
-#pragma unroll
-  for (int i = 0; i < 16 / kBytes; ++i) {
-    if constexpr (kBytes == 2) ((u16*)to)[i] = i < n ? ((const u16*)source)[i] : 0;
-    else ((u32*)to)[i] = i < n ? ((const u32*)source)[i] : 0;
-  }
-}
-
-// Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
-  constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
-  int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
-  const u8* source =
-      (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
-  long long step = kRowStep * p.pitch * kBytes;
-  bool whole = tile.row + kTileRows <= p.rows && tile.col + kTileCols <= p.cols;
-  if (kVectors && whole) {
-#pragma unroll
-    for (int r = 0; r < kTileRows; r += kRowStep, source += step)
-      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source);
-  } else {
-    int cols_left = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
-#pragma unroll 1
-    for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
-      int n = tile.row + row + r < p.rows ? cols_left : 0;
-      u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
-      if (kVectors && n == kPerPiece) copy_async(to, source);
-      else fetch_few(to, source, n);
-    }
-  }
-  commit_copies();
-}
-
-// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ...
-constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
-struct Share {
-  uint2 codes[kShare];
-  u32 scales[kShare];
-};
-
-Q2_INLINE void fetch_codes(const Params& p, Tile tile, Share& share) {
-#pragma unroll
-  for (int s = 0; s < kShare; ++s) {
-    int row = tile.row + (s * kThreads + threadIdx.x) / kTileBlocks,
-        block = tile.col / kBlock + threadIdx.x % kTileBlocks;
-    bool inside = row < p.rows && block < p.source_blocks;
-    share.codes[s] =
-        inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
-    share.scales[s] =
-        inside ? p.scales[(long long)(row >> p.scale_shift) * p.source_blocks + block] : 0;
-  }
-}
-
-// Dequantises a thread's share into the tile as f16: code * scale * 2^-7 * sign, exact (6
-// significant bits, from 2^-17 to 21). Eight columns become four words of two, columns i and i + 4
-// (numbers.cuh, e2m1x8_to_f16x2).
-Q2_INLINE void expand_codes(const Share& share, u8* shared) {
-#pragma unroll
-  for (int s = 0; s < kShare; ++s) {
-    int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
-    u32 target = row * kRowBytes + (slot(2 * block) ^ twist(row));
-    u32 scale = mul_f16x2(e4m3x2_to_f16x2(share.scales[s] * 0x101u), 0x58005800u);  // 0x5800: 2^7
-    if (kSigned) scale ^= masks.along_cols[row];
-    u32 words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      e2m1x8_to_f16x2(half ? share.codes[s].y : share.codes[s].x, words);
-      *(uint4*)(shared + (target ^ slot(half))) = {
-          mul_f16x2(words[0], scale), mul_f16x2(words[1], scale), mul_f16x2(words[2], scale),
-          mul_f16x2(words[3], scale)};
-    }
-  }
-}
-
-// The 128 bits of one Philox block, set where a sign is negative.
-Q2_INLINE uint4 sign_bits(u64 seed) {
-  uint4 block[1];
-  philox(seed, 0, 0, 0, SIGNS, block);
-  return block[0];
-}
-
-// 1 where the sign at this place of a chunk is negative.
-Q2_INLINE u32 negative(uint4 random, int place) {
-  int bit = place & (kSize - 1);
-  u32 word = bit < 64 ? (bit < 32 ? random.x : random.y) : (bit < 96 ? random.z : random.w);
-  return word >> (bit & 31) & 1;
-}
-
-// The signs of one chunk, as masks for the words that hold its elements.
-Q2_INLINE void make_masks(const Params& p) {
-  int i = threadIdx.x;
-  if (kRows && i < (kBytes == 2 ? 64 : 128)) {
-    uint4 random = sign_bits(*p.along_rows.sign_seed);
-    masks.along_rows[i] = kBytes == 2
-                              ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
-                              : negative(random, i) << 31;
-  }
-  if (kCols && i < 128) {
-    uint4 random = sign_bits(*p.along_cols.sign_seed);
-    masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
-  }
-}
 
 // -------------------------------------------------------------------------------------------------
 // Rotation and quantisation of what a thread holds
@@ -234,13 +47,16 @@ Q2_INLINE void butterflies(Pair (&x)[16]) {
   }
 }
 
+Q2_INLINE Pair from_lane(Pair x, int mask) {
+  return {__shfl_xor_sync(~0u, x.a, mask), __shfl_xor_sync(~0u, x.b, mask)};
+}
+
 // One butterfly between lanes that differ in bit `mask`: a + b in the lower, a - b in the upper.
 Q2_INLINE void butterfly_across(Pair (&x)[16], int mask) {
   Pair sign = both(threadIdx.x & mask ? -1.0f : 1.0f);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair other = {__shfl_xor_sync(~0u, x[i].a, mask), __shfl_xor_sync(~0u, x[i].b, mask)};
-    x[i] = fma(x[i], sign, other);
+    x[i] = fma(x[i], sign, from_lane(x[i], mask));
   }
 }
 
@@ -254,39 +70,104 @@ Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
   }
 }
 
+Q2_INLINE Pair larger(Pair x, Pair y) {
+  return {max_or_nan(x.a, y.a), max_or_nan(x.b, y.b)};
+}
+
+Q2_INLINE u32 largest_of(Pair x) {
+  return max(__float_as_uint(x.a), __float_as_uint(x.b));
+}
+
+// What a thread has made: groups, and members of the pairs.
+struct Results {
+  u32 codes[2][2][2];
+  u32 stored[2][2];
+};
+
+// first: index of the first coin's Philox block, for each member of group 0; step: from there to
+// group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one.
+template <bool kAcross>
+Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first_a,
+                            u32 first_b, int step, Results& results, u32& largest) {
+  if constexpr (kRule == MS_EDEN) {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      Pair worth = ms_eden(x[group], results.codes[group]);
+      results.stored[group][0] = __float_as_uint(worth.a);
+      results.stored[group][1] = __float_as_uint(worth.b);
+    }
+  } else {
+    Pair most[2] = {largest_of_block(x[0]), largest_of_block(x[1])};
+    if constexpr (kRule == MX && kAcross) {
+#pragma unroll
+      for (Pair& m : most) m = larger(m, from_lane(m, 8));
+    } else if constexpr (kRule == MX) {
+      most[0] = most[1] = larger(most[0], most[1]);
+    }
+    if constexpr (kRule == MX || kRule == AMAX)
+      largest = max(largest, max(largest_of(most[0]), largest_of(most[1])));
+    if constexpr (kRule == AMAX) return;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      u32 at[2] = {first_a + group * step, first_b + group * step};
+      uint2 stored = round_blocks(x[group], most[group], common, out, at, results.codes[group]);
+      results.stored[group][0] = stored.x, results.stored[group][1] = stored.y;
+    }
+  }
+  if constexpr (kRule == MS_EDEN || kRule == POW2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = max(largest, results.stored[i / 2][i % 2]);
+  }
+}
+
 // Where the results for one row of the output go, from block `block` on. The worths of a chunk of
 // 128 lie in the order 0 4 1 5 2 6 3 7, so that what a lane has of them lies side by side, and
 // lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
 // here.
 struct Target {
   u8* codes;
-  float* worth;
+  u8* scales;
   int left;  // blocks that exist from here on
 };
-constexpr bool kInterleaved = kSize == 128;
+constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
+constexpr bool kInterleaved = kWorths && kSize == 128;
+constexpr bool kEven = kSize >= 32 || kRule == MX;  // a row of results has an even number of blocks
 
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
   long long at = (long long)row * out.blocks + block;
-  return {out.codes + at * 8, out.worth + at, row < out.rows ? out.blocks - block : 0};
+  long long scales_at = kWorths ? 4 * at : (kRule == MX ? at / 2 : at);
+  return {out.codes + at * 8, (u8*)out.scales + scales_at, row < out.rows ? out.blocks - block : 0};
 }
 
-// One block, where chunks are shorter than 128.
-Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], float worth,
-                     u32& largest) {
-  if (ahead < target.left) {
-    *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
-    target.worth[ahead] = worth;
-    largest = max(largest, __float_as_uint(worth));
-  }
+// Philox block of the first coin of a block of 16 (plan.py refuses operands too large for 32 bits).
+Q2_INLINE u32 coins_at(const Output& out, int row, int block) {
+  return 4 * ((u32)row * out.blocks + block);
 }
 
-Q2_INLINE u32 largest_of(Pair worth) {
-  return max(__float_as_uint(worth.a), __float_as_uint(worth.b));
+// One block, `ahead` of the target's.
+Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
+  if (ahead >= target.left) return;
+  *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+  if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
+  else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
+  else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
+}
+
+// Two neighbours, where there are both or none; ahead is even.
+Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
+                         const u32 (&second)[2], u32 stored_first, u32 stored_second) {
+  if (ahead >= target.left) return;
+  *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
+  if constexpr (kWorths) ((uint2*)target.scales)[ahead / 2] = {stored_first, stored_second};
+  else if constexpr (kRule == EXACT)
+    ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
+  else target.scales[ahead / 2] = (u8)stored_first;
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
-Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared, u32& largest) {
+Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
+                                   const Common& common, u32& largest) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
   u32 source = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
@@ -321,8 +202,6 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
     butterflies(x[group]);
   }
   if (kSize > 16) butterfly_between(x);
-  u32 codes[2][2][2];  // group, half
-  Pair worth[2];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     if (kSize > 32) butterfly_across(x[group], 1);
@@ -330,29 +209,40 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
 #pragma unroll
       for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
     }
-    worth[group] = ms_eden(x[group], codes[group]);
   }
+  u32 coins = coins_at(p.along_rows, tile.row + row, tile.col / kBlock + 2 * side);
+  Results made;
+  round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, largest);
+  if constexpr (kRule == AMAX) return;
   Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {codes[0][half][0], codes[0][half][1],
-                                                             codes[1][half][0], codes[1][half][1]};
-    *(float4*)(target.worth + 4 * side) = {worth[0].a, worth[0].b, worth[1].a, worth[1].b};
-    largest = max(largest, max(largest_of(worth[0]), largest_of(worth[1])));
+      *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {
+          made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
+          made.codes[1][half][1]};
+    ((uint4*)target.scales)[side] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
+                                     made.stored[1][1]};
   } else {
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      store(target, 2 * side + group, codes[group][0], worth[group].a, largest);
-      store(target, 2 * side + group + 4, codes[group][1], worth[group].b, largest);
+    for (int half = 0; half < 2; ++half) {
+      int ahead = 2 * side + 4 * half;
+      if constexpr (kEven) {
+        store_two(target, ahead, made.codes[0][half], made.codes[1][half], made.stored[0][half],
+                  made.stored[1][half]);
+      } else {
+        store(target, ahead, made.codes[0][half], made.stored[0][half]);
+        store(target, ahead + 1, made.codes[1][half], made.stored[1][half]);
+      }
     }
   }
 }
 
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
-Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared, u32& largest) {
+Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
+                                   const Common& common, u32& largest) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
   constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
@@ -363,7 +253,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
     u32 signs[16];
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-      uint4 m = kSigned && kSource != NVFP4
+      uint4 m = kSigned && !kPacked
                     ? *(const uint4*)(masks.along_cols + 64 * group + 16 * quarter + i)
                     : uint4{0, 0, 0, 0};
       signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
@@ -373,7 +263,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
       const u8* at = shared + (source ^ twist(i)) + (64 * group + i) * kRowBytes;
       if constexpr (kBytes == 2) {
         u32 word = *(const u32*)at ^ signs[i];
-        x[group][i] = kSource == BF16 ? from_bf16x2(word) : from_f16x2(word);
+        x[group][i] = kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
       } else {
         uint2 two = *(const uint2*)at;
         x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
@@ -385,32 +275,31 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   }
   if (kSize > 64) butterfly_between(x);
   // The columns of a pair: neighbours, or 4 apart in expand_codes' order.
-  int first = tile.col + 16 * warp + (kSource == NVFP4 ? pair / 4 * 8 + pair % 4 : 2 * pair);
-  int second = first + (kSource == NVFP4 ? 4 : 1);
-  u32 codes[2][2][2];  // group, column
-  Pair worth[2];
-#pragma unroll
-  for (int group = 0; group < 2; ++group) worth[group] = ms_eden(x[group], codes[group]);
+  int first = tile.col + 16 * warp + (kPacked ? pair / 4 * 8 + pair % 4 : 2 * pair);
+  int second = first + (kPacked ? 4 : 1);
+  int block = tile.row / kBlock + quarter;
+  Results made;
+  round_groups<true>(x, common, p.along_cols, coins_at(p.along_cols, first, block),
+                     coins_at(p.along_cols, second, block), 16, made, largest);
+  if constexpr (kRule == AMAX) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
     Target target = target_at(p.along_cols, column ? second : first, tile.row / kBlock);
-    float2 both_groups = column ? float2{worth[0].b, worth[1].b} : float2{worth[0].a, worth[1].a};
     if constexpr (kInterleaved) {
       if (target.left <= 0) continue;
 #pragma unroll
       for (int group = 0; group < 2; ++group)
-        *(uint2*)(target.codes + (quarter + 4 * group) * 8) = {codes[group][column][0],
-                                                               codes[group][column][1]};
-      *(float2*)(target.worth + 2 * quarter) = both_groups;
-      largest = max(largest, largest_of(Pair{both_groups.x, both_groups.y}));
+        *(uint2*)(target.codes + (quarter + 4 * group) * 8) = {made.codes[group][column][0],
+                                                               made.codes[group][column][1]};
+      ((uint2*)target.scales)[quarter] = {made.stored[0][column], made.stored[1][column]};
     } else {
-      store(target, quarter, codes[0][column], both_groups.x, largest);
-      store(target, quarter + 4, codes[1][column], both_groups.y, largest);
+      store(target, quarter, made.codes[0][column], made.stored[0][column]);
+      store(target, quarter + 4, made.codes[1][column], made.stored[1][column]);
     }
   }
 }
 
-// The largest of the thread block's values, in thread 0.
+// The largest of the thread block's values.
 Q2_INLINE u32 block_largest(u32 value) {
   __shared__ u32 of_warp[kThreads / 32];
   value = __reduce_max_sync(~0u, value);
@@ -421,45 +310,60 @@ Q2_INLINE u32 block_largest(u32 value) {
   return value;
 }
 
+// What the numbers of one direction have in common. EXACT: thread block 0 writes the global scale.
+Q2_INLINE Common common_of(const Params& p, const Output& out) {
+  Common common = {};
+  common.factor = kPacked ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
+  if constexpr (kRule == EXACT) {
+    u32 largest = 0;
+    for (int i = threadIdx.x; i < out.parts; i += kThreads) largest = max(largest, out.largest[i]);
+    common.unit = exact_unit(block_largest(largest), common.factor);
+    common.inverse_unit = __frcp_rn(common.unit);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *out.global_scale = common.unit;
+  }
+  return common;
+}
+
+Q2_INLINE void finish(const Output& out, u32 largest) {
+  if constexpr (kRule == EXACT) return;
+  largest = block_largest(largest);
+  if (threadIdx.x == 0) out.largest[blockIdx.x] = largest;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     rotate_quantize(const __grid_constant__ Params p) {
-  allow_next_kernel();  // phase 2 waits for the end of this one before it reads its results
+  allow_next_kernel();  // which waits for the end of this one before it reads its results
   u32 largest_along_rows = 0, largest_along_cols = 0;
   int index = blockIdx.x;
   const Walk walk(p);
   Tile tile = walk.first(), next;
-  Share share;  // NVFP4: the next tile on its way; plain elements travel straight to shared memory
-  if (kSource == NVFP4) fetch_codes(p, tile, share);
+  Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
+  if (kPacked) fetch_codes(p, tile, share);
   else fetch_elements(p, tile, shared_tiles);
   if (kSigned) make_masks(p);
-  if (kSource == NVFP4) __syncthreads();  // expand_codes reads the masks
+  if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
+  Common rows = {}, cols = {};
+  if (kRows) rows = common_of(p, p.along_rows);
+  if (kCols) cols = common_of(p, p.along_cols);
+  if (kPacked) __syncthreads();  // expand_codes reads the masks
+  // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next) {
     bool more = index + gridDim.x < p.tiles;
     next = walk.after(tile);
     u8* current = shared_tiles + stage * kTileBytes;
-    if (kSource == NVFP4) {
-      expand_codes(share, current);
-      if (more) fetch_codes(p, next, share);
-    } else if (kStages == 2) {
-      stage ^= 1;
-      if (more) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
-      if (more) await_copies<1>();
-      else await_copies<0>();
-    } else {
-      await_copies<0>();
+    if (kStages == 2) stage ^= 1;
+    if (kPacked) expand_codes(share, current);
+    else await_copies();
+    __syncthreads();
+    if (more && kPacked) fetch_codes(p, next, share);
+    if (more && !kPacked && kStages == 2) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
+    if (kRows) quantize_along_rows(p, tile, current, rows, largest_along_rows);
+    if (kCols) quantize_along_cols(p, tile, current, cols, largest_along_cols);
+    if (kStages == 1) {
+      __syncthreads();
+      if (more) fetch_elements(p, next, shared_tiles);
     }
-    __syncthreads();
-    if (kRows) quantize_along_rows(p, tile, current, largest_along_rows);
-    if (kCols) quantize_along_cols(p, tile, current, largest_along_cols);
-    __syncthreads();
-    if (kSource == F32 && more) fetch_elements(p, next, shared_tiles);
   }
-  if (kRows) {
-    u32 largest = block_largest(largest_along_rows);
-    if (threadIdx.x == 0) p.along_rows.largest[blockIdx.x] = largest;
-  }
-  if (kCols) {
-    u32 largest = block_largest(largest_along_cols);
-    if (threadIdx.x == 0) p.along_cols.largest[blockIdx.x] = largest;
-  }
+  if (kRows) finish(p.along_rows, largest_along_rows);
+  if (kCols) finish(p.along_cols, largest_along_cols);
 }

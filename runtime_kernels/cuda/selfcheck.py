@@ -13,49 +13,57 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from q2compile.runtime_kernels.cuda.launch import unsupported
 from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.schemes import get_scheme
 
 FAILED = "it failed its self-check on this GPU"
 # Where the kernels have been run, not only compiled.
 PROVEN = {(9, 0)}
 _SHAPE = (200, 264)  # no multiple of 16 or 128, several tiles
-_EDEN = "nvfp4_ms_eden_pow2"
-_FORWARD = "nvfp4_46_pow2"
 # bf16 rounds with a relative error of at most 2^-9; the order of the fp32 sums matters far less.
 _GEMM_ERROR = 2.0**-8
 
 
-def refusal(op: str, name: str, index: int) -> str | None:
-    """None when the kernel may be used on this CUDA device, otherwise the reason in words."""
+def refusal(op: str, name: str, index: int, scheme: str) -> str | None:
+    """None when the kernel may be used with a scheme on this CUDA device, otherwise the reason in
+    words."""
+    if _proven(index):
+        return None
     reason = unsupported(index)
     if reason is not None:
         return reason
-    if torch.cuda.get_device_capability(index) in PROVEN or (op, name, index) in _RUNNING:
-        return None
-    return _refusal(op, name, index)
-
-
-_RUNNING: set[tuple[str, str, int]] = set()  # checks under way, which must not ask for themselves
+    if op in ("dequantize", "gemm"):  # where the format is all that counts
+        scheme = _OF_FORMAT[get_scheme(scheme).format]
+    check = (op, name, index, scheme)
+    return None if check in _RUNNING else _refusal(*check)
 
 
 @functools.cache
-def _refusal(op: str, name: str, index: int) -> str | None:
-    _RUNNING.add((op, name, index))
+def _proven(index: int) -> bool:
+    return unsupported(index) is None and torch.cuda.get_device_capability(index) in PROVEN
+
+
+_RUNNING: set[tuple[str, str, int, str]] = set()  # checks under way, which must not ask themselves
+
+
+@functools.cache
+def _refusal(op: str, name: str, index: int, scheme: str) -> str | None:
+    _RUNNING.add((op, name, index, scheme))
     try:
-        difference = disagreement(op, name, torch.device("cuda", index))
+        difference = disagreement(op, name, torch.device("cuda", index), scheme)
     finally:
-        _RUNNING.discard((op, name, index))
+        _RUNNING.discard((op, name, index, scheme))
     return None if difference is None else f"{FAILED}: {difference}"
 
 
-def disagreement(op: str, name: str, device: torch.device) -> str | None:
-    """Runs kernel `name` of an op on a small input: None when it agrees with the reference,
-    otherwise how it differs.
+def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str | None:
+    """Runs kernel `name` of an op on a small input of a scheme: None when it agrees with the
+    reference, otherwise how it differs.
 
     Raises:
-        ValueError: the kernel does not serve this device.
+        ValueError: the kernel does not serve this device or scheme.
     """
     with unset_fake_temporarily(), torch.no_grad():
-        arguments = CHECKED[op]()
+        arguments = ARGUMENTS[op](scheme)
         on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
         got = select(op, on_device, name)(*on_device)
         want = select(op, arguments, REFERENCE)(*arguments)
@@ -80,15 +88,47 @@ def _matrix() -> torch.Tensor:
     return torch.randn(_SHAPE, generator=generator).to(torch.bfloat16)
 
 
-def _quantized() -> tuple[torch.Tensor, ...]:
-    return torch.ops.q2.quantize(_matrix(), None, None, _FORWARD, 0)
+def _quantized(scheme: str) -> tuple[torch.Tensor, ...]:
+    return torch.ops.q2.quantize(_matrix(), _amax(scheme), None, scheme, 0)
+
+
+def _amax(scheme: str) -> torch.Tensor | None:
+    return torch.ops.q2.amax(_matrix()) if get_scheme(scheme).takes_amax else None
 
 
 _SEED = torch.tensor(0x123456789ABCDEF)
-CHECKED: dict[str, Callable[[], tuple]] = {
-    "rht_quantize": lambda: (_matrix(), _SEED, _EDEN, "rht128", True, 1),
-    "rht_quantize_both": lambda: (_matrix(), _SEED, _SEED + 1, _EDEN, "rht128", 0),
-    "requantize": lambda: (*_quantized(), _SEED, _FORWARD, _EDEN, "rht128", _SHAPE[1], 1),
-    "dequantize": lambda: (*_quantized(), _FORWARD, _SHAPE[1], torch.bfloat16),
-    "gemm": lambda: (*_quantized(), *_quantized(), None, _FORWARD, _FORWARD, torch.bfloat16),
+_FORWARD = "nvfp4_46_pow2"
+_OF_FORMAT = {"nvfp4": _FORWARD, "mxfp4": "mxfp4_rtn"}
+
+
+def _source(scheme: str) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """A forward scheme of the same format, and an operand in it."""
+    source = _OF_FORMAT[get_scheme(scheme).format]
+    return source, _quantized(source)
+
+
+def _requantize(scheme: str) -> tuple:
+    source, packed = _source(scheme)
+    return (*packed, _SEED, source, scheme, "rht128", _SHAPE[1], 1)
+
+
+# For each op that has a CUDA kernel, its arguments on the CPU for a scheme.
+ARGUMENTS: dict[str, Callable[[str], tuple]] = {
+    "quantize": lambda s: (_matrix(), _amax(s), _SEED, s, 0),
+    "rht_quantize": lambda s: (_matrix(), _SEED, s, "rht128", True, 1),
+    "rht_quantize_both": lambda s: (_matrix(), _SEED, _SEED + 1, s, "rht128", 0),
+    "requantize": _requantize,
+    "dequantize": lambda s: (*_quantized(s), s, _SHAPE[1], torch.bfloat16),
+    "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
+}
+_ROTATED = ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")
+_ROTATED += ("mxfp4_sr", "mxfp4_rtn34")
+# The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
+CHECKED: dict[str, tuple[str, ...]] = {
+    "quantize": ("nvfp4_sr_pow2", "nvfp4_sr"),
+    "rht_quantize": _ROTATED,
+    "rht_quantize_both": _ROTATED,
+    "requantize": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
+    "dequantize": tuple(_OF_FORMAT.values()),
+    "gemm": tuple(_OF_FORMAT.values()),
 }

@@ -66,6 +66,12 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
 inline float __fmaf_rn(float a, float b, float c) {
   return fmaf(a, b, c);
 }
+// In double the sum is exact but for bits that are lost here, too.
+inline float __fadd_rz(float a, float b) {
+  double sum = (double)a + b;
+  float rounded = (float)sum;
+  return fabs((double)rounded) > fabs(sum) ? nextafterf(rounded, 0.0f) : rounded;
+}
 inline float __fdiv_rn(float a, float b) {
   return a / b;
 }

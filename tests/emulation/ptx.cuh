@@ -37,6 +37,10 @@ Q2_INLINE float approximate_reciprocal(float x) {
   return __uint_as_float(__float_as_uint(r) + __float_as_uint(x) * 2654435761u % 3 - 1);
 }
 
+Q2_INLINE float max_or_nan(float x, float y) {
+  return std::isnan(x) || x > y ? x : y;
+}
+
 // x to the nearest number with `mantissa` bits after the leading one and exponents from `lowest`
 // on, at most `limit`.
 inline float round_to(float x, int mantissa, int lowest, float limit) {
@@ -89,17 +93,17 @@ Q2_INLINE u32 to_bf16x2(float low, float high) {
   return to_bf16(low) | to_bf16(high) << 16;
 }
 
-Q2_INLINE float from_e4m3(u32 byte) {
+Q2_INLINE float decode_e4m3(u32 byte) {
   return (byte & 0x7F) == 0x7F ? NAN : value_of(byte, 3, -6, 8);
 }
-Q2_INLINE u32 to_e4m3(float x) {
+Q2_INLINE u32 encode_e4m3(float x) {
   return std::isnan(x) ? 0x7F : bits_of(round_to(x, 3, -6, 448), 3, -6, 8);
 }
 Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
-  return to_f16x2(from_e4m3(bytes & 0xFF), from_e4m3(bytes >> 8 & 0xFF));
+  return to_f16x2(decode_e4m3(bytes & 0xFF), decode_e4m3(bytes >> 8 & 0xFF));
 }
 Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
-  return to_e4m3(x0) | to_e4m3(x1) << 8 | to_e4m3(x2) << 16 | to_e4m3(x3) << 24;
+  return encode_e4m3(x0) | encode_e4m3(x1) << 8 | encode_e4m3(x2) << 16 | encode_e4m3(x3) << 24;
 }
 
 // NaN becomes +6 (PTX: satfinite, as the format has no NaN).
@@ -119,7 +123,6 @@ Q2_INLINE void copy_async(void* shared, const void* global) {
   memcpy(shared, global, 16);
 }
 Q2_INLINE void commit_copies() {}
-template <int pending>
 Q2_INLINE void await_copies() {}
 
 Q2_INLINE void await_previous_kernel() {}

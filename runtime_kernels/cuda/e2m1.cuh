@@ -1,0 +1,126 @@
+// Rounding to e2m1 of blocks of 16 in registers, two at a time, one in each half of the pairs: the
+// arithmetic of runtime_kernels/formats.py, to the bit.
+//
+// What is rounded has been divided by its block's scale, and is below 7 in magnitude. Without fp4
+// conversions it is held as a magnitude times 2^-6 (kUnit), beside the numbers whose signs count.
+#pragma once
+#include "numbers.cuh"
+
+constexpr float kUnit = Q2_HW_FP4 ? 1.0f : 0x1p-6f;
+
+#if Q2_HW_FP4
+// Eight floats to eight codes, and back to floats.
+Q2_INLINE u32 round_eight(const float (&x)[8], float (&rounded)[8]) {
+  u32 codes = to_e2m1x8(x), words[4];
+  from_e2m1x8(codes, words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Pair two = from_f16x2(words[i]);
+    rounded[2 * i] = two.a;
+    rounded[2 * i + 1] = two.b;
+  }
+  return codes;
+}
+
+// Rounds 16 pairs to e2m1: codes, and the rounded values in units of the input's.
+Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&)[16], Pair (&rounded)[16],
+                           u32 (&codes)[2][2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x[8], d[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = scaled[8 * half + i].a;
+    codes[0][half] = round_eight(x, d);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rounded[8 * half + i].a = d[i], x[i] = scaled[8 * half + i].b;
+    codes[1][half] = round_eight(x, d);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rounded[8 * half + i].b = d[i];
+  }
+}
+#else
+// Eight magnitudes on the e2m1 grid times 2^-6, and the floats whose signs they get, to eight
+// codes. A byte of e4m3 then holds the code's magnitude in bits 2-4: .5 * 2^-6 is an e4m3
+// subnormal, 2^-6 its smallest normal. The conversion of the signed floats is for their sign bits
+// only; it keeps that of zero.
+Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
+  u32 even = to_e4m3x4(magnitude[0], magnitude[2], magnitude[4], magnitude[6]);
+  u32 odd = to_e4m3x4(magnitude[1], magnitude[3], magnitude[5], magnitude[7]);
+  u32 even_signs = to_e4m3x4(sign[0], sign[2], sign[4], sign[6]);
+  u32 odd_signs = to_e4m3x4(sign[1], sign[3], sign[5], sign[7]);
+  u32 signs = (odd_signs & 0x80808080u) | ((even_signs >> 4) & 0x08080808u);
+  return ((even >> 2) + odd * 4) | signs;
+}
+
+// Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does
+// `rounded`.
+//
+// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1) times
+// 2^22 is a whole number of steps whose last mantissa bit weighs one step, so that the float adder
+// rounds |x| to the grid; taking m off again is exact. In a tie m is even, for a tie has 3
+// significant bits: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6:
+// nothing to clip.
+Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
+                           u32 (&codes)[2][2]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    Pair m = {fmaxf(scaled[i].a, 0x1p-6f), fmaxf(scaled[i].b, 0x1p-6f)};
+    rounded[i] = fma(m, both(-0x1p22f), fma(m, both(0x1p22f), scaled[i]));
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float magnitude[8], sign[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) magnitude[i] = rounded[8 * half + i].a, sign[i] = x[8 * half + i].a;
+    codes[0][half] = pack_codes(magnitude, sign);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) magnitude[i] = rounded[8 * half + i].b, sign[i] = x[8 * half + i].b;
+    codes[1][half] = pack_codes(magnitude, sign);
+  }
+}
+#endif
+
+// One magnitude a <= 6 to the grid point below or above it, times kUnit: up when coin < fraction of
+// a step * 2^32, as integers.
+//
+// d is 1 below 1 and else 0, so that b = a + d is in [1, 8), where a step of the grid weighs as much
+// as the first mantissa bit. The other 22 bits are the fraction, rounded down; those of ~coin, added
+// to them, carry into the first when the fraction is the larger. When they make 2^22 - 1, the 22 bits
+// are equal, and below 1 it is the bits that b lost that decide: `closest` shows it.
+Q2_INLINE float stochastic(float a, u32 coin, u32& closest) {
+  float d = a < 1.0f ? 1.0f : 0.0f;
+  constexpr u32 kScaled = Q2_HW_FP4 ? 0 : 6u << 23;  // kUnit, in the exponent
+  u32 sum = __float_as_uint(__fadd_rz(a, d)) + (0x3FFFFFu - kScaled) - (coin >> 10);
+  closest = max(closest, sum & 0x3FFFFFu);
+  return __fmaf_rn(d, -kUnit, __uint_as_float(sum & 0xFFC00000u));
+}
+// The same with all bits, and more instructions.
+Q2_INLINE float stochastic(float a, u32 coin) {
+  float d = a < 1.0f ? 1.0f : 0.0f;
+  u32 below = __float_as_uint(__fadd_rz(a, d)) & 0xFFC00000u;
+  float fraction = (a - (__uint_as_float(below) - d)) *
+                   __uint_as_float((160u << 23) - ((below & 0x7F800000u) - (127u << 23)));
+  return (__uint_as_float(below + (coin < (u32)fraction ? 0x400000u : 0)) - d) * kUnit;
+}
+
+// Codes of eight magnitudes with the signs of others; coins: Philox block first and the next.
+Q2_INLINE u32 stochastic_eight(const float (&a)[8], const float (&sign)[8], u64 seed, u32 first,
+                               u32 stream) {
+  uint4 coins[2];
+  philox(seed, first, stream, COINS, coins);
+  float rounded[8];
+  u32 closest = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) rounded[i] = stochastic(a[i], coin(coins, i), closest);
+  if (closest == 0x3FFFFFu) {  // for one in 2^19
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rounded[i] = stochastic(a[i], coin(coins, i));
+  }
+#if Q2_HW_FP4
+#pragma unroll
+  for (int i = 0; i < 8; ++i) rounded[i] = copysignf(rounded[i], sign[i]);
+  return to_e2m1x8(rounded);
+#else
+  return pack_codes(rounded, sign);
+#endif
+}

@@ -1,0 +1,315 @@
+"""What a call of the rotating quantisers launches, worked out once for each kind of operand.
+
+Two launches a call: rotate_quantize.cu makes the codes, align_scales.cu what has to wait for the
+largest of them. A scheme whose global scale is the tensor's exact one needs that largest first:
+there rotate_quantize.cu goes over the operand twice.
+
+    rule      launches, in order
+    MS_EDEN   codes and worths; scales and global scale from the worths
+    POW2      the same
+    MX        codes and scales; global scale
+    EXACT     AMAX; codes, scales and global scale. No AMAX where the caller has it.
+"""
+
+import functools
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from q2compile.runtime_kernels.cuda.launch import (
+    Launch,
+    empty,
+    launch,
+    multiprocessors,
+    on_device,
+)
+from q2compile.runtime_kernels.layout import ceil_div, padded
+from q2compile.runtime_kernels.schemes import E2M1_MAX, Scheme, get_scheme
+from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform
+
+# Sources of rotate_quantize.cu: what x is; for mxfp4 and nvfp4 codes, in their scheme's format.
+SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
+_FP32 = SOURCES[torch.float32]
+_PACKED = (SOURCES["nvfp4"], SOURCES["mxfp4"])
+_TILE = 128
+_SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
+# The parameter structs, for Python's struct module.
+_OUTPUT = "PPPPPPiiIi"
+_ROTATE = f"PPP{_OUTPUT}{_OUTPUT}qiiiiiif"
+_SIDE = "PPPPPqIi"
+_ALIGN = f"{_SIDE}{_SIDE}Pf"
+_NO_OUTPUT = (0,) * 10
+_NO_SIDE = (0,) * 8
+
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Draw = tuple[torch.Tensor | None, int]  # of a direction: the seed of its signs and coins, a stream
+
+
+class Rule(IntEnum):
+    """Q2_RULE of rotate_quantize.cu."""
+
+    MS_EDEN = 0
+    POW2 = 1
+    EXACT = 2
+    MX = 3
+    AMAX = 4
+
+    @staticmethod
+    def of(spec: Scheme) -> "Rule":
+        if spec.rounding == "ms_eden":
+            return Rule.MS_EDEN
+        if spec.format == "mxfp4":
+            return Rule.MX
+        return Rule.EXACT if spec.global_scale == "exact" else Rule.POW2
+
+
+@functools.cache
+def not_served(scheme: str) -> str | None:
+    """None when rotate_quantize.cu has this scheme, otherwise the reason in words."""
+    spec = get_scheme(scheme)
+    if spec.select is not None:
+        return f"rotate_quantize.cu has one candidate scale a block, scheme {scheme} has two"
+    if spec.masked:
+        return f"rotate_quantize.cu writes no trust mask, as scheme {scheme} wants"
+    if spec.block[0] != 1:
+        return f"rotate_quantize.cu has blocks of one row, scheme {scheme} has square ones"
+    return None
+
+
+def rotate_launch(
+    source: int,
+    rotation: Transform,
+    spec: Scheme,
+    rows: bool,
+    cols: bool,
+    *,
+    vectors: bool = True,
+    amax: bool = False,
+    overlaps: bool = False,
+) -> Launch:
+    """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
+
+    vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
+    overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
+    """
+    rule = Rule.AMAX if amax else Rule.of(spec)
+    rounds = rule not in (Rule.MS_EDEN, Rule.AMAX)
+    stochastic = rounds and spec.rounding == "sr"
+    # How far above the largest code a block's largest can come out, and what rounds that down.
+    clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
+    clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
+    threads, blocks_per_multiprocessor = _shape(source, spec, rows)
+    return _rotate_launch(
+        threads,
+        _TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2),
+        overlaps,
+        Q2_THREADS=threads,
+        Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
+        Q2_SOURCE=source,
+        Q2_SIZE=rotation.size,
+        Q2_SIGNED=int(rotation.signs != "none"),
+        Q2_ROWS=int(rows),
+        Q2_COLS=int(cols),
+        Q2_VECTORS=int(vectors),
+        Q2_RULE=int(rule),
+        Q2_STOCHASTIC=int(stochastic),
+        Q2_CLIPS=int(clips),
+        Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
+        Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
+    )
+
+
+@functools.cache
+def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) -> Launch:
+    file = "rotate_quantize.cu"
+    return launch(file, _ROTATE, threads, shared, overlaps=overlaps, defines=defines)
+
+
+def align_launch(spec: Scheme, interleaved: bool) -> Launch:
+    """align_scales.cu. interleaved: of chunks of 128."""
+    rule = Rule.of(spec)
+    return _align_launch(
+        Q2_POW2=int(spec.global_scale == "pow2"),
+        Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
+        Q2_MX=int(rule == Rule.MX),
+        Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
+    )
+
+
+@functools.cache
+def _align_launch(**defines: int) -> Launch:
+    return launch("align_scales.cu", _ALIGN, threads=256, overlaps=True, defines=defines)
+
+
+def _shape(source: int, spec: Scheme, rows: bool) -> tuple[int, int]:
+    """Threads of a thread block, and thread blocks on a multiprocessor at once.
+
+    A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor;
+    with coins and codes of the next tile beside them it needs more. A tile has half as many columns
+    as a block has threads; along rows it must hold a chunk of 128.
+    """
+    if rows:
+        return 256, 2
+    return 128, 3 if source in _PACKED and spec.rounding == "sr" else 4
+
+
+def launches(
+    source: int,
+    spec: Scheme,
+    rotation: Transform,
+    directions: tuple[bool, bool],
+    *,
+    vectors: bool,
+    amax_known: bool,
+) -> tuple[Launch, ...]:
+    """What a call launches, in order."""
+    rotate = functools.partial(rotate_launch, source, rotation, spec, *directions, vectors=vectors)
+    if Rule.of(spec) != Rule.EXACT:
+        return rotate(), align_launch(spec, rotation.size == 128)
+    if amax_known:
+        return (rotate(),)
+    return rotate(amax=True), rotate(overlaps=True)
+
+
+class _Side(NamedTuple):
+    """One direction's results."""
+
+    rows: int
+    blocks: int  # of 16, a row
+    scales: int  # a row
+    scale_dtype: torch.dtype
+
+    @property
+    def worths(self) -> int:
+        return self.rows * self.blocks
+
+
+class Plan(NamedTuple):
+    """All of a call that follows from the kind of its operand."""
+
+    index: int
+    launches: tuple[Launch, ...]  # in order
+    rule: Rule
+    walk: tuple  # the fields of rotate_quantize.cu's Params after its outputs
+    parts: int  # thread blocks of a rotate_quantize.cu, each of which leaves its largest
+    room: int  # numbers in the workspace before those
+    align_grid: tuple[int, int]
+    sides: tuple[_Side | None, _Side | None]
+    norm: float  # for align_scales.cu
+    fixed_signs: bool
+
+
+def make_plan(
+    index: int,
+    source: int,
+    spec: Scheme,
+    rotation: Transform,
+    extents: tuple[int, int, int, int, int],
+    directions: tuple[bool, bool],
+    *,
+    vectors: bool = True,
+    amax_known: bool = False,
+) -> Plan:
+    """For CUDA device `index`.
+
+    extents: pitch, rows and columns of x, and for codes the scales a row of theirs and the
+        logarithm of the rows that share one.
+    directions: along rows, along columns.
+    """
+    _, m, k, *_ = extents
+    threads, blocks_per_multiprocessor = _shape(source, spec, directions[0])
+    across = max(1, ceil_div(k, threads // 2))
+    tiles = ceil_div(m, _TILE) * across
+    dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
+    sides = tuple(
+        _Side(rows, width // 16, width // spec.width, dtype) if wanted else None
+        for rows, width, wanted in (
+            (m, padded(k, spec, rotation), directions[0]),
+            (k, padded(m, spec, rotation), directions[1]),
+        )
+    )
+    present = [side for side in sides if side]
+    rule = Rule.of(spec)
+    worths = rule in (Rule.MS_EDEN, Rule.POW2)
+    most = max(side.worths for side in present) if worths else 0
+    # The kernel works on an nvfp4 source's code * scale * 2^-7.
+    norm = rotation.norm * (128 if source == SOURCES["nvfp4"] else 1)
+    return Plan(
+        index,
+        launches(source, spec, rotation, directions, vectors=vectors, amax_known=amax_known),
+        rule,
+        (*extents, tiles, across, norm),
+        max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index))),
+        sum(ceil_div(side.worths, 4) * 4 for side in present) if worths else 0,
+        (max(1, ceil_div(most, _SCALES_PER_BLOCK)), len(present)),
+        sides,  # type: ignore[arg-type]
+        {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),
+        rotation.signs == "fixed",
+    )
+
+
+@on_device
+def _run(
+    index: int, plan: Plan, operand: tuple[int, int, int], draws: tuple, amax: int
+) -> list[Quantized]:
+    sides = [(s, d) for s, d in zip(plan.sides, draws, strict=True) if s]
+    workspace = empty((plan.room + plan.parts * len(sides),), (1,), torch.float32)
+    worths = workspace.data_ptr()
+    largest = worths + 4 * plan.room
+    parts = plan.parts
+    outputs: list[tuple] = []
+    ends: tuple = ()
+    results: list[Quantized] = []
+    for side, (seed, stream) in sides:
+        rows, blocks, scales_across, dtype = side
+        codes = empty((rows, 8 * blocks), (8 * blocks, 1), torch.uint8)
+        scales = empty((rows, scales_across), (scales_across, 1), dtype)
+        global_scale = empty((), (), torch.float32)
+        results.append((codes, scales, global_scale))
+        scales_at, unit_at = scales.data_ptr(), global_scale.data_ptr()
+        seed_at = 0 if seed is None else seed.data_ptr()
+        signs_at = _fixed_seed(index).data_ptr() if plan.fixed_signs else seed_at
+        made_at = worths if plan.room else scales_at
+        outputs.append(
+            (codes.data_ptr(), made_at, amax or largest, unit_at, signs_at, seed_at)
+            + (rows, blocks, stream, 1 if amax else parts)
+        )
+        count = rows * blocks if plan.room else 0
+        ends += (worths, largest, seed_at, scales_at, unit_at, count, stream, parts)
+        worths, largest = worths + 4 * ceil_div(count, 4) * 4, largest + 4 * parts
+    if len(sides) == 1:
+        both = (*outputs[0], *_NO_OUTPUT) if plan.sides[0] else (*_NO_OUTPUT, *outputs[0])
+        ends += _NO_SIDE
+    else:
+        both = (*outputs[0], *outputs[1])
+    values = (*operand, *both, *plan.walk)
+    first, *second = plan.launches
+    first(index, (parts, 1), *values)
+    if plan.rule == Rule.EXACT:
+        for again in second:
+            again(index, (parts, 1), *values)
+    else:
+        source_global = operand[2] if plan.rule == Rule.MS_EDEN else 0
+        second[0](index, plan.align_grid, *ends, source_global, plan.norm)
+    return results
+
+
+def run(
+    plan: Plan,
+    operand: tuple[int, int, int],
+    along_rows: Draw | None,
+    along_cols: Draw | None,
+    amax: int = 0,
+) -> list[Quantized]:
+    """The results of the directions that the plan has, rows first.
+
+    operand: addresses of x, its scales, its global scale; 0 for what it has not.
+    amax: address of the largest |x|, for an EXACT plan that knows it.
+    """
+    return _run(plan.index, plan, operand, (along_rows, along_cols), amax)
+
+
+@functools.cache
+def _fixed_seed(index: int) -> torch.Tensor:
+    return torch.full((), FIXED_SIGN_SEED, dtype=torch.int64, device=torch.device("cuda", index))

@@ -1,0 +1,217 @@
+// A tile of the source on its way into shared memory, for rotate_quantize.cu.
+//
+// Plain elements are copied as they are. Quantised ones are widened: nvfp4 to f16 as code * scale *
+// 2^-7 (6 significant bits, from 2^-17 to 21), mxfp4 to bf16 as code * scale; both exact.
+#pragma once
+#include "numbers.cuh"
+
+enum Source { BF16, F16, F32, NVFP4, MXFP4 };
+
+constexpr int kSource = Q2_SOURCE;
+constexpr bool kRows = Q2_ROWS;
+constexpr bool kCols = Q2_COLS;
+constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
+constexpr bool kSigned = Q2_SIGNED;    // D is drawn from the seed, else all ones
+constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
+constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
+
+constexpr int kThreads = Q2_THREADS;
+constexpr int kTileRows = 128;
+constexpr int kTileCols = kThreads / 2;  // 16 columns a warp
+constexpr int kTileBlocks = kTileCols / 16;
+static_assert(!kRows || kTileCols == 128, "along rows a tile holds a chunk of 128");
+constexpr int kBytes = kSource == F32 ? 4 : 2;  // an element in shared memory
+constexpr int kRowBytes = kTileCols * kBytes;
+constexpr int kTileBytes = kTileRows * kRowBytes;
+constexpr int kStages = kSource == F32 ? 1 : 2;  // tiles in shared memory
+constexpr int kBlock = 16;
+
+// Where codes of one direction go, and what rounding them takes (rounding.cuh).
+struct Output {
+  u8* codes;
+  void* scales;         // MS_EDEN, POW2: worths, fp32; EXACT: e4m3; MX: e8m0
+  u32* largest;         // one a thread block, written; EXACT: `parts` of them, read
+  float* global_scale;  // EXACT
+  const u64* sign_seed;
+  const u64* seed;  // of the coins
+  int rows;         // of the result
+  int blocks;       // of 16, a row
+  u32 stream;
+  int parts;
+};
+
+struct Params {
+  const void* x;     // elements, or codes
+  const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]
+  const float* source_global;  // or null for 1
+  Output along_rows, along_cols;
+  long long pitch;    // elements (packed: bytes) from row to row of x
+  int rows, cols;     // M, K
+  int source_blocks;  // packed: scales a row of the source
+  int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
+  int tiles, tiles_across;
+  float norm;  // of the rotation; NVFP4: times 2^7
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
+
+struct __align__(16) Masks {
+  u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
+  u32 along_cols[128];
+};
+__shared__ Masks masks;
+
+// 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
+// twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
+// loading; along rows one piece of every other pair of blocks of four rows; along columns 2 (of
+// fp32: 4) pieces of rows 16 apart. Both are linear over exclusive or, so that of an address only
+// its exclusive or with a constant changes in an unrolled loop.
+constexpr Q2_INLINE u32 twist(int row) {
+  return 16 * (kBytes == 2 ? (row & 1) | ((row >> 1 ^ row >> 4) & 1) << 1 | (row >> 5 & 1) << 2
+                           : (row & 3) | (row >> 4 & 1) << 2);
+}
+constexpr Q2_INLINE u32 slot(int piece) {
+  return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Loading
+
+struct Tile {
+  int row, col;  // of its first element
+};
+
+// Tile blockIdx.x, then every gridDim.x-th, from left to right and from top to bottom.
+struct Walk {
+  int row_step, col_step, width;
+  Q2_INLINE Walk(const Params& p)
+      : row_step(gridDim.x / p.tiles_across * kTileRows),
+        col_step(gridDim.x % p.tiles_across * kTileCols),
+        width(p.tiles_across * kTileCols) {}
+  Q2_INLINE Tile first() const {
+    int across = width / kTileCols;
+    return {(int)blockIdx.x / across * kTileRows, (int)blockIdx.x % across * kTileCols};
+  }
+  Q2_INLINE Tile after(Tile tile) const {
+    tile = {tile.row + row_step, tile.col + col_step};
+    return tile.col < width ? tile : Tile{tile.row + kTileRows, tile.col - width};
+  }
+};
+
+// n elements of a piece of 16 bytes, and zeros after them.
+Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
+#pragma unroll
+  for (int i = 0; i < 16 / kBytes; ++i) {
+    if constexpr (kBytes == 2) ((u16*)to)[i] = i < n ? ((const u16*)source)[i] : 0;
+    else ((u32*)to)[i] = i < n ? ((const u32*)source)[i] : 0;
+  }
+}
+
+// Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
+  constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
+  int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
+  const u8* source =
+      (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
+  long long step = kRowStep * p.pitch * kBytes;
+  bool whole = tile.row + kTileRows <= p.rows && tile.col + kTileCols <= p.cols;
+  if (kVectors && whole) {
+#pragma unroll
+    for (int r = 0; r < kTileRows; r += kRowStep, source += step)
+      copy_async(shared + (target ^ twist(r)) + r * kRowBytes, source);
+  } else {
+    int cols_left = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
+#pragma unroll 1
+    for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
+      int n = tile.row + row + r < p.rows ? cols_left : 0;
+      u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
+      if (kVectors && n == kPerPiece) copy_async(to, source);
+      else fetch_few(to, source, n);
+    }
+  }
+  commit_copies();
+}
+
+// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ...
+constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
+struct Share {
+  uint2 codes[kShare];
+  u32 scales[kShare];
+};
+
+Q2_INLINE void fetch_codes(const Params& p, Tile tile, Share& share) {
+#pragma unroll
+  for (int s = 0; s < kShare; ++s) {
+    int row = tile.row + (s * kThreads + threadIdx.x) / kTileBlocks,
+        block = tile.col / kBlock + threadIdx.x % kTileBlocks,
+        scale = kSource == MXFP4 ? block / 2 : block;
+    bool inside = row < p.rows && scale < p.source_blocks;
+    share.codes[s] =
+        inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
+    share.scales[s] =
+        inside ? p.scales[(long long)(row >> p.scale_shift) * p.source_blocks + scale] : 0;
+  }
+}
+
+// Eight codes of one scale, with the signs of their row: four words of two elements, columns i and
+// i + 4 (numbers.cuh, e2m1x8_to_f16x2).
+Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
+  e2m1x8_to_f16x2(codes, words);
+  if constexpr (kSource == NVFP4) {
+    u32 factor = mul_f16x2(e4m3x2_to_f16x2(scale * 0x101u), 0x58005800u) ^ signs;  // 0x5800: 2^7
+#pragma unroll
+    for (u32& word : words) word = mul_f16x2(word, factor);
+  } else {
+    Pair factor = both(__uint_as_float(__float_as_uint(from_e8m0(scale)) ^ (signs & 0x80000000u)));
+#pragma unroll
+    for (u32& word : words) {
+      Pair two = mul(from_f16x2(mul_f16x2(word, 0x74007400u)), factor);  // 0x7400: 2^14
+      word = to_bf16x2(two.a, two.b);
+    }
+  }
+}
+
+// Widens a thread's share into the tile.
+Q2_INLINE void expand_codes(const Share& share, u8* shared) {
+#pragma unroll
+  for (int s = 0; s < kShare; ++s) {
+    int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
+    u32 target = row * kRowBytes + (slot(2 * block) ^ twist(row));
+    u32 signs = kSigned ? masks.along_cols[row] : 0;
+    u32 words[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s], signs, words);
+      *(uint4*)(shared + (target ^ slot(half))) = {words[0], words[1], words[2], words[3]};
+    }
+  }
+}
+
+// The 128 bits of one Philox block, set where a sign is negative.
+Q2_INLINE uint4 sign_bits(u64 seed) {
+  uint4 block[1];
+  philox(seed, 0u, 0, SIGNS, block);
+  return block[0];
+}
+
+// 1 where the sign at this place of a chunk is negative.
+Q2_INLINE u32 negative(uint4 random, int place) {
+  int bit = place & (kSize - 1);
+  u32 word = bit < 64 ? (bit < 32 ? random.x : random.y) : (bit < 96 ? random.z : random.w);
+  return word >> (bit & 31) & 1;
+}
+
+// The signs of one chunk, as masks for the words that hold its elements.
+Q2_INLINE void make_masks(const Params& p) {
+  int i = threadIdx.x;
+  if (kRows && i < (kBytes == 2 ? 64 : 128)) {
+    uint4 random = sign_bits(*p.along_rows.sign_seed);
+    masks.along_rows[i] = kBytes == 2
+                              ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
+                              : negative(random, i) << 31;
+  }
+  if (kCols && i < 128) {
+    uint4 random = sign_bits(*p.along_cols.sign_seed);
+    masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+  }
+}
