@@ -1,0 +1,352 @@
+"""Faults of the machine and of what is read from it: each ends in a clear message or in the right
+result. Compilers, GPUs, folders, caches, files with hostile content."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from q2compile import explain
+from q2compile.config import CONFIG_FILE_VARIABLE, Config
+from q2compile.dump import DumpFolder
+from q2compile.errors import StageError
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import launch, nvrtc
+
+EAGER = {"inner": "eager"}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(DumpFolder, "_open", {})
+
+
+def compiled(model=None, **options):
+    return torch.compile(model or Net(), backend="quartet2", options={**EAGER, **options})
+
+
+def python(code, **environment):
+    """Start ``code`` in a fresh process."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ---- compilers and GPUs -------------------------------------------------------------------------
+
+
+def test_no_cxx_compiler(monkeypatch):
+    """Inductor needs one on a CPU. The message says so, and inner="eager" does without."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    model, x = Net(), torch.randn(8, 32)
+    said = "(?s)No working C.. compiler found.*no-such-compiler.*inner='eager' runs"
+    with pytest.raises(StageError, match=said):
+        torch.compile(model, backend="quartet2")(x)
+    torch._dynamo.reset()
+    on_error = {"on_error": "bf16"}  # Inductor alone can't compile it either, and says so
+    with pytest.raises(RuntimeError, match="No working"), pytest.warns(RuntimeWarning):
+        torch.compile(model, backend="quartet2", options=on_error)(x)
+    torch._dynamo.reset()
+    compiled(model)(x).sum().backward()
+    assert model.up.weight.grad.isfinite().all()
+
+
+STEP = """
+import sys
+sys.modules.update(dict.fromkeys({blocked}))
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+compiled = torch.compile(model, backend="quartet2", options={{"inner": "eager"}})
+compiled(torch.randn(8, 32)).sum().backward()
+print(model[0].weight.grad.double().sum().item())
+"""
+
+
+def test_without_triton_and_nvrtc_a_cpu_trains_the_same():
+    blocked = (), ("triton", "cuda", "cuda.bindings", "cuda.bindings.nvrtc")
+    processes = [python(STEP.format(blocked=names)) for names in blocked]
+    (with_all, _), (without, error) = (p.communicate() for p in processes)
+    assert without == with_all != "", error
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Arguments of q2::rht_quantize on a GPU that is not there, and a way to choose which it is."""
+
+    def of(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        launch.unsupported.cache_clear()
+        with FakeTensorMode():
+            x = torch.empty(32, 64, device="cuda:0", dtype=torch.bfloat16)
+            seed = torch.empty((), device="cuda:0", dtype=torch.int64)
+        return x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0
+
+    yield of
+    launch.unsupported.cache_clear()
+
+
+def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
+    arguments = gpu((7, 5))
+    assert registry.serving("rht_quantize", arguments).name == "reference"
+    with pytest.raises(ValueError, match="capability 9.0, .*, not for 7.5"):
+        registry.select("rht_quantize", arguments, "cuda")
+
+
+def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, monkeypatch):
+    arguments = gpu((9, 0))
+    nvrtc.version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    try:
+        assert registry.serving("rht_quantize", arguments).name == "reference"
+        with pytest.raises(ValueError, match="pip install cuda-bindings nvidia-cuda-nvrtc"):
+            registry.select("rht_quantize", arguments, "cuda")
+    finally:
+        nvrtc.version.cache_clear()
+
+
+# ---- the cubin cache ----------------------------------------------------------------------------
+
+VARIANT = nvrtc.Variant("dequantize.cu", ())
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache folder, and a compiler that counts: no GPU and no time is needed."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(folder))
+    built = []
+
+    def compile_variant(variant, architecture):
+        built.append(architecture)
+        return b"machine code", ""
+
+    monkeypatch.setattr(nvrtc, "compile_variant", compile_variant)
+    return folder, built
+
+
+def test_a_full_disk_costs_a_compilation_and_leaves_no_half_file(cache, monkeypatch):
+    folder, built = cache
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert nvrtc.cubin(VARIANT, "sm_90a") == nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
+    assert len(built) == 2 and list(folder.iterdir()) == []
+
+
+def test_a_read_only_cache_folder_costs_a_compilation(cache, monkeypatch):
+    """Of root nothing is read-only, so the refusal is the operating system's in name only."""
+    folder, built = cache
+
+    def read_only(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", read_only)
+    assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
+    assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\0" * 4096, "other", "truncated"])
+def test_a_corrupt_cubin_is_never_loaded(cache, content):
+    folder, built = cache
+    nvrtc.cubin(VARIANT, "sm_90a")
+    (path,) = folder.iterdir()
+    good = path.read_bytes()
+    damaged = {"other": good[:32] + good[33:] + b"!", "truncated": good[:-1]}
+    path.write_bytes(damaged.get(content, content) if isinstance(content, str) else content)
+    assert nvrtc.cubin(VARIANT, "sm_90a") == b"machine code"
+    assert (len(built), path.read_bytes()) == (2, good)
+
+
+BUILD = """
+import sys, time
+from pathlib import Path
+from q2compile.runtime_kernels.cuda import launch, nvrtc
+from q2compile.runtime_kernels.cuda.gemm import swizzle_launch
+variant, started = swizzle_launch().variant, nvrtc.compile_variant
+def meet(*arguments):  # neither finds the other's file
+    Path({folder!r}, "at-" + {me!r}).touch()
+    while len(list(Path({folder!r}).glob("at-*"))) < 2:
+        time.sleep(0.01)
+    return started(*arguments)
+nvrtc.compile_variant = meet
+import hashlib
+print(hashlib.sha256(nvrtc.cubin(variant, "sm_90a")).hexdigest())
+"""
+
+
+def test_two_processes_build_one_cubin_at_once(tmp_path):
+    cache = tmp_path / "cache"
+    processes = [
+        python(BUILD.format(folder=str(tmp_path), me=me), Q2COMPILE_CACHE_DIR=str(cache))
+        for me in "ab"
+    ]
+    outputs = [p.communicate(timeout=120) for p in processes]
+    digests = {out for out, _ in outputs}
+    assert len(digests) == 1 and digests != {""}, outputs
+    (path,) = cache.iterdir()
+    assert nvrtc._read(path) is not None
+
+
+def test_ctrl_c_while_a_cubin_is_written_leaves_no_file(cache, monkeypatch):
+    folder, built = cache
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", lambda *_: signal.raise_signal(signal.SIGINT))
+        nvrtc.cubin(VARIANT, "sm_90a")
+    assert list(folder.iterdir()) == []
+    nvrtc.cubin(VARIANT, "sm_90a")
+    assert len(list(folder.iterdir())) == 1
+
+
+# ---- Inductor's cache ---------------------------------------------------------------------------
+
+
+def test_a_damaged_inductor_cache_gives_the_same_numbers(tmp_path, monkeypatch):
+    """Every cached graph is cut in half; torch then compiles again instead of running it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(4, 32)
+    torch._inductor.utils.clear_caches()
+    y = torch.compile(model, backend="quartet2")(x)
+    kept = [p for name in ("aotautograd", "fxgraph") for p in (tmp_path / name).rglob("*")]
+    files = [p for p in kept if p.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="quartet2")(x), y)
+
+
+# ---- the dump folder ----------------------------------------------------------------------------
+
+
+def test_a_dump_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="dump: cannot write .*file.*: .*leave 'dump' out"):
+        compiled(dump=str(tmp_path / "file" / "graphs"))(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_full_disk_stops_a_dump_with_a_message(tmp_path, monkeypatch, inner):
+    """In the middle of Inductor's compilation too, where torch wraps what is raised."""
+    write = Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.name == "2_forward.txt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ValueError, match="dump: cannot write .*2_forward.txt: No space left"):
+        compiled(dump=str(tmp_path), inner=inner)(torch.randn(4, 32))
+
+
+def test_a_dump_never_leaves_the_folder_named(tmp_path):
+    """Names of modules, classes and files come from the model; files of a dump are numbered."""
+    hostile = ("..", "../up", "a/../../../x", "/etc/x", "con\0", "<script>alert(1)</script>")
+    model = type("../../Net", (Net,), {})()
+    for name in hostile:
+        model._modules[name] = nn.Linear(32, 32)
+    model.forward = lambda x: sum(model._modules[name](x) for name in hostile)
+    graphs = tmp_path / "inside" / "graphs"
+    report = explain(model, torch.randn(4, 32), options={**EAGER, "dump": str(graphs)})
+    assert len(report.rows) >= len(hostile)
+    page = report.to_html()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    written = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert written and all(p.resolve().is_relative_to(graphs) for p in written)
+
+
+@pytest.mark.parametrize("name", ["graph_0", "report.txt", ".q2compile"])
+def test_a_dump_follows_no_link_out_of_its_folder(tmp_path, name):
+    elsewhere, graphs = tmp_path / "elsewhere", tmp_path / "graphs"
+    graphs.mkdir()
+    if name == "graph_0":
+        elsewhere.mkdir()
+    else:
+        elsewhere.write_text("mine")
+    (graphs / name).symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="it is a symbolic link"):
+        compiled(dump=str(graphs))(torch.randn(4, 32))
+    if name == "graph_0":
+        assert list(elsewhere.iterdir()) == []
+    else:
+        assert elsewhere.read_text() == "mine"
+
+
+# ---- a config file and a policy are data --------------------------------------------------------
+
+HOSTILE = (
+    "__import__('os').system('touch {target}')",
+    "re:(?P<x>__import__('os').system('touch {target}'))",
+    "re:.*(?#{{exec(open('{target}','w'))}})",
+    "$(touch {target})",
+    "`touch {target}`",
+    "{{0.__class__.__init__.__globals__}}",
+    "%(x)s; touch {target}",
+    "!!python/object/apply:os.system ['touch {target}']",
+)
+
+
+@pytest.mark.parametrize("kind", ["json", "toml"])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_in_a_config_file_is_evaluated(tmp_path, monkeypatch, text, kind):
+    """Wherever it stands, a hostile string is a name that nothing has, or is refused."""
+    target = tmp_path / "touched"
+    text = text.format(target=target)
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / f"q2.{kind}"))
+    for config in (
+        {"recipe": text},
+        {"policy": {text: "bf16"}},
+        {"policy": {"*": text}},
+        {"policy": {"*": {"recipe": "nvfp4", "dgrad": text}}},
+        {"inductor": {text: True}},
+        {text: 1},
+        {"disable_passes": [text]},
+        {"mode": text},
+    ):
+        content = json.dumps(config)
+        if kind == "toml":
+            content = "\n".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in config.items())
+        (tmp_path / f"q2.{kind}").write_text(content)
+        try:
+            policy = Config.from_options(None).resolved_policy
+        except ValueError as error:
+            assert not isinstance(error, UnicodeError) and str(error)
+        else:
+            assert "policy" in config and policy.resolve("model.layers.0")[0].name == "quartet2"
+    assert not target.exists()
+
+
+def _toml(value):
+    """A value as inline TOML, whose strings are written as JSON's are."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
