@@ -74,6 +74,12 @@ def qwen3_moe() -> Built:
     )
 
 
+def qwen3_moe_bf16() -> Built:
+    """All in bf16: experts by torch._grouped_mm, the offsets of whose groups the routing makes."""
+    model, inputs = qwen3_moe()
+    return model.bfloat16(), inputs
+
+
 def mixtral() -> Built:
     """Experts by a loop over those that got tokens, which breaks the graph."""
     config = transformers.MixtralConfig(
@@ -376,7 +382,19 @@ def by_hand() -> Built:
 
 BUILDERS: dict[str, Callable[[], Built]] = {
     f.__name__: f
-    for f in (llama, llama_tied, qwen3, qwen3_moe, mixtral, deepseek_v3, gemma3, gpt2, mamba2, t5)
-    + (bert, vit, whisper, nanogpt, encoder_layer, multihead_attention, lstm, convolutions)
+    for f in (llama, llama_tied, qwen3, qwen3_moe, qwen3_moe_bf16, mixtral, deepseek_v3, gemma3)
+    + (
+        gpt2,
+        mamba2,
+        t5,
+        bert,
+        vit,
+        whisper,
+        nanogpt,
+        encoder_layer,
+        multihead_attention,
+        lstm,
+        convolutions,
+    )
     + (lora, by_hand)
 }

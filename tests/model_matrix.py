@@ -1,0 +1,173 @@
+"""The models of `model_zoo`, one training step each under the backend beside the model's own.
+
+    python tests/model_matrix.py [MODEL ...] [--inductor] [--write]
+
+prints a row of the table in `tests/MODELS.md` for each model (all by default), or writes that file
+anew. With --inductor the step runs under plain Inductor, too, and the rewritten graphs under
+Inductor instead of eagerly, which takes some minutes a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from q2compile.report import Report, Row, collector
+
+# Experts are taken where a pattern asks for them: here, in two of the four models that have some.
+POLICIES = dict.fromkeys(("qwen3_moe_bf16", "deepseek_v3"), {"*.experts.*": "quartet2"})
+TABLE = Path(__file__).with_name("MODELS.md")
+
+
+def step(model: nn.Module, inputs: dict[str, Any], call: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one step and the gradients by name."""
+    model.zero_grad()
+    out = call(**inputs)
+    loss = out if isinstance(out, Tensor) else out.loss
+    loss.backward()
+    named = model.named_parameters()
+    return loss.detach(), {name: p.grad for name, p in named if p.grad is not None}
+
+
+def cosine(a: list[Tensor], b: list[Tensor]) -> float:
+    """Of the vectors that the tensors of each list make up together."""
+    vectors = (torch.cat([t.flatten().float() for t in tensors]) for tensors in (a, b))
+    return F.cosine_similarity(*vectors, dim=0).item()
+
+
+def step_and_report(
+    model: nn.Module, inputs: dict[str, Any], inner: str, policy: dict[str, Any] | None = None
+) -> tuple[Tensor, dict[str, Tensor], Report]:
+    """A step under the backend, and what it reports of the graphs of that step."""
+    torch._dynamo.reset()
+    report = Report()
+    token = collector.set(report)
+    try:
+        options = {"inner": inner, "policy": policy or {}}
+        compiled = torch.compile(model, backend="quartet2", options=options)
+        loss, grads = step(model, inputs, compiled)
+    finally:
+        collector.reset(token)
+    return loss, grads, report
+
+
+@dataclass(frozen=True)
+class Result:
+    """A model's step under the backend, beside its own.
+
+    rows: the report's; graphs: how many were compiled
+    loss_change: relative
+    cosines: of each weight's gradient with the model's own; whole: of all of them together
+    """
+
+    rows: list[Row]
+    graphs: int
+    loss_change: float
+    cosines: dict[str, float]
+    whole: float
+
+    @property
+    def taken(self) -> int:
+        return sum(row.taken for row in self.rows)
+
+    @property
+    def weights(self) -> int:
+        """Matmuls with a weight."""
+        return sum(row.has_parameter for row in self.rows)
+
+    def left(self) -> Counter[str]:
+        """Why matmuls were left, and how often each reason was given."""
+        return Counter(row.why for row in self.rows if not row.taken)
+
+
+def run(name: str, inner: str) -> Result:
+    """One model of the zoo. Raises ValueError if a weight gets a gradient in only one of the two
+    steps.
+    """
+    torch.manual_seed(0)
+    model, inputs = model_zoo.BUILDERS[name]()
+    model.train()
+    own_loss, own = step(model, inputs, model)
+    loss, grads, report = step_and_report(model, inputs, inner, POLICIES.get(name))
+    if grads.keys() != own.keys():
+        raise ValueError(f"{name}: gradients of {grads.keys() ^ own.keys()} in one step alone")
+    weights = [parameter for parameter, grad in own.items() if grad.ndim >= 2]
+    return Result(
+        report.rows,
+        report.graphs,
+        ((loss - own_loss).abs() / own_loss).item(),
+        {p: cosine([grads[p]], [own[p]]) for p in weights},
+        cosine([grads[p] for p in weights], [own[p] for p in weights]),
+    )
+
+
+def run_plain_inductor(name: str) -> None:
+    """The same step by torch.compile alone: raises what it raises."""
+    torch._dynamo.reset()
+    model, inputs = model_zoo.BUILDERS[name]()
+    step(model.train(), inputs, torch.compile(model))
+
+
+def table_row(name: str, result: Result) -> str:
+    """One line of the table; a reason is shown up to its first semicolon."""
+    whys: Counter[str] = Counter()
+    for why, count in result.left().items():
+        whys[why.partition(";")[0].replace("|", "\\|")] += count
+    left = "; ".join(f"{count} × {why}" for why, count in whys.items())
+    worst = min(result.cosines, key=lambda p: result.cosines[p])
+    return (
+        f"| {name} | {result.taken} / {result.weights} | {left} | {100 * result.loss_change:.2f}% "
+        f"| {result.whole:.3f} | {result.cosines[worst]:.3f} `{worst}` |"
+    )
+
+
+def header(inner: str) -> str:
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    plain = " Plain `torch.compile` ran each of them, too." if inner == "inductor" else ""
+    return f"""# Unmodified models
+
+One training step of each model of `tests/model_zoo.py` (random weights, tiny sizes, CPU) under
+`torch.compile(model, backend="quartet2")` beside the step of the model itself. Written by
+`python {" ".join(["tests/model_matrix.py", *sys.argv[1:]])}` on {today}, torch {torch.__version__},
+transformers {transformers.__version__}, rewritten graphs run by {inner}.{plain}
+
+"Taken" counts the matmuls with a weight that are quantised, of all that there are; "left" says why
+the others are not, and the products of activations. The loss is compared with the model's own, the
+gradients by their cosine: of all weights together, and the lowest of any weight. What a cosine must
+be is derived in `tests/test_models.py`, which checks all but the exact figures in every run.
+
+| model | taken | left | loss differs | gradients' cosine | lowest of one weight |
+|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
+    parser.add_argument("--inductor", action="store_true", help="not eagerly; and plain Inductor")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    args = parser.parse_args()
+    inner = "inductor" if args.inductor else "eager"
+    lines = []
+    for name in args.models or model_zoo.BUILDERS:
+        if args.inductor:
+            run_plain_inductor(name)
+        lines.append(table_row(name, run(name, inner)))
+        print(lines[-1], flush=True)
+    if args.write:
+        TABLE.write_text(header(inner) + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
