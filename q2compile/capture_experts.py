@@ -55,9 +55,10 @@ def batched(call: Call, a: fx.Node, b: fx.Node, y_views: tuple[View, ...]) -> Ma
 
 def _batched(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Matmul | Left:
     """x [E, T, K] @ w [E, K, N], or w [E, N, K] @ x [E, K, T] as the transpose of xᵀ wᵀ."""
-    parameter, w, x, flipped = call.scope.parameter(b), b, a, False
-    if parameter is None:
-        parameter, w, x, flipped = call.scope.parameter(a), a, b, True
+    flipped = call.scope.parameter(b) is None
+    w, x = (a, b) if flipped else (b, a)
+    parameter = call.scope.parameter(w)
+    assert parameter is not None
     x_shape, w_shape = example(x).shape, example(w).shape
     # As text, since comparing a symbol with a number would be a guard.
     if len(x_shape) != 3 or len(w_shape) != 3 or str(x_shape[0]) != str(w_shape[0]):
