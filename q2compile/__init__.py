@@ -5,6 +5,7 @@ model = torch.compile(model, backend="quartet2")        # nothing to import
 q2compile.Config      the backend's options as a frozen dataclass
 q2compile.explain     what the backend does with a model: one row per matmul
 q2compile.quantize    the quantisers, on any device
+q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from q2compile.explanation import explain as explain
     from q2compile.numerics import QuantizedTensor as QuantizedTensor
     from q2compile.numerics import quantize as quantize
+    from q2compile.weight_cache import forget_weights as forget_weights
 
 __version__ = "0.1.0"
-__all__ = ["Config", "QuantizedTensor", "explain", "quantize"]
+__all__ = ["Config", "QuantizedTensor", "explain", "forget_weights", "quantize"]
 
 _HOMES = {
     "Config": "q2compile.config",
     "explain": "q2compile.explanation",
+    "forget_weights": "q2compile.weight_cache",
     "quantize": "q2compile.numerics",
     "QuantizedTensor": "q2compile.numerics",
 }

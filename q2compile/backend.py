@@ -207,6 +207,23 @@ class _Compilation:
         return {**compat.inductor_options_of_mode(self.config.mode), **self.config.inductor}
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if not self.config.cache_weights:
+            return self._compile_graph(gm, example_inputs)
+        from q2compile.weight_cache import take_codes, with_codes
+
+        gm, inputs, sites = take_codes(gm, example_inputs, self.names.root)
+        self.dump_graph("1_rewritten", gm)
+        return with_codes(self._compile_graph(gm, inputs), sites, self._compile_form)
+
+    def _compile_form(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """What makes a weight's codes. What it returns is kept, so not in a CUDA graph's memory."""
+        manager = PassManager(self.config)
+        if self.config.inner == "eager":
+            return compat.aot_eager_compile(gm, inputs, lambda g: manager(g.graph))
+        patches = {**self._patches(), **compat.pass_slot(manager), "triton.cudagraphs": False}
+        return compat.inductor_compile(gm, inputs, patches)
+
+    def _compile_graph(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         first = compat.pass_in_slot(compat.JOINT_PASS_SLOT)
         joint = JointPasses(self.config, self.manager.records, first)
         if self.config.inner == "eager":

@@ -67,6 +67,9 @@ class Config:
     disable_passes  names of post-grad passes to leave out, to find which one is at fault
     keep_packed     under activation checkpointing, keep the quantised operands of a checkpointed
                     region instead of computing them again (see `passes.keep_packed`)
+    cache_weights   quantise each weight once and use the codes until it changes: in all
+                    micro-batches of a step, and in inference (see `weight_cache` for what is seen
+                    as a change, and what is not)
     recompute_weights  backward quantises each weight again, from the parameter, instead of keeping
                     the codes: 4.5 bits a parameter less (see `passes.recompute_weights`)
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
@@ -84,6 +87,7 @@ class Config:
     inner: str = "inductor"
     disable_passes: tuple[str, ...] = ()
     keep_packed: bool = False
+    cache_weights: bool = False
     recompute_weights: bool = False
     on_error: str = "raise"
 
@@ -99,7 +103,7 @@ class Config:
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if not (self.dump is None or isinstance(self.dump, str) and self.dump):
             raise ConfigError(f"dump: got {self.dump!r}; allowed: a folder's path or None")
-        for name in ("strict", "keep_packed", "recompute_weights"):
+        for name in ("strict", "keep_packed", "cache_weights", "recompute_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: True, False")
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
@@ -109,6 +113,11 @@ class Config:
             raise ConfigError(
                 "strict=True raises for a matmul that is not taken, on_error='bf16' leaves a graph "
                 "in bf16 when q2compile fails on it; choose one"
+            )
+        if self.cache_weights and self.recompute_weights:
+            raise ConfigError(
+                "cache_weights=True keeps the codes of weights for as long as they are right, "
+                "recompute_weights=True makes them again to keep none; choose one"
             )
         self._check_inductor()
         self._check_passes()

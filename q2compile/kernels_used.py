@@ -39,7 +39,8 @@ def kernels_used(
     """
     *experts, t, n, k = shape
     used = {}
-    with FakeTensorMode():
+    # With gradients, whatever the mode of the call that is compiled.
+    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
         shapes = ((t, k), (*experts, n, k), (t, n))
         x, w, dy = (torch.empty(s, dtype=dtype, device=device) for s in shapes)
         offs = torch.empty(experts, dtype=torch.int32, device=device)

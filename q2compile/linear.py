@@ -14,6 +14,7 @@ Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ _library = torch.library.Library("q2", "FRAGMENT")
 _library.define(
     "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int salt) -> Tensor"
 )
+_library.define(
+    "linear_of_codes(Tensor x, Tensor w, Tensor[] codes, Tensor? bias, str fprop, str dgrad,"
+    " str wgrad, int salt) -> Tensor"
+)
+_library.define("quantize_weight(Tensor w, str operand, ScalarType dtype) -> Tensor[]")
 
 
 Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
@@ -84,15 +90,18 @@ class Saved(dict[str, Tensor]):
         return a, b, c
 
 
-def _forward_operand(x: Tensor, operand: Operand, name: str, made: Saved) -> Codes:
-    """x or w as fprop takes it; what was made of it is put into ``made``."""
+def _forward_parts(x: Tensor, operand: Operand) -> tuple[Tensor, ...]:
+    """x or w as fprop takes it: codes, scales, global scale, and QuEST's mask."""
     if SCHEMES[operand.scheme].masked:
-        *codes, mask = torch.ops.q2.quantize_masked(x, operand.scheme, operand.transform)
-        made[f"{name}.mask"] = mask
-    else:
-        codes = _quantize(x, operand, transpose=False, seed=None, stream=0)
-    made.put_codes(name, tuple(codes))
-    return made.codes(name)
+        return torch.ops.q2.quantize_masked(x, operand.scheme, operand.transform)
+    return _quantize(x, operand, transpose=False, seed=None, stream=0)
+
+
+def _put_forward_parts(made: Saved, name: str, parts: Sequence[Tensor]) -> Codes:
+    codes, scales, global_scale, *mask = parts
+    made.put_codes(name, (codes, scales, global_scale))
+    made.update((f"{name}.mask", m) for m in mask)
+    return codes, scales, global_scale
 
 
 def _keep(
@@ -190,14 +199,18 @@ def forward(
     bias: Tensor | None,
     recipe: Recipe,
     salt: int,
+    w_parts: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Saved]:
-    """y and what to save, for an autograd.Function whose first inputs are x, w and bias."""
+    """y and what to save, for an autograd.Function whose first inputs are x, w and bias.
+
+    w_parts: what fprop makes of w, where it has been made before.
+    """
     made, saved = Saved(x=x, w=w), Saved()
     if recipe.fprop is None:
         y = product.plain("fprop", x, w, bias)
     else:
-        qx = _forward_operand(x, recipe.fprop.a, "x", made)
-        qw = _forward_operand(w, recipe.fprop.b, "w", made)
+        qx = _put_forward_parts(made, "x", _forward_parts(x, recipe.fprop.a))
+        qw = _put_forward_parts(made, "w", w_parts or _forward_parts(w, recipe.fprop.b))
         y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
     ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
     ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
@@ -225,9 +238,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, salt: int
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        salt: int,
+        *w_parts: Tensor,
     ) -> Tensor:
-        y, saved = forward(ctx, OneWeight(), x, w, bias, recipe, salt)
+        y, saved = forward(ctx, OneWeight(), x, w, bias, recipe, salt, w_parts)
         ctx.save_for_backward(*saved.values())
         ctx.names = tuple(saved)
         ctx.needs_bias = ctx.needs_input_grad[2]
@@ -242,7 +261,7 @@ class _Linear(torch.autograd.Function):
         dbias = None
         if ctx.needs_bias:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, dbias, None, None
+        return dx, dw, dbias, *(None for _ in ctx.needs_input_grad[3:])
 
 
 def linear(
@@ -253,6 +272,20 @@ def linear(
     Under autocast x and w are cast first, as torch's own linear would. ``salt`` tells the sites of
     one graph apart, so that two equal layers with the same gradient do not draw the same coins.
     """
+    return linear_of_codes(x, w, (), bias, fprop, dgrad, wgrad, salt)
+
+
+def linear_of_codes(
+    x: Tensor,
+    w: Tensor,
+    codes: Sequence[Tensor],
+    bias: Tensor | None,
+    fprop: str,
+    dgrad: str,
+    wgrad: str,
+    salt: int,
+) -> Tensor:
+    """`linear`, with what `quantize_weight` makes of w given, or () to make it here."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -262,13 +295,24 @@ def linear(
 
     def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        y = _Linear.apply(flat, w, bias, recipe, salt)
+        y = _Linear.apply(flat, w, bias, recipe, salt, *codes)
         return y.reshape(*x.shape[:-1], w.shape[0])
 
     with torch.autocast(device, enabled=False):
         if isinstance(w, DTensor):
+            assert not codes, "codes are kept for plain parameters alone (weight_cache)"
             return tensor_parallel.linear(x, w, bias, local_linear)
         return local_linear(x, w, bias)
 
 
+def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
+    """What fprop makes of w [N, K], first cast to ``dtype``: codes, scales, global scale, and the
+    mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`).
+    """
+    with torch.autocast(w.device.type, enabled=False):
+        return list(_forward_parts(w.to(dtype), Operand.parse(operand)))
+
+
 _library.impl("linear", linear, "CompositeImplicitAutograd")
+_library.impl("linear_of_codes", linear_of_codes, "CompositeImplicitAutograd")
+_library.impl("quantize_weight", quantize_weight, "CompositeImplicitAutograd")

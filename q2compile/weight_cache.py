@@ -1,0 +1,277 @@
+"""The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
+
+Without it every forward quantises every weight: in each micro-batch of an accumulated gradient, and
+in each call of a model that does not train. With it the graph takes the codes as inputs, and what
+calls it makes them, before the graph and so outside of any CUDA graph:
+
+    before    y = q2.linear(x, w, b, ...)
+    after     y = q2.linear_of_codes(x, w, [codes, scales, global_scale], b, ...)
+
+Codes are kept as long as their weight lives, 4.5 bits a parameter. They are made again after
+
+    a change of the weight's version counter: every in-place change that autograd sees, by
+        optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
+    another storage, address or layout: ``p.data = other``, .to();
+    the step of any torch.optim.Optimizer, for all weights that need or have a gradient: torch's own
+        fused optimizers, and others that write through ``p.data``, leave the version as it was, and
+        some hold copies of the weights. A frozen weight stays quantised.
+
+What none of these shows is a write into the same memory behind autograd's back, outside of an
+optimizer's step: ``p.data.copy_(average)``, a raw pointer, the replay of a CUDA graph that holds a
+step. Who writes so calls `forget_weights` after it. FSDP does it in every gather, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import q2compile.linear  # noqa: F401  registers the ops
+from q2compile.compat import carry_sources, parameter_of
+from q2compile.errors import ConfigError
+from q2compile.faults import copied
+from q2compile.matmuls import example
+from q2compile.recipes import Operand, parse
+from q2compile.runtime_kernels.schemes import SCHEMES
+
+_LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is made of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
+
+    operand: str
+    dtype: torch.dtype
+    transposed: bool
+
+    def graph(self) -> fx.GraphModule:
+        """w -> its parts, for a compiler."""
+        graph = fx.Graph()
+        w = graph.placeholder("w")
+        if self.transposed:
+            w = graph.call_function(torch.ops.aten.t.default, (w,))
+        args = (w, self.operand, self.dtype)
+        parts = graph.call_function(torch.ops.q2.quantize_weight.default, args)
+        count = 3 + SCHEMES[Operand.parse(self.operand).scheme].masked
+        graph.output(tuple(graph.call_function(getitem, (parts, i)) for i in range(count)))
+        return fx.GraphModule(nn.Module(), graph)
+
+
+# ---- the cache --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Made:
+    state: Any
+    parts: Sequence[Tensor]
+
+
+_made: Any = WeakTensorKeyDictionary()  # weight -> {Form: _Made}
+
+
+def forget_weights() -> None:
+    """Make all cached codes of weights again when they are next needed.
+
+    For code that writes into a parameter in a way that autograd does not see, such as
+    ``p.data.copy_(average)``. Needed with the option ``cache_weights`` alone.
+    """
+    _made.clear()
+
+
+def _after_step(*_: Any) -> None:
+    for w in [w for w in _made if w.requires_grad or w.grad is not None]:
+        del _made[w]
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+def _state(w: Tensor) -> Any:
+    """What changes when ``w`` does. The reference keeps a freed storage's identity from being used
+    again; it does not keep its memory."""
+    memory = (StorageWeakRef(w.untyped_storage()), w.data_ptr(), w.shape, w.stride(), w.dtype)
+    return (*memory, w._version)
+
+
+def _traceable(w: Tensor) -> bool:
+    """Whether a change of ``w`` would be seen, and codes made now will be there later: not while a
+    CUDA graph is captured, which must hold the quantisation itself."""
+    if type(w) not in (Tensor, nn.Parameter) or isinstance(w, FakeTensor) or w.is_inference():
+        return False
+    return not (w.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def parts_of(w: Tensor, form: Form, make: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """``make(w)``, or what it gave when ``w`` was last as it is now."""
+    if not _traceable(w):
+        return make(w)
+    state = _state(w)
+    forms: dict[Form, _Made] = {
+        f: made for f, made in _made.get(w, {}).items() if made.state == state
+    }
+    if form not in forms:
+        # Codes made in inference mode could not be saved for a backward later.
+        with torch.inference_mode(False), torch.no_grad():
+            forms[form] = _Made(state, make(w))
+    _made[w] = forms
+    return forms[form].parts
+
+
+# ---- the graph --------------------------------------------------------------------------------
+
+Site = tuple[int, Form]  # the weight's place among the graph's inputs
+
+
+def take_codes(
+    gm: fx.GraphModule, example_inputs: list[Any], root: nn.Module | None
+) -> tuple[fx.GraphModule, list[Any], list[Site]]:
+    """A copy of ``gm``, rewritten to `q2::linear`, that takes the codes of its weights as further
+    inputs; the example inputs with theirs; and which they are.
+
+    Taken are parameters that are inputs of the graph and used in it by linears and embeddings
+    alone, in checkpointed regions, too. Others are quantised in the graph as before.
+
+    Raises ConfigError under FSDP.
+    """
+    for module in () if root is None else root.modules():
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            raise ConfigError(
+                "cache_weights: FSDP gathers weights without a trace in their version counters, so "
+                "a change can't be seen; leave the option out"
+            )
+    if root is None and torch.distributed.is_initialized():
+        return gm, example_inputs, []  # what holds these weights, FSDP or not, is not known
+    own = copied(gm)  # Dynamo goes on to read the inputs of its own
+    carry_sources(gm, own)
+    weights = {
+        node: i
+        for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
+        if type(parameter_of(node)) is nn.Parameter
+    }
+    inputs = _Inputs(own, weights)
+    inputs.rewrite()
+    codes = [example(node) for parts in inputs.sites.values() for node in parts]
+    return own, [*example_inputs, *codes], list(inputs.sites)
+
+
+class _Inputs:
+    """The weights and their codes among the inputs of a graph, or of a checkpointed region in it.
+
+    weights  placeholder -> its place among the inputs of the whole graph
+    sites    Site -> the placeholders of its parts
+    """
+
+    def __init__(self, gm: fx.GraphModule, weights: dict[fx.Node, int], outer: Any = None) -> None:
+        self.gm = gm
+        self.weights = {w: i for w, i in weights.items() if all(map(_reads_alone, w.users))}
+        self.outer = outer  # (the _Inputs around, the node that calls this graph)
+        self.sites: dict[Site, list[fx.Node]] = {}
+
+    def rewrite(self) -> None:
+        for node in list(self.gm.graph.nodes):
+            if node.target is _LINEAR:
+                self._linear(node)
+            elif node.target is _CHECKPOINT:
+                self._region(node)
+        self.gm.recompile()
+
+    def _linear(self, node: fx.Node) -> None:
+        x, w, bias, *texts, salt = node.args
+        transposed = w not in self.weights and _is_transpose(w)
+        source: Any = w.args[0] if transposed else w  # type: ignore[union-attr]
+        recipe = parse(*texts)  # type: ignore[arg-type]
+        if source not in self.weights or recipe.fprop is None:
+            return
+        form = Form(str(recipe.fprop.b), example(node).dtype, transposed)
+        parts = self.parts((self.weights[source], form), source)
+        node.target, node.args = _OF_CODES, (x, w, parts, bias, *texts, salt)
+
+    def _region(self, node: fx.Node) -> None:
+        body: Any = self.gm.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
+        inside = body.graph.find_nodes(op="placeholder")
+        pairs = zip(inside, node.args[1:], strict=True)  # after the body itself
+        weights = {p: self.weights[w] for p, w in pairs if w in self.weights}
+        _Inputs(body, weights, (self, node)).rewrite()
+
+    def parts(self, site: Site, source: fx.Node) -> list[fx.Node]:
+        """The placeholders for what is made of a weight, new ones at the first call."""
+        if site in self.sites:
+            return self.sites[site]
+        if self.outer is None:
+            w = example(source)
+            with w.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+                w = w.detach().t() if site[1].transposed else w.detach()
+                values = torch.ops.q2.quantize_weight(w, site[1].operand, site[1].dtype)
+        else:
+            around, call = self.outer
+            outside = around.parts(site, next(w for w, i in around.weights.items() if i == site[0]))
+            call.args = (*call.args, *outside)
+            values = [example(node) for node in outside]
+        self.sites[site] = [self._placeholder(value) for value in values]
+        return self.sites[site]
+
+    def _placeholder(self, value: Tensor) -> fx.Node:
+        graph = self.gm.graph
+        last = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(last):
+            node = graph.placeholder("weight_codes")
+        node.target = node.name  # the name of the argument, unlike the name asked for unique
+        node.meta["example_value"] = value
+        node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd wants one or None
+        return node
+
+
+def _is_transpose(node: Any) -> bool:
+    """Of a matrix."""
+    if not isinstance(node, fx.Node) or node.op != "call_method":
+        return False
+    axes = node.target == "transpose" and node.args[1:] in ((0, 1), (1, 0))
+    return (node.target == "t" or axes) and example(node).ndim == 2
+
+
+def _reads_alone(user: fx.Node) -> bool:
+    """Whether ``user`` certainly does not change a weight inside of the graph."""
+    if _is_transpose(user):
+        return all(map(_reads_alone, user.users))
+    return user.target in (_LINEAR, _OF_CODES, _CHECKPOINT, torch.nn.functional.embedding)
+
+
+# ---- the call ---------------------------------------------------------------------------------
+
+
+def with_codes(
+    compiled: Callable[..., Any],
+    sites: list[Site],
+    compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """``compiled``, called with the weights' codes after its own inputs.
+
+    compile_form: makes a function of `Form.graph`, once for each form and shape, at the first call
+    """
+    makers: dict[Any, Callable[..., Any]] = {}
+
+    def make(w: Tensor, form: Form) -> Sequence[Tensor]:
+        key = (form, w.shape, w.stride(), w.dtype, w.device)
+        if key not in makers:
+            makers[key] = compile_form(form.graph(), [w.detach()])
+        return makers[key](w.detach())
+
+    def call(*args: Any) -> Any:
+        codes = []
+        for index, form in sites:
+            codes += parts_of(args[index], form, lambda w, form=form: make(w, form))
+        return compiled(*args, *codes)
+
+    return call

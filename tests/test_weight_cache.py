@@ -1,0 +1,449 @@
+"""Codes of weights that are made once: never stale, and the same bits as without."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import q2compile
+from q2compile import weight_cache
+from q2compile.weight_cache import Form, parts_of
+
+EAGER = {"inner": "eager"}
+FORM = Form("nvfp4_46_pow2", torch.float32, False)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    q2compile.forget_weights()
+
+
+class Counting:
+    """A maker of codes that counts, and whose codes are the weight as it was."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, w):
+        self.calls += 1
+        return [w.detach().clone()]
+
+
+def is_made_again(w, change):
+    """Whether codes made before ``change()`` are made again after it."""
+    q2compile.forget_weights()
+    make = Counting()
+    for _ in range(2):
+        (codes,) = parts_of(w, FORM, make)
+        assert make.calls == 1 and torch.equal(codes, w)
+    change()
+    (codes,) = parts_of(w, FORM, make)
+    again = make.calls == 2
+    assert torch.equal(codes, w) or not again
+    return again
+
+
+def weight():
+    return nn.Parameter(torch.randn(16, 16))
+
+
+def under(context, change):
+    def run(w):
+        with context():
+            change(w)
+
+    return run
+
+
+def replace_data(w):
+    w.data = w.data + 1
+
+
+CHANGES = {
+    "add_": under(torch.no_grad, lambda w: w.add_(1)),
+    "inference_mode": under(torch.inference_mode, lambda w: w.copy_(w + 1)),
+    "foreach": under(torch.no_grad, lambda w: torch._foreach_add_([w], 1.0)),
+    "a view": under(torch.no_grad, lambda w: w[3].zero_()),
+    "detach": lambda w: w.detach().mul_(2),
+    "init": lambda w: nn.init.ones_(w),
+    "data =": replace_data,
+    "transposed": lambda w: setattr(w, "data", w.data.t()),
+    "dtype": lambda w: setattr(w, "data", w.data.double()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change):
+    w = weight()
+    assert is_made_again(w, lambda: CHANGES[change](w))
+
+
+def test_loading_a_state_is_seen():
+    linear, other = nn.Linear(16, 16), nn.Linear(16, 16)
+    assert is_made_again(linear.weight, lambda: linear.load_state_dict(other.state_dict()))
+    old = linear.weight
+    linear.load_state_dict(nn.Linear(16, 16).state_dict(), assign=True)
+    make = Counting()
+    parts_of(linear.weight, FORM, make)
+    assert linear.weight is not old and make.calls == 1
+
+
+OPTIMIZERS = {
+    f"{cls.__name__} {kind}": (cls, {kind: True} if kind != "plain" else {"foreach": False})
+    for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad)
+    for kind in ("plain", "foreach", "fused")
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_step_is_seen(name):
+    """Trap: torch's fused optimizers leave the version counter of what they change as it was."""
+    cls, options = OPTIMIZERS[name]
+    w = weight()
+    w.grad = torch.randn_like(w)
+    optimizer = cls([w], lr=0.1, **options)
+    version, before = w._version, w.detach().clone()
+    assert is_made_again(w, optimizer.step)
+    assert not torch.equal(before, w)
+    if name == "AdamW fused":
+        assert w._version == version, "the trap is gone: this test can go, too"
+
+
+class ThroughData(torch.optim.Optimizer):
+    """As old ones do, and those that keep master copies: here of the weights given to it."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        super().__init__([torch.nn.Parameter(w.detach().clone()) for w in weights], {})
+
+    def step(self, closure=None):
+        for w in self.weights:
+            w.data.add_(1)
+
+
+def test_an_optimizer_that_writes_through_data_is_seen():
+    w = weight()
+    assert is_made_again(w, ThroughData([w]).step)
+
+
+def test_a_compiled_step_is_seen():
+    w = weight()
+    w.grad = torch.randn_like(w)
+    optimizer = torch.optim.AdamW([w], lr=torch.tensor(0.1))
+    assert is_made_again(w, torch.compile(lambda: optimizer.step(), backend="eager"))
+
+
+def test_a_frozen_weight_is_not_made_again_by_the_steps_of_others():
+    frozen, adapter = weight().requires_grad_(False), weight()
+    adapter.grad = torch.ones_like(adapter)
+    optimizer = torch.optim.SGD([adapter], lr=0.1, fused=True)
+    assert not is_made_again(frozen, optimizer.step)
+    thawed = torch.optim.SGD([frozen, adapter], lr=0.1, fused=True)
+    frozen.grad = torch.ones_like(frozen)
+    assert is_made_again(frozen, thawed.step)
+
+
+UNCHANGED = {
+    "read": lambda w: w.sum(),
+    "gradient": lambda w: (w * 2).sum().backward(),
+    "frozen": lambda w: w.requires_grad_(False),
+    "zero_grad": lambda w: setattr(w, "grad", None),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_is_no_change(name):
+    w = weight()
+    assert not is_made_again(w, lambda: UNCHANGED[name](w))
+
+
+def test_a_write_behind_autograds_back_needs_forget_weights():
+    """The one thing that is not seen, as the docstring says."""
+    w = weight()
+    assert not is_made_again(w, lambda: w.data.add_(1))
+    q2compile.forget_weights()
+    make = Counting()
+    assert torch.equal(parts_of(w, FORM, make)[0], w) and make.calls == 1
+
+
+def test_a_weight_that_dies_takes_its_codes_along():
+    w = weight()
+    parts_of(w, FORM, Counting())
+    assert len(weight_cache._made) == 1
+    del w
+    gc.collect()
+    assert len(weight_cache._made) == 0
+
+
+def test_memory_that_is_used_again_is_not_the_same_weight():
+    """A new storage at the address of a freed one, with the version counter as it was."""
+    w = weight()
+    make = Counting()
+    parts_of(w, FORM, make)
+    for _ in range(4):
+        w.data = torch.randn(16, 16)
+        gc.collect()
+        assert torch.equal(parts_of(w, FORM, make)[0], w)
+
+
+def test_what_is_made_in_inference_mode_can_be_saved_for_backward():
+    w = weight()
+    with torch.inference_mode():
+        (codes,) = parts_of(w, FORM, Counting())
+    assert not codes.is_inference()
+
+
+def test_tensors_whose_changes_cannot_be_seen_are_not_cached():
+    with torch.inference_mode():
+        inference = torch.randn(16, 16)  # has no version counter
+    with FakeTensorMode():
+        fake = torch.randn(16, 16)
+
+    class Subclass(torch.Tensor):
+        pass
+
+    for w in (inference, fake, torch.randn(16, 16).as_subclass(Subclass)):
+        make = Counting()
+        parts_of(w, FORM, make)
+        parts_of(w, FORM, make)
+        assert make.calls == 2 and len(weight_cache._made) == 0
+
+
+class Mlp(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+@contextlib.contextmanager
+def counted():
+    """How often codes are made by compiled models."""
+    making = Counting()
+    plain = weight_cache.parts_of
+
+    def counting(w, form, make):
+        def counted_make(w):
+            making.calls += 1
+            return make(w)
+
+        return plain(w, form, counted_make)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_cache, "parts_of", counting)
+        yield making
+
+
+def train(model, cache, steps=2, micro_batches=2, device="cpu", **options):
+    """Losses and final weights of a training with accumulated gradients, bf16 autocast."""
+    torch._dynamo.reset()
+    options = {**EAGER, "cache_weights": cache, **options}
+    compiled = torch.compile(model, backend="quartet2", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    torch.manual_seed(5)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            x = torch.randn(32, 64, device=device)
+            with torch.autocast(device, torch.bfloat16):
+                loss = (compiled(x) - x).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def models(make):
+    """Two equal ones."""
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        built.append(make())
+    return built
+
+
+@pytest.mark.parametrize(
+    ("recipe", "checkpointed"),
+    [("quartet2", False), ("quartet2", True), ("nvfp4", False), ("quartet", False)],
+)
+def test_once_a_step_and_the_same_bits(recipe, checkpointed):
+    """Two steps of two micro-batches and a fused optimizer: four weights are quantised twice, not
+    four times, or eight with those that a checkpointed region repeats."""
+    plain, cached = models(lambda: nn.Sequential(Mlp(checkpointed), Mlp(checkpointed)))
+    losses, weights = train(plain, False, recipe=recipe)
+    with counted() as making:
+        cached_losses, cached_weights = train(cached, True, recipe=recipe)
+    assert all(map(torch.equal, losses, cached_losses))
+    assert all(map(torch.equal, weights, cached_weights))
+    assert making.calls == 4 * 2
+
+
+def test_under_inductor_too():
+    plain, cached = models(lambda: nn.Sequential(Mlp()))
+    losses, _ = train(plain, False, inner="inductor")
+    with counted() as making:
+        cached_losses, _ = train(cached, True, inner="inductor")
+    # Inductor compiles the cast and the quantisation of a weight together, here or in the graph.
+    assert all(map(torch.equal, losses, cached_losses))
+    assert making.calls == 2 * 2
+
+
+def test_in_inference_once_until_something_changes(tmp_path):
+    model, x = Mlp(), torch.randn(8, 64)
+    options = {**EAGER, "cache_weights": True, "dump": str(tmp_path)}
+    compiled = torch.compile(model, backend="quartet2", options=options)
+    with counted() as making, torch.no_grad():
+        first = [compiled(x) for _ in range(3)][-1]
+        assert making.calls == 2
+        model.up.weight.mul_(2)
+        assert not torch.equal(compiled(x), first) and making.calls == 3
+        model.load_state_dict(Mlp().state_dict())
+        changed = compiled(x)
+        assert making.calls == 5
+    torch._dynamo.reset()
+    with torch.no_grad():
+        plain = torch.compile(model, backend="quartet2", options=EAGER)(x)
+    assert torch.equal(changed, plain)
+    forward = (tmp_path / "graph_0" / "4_after_passes_forward.txt").read_text()
+    assert forward.count("q2.quantize(") == 2  # x of up and of down
+    assert "q2.linear_of_codes(" in (tmp_path / "graph_0" / "1_rewritten.txt").read_text()
+
+
+def test_training_and_evaluation_share_what_is_made():
+    model, x = Mlp(), torch.randn(8, 64)
+    compiled = torch.compile(model, backend="quartet2", options={**EAGER, "cache_weights": True})
+    with counted() as making:
+        with torch.no_grad():
+            compiled(x)
+        compiled(x).sum().backward()
+        assert making.calls == 2
+
+
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.a, self.b = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_the_frozen_base_of_an_adapter_is_quantised_once():
+    """Over two optimizer steps. The adapters are too small to be taken."""
+    with counted() as making:
+        train(Lora(), True)
+    assert making.calls == 1
+
+
+def test_other_spellings(tmp_path):
+    """x @ w is a transpose that is made with the codes; tied weights are looked up, too."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(48, 64)
+            self.conv = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, tokens):
+            h = self.embedding(tokens) @ self.conv
+            return F.linear(h, self.embedding.weight)
+
+    model, tokens = Tied(), torch.arange(48)
+    outputs = []
+    for cache in (False, True):
+        torch._dynamo.reset()
+        options = {**EAGER, "cache_weights": cache}
+        with counted() as making:
+            compiled = torch.compile(model, backend="quartet2", options=options)
+            outputs += [compiled(tokens), compiled(tokens)]
+        assert making.calls == 2 * cache
+    assert all(torch.equal(outputs[0], y) for y in outputs[1:])
+
+
+def test_a_weight_that_the_graph_changes_is_quantised_in_the_graph():
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            y = self.linear(x)
+            with torch.no_grad():
+                self.linear.weight.mul_(2)
+            return y + self.linear(x)
+
+    plain, cached = models(Changing)
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        expected = torch.compile(plain, backend="quartet2", options=EAGER)(x)
+        torch._dynamo.reset()
+        options = {**EAGER, "cache_weights": True}
+        with counted() as making:
+            got = torch.compile(cached, backend="quartet2", options=options)(x)
+    assert torch.equal(expected, got) and making.calls == 0
+
+
+def test_fsdp_is_refused():
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Mlp()
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        compiled = torch.compile(
+            model, backend="quartet2", options={**EAGER, "cache_weights": True}
+        )
+        with pytest.raises(Exception, match="cache_weights: FSDP gathers weights"):
+            compiled(torch.randn(8, 64))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_it_contradicts_recompute_weights():
+    with pytest.raises(ValueError, match="choose one"):
+        q2compile.Config(cache_weights=True, recompute_weights=True)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_replay_with_fresh_codes():
+    """Codes are inputs of the captured graph; a replay after a step must not see old ones."""
+    device = "cuda"
+    plain, cached = models(lambda: nn.Sequential(Mlp(), Mlp()).to(device))
+    options = {"inner": "inductor", "device": device, "steps": 6}
+    losses, weights = train(plain, False, **options)
+    with counted() as making:
+        replayed = train(cached, True, mode="reduce-overhead", **options)
+    assert all(map(torch.equal, losses, replayed[0]))
+    assert all(map(torch.equal, weights, replayed[1]))
+    assert making.calls == 4 * 6
+
+
+@pytest.mark.gpu
+def test_a_captured_quantisation_is_part_of_the_capture():
+    w = nn.Parameter(torch.randn(16, 16, device="cuda"))
+    make = Counting()
+    parts_of(w, FORM, make)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (codes,) = parts_of(w, FORM, make)
+    with torch.no_grad():
+        w.add_(1)
+    graph.replay()
+    assert make.calls == 2 and torch.equal(codes, w)
