@@ -30,6 +30,7 @@ from q2compile.matmuls import Left, Matmul, View, example, is_view_or_cast, tran
 from q2compile.names import Names
 from q2compile.recipes import RECIPES, Recipe
 from q2compile.report import Row
+from q2compile.tensor_parallel import refuse_async_inputs
 
 # Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.
 SITE, SALT = "q2_site", "q2_salt"
@@ -63,6 +64,9 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
             else:
                 row.why = row.why or _why_bf16(row, found, config)
         rows.append(row)
+    if changed:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        refuse_async_inputs(node.meta.get("example_value") for node in inputs)
     for module in changed.values():
         module.recompile()
     return rows

@@ -23,13 +23,19 @@ data-parallel ranks seeds may be equal or not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from q2compile.errors import ConfigError
+
+# Right in 2.11; in 2.13 an AttributeError in backward at best. 2.12 was not tried.
+_ASYNC_FAULT = "2.12"
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,25 @@ def _placed(t: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     """``t`` with ``placements``. Nothing where it has them: a redistribute that changes nothing is
     an all-reduce in backward when the gradient is Partial."""
     return t if t.placements == placements else t.redistribute(placements=placements)
+
+
+def refuse_async_inputs(inputs: Iterable[Any]) -> None:
+    """Raise ConfigError for an input that is a collective under way and wants a gradient, where
+    torch gets that gradient wrong.
+    """
+    if torch.__version__ < _ASYNC_FAULT:
+        return
+    for t in inputs:
+        local = getattr(t, "_local_tensor", t)
+        if isinstance(local, AsyncCollectiveTensor) and t.requires_grad:
+            raise ConfigError(
+                f"an input of the compiled code, {list(t.shape)}, is an AsyncCollectiveTensor, a "
+                "collective that has not been waited for, and torch "
+                f"{torch.__version__} loses its gradient there. Code that is not compiled made it, "
+                "often a sequence-parallel embedding: compile that together with this, or give "
+                "this x.clone(), which waits: "
+                "embedding.register_forward_hook(lambda module, args, y: y.clone())"
+            )
 
 
 def unplanned(x: Tensor, w: Tensor, bias: Tensor | None) -> str:

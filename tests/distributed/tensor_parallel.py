@@ -1,0 +1,139 @@
+"""Tensor and sequence parallel on 2 ranks, and with FSDP2 around it on 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from training import (
+    INNER,
+    LAYERS,
+    UNEVEN,
+    Model,
+    Result,
+    batches,
+    loss_of,
+    new_model,
+    run_scenarios,
+    train,
+)
+
+EAGER: dict[str, Any] = {"inner": "eager"}
+
+
+class Redundant(ParallelStyle):
+    """Every rank of the group computes the whole module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(module: nn.Module, args: Any, mesh: DeviceMesh) -> Any:
+            return (DTensor.from_local(args[0], mesh, [Replicate()]), *args[1:])
+
+        def leave(module: nn.Module, y: Any, mesh: DeviceMesh) -> Tensor:
+            return y.to_local()
+
+        return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
+
+
+def tensor_parallel(mesh: DeviceMesh, inner: int = INNER, local: bool = True) -> Model:
+    """Column- and row-wise blocks; norms and head are computed redundantly. local: the activations
+    between up and down are plain tensors."""
+    column = ColwiseParallel(use_local_output=local)
+    plan: dict[str, ParallelStyle] = {"norm": Redundant(), "head": Redundant()}
+    for i in range(LAYERS):
+        plan[f"layers.{i}.norm"] = Redundant()
+        plan[f"layers.{i}.gate"] = plan[f"layers.{i}.up"] = column
+        plan[f"layers.{i}.down"] = RowwiseParallel()
+    return parallelize_module(new_model(inner), mesh, plan)  # type: ignore[return-value]
+
+
+def sequence_parallel(mesh: DeviceMesh) -> Model:
+    """Between the matmuls each rank has half of every sequence; the vocabulary is cut, too."""
+    column = ColwiseParallel(input_layouts=Shard(1))
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in range(LAYERS):
+        plan[f"layers.{i}.norm"] = SequenceParallel()
+        plan[f"layers.{i}.gate"] = plan[f"layers.{i}.up"] = column
+        plan[f"layers.{i}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    return parallelize_module(new_model(), mesh, plan)  # type: ignore[return-value]
+
+
+def compiled(
+    parallel: Callable[[DeviceMesh], Model], options: dict[str, Any], **kwargs: Any
+) -> Result:
+    model = parallel(dist.init_device_mesh("cpu", (2,)))
+    return train(model, torch.compile(model, backend="quartet2", options=options), **kwargs)
+
+
+def uneven() -> Result:
+    """66 columns on one rank, 65 on the other."""
+    return compiled(lambda mesh: tensor_parallel(mesh, UNEVEN, local=False), EAGER)
+
+
+def embedding_outside(wait: bool) -> Result:
+    """Compiled blocks behind an eager sequence-parallel embedding."""
+    model = sequence_parallel(dist.init_device_mesh("cpu", (2,)))
+    if wait:
+        model.embed.register_forward_hook(lambda module, args, y: y.clone())
+    for layer in model.layers:
+        layer.compile(backend="quartet2", options=EAGER)
+    return train(model, model)
+
+
+def without_gradients() -> Result:
+    """The loss of the first batch, in no_grad and in inference mode."""
+    model = tensor_parallel(dist.init_device_mesh("cpu", (2,)))
+    call = torch.compile(model, backend="quartet2", options=EAGER)
+    losses = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            losses.append(loss_of(call(batches()[0]), batches()[0]).item())
+    return Result(losses=losses)
+
+
+def two_dimensional(options: dict[str, Any]) -> Result:
+    """2 x 2: halves of the batch by FSDP2, halves of the matmuls by tensor parallel."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = tensor_parallel(mesh["tensor"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    for layer in model.layers:
+        layer.compile(backend="quartet2", options=options)
+    return train(model, model, parts=2, part=mesh["data"].get_local_rank())
+
+
+ON_2_RANKS: dict[str, Callable[[], Result]] = {
+    "tensor": lambda: compiled(tensor_parallel, {}),
+    "tensor_bf16": lambda: compiled(tensor_parallel, {**EAGER, "recipe": "bf16"}),
+    "tensor_autocast": lambda: compiled(tensor_parallel, EAGER, autocast=True),
+    "sequence": lambda: compiled(sequence_parallel, EAGER),
+    "sequence_bf16": lambda: compiled(sequence_parallel, {**EAGER, "recipe": "bf16"}),
+    "uneven": uneven,
+    "embedding_outside": lambda: embedding_outside(wait=False),
+    "embedding_outside_waited_for": lambda: embedding_outside(wait=True),
+    "without_gradients": without_gradients,
+}
+ON_4_RANKS: dict[str, Callable[[], Result]] = {
+    "two_dimensional": lambda: two_dimensional(EAGER),
+    "two_dimensional_bf16": lambda: two_dimensional({**EAGER, "recipe": "bf16"}),
+}
+
+if __name__ == "__main__":
+    run_scenarios(lambda ranks: ON_2_RANKS if ranks == 2 else ON_4_RANKS)
