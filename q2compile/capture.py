@@ -28,6 +28,7 @@ aten = torch.ops.aten
 
 
 _TRANSPOSED: tuple[View, ...] = (("transpose", (0, 1)),)
+_COMPUTED = "the weight is computed, not a parameter or a view of one"
 
 
 def _linear(call: Call) -> Matmul | Left:
@@ -36,7 +37,7 @@ def _linear(call: Call) -> Matmul | Left:
     if parameter is None and w.op == "placeholder":
         return call.left("the weight is an input of the graph, and no nn.Parameter")
     if parameter is None:
-        return call.left("the weight is computed, not a parameter or a view of one")
+        return call.left(_COMPUTED, call.scope.computed_from(w))
     return call.taken(parameter, x, w, bias=bias)
 
 
@@ -58,7 +59,13 @@ def _matmul(call: Call) -> Matmul | Left:
         flip = (("transpose", (-2, -1)),)
         return call.taken(left, b, a, x_views=flip, y_views=(*flip, *added))
     experts = capture_experts.batched(call, a, b, added)
-    return call.left("activation × activation") if experts is None else experts
+    if experts is not None:
+        return experts
+    for operand in (b, a):
+        parameter = call.scope.computed_from(operand)
+        if parameter is not None:
+            return call.left(_COMPUTED, parameter)
+    return call.left("activation × activation")
 
 
 def _einsum(call: Call) -> Matmul | Left:

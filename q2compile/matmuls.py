@@ -104,6 +104,23 @@ class Scope:
             node = node.args[0] if node.args else node.kwargs.get("input")
         return None
 
+    def computed_from(self, node: object) -> nn.Parameter | None:
+        """The largest weight that ``node`` is computed from, None if an activation takes part."""
+        largest, todo, seen = None, [node], {node}
+        while todo:
+            node = todo.pop()
+            parameter = self.parameter(node)
+            if parameter is not None:
+                if parameter.ndim >= 2 and (largest is None or parameter.numel() > largest.numel()):
+                    largest = parameter
+                continue
+            assert isinstance(node, fx.Node)
+            if node.op == "placeholder":
+                return None
+            todo += [n for n in node.all_input_nodes if n not in seen]
+            seen.update(node.all_input_nodes)
+        return largest
+
 
 # Methods and functions with one tensor input whose result is that tensor, seen or stored otherwise.
 _VIEW_METHODS = frozenset(

@@ -25,9 +25,11 @@ def site_name(parameter_name: str) -> str:
     """The name a policy sees: the module's for ``weight``, else the parameter's without "_weight".
 
     "mlp.up.weight" -> "mlp.up"; "attn.in_proj_weight" -> "attn.in_proj"; "head.table" ->
-    "head.table".
+    "head.table"; "up.parametrizations.weight.original1" -> "up".
     """
     parts = [p for p in parameter_name.split(".") if p not in _WRAPPERS]
+    if len(parts) > 2 and parts[-3] == "parametrizations":
+        parts[-3:] = [parts[-2]]
     if parts[-1] == "weight" and len(parts) > 1:
         parts.pop()
     else:

@@ -107,6 +107,7 @@ LEFT = {
     "the weight is 3-D, [2, 32, 48], and the activation [5, 32]": lambda m, x: x[0] @ m.cube,
     "experts: the policy has to name them, {'cube': 'quartet2'}": lambda m, x: x @ m.cube,
     "the weight is computed": lambda m, x: F.linear(x, m.w * 2),
+    "the weight is computed, not a parameter": lambda m, x: x @ (m.v + m.w.mT).relu(),
     "the activation is float64": lambda m, x: x.double() @ m.v.double(),
     "too small": lambda m, x: x @ m.v[:, :8],
     "beta or alpha": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.v, beta=2),
@@ -120,7 +121,7 @@ LEFT = {
     "a recurrent layer": lambda m, x: torch.rnn_tanh_cell(x[0], x.new_ones(5, N), m.w, m.square),
     "a custom op": lambda m, x: torch.ops.q2_test.times(x, m.cube),
 }
-WITHOUT_WEIGHT = {"activation × activation", "attention", "the weight is computed"}
+WITHOUT_WEIGHT = {"activation × activation", "attention"}
 
 
 @torch.library.custom_op("q2_test::times", mutates_args=())
@@ -147,6 +148,13 @@ def test_what_is_not_taken_has_its_reason(why):
     assert [row.taken for row in rows] == [False]
     assert why in rows[0].why
     assert rows[0].has_parameter == (why not in WITHOUT_WEIGHT)  # strict refuses those with
+
+
+def test_a_parametrized_weight_has_its_modules_name():
+    layer = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(K, N)))
+    _, (row,) = rewritten(layer, torch.randn(2, 5, K))
+    assert (row.module, row.wanted) == ("0", True)
+    assert row.why == "the weight is computed, not a parameter or a view of one"
 
 
 def test_a_custom_op_that_looks_up_is_no_matmul():
