@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -175,7 +176,7 @@ class _Inputs:
 
     def __init__(self, gm: fx.GraphModule, weights: dict[fx.Node, int], outer: Any = None) -> None:
         self.gm = gm
-        self.weights = {w: i for w, i in weights.items() if all(map(_reads_alone, w.users))}
+        self.weights = {w: i for w, i in weights.items() if _only_read(gm, w)}
         self.outer = outer  # (the _Inputs around, the node that calls this graph)
         self.sites: dict[Site, list[fx.Node]] = {}
 
@@ -188,9 +189,10 @@ class _Inputs:
         self.gm.recompile()
 
     def _linear(self, node: fx.Node) -> None:
+        w: Any
         x, w, bias, *texts, salt = node.args
         transposed = w not in self.weights and _is_transpose(w)
-        source: Any = w.args[0] if transposed else w  # type: ignore[union-attr]
+        source: Any = w.args[0] if transposed else w
         recipe = parse(*texts)  # type: ignore[arg-type]
         if source not in self.weights or recipe.fprop is None:
             return
@@ -199,10 +201,8 @@ class _Inputs:
         node.target, node.args = _OF_CODES, (x, w, parts, bias, *texts, salt)
 
     def _region(self, node: fx.Node) -> None:
-        body: Any = self.gm.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
-        inside = body.graph.find_nodes(op="placeholder")
-        pairs = zip(inside, node.args[1:], strict=True)  # after the body itself
-        weights = {p: self.weights[w] for p, w in pairs if w in self.weights}
+        body, arguments = _region_of(self.gm, node)
+        weights = {p: self.weights[w] for p, w in arguments.items() if w in self.weights}
         _Inputs(body, weights, (self, node)).rewrite()
 
     def parts(self, site: Site, source: fx.Node) -> list[fx.Node]:
@@ -211,7 +211,8 @@ class _Inputs:
             return self.sites[site]
         if self.outer is None:
             w = example(source)
-            with w.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            assert isinstance(w, FakeTensor)
+            with w.fake_mode, torch.no_grad():
                 w = w.detach().t() if site[1].transposed else w.detach()
                 values = torch.ops.q2.quantize_weight(w, site[1].operand, site[1].dtype)
         else:
@@ -229,7 +230,7 @@ class _Inputs:
             node = graph.placeholder("weight_codes")
         node.target = node.name  # the name of the argument, unlike the name asked for unique
         node.meta["example_value"] = value
-        node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd wants one or None
+        node._dynamo_source = None  # AOTAutograd wants one or None
         return node
 
 
@@ -241,11 +242,28 @@ def _is_transpose(node: Any) -> bool:
     return (node.target == "t" or axes) and example(node).ndim == 2
 
 
-def _reads_alone(user: fx.Node) -> bool:
-    """Whether ``user`` certainly does not change a weight inside of the graph."""
-    if _is_transpose(user):
-        return all(map(_reads_alone, user.users))
-    return user.target in (_LINEAR, _OF_CODES, _CHECKPOINT, torch.nn.functional.embedding)
+def _region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+    """The graph of a checkpointed region, and its placeholders with what is given for them."""
+    body_node: Any = node.args[0]
+    body = gm.get_submodule(str(body_node.target))
+    assert isinstance(body, fx.GraphModule)
+    return body, dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
+
+
+def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
+    """Whether a weight certainly does not change inside of the graph: whether all that uses it
+    are linears and look-ups."""
+    for user in w.users:
+        if _is_transpose(user):
+            fine = _only_read(gm, user)
+        elif user.target is _CHECKPOINT:
+            body, arguments = _region_of(gm, user)
+            fine = all(_only_read(body, p) for p, given in arguments.items() if given is w)
+        else:
+            fine = user.target in (_LINEAR, _OF_CODES, torch.nn.functional.embedding)
+        if not fine:
+            return False
+    return True
 
 
 # ---- the call ---------------------------------------------------------------------------------
@@ -262,16 +280,16 @@ def with_codes(
     """
     makers: dict[Any, Callable[..., Any]] = {}
 
-    def make(w: Tensor, form: Form) -> Sequence[Tensor]:
+    def make(form: Form, w: Tensor) -> Sequence[Tensor]:
         key = (form, w.shape, w.stride(), w.dtype, w.device)
         if key not in makers:
             makers[key] = compile_form(form.graph(), [w.detach()])
         return makers[key](w.detach())
 
     def call(*args: Any) -> Any:
-        codes = []
+        codes: list[Tensor] = []
         for index, form in sites:
-            codes += parts_of(args[index], form, lambda w, form=form: make(w, form))
+            codes += parts_of(args[index], form, partial(make, form))
         return compiled(*args, *codes)
 
     return call
