@@ -482,3 +482,38 @@ def test_autocast_is_bmms(layer: Any) -> None:
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16
     assert model.up.grad.dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_cuda_gives_what_the_cpu_gives() -> None:
+    recipe = recipes.resolve("quartet2")
+    tensors = torch.randn(200, K), torch.randn(E, N, K), torch.randn(200, N)
+    results = []
+    for device in ("cpu", "cuda"):
+        x, w, dy = (t.to(device, torch.bfloat16) for t in tensors)
+        inputs = (x.requires_grad_(), w.requires_grad_())
+        offs = torch.tensor([7, 7, 150, 190], device=device)
+        y = torch.ops.q2.grouped_linear(*inputs, offs, *recipe.texts(), 0)
+        results.append([t.cpu() for t in (y, *torch.autograd.grad(y, inputs, dy))])
+    (y, *grads), (y_cuda, *grads_cuda) = results
+    torch.testing.assert_close(y_cuda, y, rtol=2**-7, atol=1e-3)  # neighbours in bf16
+    for ours, reference in zip(grads_cuda, grads, strict=True):
+        assert cosine(ours, reference) > 0.97  # other coins
+        assert ours.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_no_op_reads_the_offsets_on_the_host() -> None:
+    scheme = "nvfp4_46_pow2"
+    offs = torch.tensor([16, 16, 160, 192], dtype=torch.int32, device="cuda")
+    padded = torch.tensor([128, 128, 384, 512], dtype=torch.int32, device="cuda")
+    x, w = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in ((200, 64), (E * 96, 64)))
+    qx, qx_t, qw = (torch.ops.q2.quantize(t, None, None, scheme, 0) for t in (x, x.t(), w))
+    for mode in ("default", "error"):  # kernels are compiled and checked at their first call
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            torch.ops.q2.pad_groups(x, offs, padded, 512)
+            for gemm, a, b in (("fprop", qx, qw), ("wgrad", qx_t, qx_t)):
+                torch.ops.q2.grouped_gemm(*a, *b, offs, scheme, scheme, gemm, torch.bfloat16)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
