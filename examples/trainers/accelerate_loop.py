@@ -1,0 +1,62 @@
+"""A loop of one's own with accelerate: compile the model, then let accelerate prepare it.
+
+Accelerator(dynamo_backend=...) takes only the names that accelerate lists, so it stays unset.
+
+    python examples/trainers/accelerate_loop.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Classifier(nn.Module):
+    """The sign of a projection of x, in 16 directions, by a network of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def train(
+    steps: int, options: dict[str, object], cpu: bool = False
+) -> tuple[nn.Module, list[float]]:
+    """Train for ``steps`` optimizer steps of two micro-batches each; return model and losses."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=cpu)
+    torch.manual_seed(0)
+    x = torch.randn(64 * steps, 64)
+    y = (x @ torch.randn(64, 16) > 0).float()
+    model = Classifier()
+    model.compile(backend="quartet2", options=options)  # the one line that q2compile needs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(x, y), batch_size=32)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = F.binary_cross_entropy_with_logits(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return accelerator.unwrap_model(model), losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=40)
+    _, losses = train(parser.parse_args().steps, {"recipe": "quartet2"})
+    print(f"loss: first {losses[0]:.3f}, last {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

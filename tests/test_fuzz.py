@@ -1,0 +1,303 @@
+"""Random small graphs, policies, shapes and strides (hypothesis): what runs without q2compile runs
+with it, and with every policy bf16 the results are the same bits.
+
+    Q2COMPILE_FUZZ=2000 .venv/bin/python -m pytest tests/test_fuzz.py     more cases of each
+"""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from q2compile.errors import BackendError
+from q2compile.recipes import RECIPES
+
+CASES = int(os.environ.get("Q2COMPILE_FUZZ", "40"))
+FUZZ = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
+FUZZ_INDUCTOR = settings(max_examples=max(2, CASES // 20), suppress_health_check=list(HealthCheck))
+
+SIZES = st.sampled_from((1, 2, 15, 16, 17, 24, 32, 48, 63, 64, 80, 129))
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
+
+# Each step takes the current activation x [..., K] and a draw function, and returns the next one.
+# A step that needs a weight asks the program for one, by shape and a way to store it.
+
+
+def _linear(program, x):
+    return F.linear(x, program.weight("nk", x.shape[-1]), program.bias())
+
+
+def _matmul(program, x):
+    return x @ program.weight("kn", x.shape[-1])
+
+
+def _method(program, x):
+    return x.matmul(program.weight("kn", x.shape[-1]))
+
+
+def _transposed(program, x):
+    w = program.weight("nk", x.shape[-1])
+    return x @ program.choose((w.t(), w.mT, w.transpose(0, 1), w.transpose(-1, -2)))
+
+
+def _cast_weight(program, x):
+    w = program.weight("nk", x.shape[-1])
+    return F.linear(x.to(torch.bfloat16), w.to(torch.bfloat16)).to(x.dtype)
+
+
+def _addmm(program, x):
+    flat = x.reshape(-1, x.shape[-1])
+    w = program.weight("kn", x.shape[-1])
+    bias = program.choose((torch.zeros((), dtype=x.dtype), program.last_bias))
+    return torch.addmm(bias, flat, w).unflatten(0, x.shape[:-1])
+
+
+def _einsum(program, x):
+    w = program.weight("nk", x.shape[-1])
+    if x.ndim != 3:
+        return torch.einsum("...k,nk->...n", x, w)
+    equation = program.choose(("btk,nk->btn", "btk,nk->bnt", "btk,nk->ntb"))
+    y = torch.einsum(equation, x, w)
+    return {"btn": y, "bnt": y.transpose(1, 2), "ntb": y.permute(2, 1, 0)}[equation[-3:]]
+
+
+def _left(program, x):
+    """w @ xᵀ, transposed back."""
+    return (program.weight("nk", x.shape[-1]) @ x.transpose(-2, -1)).transpose(-2, -1)
+
+
+def _sliced_weight(program, x):
+    w = program.weight("nk", x.shape[-1])
+    half = max(1, w.shape[0] // 2)
+    return F.linear(x, program.choose((w[:half], w[half:], w[::2], w.narrow(0, 0, half))))
+
+
+def _split_weight(program, x):
+    w = program.weight("nk", x.shape[-1])
+    a, *rest = w.chunk(2)
+    return torch.cat([F.linear(x, a), *(F.linear(x, r) for r in rest)], -1)
+
+
+def _tied(program, x):
+    """One weight there and back."""
+    w = program.weight("nk", x.shape[-1])
+    return F.linear(x, w) @ w
+
+
+def _product_of_activations(program, x):
+    return (x @ x.transpose(-2, -1)).softmax(-1) @ x
+
+
+def _looked_up(program, x):
+    table = program.weight("nk", x.shape[-1])
+    rows = torch.arange(x.shape[-2]) % table.shape[0]
+    return x + table[rows]
+
+
+def _norm(program, x):
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def _gated(program, x):
+    return F.silu(x) * x.abs().sqrt()
+
+
+def _residual(program, x):
+    return x + program.input[..., :1]
+
+
+def _expanded(program, x):
+    return x[..., :1].expand(x.shape)
+
+
+def _strided(program, x):
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _every_other(program, x):
+    return x[..., ::2] if x.shape[-1] > 1 else x
+
+
+def _detached(program, x):
+    return x + x.detach()
+
+
+def _double(program, x):
+    return x.to(torch.float64).to(x.dtype)
+
+
+STEPS = (
+    [_linear, _matmul, _method, _transposed, _cast_weight, _addmm, _einsum, _left, _sliced_weight]
+    + [_split_weight, _tied, _product_of_activations, _looked_up, _norm, _gated, _residual]
+    + [_expanded, _strided, _every_other, _detached, _double]
+)
+
+
+class Program(nn.Module):
+    """A chain of steps. The first call, eager, makes the weights; later ones use them in order."""
+
+    def __init__(self, steps, choices, widths, dtype, frozen):
+        super().__init__()
+        self.steps, self.choices, self.widths = steps, choices, widths
+        self.dtype, self.frozen = dtype, frozen
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.made = False
+
+    def forward(self, x):
+        self.input, self.next_choice, self.next_weight, self.next_bias = x, 0, 0, 0
+        self.last_bias = None
+        for step in self.steps:
+            x = step(self, x)
+        return x
+
+    def choose(self, options):
+        self.next_choice += 1
+        options = [o for o in options if o is not None]
+        return options[self.choices[self.next_choice % len(self.choices)] % len(options)]
+
+    def weight(self, order, k):
+        """[N, K] or [K, N], contiguous or not, with N of the program's widths."""
+        i, self.next_weight = self.next_weight, self.next_weight + 1
+        if not self.made:
+            n = self.widths[i % len(self.widths)]
+            shape = (n, k) if order == "nk" else (k, n)
+            made = torch.randn(shape, dtype=self.dtype) / k**0.5
+            if self.choices[i % len(self.choices)] % 3 == 0:  # stored the other way round
+                made = made.t().contiguous().t()
+            self.weights.append(nn.Parameter(made, requires_grad=i not in self.frozen))
+        return self.weights[i]
+
+    def bias(self):
+        """One for the last weight, [N, K], or None."""
+        i, self.next_bias = self.next_bias, self.next_bias + 1
+        if self.choices[i % len(self.choices)] % 2:
+            return None
+        if not self.made:
+            self.biases.append(nn.Parameter(torch.randn(len(self.weights[-1]), dtype=self.dtype)))
+        used = sum(1 for j in range(i) if not self.choices[j % len(self.choices)] % 2)
+        return self.biases[used]
+
+
+@st.composite
+def programs(draw):
+    """A program, an input that it runs on eagerly, and a policy for its weights."""
+    steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=5))
+    choices = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    widths = draw(st.lists(SIZES, min_size=1, max_size=3))
+    dtype, ndim = draw(DTYPES), draw(st.sampled_from((2, 2, 3, 4)))
+    shape = [draw(SIZES) for _ in range(2)]
+    shape = [draw(st.sampled_from((1, 2, 3))) for _ in range(ndim - 2)] + shape
+    torch.manual_seed(draw(st.integers(0, 3)))
+    x = torch.randn(shape, dtype=dtype)
+    if draw(st.booleans()):
+        x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    x.requires_grad_(draw(st.booleans()))
+    frozen = draw(st.sets(st.integers(0, 3), max_size=2))
+    program = Program(steps, choices, widths, dtype, frozen)
+    program(x)
+    program.made = True
+    recipes = st.sampled_from((*RECIPES, "quartet2"))
+    rule = recipes | st.fixed_dictionaries(
+        {"recipe": recipes}, optional=dict.fromkeys(("fprop", "dgrad", "wgrad"), st.just("bf16"))
+    )
+    pattern = st.sampled_from(("*", "weights.0", "weights.[12]", r"re:weights\.\d", "nothing"))
+    options = {
+        "recipe": draw(recipes),
+        "policy": draw(st.dictionaries(pattern, rule, max_size=2)),
+        "global_scale": draw(st.sampled_from(("pow2", "exact"))),
+    }
+    return program, x, options
+
+
+def run(call, program, x, seed=0):
+    """Output and gradients, or None for what takes no gradient."""
+    torch.manual_seed(seed)
+    program.zero_grad()
+    x.grad = None
+    y = call(x)
+    if y.requires_grad:
+        y.float().square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in program.parameters())]
+
+
+def compiled(program, options, **kwargs):
+    torch._dynamo.reset()
+    return torch.compile(program, backend="quartet2", options=options, **kwargs)
+
+
+def assert_never_crashes(case, inner, **kwargs):
+    """Shapes, dtypes and which gradients there are, as without q2compile; and finite results."""
+    program, x, options = case
+    expected = run(program, program, x)
+    try:
+        got = run(compiled(program, {**options, "inner": inner}, **kwargs), program, x)
+    except BackendError as error:
+        if not isinstance(error, ValueError):
+            raise
+        assert "exact" in str(error)  # options that contradict each other are refused in words
+        return
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert a.isfinite().all() or not b.isfinite().all()
+
+
+def assert_bf16_changes_no_bit(case, inner):
+    program, x, options = case
+    bf16 = {"inner": inner, "recipe": "bf16", "policy": dict.fromkeys(options["policy"], "bf16")}
+    got = run(compiled(program, bf16), program, x)
+    torch._dynamo.reset()
+    plain = "inductor" if inner == "inductor" else "aot_eager_decomp_partition"
+    own = run(torch.compile(program, backend=plain), program, x)
+    for a, b in zip(got, own, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b) or (a.isnan() == b.isnan()).all()
+
+
+@FUZZ
+@given(programs())
+def test_a_rewritten_graph_runs_where_the_original_does(case):
+    assert_never_crashes(case, "eager")
+
+
+@FUZZ
+@given(programs())
+def test_with_every_policy_bf16_no_bit_changes(case):
+    assert_bf16_changes_no_bit(case, "eager")
+
+
+@FUZZ
+@given(programs())
+def test_dynamic_shapes(case):
+    assert_never_crashes(case, "eager", dynamic=True)
+
+
+@FUZZ_INDUCTOR
+@given(programs())
+def test_under_inductor(case):
+    assert_never_crashes(case, "inductor")
+
+
+@FUZZ_INDUCTOR
+@given(programs())
+def test_bf16_under_inductor(case):
+    assert_bf16_changes_no_bit(case, "inductor")
+
+
+def test_the_programs_have_matmuls_to_take():
+    """The fuzz would prove nothing if Dynamo skipped the programs."""
+    from q2compile import explain
+
+    torch.manual_seed(0)
+    steps = [s for s in STEPS if s is not _every_other]
+    program = Program(steps, [0, 1, 2], [32, 64], torch.float32, set())
+    x = torch.randn(2, 24, 32)
+    program(x)
+    program.made = True
+    report = explain(program, x, options={"inner": "eager"})
+    assert report.graphs == 1
+    assert sum(row.taken for row in report.rows) == sum(r.has_parameter for r in report.rows) > 8

@@ -1,0 +1,97 @@
+"""The examples of examples/trainers, with real trainers, and torchtitan's way to call a backend."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import assert_close, gradients, new_model
+
+from q2compile.config import CONFIG_FILE_VARIABLE
+from q2compile.dump import DumpFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(DumpFolder, "_open", {})
+    monkeypatch.syspath_prepend(ROOT / "examples" / "trainers")
+
+
+def example(name):
+    """A module of examples/trainers; skipped where its trainer is not installed."""
+    trainer = {"hf_trainer": "accelerate", "accelerate_loop": "accelerate"}.get(name, "lightning")
+    pytest.importorskip(trainer)
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def taken(folder):
+    rows = json.loads((folder / "report.json").read_text())
+    return [row["module"] for row in rows if row["taken"]]
+
+
+def test_hugging_face_trainer(tmp_path):
+    """Six optimizer steps of two micro-batches under bf16 autocast, and a checkpoint that the plain
+    model loads."""
+    hf_trainer = example("hf_trainer")
+    options = {"inner": "eager", "strict": True, "dump": str(tmp_path / "graphs")}
+    options["policy"] = {"lm_head": "bf16"}
+    model, loss = hf_trainer.train(str(tmp_path / "out"), 6, options)
+    assert 1 < loss < 4.16  # ln 64: it learns
+    names = taken(tmp_path / "graphs")
+    assert len(set(names)) == 14 and "model.layers.1.mlp.down_proj" in names
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    states = loaded.state_dict(), model.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_the_trainer_takes_no_backend_that_accelerate_does_not_list(tmp_path):
+    """Why the way in is Module.compile. When this fails, the name alone has become enough."""
+    example("hf_trainer")
+    from accelerate import Accelerator
+
+    with pytest.raises(ValueError, match="(?i)quartet2"):
+        Accelerator(dynamo_backend="quartet2", cpu=True)
+
+
+def test_accelerate(tmp_path):
+    loop = example("accelerate_loop")
+    options = {"inner": "eager", "strict": True, "dump": str(tmp_path)}
+    model, losses = loop.train(20, options, cpu=True)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert taken(tmp_path) == ["up", "down"]
+    assert list(model.state_dict()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+
+
+def test_lightning(tmp_path):
+    example_module = example("lightning_module")
+    options = {"inner": "eager", "strict": True, "dump": str(tmp_path)}
+    module = example_module.train(40, options, accelerator="cpu")
+    assert sum(module.losses[-5:]) < 0.8 * sum(module.losses[:5])
+    assert taken(tmp_path) == ["network.up", "network.down"]
+    assert list(module.state_dict())[0] == "network.up.weight"
+
+
+def test_a_backend_named_per_block_takes_its_options_from_the_file(tmp_path, monkeypatch):
+    """torchtitan's call, which this repeats: each block compiled by the backend's name alone, with
+    fullgraph=True. torchtitan itself is not installed here (examples/trainers/README.md)."""
+    path, graphs = tmp_path / "q2.toml", tmp_path / "graphs"
+    path.write_text(
+        f'inner = "eager"\nstrict = true\ndump = "{graphs}"\n[policy]\n"*.down" = "bf16"\n'
+        '"head" = "bf16"\n'
+    )
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
+    model = new_model()
+    for _, block in model.layers.named_children():
+        block.compile(backend="quartet2", fullgraph=True)
+    grads = gradients(model, model)
+    assert taken(graphs) == ["layers.0.up"]
+    note = (graphs / "report.txt").read_text()
+    assert "also runs equal modules: layers.1.up, layers.1.down" in note
+    plain = new_model()
+    assert_close(grads, gradients(plain, plain))

@@ -1,0 +1,322 @@
+"""The loops people train with, each around an unmodified model: what a loop may do between and
+around steps, and what must come out the same. How the model is compiled: test_ways_to_compile."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from small_model import (
+    EAGER,
+    assert_close,
+    assert_same,
+    batch,
+    gradients,
+    loss_of,
+    new_model,
+    quantised,
+)
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from q2compile import explain
+from q2compile.dump import DumpFolder
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(DumpFolder, "_open", {})
+
+
+# ---- precisions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32 masters, bf16 autocast", "pure bf16"])
+def test_a_model_learns_as_with_bf16(precision):
+    """12 steps of AdamW. BF16 gets from ln(48) = 3.9 to 1; NVFP4 stays within 0.1 nats of it."""
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled="autocast" in precision)
+    losses = {}
+    for recipe in ("bf16", "quartet2"):
+        torch._dynamo.reset()
+        model = new_model()
+        if precision == "pure bf16":
+            model.bfloat16()
+        compiled = quantised(model, recipe=recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for i in range(12):
+            with autocast:
+                loss = loss_of(compiled, *batch(i))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dtypes = {t.dtype for s in optimizer.state.values() for n, t in s.items() if n != "step"}
+        assert dtypes == {p.dtype for p in model.parameters()}
+        losses[recipe] = loss.item()
+    assert losses["bf16"] < 1.5
+    assert abs(losses["quartet2"] - losses["bf16"]) < 0.1, losses
+
+
+def scaled_step(compiled, model, scaler, dtype):
+    """One step with a loss scale; the gradients that the optimizer sees."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype):
+        loss = loss_of(compiled, *batch())
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    return grads
+
+
+def test_a_loss_scale_by_a_power_of_two_changes_no_bit_in_bf16():
+    """Codes and scales are the same, and global scales are powers of two, so they carry it."""
+    model = new_model()
+    compiled = quantised(model)
+    plain = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    state = copy.deepcopy(model.state_dict())
+    without = scaled_step(compiled, model, plain, torch.bfloat16)
+    model.load_state_dict(state)
+    assert_same(scaled_step(compiled, model, scaler, torch.bfloat16), without)
+
+
+def test_fp16_autocast_with_a_scaler():
+    """fp16 is taken: quantisers read it as fp32. A scale that overflows it gives Inf gradients, as
+    it does without q2compile: the step is skipped, the scale halved, and the next ones are right.
+    """
+    model = new_model()
+    compiled, state = quantised(model), copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
+    for _ in range(20):
+        grads = scaled_step(compiled, model, scaler, torch.float16)
+        if all(g.isfinite().all() for g in grads.values()):
+            break
+        assert_same(model.state_dict(), state)  # the step was skipped
+    assert scaler.get_scale() < 2.0**24
+    model.load_state_dict(state)
+    report = explain_under_autocast(model, torch.float16)
+    assert [(r.taken, r.dtype) for r in report.rows] == [(True, "float16")] * 5
+    assert_close(grads, gradients(model, model))
+
+
+def explain_under_autocast(model, dtype):
+    with torch.autocast("cpu", dtype):
+        return explain(model, batch()[0], options=EAGER)
+
+
+# ---- what a loop does around a step -------------------------------------------------------------
+
+
+def test_accumulated_gradients_are_the_sum_of_the_micro_batches():
+    """Bit for bit, and each micro-batch draws its own coins."""
+    model = new_model()
+    compiled = quantised(model)
+    torch.manual_seed(1)
+    alone = []
+    for i in (0, 1, 1):
+        model.zero_grad()
+        loss_of(compiled, *batch(i)).backward()
+        alone.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    torch.manual_seed(1)
+    model.zero_grad()
+    for i in (0, 1):
+        loss_of(compiled, *batch(i)).backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, alone[0][name] + alone[1][name])
+    assert not torch.equal(alone[1]["head.weight"], alone[2]["head.weight"])
+
+
+def test_evaluation_between_steps_changes_nothing():
+    """no_grad, inference_mode and eval() draw no coins and touch no gradient. They are graphs of
+    their own, as many as Inductor has."""
+    model, tokens = new_model(), batch()[0]
+    compiled = quantised(model)
+    never = gradients(compiled, model)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        y = compiled(tokens)
+    model.eval()
+    with torch.inference_mode():
+        assert torch.equal(compiled(tokens), y)
+    model.train()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(gradients(compiled, model), never)
+    ours = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    counters.clear()
+    own = torch.compile(model, backend="aot_eager")
+    gradients(own, model)
+    with torch.no_grad():
+        own(tokens)
+    model.eval()
+    with torch.inference_mode():
+        own(tokens)
+    model.train()
+    gradients(own, model)
+    assert ours == counters["stats"]["unique_graphs"]
+
+
+SAVED = (torch.ops.q2.quantize.default, torch.ops.q2.gemm.default)
+
+
+def save_some(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    # how a block is called -> how often fprop's quantisers and GEMMs run again in the backward. The
+    # last GEMM of a block is in no gradient. Two blocks of two linears: 8 operands, 2 GEMMs.
+    "non-reentrant": (partial(checkpoint, use_reentrant=False), (8, 2)),
+    "reentrant": (partial(checkpoint, use_reentrant=True), (8, 2)),
+    "selective": (
+        partial(
+            checkpoint,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, save_some),
+        ),
+        (0, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpointing_gives_the_bits_of_the_plain_loop(kind, tmp_path):
+    around, again = CHECKPOINTS[kind]
+    plain = new_model()
+    expected = gradients(quantised(plain), plain)
+    torch._dynamo.reset()
+    model = new_model(around)
+    options = {"dump": str(tmp_path), "keep_packed": False}
+    assert_same(gradients(quantised(model, **options), model), expected)
+    text = (tmp_path / "graph_0" / "3_backward.txt").read_text()
+    forward_gemm = "'nvfp4_46_pow2', 'nvfp4_46_pow2'"
+    found = text.count(" = q2.quantize("), text.count(forward_gemm)
+    assert found == again
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_around_compiled_blocks(reentrant):
+    """The checkpoint is outside of what is compiled, and runs the compiled forward again."""
+    plain = new_model()
+    for block in plain.layers:
+        block.compile(backend="quartet2", options=EAGER)
+    expected = gradients(plain, plain)
+    model = new_model(partial(checkpoint, use_reentrant=reentrant))
+    for block in model.layers:
+        block.compile(backend="quartet2", options=EAGER)
+    assert_same(gradients(model, model), expected)
+
+
+def test_compiled_autograd_gives_the_bits_of_the_plain_loop():
+    """The backward is traced and compiled again as a graph of its own, by this backend, too."""
+    model = new_model()
+    compiled = quantised(model)
+    expected = gradients(compiled, model)
+    options = {**EAGER, "strict": True, "policy": {"*": "quartet2"}}
+    backward = torch.compile(backend="quartet2", options=options)
+    with torch._dynamo.compiled_autograd._enable(backward):
+        assert_same(gradients(compiled, model), expected)
+
+
+def test_compiled_autograd_of_a_whole_training_step():
+    model, inputs = new_model(), batch()
+
+    @torch.compile(backend="quartet2", options=EAGER)
+    def train(tokens, targets):
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        return loss
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        train(*inputs)
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert_close(grads, gradients(model, model))
+    assert not torch.equal(grads["head.weight"], gradients(model, model)["head.weight"])
+
+
+def test_deterministic_algorithms():
+    """Nothing of ours needs a nondeterministic algorithm; the same seed gives the same bits."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            torch._dynamo.reset()
+            model = new_model()
+            runs.append(gradients(torch.compile(model, backend="quartet2"), model))
+        assert_same(*runs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- what is saved ------------------------------------------------------------------------------
+
+
+def trained(steps, model, optimizer, first=0):
+    for i in range(first, first + steps):
+        loss_of(model, *batch(i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_states_are_those_of_the_plain_model(tmp_path):
+    """Names, shapes, dtypes and values: nothing of q2compile is in a checkpoint of the model or of
+    the optimizer, and the plain model loads it strictly."""
+    model = new_model()
+    keys = [(n, v.shape, v.dtype) for n, v in model.state_dict().items()]
+    before = copy.deepcopy(model.state_dict())
+    model.compile(backend="quartet2", options=EAGER)
+    model(batch()[0])
+    assert_same(model.state_dict(), before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trained(3, model, optimizer)
+    assert [(n, v.shape, v.dtype) for n, v in model.state_dict().items()] == keys
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
+    states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)  # nothing but tensors
+    plain = new_model(seed=9)
+    plain.load_state_dict(states[0], strict=True)
+    assert_same(plain.state_dict(), model.state_dict())
+    own = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    own.load_state_dict(states[1])
+    trained(1, plain, own, first=3)
+    fresh = new_model(seed=9)
+    optimizer_of_fresh = torch.optim.AdamW(fresh.parameters(), lr=1e-3)
+    trained(1, fresh, optimizer_of_fresh)
+    for mine, plains in zip(own.state.values(), optimizer_of_fresh.state.values(), strict=True):
+        assert {n: (v.shape, v.dtype) for n, v in mine.items()} == {
+            n: (v.shape, v.dtype) for n, v in plains.items()
+        }
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
+    """The coins come from torch's default generator, so its state is all there is to save. The
+    second half runs on new objects, compiled afresh, under Inductor."""
+
+    def new_run(seed):
+        torch._dynamo.reset()
+        model = new_model(seed=seed)
+        model.compile(backend="quartet2")
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = new_run(0)
+    trained(2, model, optimizer)
+    torch.save(
+        (model.state_dict(), optimizer.state_dict(), torch.get_rng_state()), tmp_path / "last.pt"
+    )
+    trained(2, model, optimizer, first=2)
+    resumed, its_optimizer = new_run(5)
+    weights, moments, generator = torch.load(tmp_path / "last.pt")
+    resumed.load_state_dict(weights)
+    its_optimizer.load_state_dict(moments)
+    torch.set_rng_state(generator)
+    trained(2, resumed, its_optimizer, first=2)
+    assert_same(resumed.state_dict(), model.state_dict())
