@@ -64,7 +64,7 @@ class Config:
     mode            a mode of Inductor: "default", "reduce-overhead", "max-autotune", ...
     inductor        settings of Inductor's config for these graphs alone
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
-    disable_passes  names of post-grad passes to leave out, to find which one is at fault
+    disable_passes  names of graph passes to leave out, to find which one is at fault
     keep_packed     under activation checkpointing, keep the quantised operands of a checkpointed
                     region instead of computing them again (see `passes.keep_packed`)
     cache_weights   quantise each weight once and use the codes until it changes: in all
@@ -147,13 +147,14 @@ class Config:
 
     def _check_passes(self) -> None:
         from q2compile.passes import PASSES
+        from q2compile.passes.joint import JOINT_PASSES
 
         if isinstance(self.disable_passes, str):
             raise ConfigError(
                 f"disable_passes: got {self.disable_passes!r}; allowed: a list of names"
             )
         for name in self.disable_passes:
-            one_of("pass", name, PASSES)
+            one_of("pass", name, [*PASSES, *JOINT_PASSES])
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
 
     @cached_property

@@ -104,7 +104,7 @@ def test_packed_operands_of_a_checkpointed_region_are_kept():
     assert policies(graph) == {**expected, "gemm_default": PREFER}
     assert keep_packed_pass(graph) == 0
     # Asked for both: the weight's codes are made again.
-    assert list(JOINT_PASSES) == ["keep_packed", "recompute_weights"]
+    assert list(JOINT_PASSES)[-2:] == ["keep_packed", "recompute_weights"]
     assert recompute_weights_pass(graph) == 1
     assert policies(graph)["quantize_default"] == SAVE
     assert policies(graph)["quantize_default_1"] == AGAIN
@@ -129,6 +129,13 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     assert len(records) == 1
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
+    assert JointPasses(Config(), []).names == []
+    assert JointPasses(Config(recipe="nvfp4"), []).names == [
+        "share_operands",
+        "share_saved_rotations",
+    ]
+    left_out = ("share_operands", "share_saved_rotations")
+    assert JointPasses(Config(recipe="nvfp4", disable_passes=left_out), []).names == []
 
 
 class Mlp(nn.Module):

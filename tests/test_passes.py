@@ -4,6 +4,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from graph_builder import EDEN, Builder, q2
+from torch import nn
 
 from q2compile.config import Config
 from q2compile.dump import readable
@@ -252,6 +253,33 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
     order = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
     assert list(PASSES) == order
+
+
+class Block(nn.Module):
+    """An input that two linears share, and a chain, so that every pass has something to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate, self.up = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        h = torch.tanh(self.inner(x))
+        return torch.sigmoid(self.gate(h)) * self.up(h)
+
+
+@pytest.mark.parametrize("name", ["share_operands", "merge_seeds", "pair_directions"])
+def test_the_bits_of_a_step_are_the_same_without_a_pass(name):
+    """Loss and gradients; share_rotations draws other coins, and is tested by its distribution."""
+    results = []
+    for left_out in ((), (name,)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Block(), torch.randn(20, 32, requires_grad=True)
+        options = {"inner": "eager", "disable_passes": ("share_rotations", *left_out)}
+        loss = torch.compile(model, backend="quartet2", options=options)(x).square().mean()
+        loss.backward()
+        results.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 class TestSpec:

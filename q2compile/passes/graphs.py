@@ -44,3 +44,13 @@ def device_of(node: fx.Node) -> torch.device:
 def producer(node: fx.Node) -> Any:
     """The node of the op behind one of its outputs: getitem(op, i) -> op; else the node itself."""
     return node.args[0] if node.target is operator.getitem else node
+
+
+def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that come after an incoming gradient: the backward."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,6 +1,6 @@
 """Passes over the joint graph, forward and backward in one, before the partitioner cuts it.
 
-They change nothing that is computed. They tag nodes with torch's CheckpointPolicy, in
+Two of them change nothing that is computed. They tag nodes with torch's CheckpointPolicy, in
 ``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the partitioner what to save
 and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11 to 2.13. The min-cut
 partitioner looks at the op, the default one at the getitems, so both carry the tag.
@@ -19,23 +19,34 @@ from q2compile.config import Config
 from q2compile.passes.keep_packed import keep_packed_pass
 from q2compile.passes.manager import PassRecord, source_hash
 from q2compile.passes.recompute_weights import recompute_weights_pass
+from q2compile.passes.share_operands import share_operands_pass
+from q2compile.passes.share_rotations import share_saved_rotations_pass
 
-# In this order: asked for both, the packed activations are kept and the weights' codes are not.
 JOINT_PASSES: dict[str, Callable[[fx.Graph], int]] = {
+    "share_operands": share_operands_pass,  # for the next one: views of one x become one
+    "share_saved_rotations": share_saved_rotations_pass,
+    # In this order: asked for both, the packed activations are kept and the weights' codes are not.
     "keep_packed": keep_packed_pass,
     "recompute_weights": recompute_weights_pass,
 }
 
 
 class JointPasses(CustomGraphPass):
-    """Runs those of JOINT_PASSES that the options of the same names ask for.
+    """Runs those of JOINT_PASSES that the policy and the options ask for.
 
     first      a pass that was in Inductor's slot before us; it runs first
     records    where the PassRecord of each pass goes
     """
 
     def __init__(self, config: Config, records: list[PassRecord], first: Any = None) -> None:
-        self.names = [name for name in JOINT_PASSES if getattr(config, name)]
+        wanted = {
+            "share_operands": config.resolved_policy.random_forward,
+            "share_saved_rotations": config.resolved_policy.random_forward,
+            "keep_packed": config.keep_packed,
+            "recompute_weights": config.recompute_weights,
+        }
+        left_out = config.disable_passes
+        self.names = [name for name in JOINT_PASSES if wanted[name] and name not in left_out]
         self.records = records
         self.first = first
 

@@ -8,7 +8,13 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graphs import VIEWS_AND_CASTS, is_q2, producer, q2_nodes
+from q2compile.passes.graphs import (
+    VIEWS_AND_CASTS,
+    depending_on_tangents,
+    is_q2,
+    producer,
+    q2_nodes,
+)
 
 
 def recompute_weights_pass(graph: fx.Graph) -> int:
@@ -32,7 +38,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
     Exact: quantisation in the forward is deterministic. If w is changed in place between forward
     and backward, autograd raises, as it does for a plain linear.
     """
-    backward = _after_the_forward(graph)
+    backward = depending_on_tangents(graph)
     marked: set[fx.Node] = set()
     for gemm in q2_nodes(graph, "gemm"):
         operands: Any = gemm.args
@@ -53,16 +59,6 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
 def _with_outputs(op: fx.Node) -> list[fx.Node]:
     return [op, *(n for n in op.users if n.target is operator.getitem)]
-
-
-def _after_the_forward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on an incoming gradient."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if is_tangent or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
