@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import emulation
 import pytest
 import torch
+from emulation.coins import close_to_their_coins
 
 from q2compile.runtime_kernels.cuda import dequantize, gemm, plan, rotation
 from q2compile.runtime_kernels.cuda.launch import Launch
@@ -157,9 +158,11 @@ QUANTISERS = [
 ]
 
 
-@pytest.mark.parametrize("hw_fp4", [False, True])
-@pytest.mark.parametrize("scheme, transform", QUANTISERS)
-def test_other_schemes(hw_fp4, scheme, transform) -> None:
+@pytest.mark.parametrize(
+    "scheme, transform, hw_fp4",
+    [(*case, False) for case in QUANTISERS] + [(*QUANTISERS[i], True) for i in (0, 3, 6, 7)],
+)
+def test_other_schemes(scheme, transform, hw_fp4) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
         args = (x, *SEEDS, scheme, transform, 3)
         assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
@@ -189,6 +192,13 @@ def test_quantize(scheme) -> None:
     x = matrix(30, 200)
     amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
     args = (x, amax, SEEDS[0], scheme, 5)
+    assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
+
+
+@pytest.mark.parametrize("hw_fp4", [False, True])
+def test_stochastic_rounding_between_close_coins(hw_fp4) -> None:
+    x = close_to_their_coins(SEEDS[0], 8, 64)
+    args = (x, None, SEEDS[0], "nvfp4_sr_pow2", 1)
     assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulation.coins import close_to_their_coins
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels import doctor
@@ -102,10 +103,10 @@ def test_quantize(scheme) -> None:
     assert_same_bits(*run_both("quantize", x, amax, SEEDS[0], scheme, 2))
 
 
-def test_stochastic_rounding_of_many_numbers() -> None:
-    """2^25 numbers: coins that only the last bits of a fraction decide on are among them."""
-    x = matrix((4096, 8192), torch.bfloat16)
-    assert_same_bits(*run_both("rht_quantize", x, SEEDS[0], "nvfp4_sr_pow2", "rht128", False, 0))
+def test_stochastic_rounding_between_close_coins() -> None:
+    """See close_to_their_coins."""
+    x = close_to_their_coins(SEEDS[0], 64, 256)
+    assert_same_bits(*run_both("quantize", x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced", "every second"])

@@ -17,12 +17,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from q2compile.runtime_kernels.cuda import nvrtc, rotation, sass
+import torch
+from kernels import CASES, Case
+
+from q2compile.runtime_kernels.cuda import nvrtc, plan, sass
+from q2compile.runtime_kernels.cuda.launch import Launch
+from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.transforms import get_transform
 
 OUT = Path(__file__).parent / "results" / "kernel_instructions.json"
 ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
 SHAPE = (8192, 4096)
-BF16, NVFP4 = 0, 3
 # Instructions issued a cycle and scheduler while a multiprocessor was busy (ncu, KERNEL_LOG.md).
 ISSUE_SHARE = 0.75
 
@@ -43,19 +48,25 @@ GPUS = [
     Gpu("B200", "sm_100a", 148, 1.85, 8000),
     Gpu("RTX 5090", "sm_120a", 170, 2.41, 1792),
 ]
-# Phase 1 of each kernel, and its bytes an element.
-KERNELS = {
-    "rht_quantize_row": (rotation.rotate_launch(BF16, 128, True, True, False, True), 2.75),
-    "rht_quantize_col": (rotation.rotate_launch(BF16, 128, True, False, True, True), 2.75),
-    "rht_quantize_both": (rotation.rotate_launch(BF16, 128, True, True, True, True), 3.5),
-    "requantize": (rotation.rotate_launch(NVFP4, 128, True, False, True, True), 1.3125),
-}
+# Where coins are so close to a fraction that all its bits count, it is converted to an integer.
+RARE = "F2I"
+DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
+
+
+def main_launch(case: Case) -> Launch:
+    """The launch of a case that makes the codes."""
+    scheme = None if case.source == "bf16" else get_scheme(case.source)
+    source = plan.SOURCES[scheme.format if scheme else torch.bfloat16]
+    directions = DIRECTIONS["col" if case.kind == "requantize" else case.kind]
+    return plan.rotate_launch(
+        source, get_transform(case.transform), get_scheme(case.scheme), *directions
+    )
 
 
 def count(name: str, architecture: str) -> tuple[float, dict[str, float]]:
     """Instructions an element: all, and of the commonest kinds."""
-    launch, _ = KERNELS[name]
-    loop = sass.disassemble(nvrtc.cubin(launch.variant, architecture)).hot_loop()
+    variant = main_launch(CASES[name]).variant
+    loop = sass.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
     common = {kind: round(n / ELEMENTS_A_THREAD, 2) for kind, n in loop.most_common(8)}
     return sum(loop.values()) / ELEMENTS_A_THREAD, common
 
@@ -77,7 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     major, minor = nvrtc.version()
     rows = []
-    for name, (_, bytes_) in KERNELS.items():
+    for name, case in CASES.items():
+        bytes_ = case.bytes()
         for gpu in GPUS:
             instructions, common = count(name, gpu.architecture)
             microseconds, bound = predict(instructions, bytes_, gpu)
@@ -97,7 +109,7 @@ def main() -> None:
                 }
             )
             print(
-                f"{name:18} {gpu.architecture:8} {instructions:6.1f} instructions an element  "
+                f"{name:21} {gpu.architecture:8} {instructions:6.1f} instructions an element  "
                 f"{gpu.name:9} {microseconds:6.1f} us, bound by {bound}"
             )
     args.out.parent.mkdir(parents=True, exist_ok=True)

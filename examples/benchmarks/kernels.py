@@ -5,7 +5,8 @@
 One unit is the time of copying the bf16 tensor to another place on the device, in the same run.
 Each kernel is captured into a CUDA graph of several calls over rotating inputs, so that neither
 the host nor the cache is timed; kernels and copy take turns, and the ratio of each round enters a
-median. Both phases of a quantiser are included, allocations are not (they are made in the capture).
+median. All launches of an op are included, allocations are not (they are made in the capture). The
+host's own cost is timed apart, on a small matrix.
 
 The floor is what the bytes alone would take: bytes moved over the copy's, at the copy's speed.
 """
@@ -19,29 +20,69 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cuda import nvrtc, rotation
+from q2compile.runtime_kernels.cuda import gemm, nvrtc, rotation
 from q2compile.runtime_kernels.cuda.dequantize import dequantize
+from q2compile.runtime_kernels.schemes import get_scheme
 
 assert runtime_kernels  # importing it registers the ops
 OUT = Path(__file__).parent / "results" / "kernels.json"
-SCHEME, SOURCE, TRANSFORM = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2", "rht128"
 INPUTS = 4  # 4 x 64 MiB at least: more than the L2 cache holds
 CALLS = 8  # a graph
 ROUNDS = 40
-# Bytes an element: read, then written (phase 2 moves 1/16 of the elements, 5 bytes each).
-BYTES = {
-    "copy": 2 + 2,
-    "rht_quantize_row": 2 + 0.75 + 5 / 16,
-    "rht_quantize_col": 2 + 0.75 + 5 / 16,
-    "rht_quantize_both": 2 + 2 * (0.75 + 5 / 16),
-    "requantize": 0.5625 + 0.75 + 5 / 16,
-    "dequantize": 0.5625 + 2,
+STREAM = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operand of a recipe, and what making it moves.
+
+    kind: "row", "col", "both" (of a bf16 matrix), "requantize" (of codes in `source`, along cols)
+    """
+
+    kind: str
+    scheme: str
+    transform: str
+    source: str = "bf16"
+
+    def bytes(self) -> float:
+        """An element: read and written by all launches."""
+        spec = get_scheme(self.scheme)
+        read = 2.0 if self.source == "bf16" else 0.5 + 1 / get_scheme(self.source).width
+        directions = 2 if self.kind == "both" else 1
+        if spec.global_scale == "exact" and spec.rounding != "ms_eden":
+            return 2 * read + directions * (0.5 + 1 / 16)
+        if spec.format == "mxfp4":
+            return read + directions * (0.5 + 1 / 32)
+        return read + directions * (0.5 + 4 / 16 + 5 / 16)  # worths written, read, made scales of
+
+
+EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
+CASES = {
+    # quartet2
+    "rht_quantize_row": Case("row", EDEN, "rht128"),
+    "rht_quantize_col": Case("col", EDEN, "rht128"),
+    "rht_quantize_both": Case("both", EDEN, "rht128"),
+    "requantize": Case("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
+    # the other recipes
+    "tetrajet2_both": Case("both", SR, "rht128"),
+    "tetrajet2_requantize": Case("requantize", SR, "rht128", "nvfp4_pow2"),
+    "tetrajet2_exact_both": Case("both", "nvfp4_sr", "rht128"),
+    "nvfp4_dgrad_row": Case("row", SR, "none"),
+    "nvfp4_wgrad_col": Case("col", SR, "rht16"),
+    "nvfp4_wgrad_x_col": Case("col", "nvfp4_pow2", "rht16"),
+    "mxfp4_both": Case("both", "mxfp4_sr", "rht64"),
+    "mxfp4_col": Case("col", "mxfp4_sr", "rht64"),
+    "quartet_both": Case("both", "mxfp4_rtn34", "rht32"),
+    "quartet_requantize": Case("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
 }
+DEQUANTIZED = "nvfp4_46_pow2"
+BYTES = {"copy": 4.0, "dequantize": 0.5625 + 2} | {n: c.bytes() for n, c in CASES.items()}
 
 
 def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
@@ -49,36 +90,33 @@ def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
     device = torch.device("cuda", torch.cuda.current_device())
     xs = [torch.randn(rows, cols, device=device).bfloat16() for _ in range(INPUTS)]
     target = torch.empty_like(xs[0])
-    row_seed, col_seed = (torch.tensor(s, device=device) for s in (1, 2))
-    packed = [torch.ops.q2.quantize(x, None, None, SOURCE, 0) for x in xs]
-    args = (SCHEME, TRANSFORM)
+    seeds = [torch.tensor(s, device=device) for s in (1, 2)]
+    sources = {case.source for case in CASES.values()} - {"bf16"}
+    packed = {s: [torch.ops.q2.quantize(x, None, None, s, 0) for x in xs] for s in sources}
 
-    def row(x):
-        return rotation.rht_quantize(x, row_seed, *args, False, 0)
+    def call(case: Case, i: int):
+        scheme, transform = case.scheme, case.transform
+        if case.kind == "requantize":
+            operand = packed[case.source][i]
+            args = (seeds[1], case.source, scheme, transform, cols, STREAM)
+            return lambda: rotation.requantize(*operand, *args)
+        x = xs[i]
+        if case.kind == "both":
+            return lambda: rotation.rht_quantize_both(x, *seeds, scheme, transform, STREAM)
+        if transform == "none":
+            return lambda: rotation.quantize(x, None, seeds[0], scheme, STREAM)
+        transpose = case.kind == "col"
+        return lambda: rotation.rht_quantize(x, seeds[0], scheme, transform, transpose, STREAM)
 
-    def col(x):
-        return rotation.rht_quantize(x, col_seed, *args, True, 0)
+    def widen(i: int):
+        operand = packed[DEQUANTIZED][i]
+        return lambda: dequantize(*operand, DEQUANTIZED, cols, torch.bfloat16)
 
-    def both(x):
-        return rotation.rht_quantize_both(x, row_seed, col_seed, *args, 0)
-
-    def requantize(p):
-        return rotation.requantize(*p, col_seed, SOURCE, *args, cols, 1)
-
-    def widen(p):
-        return dequantize(*p, SOURCE, cols, torch.bfloat16)
-
-    def bind(function, inputs):
-        return [lambda i=i: function(i) for i in inputs]
-
-    return {
-        "copy": bind(target.copy_, xs),
-        "rht_quantize_row": bind(row, xs),
-        "rht_quantize_col": bind(col, xs),
-        "rht_quantize_both": bind(both, xs),
-        "requantize": bind(requantize, packed),
-        "dequantize": bind(widen, packed),
+    calls: dict[str, list[Callable[[], object]]] = {
+        "copy": [lambda x=x: target.copy_(x) for x in xs],
+        "dequantize": [widen(i) for i in range(INPUTS)],
     }
+    return calls | {n: [call(c, i) for i in range(INPUTS)] for n, c in CASES.items()}
 
 
 def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
@@ -109,16 +147,39 @@ def time_in_turns(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, list[flo
     return {n: [1e3 * r[n][0].elapsed_time(r[n][1]) / CALLS for r in events] for n in graphs}
 
 
-def host_microseconds(calls: list[Callable[[], object]], count: int = 400) -> float:
+def host_microseconds(call: Callable[[], object], count: int = 400) -> float:
     """What a call costs the host, with the device never in its way. Median of 5."""
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(count):
-            calls[0]()
+            call()
         times.append((time.perf_counter() - start) / count * 1e6)
     return statistics.median(times)
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """What the host is timed at: one launch alone, whole ops through torch's dispatcher, and a
+    copy for comparison, on a small matrix."""
+    x = torch.randn(256, 256, device="cuda").bfloat16()
+    y, seed = torch.empty_like(x), torch.tensor(1, device="cuda")
+    packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
+    launch, at = gemm.swizzle_launch(), packed[1].data_ptr()
+    return {
+        "host_launch": lambda: launch(x.device.index, (1, 1), at, at, 0, 0, 0, 1, 0),
+        "host_copy": lambda: torch.ops.aten.copy_(y, x),
+        "host_rht_quantize": lambda: torch.ops.q2.rht_quantize(x, seed, EDEN, "rht128", False, 0),
+        "host_rht_quantize_both": lambda: torch.ops.q2.rht_quantize_both(
+            x, seed, seed, EDEN, "rht128", 0
+        ),
+        "host_requantize": lambda: torch.ops.q2.requantize(
+            *packed, seed, DEQUANTIZED, EDEN, "rht128", 256, 1
+        ),
+        "host_dequantize": lambda: torch.ops.q2.dequantize(
+            *packed, DEQUANTIZED, 256, torch.bfloat16
+        ),
+    }
 
 
 def measure(rows: int, cols: int, about: dict) -> list[dict]:
@@ -140,7 +201,7 @@ def measure(rows: int, cols: int, about: dict) -> list[dict]:
         }
         results.append(result)
         print(
-            f"{name:20} {rows}x{cols:<6} {micro:8.1f} us {ratio:6.2f} copies "
+            f"{name:22} {rows}x{cols:<6} {micro:8.1f} us {ratio:6.2f} copies "
             f"(floor {result['floor']:.2f}) {result['gb_per_s']:6} GB/s"
         )
     return results
@@ -168,13 +229,13 @@ def main() -> None:
     for shape in args.shapes.split(","):
         rows, cols = (int(n) for n in shape.split("x"))
         results += measure(rows, cols, about)
-    for name, calls in cases(256, 256).items():
-        micro = host_microseconds(calls)
+    for name, call in host_calls().items():
+        micro = host_microseconds(call)
         results.append(
-            {"name": f"host_{name}", "shape": [256, 256], "ratio": round(micro, 2)}
+            {"name": name, "shape": [256, 256], "ratio": round(micro, 2)}
             | {"unit": "host microseconds a call", **about}
         )
-        print(f"{name:20} {micro:8.1f} us of the host a call")
+        print(f"{name:22} {micro:8.1f} us of the host a call")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
 

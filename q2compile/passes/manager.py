@@ -11,14 +11,16 @@ from importlib.resources import files
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from q2compile.compat import CustomGraphPass, graph_kind
 from q2compile.config import Config
 from q2compile.errors import BackendError
 from q2compile.faults import copied
 from q2compile.passes import PASSES
-from q2compile.passes.graphs import op_counts
+from q2compile.passes.graphs import op_counts, q2_nodes
 from q2compile.passes.spec import check_spec
+from q2compile.runtime_kernels.registry import ops, warm_up
 
 
 @dataclass
@@ -96,6 +98,8 @@ class PassManager(CustomGraphPass):
         self.running = "the check after the passes"
         graph.lint()
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
+        self.running = "the loading of kernels"
+        _load_kernels(graph)
         if self.observe:
             self.observe(graph, kind, "after")
 
@@ -108,6 +112,15 @@ class PassManager(CustomGraphPass):
             return own
         other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
         return None if other is None else (own, other)
+
+
+def _load_kernels(graph: fx.Graph) -> None:
+    """Compiles and loads what the graph's ops will launch, now rather than at their first call,
+    which may stand in a CUDA graph capture."""
+    for node in q2_nodes(graph):
+        name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
+        if name in ops():
+            warm_up(name, map_arg(node.args, lambda n: n.meta["val"]))
 
 
 @cache

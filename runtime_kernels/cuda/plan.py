@@ -31,7 +31,6 @@ from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform
 # Sources of rotate_quantize.cu: what x is; for mxfp4 and nvfp4 codes, in their scheme's format.
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
 _FP32 = SOURCES[torch.float32]
-_PACKED = (SOURCES["nvfp4"], SOURCES["mxfp4"])
 _TILE = 128
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
 # The parameter structs, for Python's struct module.
@@ -99,7 +98,7 @@ def rotate_launch(
     # How far above the largest code a block's largest can come out, and what rounds that down.
     clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
-    threads, blocks_per_multiprocessor = _shape(source, spec, rows)
+    threads, blocks_per_multiprocessor = _shape(spec, rows)
     return _rotate_launch(
         threads,
         _TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2),
@@ -142,16 +141,16 @@ def _align_launch(**defines: int) -> Launch:
     return launch("align_scales.cu", _ALIGN, threads=256, overlaps=True, defines=defines)
 
 
-def _shape(source: int, spec: Scheme, rows: bool) -> tuple[int, int]:
+def _shape(spec: Scheme, rows: bool) -> tuple[int, int]:
     """Threads of a thread block, and thread blocks on a multiprocessor at once.
 
     A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor;
-    with coins and codes of the next tile beside them it needs more. A tile has half as many columns
-    as a block has threads; along rows it must hold a chunk of 128.
+    with coins beside them it needs more, and along columns alone fewer threads are as fast. A tile
+    has half as many columns as a block has threads; along rows it must hold a chunk of 128.
     """
     if rows:
         return 256, 2
-    return 128, 3 if source in _PACKED and spec.rounding == "sr" else 4
+    return 128, 3 if spec.rounding == "sr" else 4
 
 
 def launches(
@@ -218,7 +217,7 @@ def make_plan(
     directions: along rows, along columns.
     """
     _, m, k, *_ = extents
-    threads, blocks_per_multiprocessor = _shape(source, spec, directions[0])
+    threads, blocks_per_multiprocessor = _shape(spec, directions[0])
     across = max(1, ceil_div(k, threads // 2))
     tiles = ceil_div(m, _TILE) * across
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
