@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from q2compile.config import Config
 from q2compile.matmuls import Matmul
 from q2compile.recipes import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.schemes import SCHEMES
@@ -121,13 +122,16 @@ class Step:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Sizes of a layer, and how many matmuls share its x."""
+    """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are made in
+    a forward and backward.
+    """
 
     t: Any
     n: Any
     k: Any
     experts: int = 1
     x_users: int = 1
+    w_quantised: int = 1
 
     def elements(self, role: str) -> Any:
         """Of x, w, dy, or y."""
@@ -179,7 +183,8 @@ def recipe_steps(recipe: Recipe, layer: _Layer, gemms: Iterable[str]) -> list[St
                 if name == "dgrad":
                     steps.append(_both_directions(layer, operand))
             else:
-                steps += _quantiser(recipe, layer, name, role, operand)
+                times = layer.w_quantised if (name, role) == ("fprop", "w") else 1
+                steps += times * _quantiser(recipe, layer, name, role, operand)
         packed = sum(
             packed_bits(o.scheme) * layer.elements(role)
             for role, o in zip(GEMMS[name], (gemm.a, gemm.b), strict=True)
@@ -291,7 +296,11 @@ class Prediction:
 
 
 def predict(
-    recipe: Recipe, shape: tuple[Any, ...], gemms: Iterable[str] = tuple(GEMMS), x_users: int = 1
+    recipe: Recipe,
+    shape: tuple[Any, ...],
+    gemms: Iterable[str] = tuple(GEMMS),
+    x_users: int = 1,
+    w_quantised: int = 1,
 ) -> Prediction | None:
     """The cost of a layer of ``shape`` (T, N, K), or (E, T, N, K) for experts.
 
@@ -305,7 +314,7 @@ def predict(
     if None in hints or 0 in hints:
         return None
     t, n, k = map(_expression, shape[-3:])
-    layer = _Layer(t, n, k, experts, x_users)
+    layer = _Layer(t, n, k, experts, x_users, w_quantised)
     concrete = replace(layer, **dict(zip("tnk", hints, strict=True)))
     steps = recipe_steps(recipe, layer, gemms)
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
@@ -340,9 +349,10 @@ def deciding_device() -> Device:
     return DEVICES[0]
 
 
-def predict_matmul(found: Matmul, recipe: Recipe) -> Prediction | None:
+def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction | None:
     """The prediction for a matmul of a Dynamo graph, for the GEMMs that it will run: without
-    gradients fprop alone, for a frozen weight no wgrad.
+    gradients fprop alone, for a frozen weight no wgrad. A weight whose codes are cached is not
+    quantised.
     """
     x, _, _ = found.operands()
     gemms = ["fprop"]
@@ -350,7 +360,9 @@ def predict_matmul(found: Matmul, recipe: Recipe) -> Prediction | None:
         gemms += ["dgrad"] * x.requires_grad + ["wgrad"] * found.parameter.requires_grad
     kin = (found.node.target, getattr(torch.ops.q2, found.op).default)  # those already rewritten
     x_users = 1 if found.x_views else sum(user.target in kin for user in found.x.users)
-    return predict(recipe, found.shape, gemms, max(x_users, 1))
+    again = config.recompute_weights and "dgrad" in gemms
+    w_quantised = 0 if config.cache_weights else 1 + again
+    return predict(recipe, found.shape, gemms, max(x_users, 1), w_quantised)
 
 
 def why_left(prediction: Prediction | None) -> str:

@@ -54,7 +54,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
             row.recipe, row.wanted = recipe.name, recipe.quantises
         if isinstance(found, Matmul):
             _refuse_shared(found, recipe, names, config)
-            recipe = _predicted(row, found, recipe)
+            recipe = _predicted(row, found, recipe, config)
             row.fprop, row.dgrad, row.wgrad = recipe.texts()
             if recipe.quantises:
                 replace_by_linear(found, recipe, salt)
@@ -72,11 +72,11 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     return rows
 
 
-def _predicted(row: Row, found: Matmul, recipe: Recipe) -> Recipe:
+def _predicted(row: Row, found: Matmul, recipe: Recipe, config: Config) -> Recipe:
     """Fill in what the cost model says of a matmul; bf16 if "auto" leaves it for that."""
     if not recipe.quantises:
         return recipe
-    prediction = cost.predict_matmul(found, recipe)
+    prediction = cost.predict_matmul(found, recipe, config)
     if prediction is not None:
         row.flops, row.bytes, row.predicted = prediction.plain()
     why = cost.why_left(prediction) if recipe.auto else ""

@@ -134,6 +134,19 @@ def test_fewer_gemms_cost_less():
     assert whole.bytes > frozen.bytes > forward.bytes
 
 
+def test_how_often_a_weight_is_quantised():
+    """Cached not at all, made again for backward twice; 24.5 bits an element."""
+    none, once, twice = (predict(QUARTET2, (T, N, K), w_quantised=n) for n in (0, 1, 2))
+    assert once.bytes - none.bytes == twice.bytes - once.bytes == 24.5 * N * K / 8
+    rows = {
+        option: rows_of(net(), tokens(), **{option: True})[1].bytes
+        for option in ("strict", "cache_weights", "recompute_weights")
+    }
+    made = int(24.5 * 8192 * 8192 / 8)
+    assert rows["strict"] - rows["cache_weights"] == made
+    assert rows["recompute_weights"] - rows["strict"] == made
+
+
 def test_experts_have_a_weight_each():
     one, eight = predict(QUARTET2, (T, N, K)), predict(QUARTET2, (8, T, N, K))
     w = N * K * (16 + 8.5 + 4.5 + 13 + 4.5 + 16) / 8

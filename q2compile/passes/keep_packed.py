@@ -20,13 +20,15 @@ def keep_packed_pass(graph: fx.Graph) -> int:
         q = quantize(x, ...)    # recompute           q = quantize(x, ...)    # save
         y = gemm(q, qw)         # recompute           y = gemm(q, qw)         # recompute
 
-    What backward is spared is the quantisation of each linear's input and, where nothing else needs
-    it, what led there. The GEMMs of the forward are computed again either way, for the attention
-    and the activation functions that stand on them; and a product whose result backward does not
-    need is never computed again, with or without this pass. What it costs is 4.5 bits for each
-    number of those inputs. For a Llama block of width d and MLP 4d that is 4.5 * (d + d + d + 4d) =
-    31.5 d bits a token, twice the 16 d bits of the block's input that checkpointing keeps. So it is
-    an option, for those who have the memory, and not the default: who checkpoints asks for memory.
+    What backward is spared is the quantisation of each linear's operands and, where nothing else
+    needs it, what led there. The GEMMs of the forward are computed again either way, for the
+    attention and the activation functions that stand on them; and a product whose result backward
+    does not need is never computed again, with or without this pass. What it costs is 4.5 bits for
+    each of those numbers. For the inputs of a Llama block of width d and MLP 4d that is
+    4.5 * (d + d + d + 4d) = 31.5 d bits a token, twice the 16 d bits of the block's input that
+    checkpointing keeps; of the time it saves about 4% (d = 2048, 16384 tokens, B200, by
+    `q2compile.cost`: 108 us of quantisers out of 2.8 ms for the block with its forward repeated).
+    So it is an option, for those who have the memory: who checkpoints asks for memory.
 
     Precondition: the joint graph, with the tags that torch.utils.checkpoint left.
 
