@@ -69,7 +69,9 @@ def _matmul(call: Call) -> Matmul | Left:
 
 
 def _einsum(call: Call) -> Matmul | Left:
-    """Two operands, one of them a 2-D parameter that shares exactly one index with the other."""
+    """Two operands, one a parameter with one index to contract: a matrix, or a stack of them with
+    a matrix of activations for each.
+    """
     equation, operands = call.args["equation"], call.args["operands"]
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -87,13 +89,16 @@ def _einsum(call: Call) -> Matmul | Left:
         x, w, xs, ws = w, x, ws, xs
     parameter = flags[0] if flags[0] is not None else flags[1]
     assert parameter is not None
-    views = _einsum_views(xs, ws, out, example(x).ndim)
+    stack = capture_experts.einsum_views(xs, ws, out)
+    views = stack or _einsum_views(xs, ws, out, example(x).ndim)
     if views is None:
-        return call.left(
-            f"einsum {equation!r} is not activation × 2-D parameter over one index", parameter
+        why = (
+            f"einsum {equation!r} is not activation × parameter, or × one for each, over one index"
         )
+        return call.left(why, parameter)
     x_views, w_views, y_views = views
-    return call.taken(parameter, x, w, x_views=x_views, w_views=w_views, y_views=y_views)
+    op = "batched_linear" if stack else "linear"
+    return call.taken(parameter, x, w, op=op, x_views=x_views, w_views=w_views, y_views=y_views)
 
 
 def _einsum_views(

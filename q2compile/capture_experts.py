@@ -1,7 +1,7 @@
 """Matmuls with a weight for each group of rows: in which calls the experts of a mixture come.
 
     x [T, K] by groups, w [E, K, N]        torch._grouped_mm(x, w, offs)             grouped_linear
-    x [E, T, K], w [E, K, N]               torch.bmm(x, w), x @ w                    batched_linear
+    x [E, T, K], w [E, K, N]               torch.bmm(x, w), x @ w, einsum            batched_linear
     x [T, K], w [E, N, K], index [T]       torch.bmm(w[index], x.unsqueeze(-1))      indexed_linear
 
 The first is transformers' ``grouped_mm``, the last its ``batched_mm``. In a Python loop over the
@@ -97,6 +97,30 @@ def _indexed(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Mat
         w_views=() if transposed != flipped else _MT,
         y_views=(("unsqueeze", (size,)), *added),
     )
+
+
+def einsum_views(xs: str, ws: str, out: str) -> tuple[tuple[View, ...], ...] | None:
+    """The views of x, w and y that make einsum "xs,ws->out" a batched_linear, None if it is none.
+
+    "ecd,edf->ecf": w.permute(0, 2, 1).  "gecd,efd->gecf": x.permute(1, 0, 2, 3) and y likewise.
+    """
+    shared, kept = set(xs) & set(ws), set(ws) & set(out)
+    each, k, n = shared & kept, shared - kept, kept - shared
+    if not len(each) == len(k) == len(n) == 1 or len(ws) != 3 or not (xs + ws + out).isalpha():
+        return None
+    e_, k_, n_ = each.pop(), k.pop(), n.pop()
+    rest = "".join(c for c in xs if c not in (e_, k_))
+    if len(set(xs)) != len(xs) or sorted(out) != sorted(rest + e_ + n_):
+        return None
+    return (
+        _permuted(xs, e_ + rest + k_),
+        _permuted(ws, e_ + n_ + k_),
+        _permuted(e_ + rest + n_, out),
+    )
+
+
+def _permuted(dims: str, order: str) -> tuple[View, ...]:
+    return () if dims == order else (("permute", tuple(dims.index(c) for c in order)),)
 
 
 def _look_up(call: Call, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:

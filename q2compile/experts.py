@@ -4,7 +4,7 @@ Three ops, CompositeImplicitAutograd like `q2::linear`, and one autograd.Functio
 weights w [E, N, K]; T rows of x in all, of which each is multiplied with one weight:
 
     grouped_linear(x [T, K], w, offs [E])     rows sorted by expert, offs are the ends of the groups
-    batched_linear(x [E, T / E, K], w)        groups of equal size
+    batched_linear(x [E, ..., K], w)          groups of equal size
     indexed_linear(x [T, K], w, index [T])    each row names its expert
 
 Quantising along K does not care which rows belong together, so x and w [E * N, K] are quantised as
@@ -108,11 +108,12 @@ def grouped_linear(
 
 
 def batched_linear(x: Tensor, w: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int) -> Tensor:
-    """y [E, T, N]: x[e] [T, K] times w[e] [N, K]. Under autocast cast as bmm's operands are."""
+    """y [E, ..., N]: x[e] [..., K] times w[e] [N, K]. Under autocast cast as bmm's operands are."""
     x, w = _autocast(x, w)
-    ends = torch.arange(1, w.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
-    y = grouped_linear(x.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt)
-    return y.view(*x.shape[:2], w.shape[1])
+    rows = x.reshape(w.shape[0], -1, w.shape[2])
+    ends = torch.arange(1, w.shape[0] + 1, dtype=torch.int32, device=x.device) * rows.shape[1]
+    y = grouped_linear(rows.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt)
+    return y.view(*x.shape[:-1], w.shape[1])
 
 
 def indexed_linear(

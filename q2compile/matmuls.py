@@ -216,7 +216,7 @@ def _unusable(matmul: Matmul) -> str:
             dtype = str(t.dtype).removeprefix("torch.")
             return f"the {name} is {dtype}; fp32, bf16 and fp16 are taken"
     if matmul.op != "linear":
-        return _unusable_experts(w)
+        return _unusable_experts(*matmul.operands()[:2], matmul.op)
     if min(tensor_parallel.smallest_part(w)) < 16:
         part = "a rank's part of the weight" if isinstance(w, DTensor) else "the weight"
         shape = list(tensor_parallel.smallest_part(w))
@@ -224,9 +224,13 @@ def _unusable(matmul: Matmul) -> str:
     return ""
 
 
-def _unusable_experts(w: torch.Tensor) -> str:
+def _unusable_experts(x: torch.Tensor, w: torch.Tensor, op: str) -> str:
     if isinstance(w, DTensor):
         return "the experts' weights are a DTensor: the q2 ops for experts have no sharding rule"
     if w.shape[1] % 16 or w.shape[2] % 16:
         return f"experts of {list(w.shape[1:])}: both sizes must be multiples of 16, a block"
+    if op == "batched_linear" and str(x.shape[0]) != str(w.shape[0]):
+        return (
+            f"{x.shape[0]} activation(s) for {w.shape[0]} experts: einsum broadcasts, q2 does not"
+        )
     return ""

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from q2compile.report import Report, Row, collector
 
-# Experts are taken where a pattern asks for them: here, in two of the four models that have some.
-POLICIES = dict.fromkeys(("qwen3_moe_bf16", "deepseek_v3"), {"*.experts.*": "quartet2"})
+# Experts are taken where a pattern asks for them: here, in four of the six models that have some.
+WITH_EXPERTS = ("qwen3_moe_bf16", "deepseek_v3", "gpt_oss", "llama4")
+POLICIES = dict.fromkeys(WITH_EXPERTS, {"*.experts.*": "quartet2"})
 TABLE = Path(__file__).with_name("MODELS.md")
 
 
@@ -145,7 +146,8 @@ transformers {transformers.__version__}, rewritten graphs run by {inner}.{plain}
 "Taken" counts the matmuls with a weight that are quantised, of all that there are; "left" says why
 the others are not, and the products of activations. The loss is compared with the model's own, the
 gradients by their cosine: of all weights together, and the lowest of any weight. What a cosine must
-be is derived in `tests/test_models.py`, which checks all but the exact figures in every run.
+be is derived in `tests/test_models.py`, which checks all but the exact figures in every run. Experts
+are asked for by a policy in {", ".join(WITH_EXPERTS)}.
 
 | model | taken | left | loss differs | gradients' cosine | lowest of one weight |
 |---|---|---|---|---|---|

@@ -113,6 +113,32 @@ def deepseek_v3() -> Built:
     return model, inputs
 
 
+def gpt_oss() -> Built:
+    """Experts with biases, their weights stored [E, K, N]; by the custom op of qwen3_moe."""
+    config = transformers.GptOssConfig(
+        **{**DECODER, "num_hidden_layers": 1, "intermediate_size": 64},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    return _language_model(config)
+
+
+def llama4() -> Built:
+    """Every expert gets every token, most of them times zero: one bmm of [E, T, K]."""
+    config = transformers.Llama4TextConfig(
+        **{**DECODER, "num_hidden_layers": 1},
+        head_dim=16,
+        intermediate_size_mlp=HIDDEN,
+        num_local_experts=4,
+        interleave_moe_layer_step=1,
+        pad_token_id=0,
+    )
+    return _language_model(config)
+
+
 def gemma3() -> Built:
     """Text only; one layer of local and one of global attention."""
     layers = ["sliding_attention", "full_attention"]
@@ -382,19 +408,7 @@ def by_hand() -> Built:
 
 BUILDERS: dict[str, Callable[[], Built]] = {
     f.__name__: f
-    for f in (llama, llama_tied, qwen3, qwen3_moe, qwen3_moe_bf16, mixtral, deepseek_v3, gemma3)
-    + (
-        gpt2,
-        mamba2,
-        t5,
-        bert,
-        vit,
-        whisper,
-        nanogpt,
-        encoder_layer,
-        multihead_attention,
-        lstm,
-        convolutions,
-    )
-    + (lora, by_hand)
+    for f in (llama, llama_tied, qwen3, qwen3_moe, qwen3_moe_bf16, mixtral, deepseek_v3, gpt_oss)
+    + (llama4, gemma3, gpt2, mamba2, t5, bert, vit, whisper, nanogpt, encoder_layer)
+    + (multihead_attention, lstm, convolutions, lora, by_hand)
 }

@@ -64,6 +64,8 @@ EXPECTED = {
     "mixtral": Expected(5, 8, {ATTENTION: 1, SMALL: 1, UNSEEN: 2}, graphs=11),
     # q and kv each in two steps, and o: 5 a layer. Then 3 of the dense MLP, 3 of the shared expert.
     "deepseek_v3": Expected(19, 20, {ATTENTION: 2, SMALL: 1}),
+    "gpt_oss": Expected(7, 8, {PRODUCT: 2, SMALL: 1}),  # attention with sinks, written out
+    "llama4": Expected(10, 11, {ATTENTION: 1, SMALL: 1}),  # 3 of the shared expert
     "gpt2": Expected(9, 9, {ATTENTION: 2}, graphs=2),  # q, k and v are one
     "mamba2": Expected(5, 5, {PRODUCT: 10}),
     # the encoder's layer 4 + 2, the decoder's 4 + 4 + 2
