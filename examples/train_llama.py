@@ -2,6 +2,7 @@
 
     python examples/train_llama.py
     python examples/train_llama.py --size 30m --data corpus/ --steps 5000 --batch 32 --seq 512
+    torchrun --nproc-per-node 2 examples/train_llama.py --fsdp  # or --ddp, or --tp 2
 
 The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialised; the options of
 `torch.compile(model, backend="quartet2", options=...)` are the only difference between the runs.
@@ -29,12 +30,14 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import several_gpus
 import torch
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -225,6 +228,7 @@ def dump_folder(args: argparse.Namespace, recipe: str) -> Path:
 
 def train(
     args: argparse.Namespace,
+    team: several_gpus.Team,
     recipe: str,
     train_set: torch.Tensor,
     val_set: torch.Tensor,
@@ -239,7 +243,9 @@ def train(
     torch.manual_seed(args.seed)
     size = SIZES[args.size]
     model = build_model(size, vocab_size, args.seq).to(args.device)
-    compiled = torch.compile(model, backend="quartet2", options=compile_options(args, recipe))
+    compiled = team.compile(model, backend="quartet2", options=compile_options(args, recipe))
+    if args.coins is not None:
+        torch.manual_seed(args.coins)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr or size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
@@ -248,7 +254,7 @@ def train(
     )
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        tokens = tokens.to(args.device)
+        tokens = team.share(tokens).to(args.device)
         with torch.autocast(args.device, torch.bfloat16):
             return compiled(input_ids=tokens, labels=tokens).loss
 
@@ -258,11 +264,11 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()  # waits for the device
+        return team.mean(loss).item()  # waits for the device
 
     def validation_loss() -> float:
         # Gradients stay enabled: the graph that trains also evaluates, and nothing compiles twice.
-        return statistics.fmean(loss_of(tokens).item() for tokens in val_set)
+        return statistics.fmean(team.mean(loss_of(tokens)).item() for tokens in val_set)
 
     run = Run(recipe)
 
@@ -275,7 +281,7 @@ def train(
         return loss
 
     shown = {"train": "-", "val": "-"}
-    with progress_bar(args.steps, f"{recipe}, compiling") as bar:
+    with progress_bar(args.steps, f"{recipe}, compiling", hidden=not team.leads) as bar:
         for step, tokens in enumerate(train_set, start=1):
             loss = measure(step, "train", partial(training_step, tokens))
             shown["train"] = f"{loss:.3f}"
@@ -288,10 +294,10 @@ def train(
     return run
 
 
-def progress_bar(steps: int, description: str) -> tqdm:
+def progress_bar(steps: int, description: str, hidden: bool) -> tqdm:
     """On a terminal a live bar; in a log file a line every few seconds."""
     interval = 0.2 if sys.stderr.isatty() else 15.0
-    return tqdm(total=steps, desc=description, unit="step", mininterval=interval)
+    return tqdm(total=steps, desc=description, unit="step", mininterval=interval, disable=hidden)
 
 
 # ---------------------------------------------------------------------------------------- results
@@ -375,6 +381,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vocab", type=positive, default=1024, help="entries of the BPE; 256 means plain bytes")
     add("--lr", type=float, help="peak learning rate; by default the size's")
     add("--seed", type=int, default=0, help="of the weights, the data order and the rounding")
+    add("--coins", type=int, help="seed of the rounding, where it is to be another")
     add("--eval-every", type=positive, default=30, help="steps between two validations")
     add("--eval-batches", type=positive, default=8, help="batches of one validation")
     add("--device", default="auto", help="auto takes CUDA when there is one")
@@ -386,6 +393,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="JSON",
         help="compile options on top of the file's and of this example's own",
     )
+    several_gpus.add_arguments(parser)
     args = parser.parse_args(argv)
     args.recipes = [name.strip() for name in args.recipes.split(",") if name.strip()]
     if not args.recipes:
@@ -405,28 +413,31 @@ def check_options(args: argparse.Namespace) -> None:
         q2compile.Config.from_options(compile_options(args, recipe))
 
 
-def load_data(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, int]:
+def load_data(
+    args: argparse.Namespace, say: Callable[[str], None] = print
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(training batches, validation batches, vocabulary size); the same for every recipe."""
     source = args.data or "Python's standard library"
-    print(f"reading {source}, training a tokenizer of {args.vocab} entries", flush=True)
+    say(f"reading {source}, training a tokenizer of {args.vocab} entries")
     train_text, val_text = split_text(read_documents(args.data), args.seed)
     tokenizer = train_tokenizer(train_text, args.vocab)
     train_tokens, val_tokens = encode(tokenizer, train_text), encode(tokenizer, val_text)
-    print(
+    say(
         f"{len(train_tokens):,} tokens to train on, {len(val_tokens):,} held out; "
-        f"{args.steps} steps of {args.batch} x {args.seq} tokens on {args.device}",
-        flush=True,
+        f"{args.steps} steps of {args.batch} x {args.seq} tokens on {args.device}"
     )
     train_set = draw_batches(train_tokens, args.steps, args.batch, args.seq, args.seed)
     val_set = draw_batches(val_tokens, args.eval_batches, args.batch, args.seq, args.seed)
     return train_set, val_set, tokenizer.get_vocab_size()
 
 
-def print_where_to_look(args: argparse.Namespace) -> None:
+def print_where_to_look(args: argparse.Namespace, team: several_gpus.Team) -> None:
     print(f"losses: {args.out / 'losses.csv'}")
     print(f"loss curves: {args.out / 'losses.png'}")
     for recipe in args.recipes:
         folder = dump_folder(args, recipe)
+        if team.size > 1:
+            folder /= f"rank{team.rank}"
         if (folder / "report.json").exists():
             subprocess.run(
                 [sys.executable, "-m", "q2compile.cli", "report", str(folder)],
@@ -437,16 +448,10 @@ def print_where_to_look(args: argparse.Namespace) -> None:
             print(f"{recipe} graphs: {folder}, a folder per graph, a file per stage")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        check_options(args)
-        train_set, val_set, vocab_size = load_data(args)
-    except ValueError as error:
-        print(f"train_llama.py: {error}", file=sys.stderr)
-        return 2
+@contextmanager
+def losses_file(args: argparse.Namespace) -> Iterator[Callable[[Point], None]]:
+    """A function that writes a row of losses.csv."""
     args.out.mkdir(parents=True, exist_ok=True)
-    runs = []
     with open(args.out / "losses.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([column.name for column in fields(Point)])
@@ -455,11 +460,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             writer.writerow(astuple(point))
             file.flush()  # a long run can be watched, and keeps what it had when it is stopped
 
+        yield write
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        check_options(args)
+        team = several_gpus.Team(args)
+        train_set, val_set, vocab_size = load_data(args, team.say)
+    except ValueError as error:
+        print(f"train_llama.py: {error}", file=sys.stderr)
+        return 2
+    runs = []
+    with losses_file(args) if team.leads else nullcontext(lambda point: None) as write:
         for recipe in args.recipes:
-            runs.append(train(args, recipe, train_set, val_set, vocab_size, write))
-            plot(runs, f"Llama {args.size}, {args.steps} steps", args.out / "losses.png")
-    print(summary(runs))
-    print_where_to_look(args)
+            runs.append(train(args, team, recipe, train_set, val_set, vocab_size, write))
+            if team.leads:
+                plot(runs, f"Llama {args.size}, {args.steps} steps", args.out / "losses.png")
+    if team.leads:
+        print(summary(runs))
+        print_where_to_look(args, team)
+    team.close()
     return 0
 
 

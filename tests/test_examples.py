@@ -22,6 +22,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def load(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.parent))  # as when it is run
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
