@@ -111,6 +111,12 @@ class Blocks:
         )
         return reinterpreted(words, torch.uint8)
 
+    def kept(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
+        """fn of every block, computed once."""
+        box = self.per_block(dtype, fn)
+        box.realize()
+        return box.make_loader()
+
     def per_block(self, dtype: torch.dtype, fn: PerBlock) -> ir.TensorBox:
         """fn of every block, [blocks down, blocks across]."""
         return ir.Pointwise.create(

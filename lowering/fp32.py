@@ -50,6 +50,11 @@ def magnitude_bits(x: Value) -> Value:
     return ops.bitwise_and(bits_of(x), integer(_MAGNITUDE))
 
 
+def converts_e2m1(device: torch.device) -> bool:
+    """Whether a CUDA device has an instruction that rounds fp32 to e2m1: Blackwell."""
+    return torch.cuda.get_device_capability(device)[0] >= 10
+
+
 class Fp32:
     """Products, quotients and reciprocals with one rounding each.
 
@@ -59,6 +64,7 @@ class Fp32:
 
     def __init__(self, device: torch.device) -> None:
         self.ptx = device.type == "cuda"
+        self.converts_e2m1 = self.ptx and converts_e2m1(device)
 
     def mul(self, a: Value, b: Value) -> Value:
         return _ptx("mul.rn.f32 $0, $1, $2;", a, b) if self.ptx else ops.mul(a, b)
@@ -81,11 +87,30 @@ class Fp32:
             p,
         )
 
+    def e2m1_code(self, scaled: Value, magnitude: Value, x: Value) -> Value:
+        """The code, int32 in [0, 16), of scaled = |x| * r, which rounds to magnitude, with the sign
+        of x. Of NaN, anything.
 
-def _ptx(asm: str, *args: Value) -> Value:
-    constraints = ",".join(["=f"] + ["f"] * len(args))
+        Without the instruction: e2m1 is the top of an fp32 near its smallest normal. Times 2^-126,
+        .5 falls on a subnormal and 1 on 2^-126, so that the code is the pattern without its last 22
+        bits.
+        """
+        if self.converts_e2m1:
+            code = _ptx(
+                "{ .reg .b8 c, z; cvt.rn.satfinite.e2m1x2.f32 c, 0f00000000, $1; "
+                "mov.b8 z, 0; mov.b32 $0, {c, z, z, z}; }",
+                scaled,
+                dtype=torch.int32,
+            )
+        else:
+            code = shifted_right(bits_of(ops.mul(magnitude, number(TINY))), 22)
+        return ops.bitwise_or(code, ops.bitwise_and(shifted_right(bits_of(x), 28), integer(8)))
+
+
+def _ptx(asm: str, *args: Value, dtype: torch.dtype = torch.float32) -> Value:
+    constraints = ",".join(["=f" if dtype == torch.float32 else "=r"] + ["f"] * len(args))
     return ops.inline_asm_elementwise(
-        *args, asm=asm, constraints=constraints, dtype=torch.float32, is_pure=True, pack=1
+        *args, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1
     )
 
 
@@ -97,16 +122,6 @@ def round_e2m1(v: Value) -> Value:
     binade = ops.bitwise_and(ops.maximum(bits_of(v), integer(_ONE)), integer(_EXPONENT))
     magic = ops.mul(float_of(binade), number(1.5 * 2.0**22))
     return ops.sub(ops.add(v, magic), magic)
-
-
-def e2m1_code(magnitude: Value, x: Value) -> Value:
-    """The code, int32 in [0, 16), of an e2m1 magnitude with the sign of x. Of NaN, anything.
-
-    e2m1 is the top of an fp32 near its smallest normal: times 2^-126, .5 falls on a subnormal and 1
-    on 2^-126, so that the code is the pattern without its last 22 bits.
-    """
-    code = shifted_right(bits_of(ops.mul(magnitude, number(TINY))), 22)
-    return ops.bitwise_or(code, ops.bitwise_and(shifted_right(bits_of(x), 28), integer(8)))
 
 
 def top_bits(x: Value) -> Value:
@@ -125,8 +140,8 @@ def from_top_bits(top: Value) -> Value:
 def e4m3_byte(x: Value) -> Value:
     """The nearest e4m3 of 0 <= x <= 448 as int32 in [0, 127), ties to even.
 
-    As in `e2m1_code`: times 2^-120, the smallest normal of e4m3 falls on that of fp32. Written with
-    integers because Triton has no e4m3 below sm_89.
+    As in `Fp32.e2m1_code`: times 2^-120, the smallest normal of e4m3 falls on that of fp32. Written
+    with integers because Triton has no e4m3 below sm_89.
     """
     return top_bits(ops.mul(x, number(2.0**-120)))
 

@@ -1,7 +1,7 @@
 """The rounding rules of `q2compile.runtime_kernels.nvfp4`, in Inductor's loops.
 
-    pow2    codes and pseudo-scales in one kernel, then the largest pseudo-scale, then the scales;
-            the last two see a sixteenth of the elements
+    pow2    codes and pseudo-scales in one kernel; then q2::split_scales, which sees a sixteenth of
+            the elements
     exact   the global scale from amax, then codes and scales in one kernel
 
 A block's scale is held as a small int32: under pow2 the top bits of the pseudo-scale, 11 of them,
@@ -10,12 +10,11 @@ which order as the values do; under exact its e4m3 byte.
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering import fp32
@@ -28,7 +27,7 @@ Quantized = tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]
 _ERROR_OFFSET_BITS = 0x43000000  # of the fp32 128
 _NAN_BYTE = 0x7F  # of e4m3
 _NORMAL = 8  # the least top bits of a normal fp32
-_INFINITE = fp32.INFINITE >> 20  # top bits of what is not finite
+_NAN_TOP = 0x7FC  # the top bits of a NaN
 
 
 class _Scales(Protocol):
@@ -39,11 +38,11 @@ class _Scales(Protocol):
     def code(self, place: Index, vmax: float) -> Value:
         """The scale that maps the block's largest to vmax, as an int32."""
 
-    def reciprocal(self, place: Index, vmax: float) -> Value:
-        """What x is multiplied by under that scale."""
+    def value(self, code: Value) -> Value:
+        """The scale as fp32."""
 
-    def ratio(self, place: Index, vmax: float, other: float) -> Value:
-        """The scale for vmax over that for other."""
+    def reciprocal(self, code: Value) -> Value:
+        """What x is multiplied by under a scale."""
 
     def saturated(self, magnitude: Value) -> Value:
         """A rounded magnitude within e2m1's range."""
@@ -59,25 +58,19 @@ class _Pow2:
         largest = fp32.float_of(self.largest(place))
         return fp32.top_bits(self.fp.mul(largest, number(1.0 / vmax)))
 
-    def reciprocal(self, place: Index, vmax: float) -> Value:
-        normal = ops.maximum(self.code(place, vmax), integer(_NORMAL))
-        return self.fp.reciprocal_of_4_bits(fp32.from_top_bits(normal))
+    def value(self, code: Value) -> Value:
+        return fp32.from_top_bits(self.normal_or_zero(code))
 
-    def ratio(self, place: Index, vmax: float, other: float) -> Value:
-        scale = fp32.from_top_bits(self._normal_or_zero(self.code(place, vmax)))
-        return self.fp.mul(scale, self.reciprocal(place, other))
+    def reciprocal(self, code: Value) -> Value:
+        normal = ops.maximum(code, integer(_NORMAL))
+        return self.fp.reciprocal_of_4_bits(fp32.from_top_bits(normal))
 
     def saturated(self, magnitude: Value) -> Value:
         return magnitude  # p is at most 1/17 too small: what exceeds 6 by that rounds to 6
 
     @staticmethod
-    def _normal_or_zero(top: Value) -> Value:
+    def normal_or_zero(top: Value) -> Value:
         return ops.where(ops.ge(top, integer(_NORMAL)), top, integer(0))
-
-    def pseudo(self, place: Index, code: Value) -> Value:
-        """The top bits to keep: 0 for a subnormal scale, Inf for a block that is not finite."""
-        bad = ops.ge(self.largest(place), integer(fp32.INFINITE))
-        return ops.where(bad, integer(_INFINITE), self._normal_or_zero(code))
 
 
 class _Exact:
@@ -91,75 +84,78 @@ class _Exact:
         scale = ops.minimum(self.fp.div(scale, self.unit([])), number(E4M3_MAX))
         return fp32.e4m3_byte(scale)
 
-    def _or_one(self, place: Index, vmax: float) -> Value:
-        code = self.code(place, vmax)
+    def value(self, code: Value) -> Value:
         return ops.where(ops.eq(code, integer(0)), number(1.0), fp32.e4m3_value(code))
 
-    def reciprocal(self, place: Index, vmax: float) -> Value:
-        quotient = self.fp.div(self.inverse([]), self._or_one(place, vmax))
+    def reciprocal(self, code: Value) -> Value:
+        quotient = self.fp.div(self.inverse([]), self.value(code))
         return ops.minimum(quotient, number(torch.finfo(torch.float32).max))
-
-    def ratio(self, place: Index, vmax: float, other: float) -> Value:
-        return self.fp.div(self._or_one(place, vmax), self._or_one(place, other))
 
     def saturated(self, magnitude: Value) -> Value:
         return ops.minimum(magnitude, number(E2M1_MAX))
 
-    def byte(self, code: Value) -> Value:
-        """The e4m3 byte to keep: NaN under a global scale that is NaN."""
-        unit = self.unit([])
-        return ops.where(ops.eq(unit, unit), code, integer(_NAN_BYTE))
-
 
 class _Rounding:
-    """Codes of the elements under the scales of their blocks: RTN, or 4/6."""
+    """Codes of the elements and scales of the blocks: RTN, or 4/6.
+
+    What a block knows of itself is a buffer of its own. They all end up in registers of one kernel;
+    but as expressions inside each other they were most of the compile time.
+    """
 
     def __init__(self, blocks: Blocks, scheme: Scheme, scales: _Scales) -> None:
-        self.scheme, self.scales, self.fp = scheme, scales, scales.fp
-        self.six, self.four = scheme.vmax, scheme.vmax / 1.5
-        self._errors: list[PerBlock] = []
+        self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
+        candidates = [scheme.vmax, scheme.vmax / 1.5] if scheme.select else [scheme.vmax]
+        self._codes = [
+            blocks.kept(torch.int32, lambda place, v=v: scales.code(place, v)) for v in candidates
+        ]
+        self._reciprocals = [
+            blocks.kept(torch.float32, lambda place, c=c: scales.reciprocal(c(place)))
+            for c in self._codes
+        ]
         if scheme.select:
-            self._errors = [
-                blocks.over_blocks("sum", lambda x, place, v=v: self._error(x, place, v))
-                for v in (self.six, self.four)
+            errors = [
+                blocks.over_blocks("sum", lambda x, place, r=r: self._error(x, r(place)))
+                for r in self._reciprocals
             ]
-        offset = _ERROR_OFFSET_BITS * blocks.height * blocks.width % 2**32
-        self._offset = offset - (offset >> 31 << 32)  # as an int32
+            self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
 
     def code(self, x: Value, place: Index) -> Value:
         """The e2m1 code of x."""
-        magnitude = self._rounded(x, place, self.six)[1]
-        if self._errors:
-            other = self._rounded(x, place, self.four)[1]
-            magnitude = ops.where(self._takes_four(place), other, magnitude)
-        return fp32.e2m1_code(self.scales.saturated(magnitude), x)
+        (scaled, magnitude), *other = (self._rounded(x, r(place)) for r in self._reciprocals)
+        if other:
+            four = self._four(place)
+            scaled = ops.where(four, other[0][0], scaled)
+            magnitude = ops.where(four, other[0][1], magnitude)
+        return self.fp.e2m1_code(scaled, magnitude, x)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
-        code = self.scales.code(place, self.six)
-        if not self._errors:
-            return code
-        return ops.where(self._takes_four(place), self.scales.code(place, self.four), code)
+        code, *other = (code(place) for code in self._codes)
+        return ops.where(self._four(place), other[0], code) if other else code
 
-    def _rounded(self, x: Value, place: Index, vmax: float) -> tuple[Value, Value]:
-        scaled = self.fp.mul(ops.abs(x), self.scales.reciprocal(place, vmax))
-        return scaled, fp32.round_e2m1(scaled)
+    def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
+        scaled = self.fp.mul(ops.abs(x), reciprocal)
+        return scaled, self.scales.saturated(fp32.round_e2m1(scaled))
 
-    def _error(self, x: Value, place: Index, vmax: float) -> Value:
+    def _error(self, x: Value, reciprocal: Value) -> Value:
         """The error of x in units of the scale, in fixed point: the bits of an fp32 in [128, 256).
         A block's sum of them wraps around, and is right again when its offset is taken off."""
-        scaled, magnitude = self._rounded(x, place, vmax)
-        error = ops.sub(scaled, self.scales.saturated(magnitude))
+        error = ops.sub(*self._rounded(x, reciprocal))
         error = self.fp.mul(error, error) if self.scheme.select == "mse" else ops.abs(error)
         return fp32.bits_of(ops.add(error, number(ERROR_OFFSET)))
 
-    def _takes_four(self, place: Index) -> Value:
+    def _takes_four(self, place: Index, *errors: PerBlock) -> Value:
         """`nvfp4._four_over_six`: whether the scale for vmax / 1.5 leaves the smaller error."""
+        offset = _ERROR_OFFSET_BITS * self.blocks.height * self.blocks.width % 2**32
+        offset -= offset >> 31 << 32  # as an int32
         six, four = (
-            ops.to_dtype(ops.sub(error(place), integer(self._offset)), torch.float32)
-            for error in self._errors
+            ops.to_dtype(ops.sub(error(place), integer(offset)), torch.float32) for error in errors
         )
-        ratio = self.scales.ratio(place, self.four, self.six)
+        scale = self.scales.value(self._codes[1](place))
+        if self.scheme.global_scale == "pow2":
+            ratio = self.fp.mul(scale, self._reciprocals[0](place))
+        else:
+            ratio = self.fp.div(scale, self.scales.value(self._codes[0](place)))
         ratio = self.fp.mul(ratio, ratio) if self.scheme.select == "mse" else ratio
         return ops.lt(self.fp.mul(four, ratio), six)
 
@@ -167,51 +163,22 @@ class _Rounding:
 def quantize_pow2(x: ir.TensorBox, scheme: Scheme) -> Quantized:
     """x [M, K] -> codes, scales and a global scale that is a power of two."""
     blocks = Blocks(x, scheme.block)
-    scales = _Pow2(Fp32(blocks.device), blocks.largest())
-    rounding = _Rounding(blocks, scheme, scales)
+    largest = blocks.largest()
+    rounding = _Rounding(blocks, scheme, _Pow2(Fp32(blocks.device), largest))
     codes = blocks.pack(rounding.code)
 
-    def pseudo(place: Index) -> Value:
-        return ops.to_dtype(scales.pseudo(place, rounding.scale(place)), torch.int16)
+    def worth(place: Index) -> Value:
+        """The pseudo-scale; NaN for a block that is not finite."""
+        finite = ops.lt(largest(place), integer(fp32.INFINITE))
+        top = _Pow2.normal_or_zero(rounding.scale(place))
+        return fp32.from_top_bits(ops.where(finite, top, integer(_NAN_TOP)))
 
-    tops = blocks.per_block(torch.int16, pseudo)
-    tops.realize()
-    return codes, *_split(blocks, tops, scheme.cap)
+    worths = blocks.per_block(torch.float32, worth)
+    worths.realize()
+    return codes, *_split_scales(worths, scheme.name)
 
 
-def _split(blocks: Blocks, tops: ir.TensorBox, cap: float) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """Pseudo-scales, as int16 top bits -> e4m3 scales and the global scale 2^k, with the smallest k
-    for which the largest of p / 2^k is at most cap: `nvfp4.pow2_global_scale`."""
-    largest = lowerings[torch.ops.aten.amax.default](tops)
-    largest.realize()
-    load, load_largest = tops.make_loader(), largest.make_loader()
-    mantissa, exponent = math.frexp(cap)  # cap = mantissa * 2^exponent, mantissa in [1/2, 1)
-    cap_eighths = int(16 * mantissa) - 8  # its 3 bits after the leading one
-
-    def power() -> tuple[Value, Value]:
-        top = ops.to_dtype(load_largest([]), torch.int32)
-        beyond = ops.gt(ops.bitwise_and(top, integer(7)), integer(cap_eighths))
-        k = ops.sub(fp32.shifted_right(top, 3), integer(126 + exponent))
-        k = ops.add(k, ops.to_dtype(beyond, torch.int32))
-        return top, ops.where(ops.eq(top, integer(0)), integer(0), ops.maximum(k, integer(-126)))
-
-    def power_of_two(k: Value) -> Value:
-        return fp32.float_of(fp32.shifted_left(ops.add(k, integer(127)), 23))
-
-    def global_scale() -> Value:
-        top, k = power()
-        poisoned = ops.ge(top, integer(_INFINITE))
-        return ops.where(poisoned, number(float("nan")), power_of_two(k))
-
-    def scale(place: Index) -> Value:
-        top, k = power()
-        p = fp32.from_top_bits(ops.to_dtype(load(place), torch.int32))
-        byte = fp32.e4m3_byte(ops.mul(p, power_of_two(ops.neg(k))))
-        poisoned = ops.ge(top, integer(_INFINITE))
-        return ops.to_dtype(ops.where(poisoned, integer(_NAN_BYTE), byte), torch.uint8)
-
-    scales = reinterpreted(blocks.per_block(torch.uint8, scale), torch.float8_e4m3fn)
-    return scales, blocks.scalar(torch.float32, global_scale)
+_split_scales = fallback_handler(torch.ops.q2.split_scales.default, add_to_fallback_set=False)
 
 
 def quantize_exact(x: ir.TensorBox, amax: ir.TensorBox, scheme: Scheme) -> Quantized:
@@ -236,7 +203,9 @@ def quantize_exact(x: ir.TensorBox, amax: ir.TensorBox, scheme: Scheme) -> Quant
     rounding = _Rounding(blocks, scheme, scales)
 
     def byte(place: Index) -> Value:
-        return ops.to_dtype(scales.byte(rounding.scale(place)), torch.uint8)
+        unit = load_unit([])
+        code = ops.where(ops.eq(unit, unit), rounding.scale(place), integer(_NAN_BYTE))
+        return ops.to_dtype(code, torch.uint8)
 
     codes = blocks.pack(rounding.code)
     bytes_ = reinterpreted(blocks.per_block(torch.uint8, byte), torch.float8_e4m3fn)

@@ -34,8 +34,8 @@ class _Choices:
         searching = config.max_autotune or config.max_autotune_pointwise
         if kernel_cls is not TritonKernel or searching or not _quantises(features):
             return kwargs
-        fixed = {"fixed_config": FixedTritonConfig(dict(_TILE)), "override_persistent_reduction": True}
-        return {**kwargs, **fixed}
+        tile = FixedTritonConfig(dict(_TILE))
+        return {**kwargs, "fixed_config": tile, "override_persistent_reduction": True}
 
 
 def _quantises(features: Any) -> bool:

@@ -24,6 +24,7 @@ from q2compile.runtime_kernels import (
     rht_quantize,
     rht_quantize_both,
     seed,
+    split_scales,
     transpose,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "rht_quantize",
     "rht_quantize_both",
     "seed",
+    "split_scales",
     "transpose",
     "warm_up",
 ]

@@ -5,9 +5,9 @@
             blocks are done, g = 2^k from the largest p; s = e4m3(p / g)
     ms_eden codes as in pow2; p is corrected before it is split, and s rounded stochastically
 
-Where s is 0, r is taken as if it were 1; under pow2 r is at most 2^126. In pow2 the codes need nothing from outside their
-block: p has as many bits as an e4m3 number, so dividing it by 2^k loses bits only in e4m3's
-subnormals, below 2^-14 of the largest.
+Where s is 0, r is taken as if it were 1; under pow2 r is at most 2^126. There the codes need
+nothing from outside their block: p has as many bits as an e4m3 number, so dividing it by 2^k loses
+bits only in e4m3's subnormals, below 2^-14 of the largest.
 
 "exact" is NVIDIA's rule, "Pretraining LLMs with NVFP4" (2509.25149), appendix B; "pow2" is ours.
 """

@@ -70,13 +70,15 @@ def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str |
         if op == "gemm":
             error = (got.cpu().float() - want.float()).norm() / want.float().norm()
             return None if error <= _GEMM_ERROR else f"relative error {error:.1e}"
-        # dequantize returns one tensor, the quantisers three or six
-        names = ("numbers",) if op == "dequantize" else ("codes", "scales", "global scale") * 2
+        names = _RESULTS.get(op, ("codes", "scales", "global scale") * 2)
         for which, a, b in zip(names, _tuple(got), _tuple(want), strict=False):
             wrong = (a.cpu().float() != b.float()).sum().item()
             if wrong:
                 return f"{wrong} of {b.numel()} {which} differ from the reference"
     return None
+
+
+_RESULTS = {"dequantize": ("numbers",), "split_scales": ("scales", "global scale")}
 
 
 def _tuple(result) -> tuple[torch.Tensor, ...]:
@@ -119,6 +121,7 @@ ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "rht_quantize_both": lambda s: (_matrix(), _SEED, _SEED + 1, s, "rht128", 0),
     "requantize": _requantize,
     "dequantize": lambda s: (*_quantized(s), s, _SHAPE[1], torch.bfloat16),
+    "split_scales": lambda s: (_matrix().float().abs(), s),
     "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
 }
 _ROTATED = ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")
@@ -130,5 +133,6 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "rht_quantize_both": _ROTATED,
     "requantize": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
     "dequantize": tuple(_OF_FORMAT.values()),
+    "split_scales": ("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),
 }

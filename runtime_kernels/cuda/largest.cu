@@ -1,0 +1,39 @@
+// The largest of non-negative numbers, by parts: what align_scales.cu wants to know of its worths.
+//
+//   worth    fp32 [n], 16-byte aligned
+//   largest  u32, one a thread block: bits of the largest it saw; NaN compares above all
+//
+// Bytes a number: 4 read.
+
+#include "numbers.cuh"
+
+constexpr int kThreads = 256;
+
+struct Params {
+  const float* worth;
+  u32* largest;
+  long long count;
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in split_scales.py");
+
+extern "C" __global__ void __launch_bounds__(kThreads) largest(const __grid_constant__ Params p) {
+  allow_next_kernel();
+  __shared__ u32 of_warp[kThreads / 32];
+  u32 value = 0;
+  long long stride = (long long)gridDim.x * kThreads;
+  for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; 4 * i < p.count; i += stride) {
+    if (4 * i + 4 <= p.count) {
+      uint4 four = ((const uint4*)p.worth)[i];
+      value = max(value, max(max(four.x, four.y), max(four.z, four.w)));
+    } else {
+      for (long long j = 4 * i; j < p.count; ++j) value = max(value, __float_as_uint(p.worth[j]));
+    }
+  }
+  value = __reduce_max_sync(~0u, value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
+    p.largest[blockIdx.x] = value;
+  }
+}

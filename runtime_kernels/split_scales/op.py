@@ -1,0 +1,43 @@
+"""q2::split_scales: what the codes of each block are worth, split into an e4m3 scale for the block
+and a power of two for the tensor.
+
+    split_scales(worth fp32 [R, B], scheme) -> scales e4m3 [R, B], global_scale fp32 0-dim
+
+The last step of a quantiser whose scheme has the global scale "pow2" and rounds its scales to
+nearest, for loops that Inductor made of the rest (q2compile.lowering). NaN anywhere: all NaN.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.registry import define
+from q2compile.runtime_kernels.schemes import Scheme, get_scheme
+
+
+def checked(worth: torch.Tensor, scheme: str) -> Scheme:
+    """The scheme by name.
+
+    Raises:
+        ValueError: worth is not an fp32 matrix; the scheme is unknown, or splits its scales
+            otherwise.
+    """
+    spec = get_scheme(scheme)
+    if worth.dtype != torch.float32 or worth.dim() != 2:
+        raise ValueError(
+            "q2::split_scales takes float32 in two dimensions, one number a block; got "
+            f"{worth.dtype} in {worth.dim()}."
+        )
+    if spec.global_scale != "pow2" or spec.rounding == "ms_eden":
+        raise ValueError(
+            f"q2::split_scales: scheme {scheme} has no global scale that is a power of two found "
+            "after the codes, with block scales rounded to nearest."
+        )
+    return spec
+
+
+def fake(worth, scheme):
+    checked(worth, scheme)
+    scales = worth.new_empty(worth.shape, dtype=torch.float8_e4m3fn)
+    return scales, worth.new_empty(())
+
+
+define("split_scales(Tensor worth, str scheme) -> (Tensor, Tensor)", fake=fake)
