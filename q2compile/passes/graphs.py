@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 Q2 = "q2"
+GEMM_OPS = ("gemm", "grouped_gemm")  # six arguments are their operands: a's three parts, then b's
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What stands between a tensor and its quantisation. All of these are functions of their arguments.
 VIEWS_AND_CASTS = frozenset(

@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile.passes.graphs import (
+    GEMM_OPS,
     VIEWS_AND_CASTS,
     depending_on_tangents,
     is_q2,
@@ -46,7 +47,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
     """
     backward = depending_on_tangents(graph)
     marked: set[fx.Node] = set()
-    for gemm in q2_nodes(graph, "gemm"):
+    for gemm in q2_nodes(graph, *GEMM_OPS):
         operands: Any = gemm.args
         weight = producer(operands[3])
         if gemm in backward or weight in marked:

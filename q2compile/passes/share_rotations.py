@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import depending_on_tangents, is_q2, producer, q2_nodes
+from q2compile.passes.graphs import GEMM_OPS, depending_on_tangents, is_q2, producer, q2_nodes
 from q2compile.passes.spec import named_arguments
 
 
@@ -41,7 +41,7 @@ def share_rotations_pass(graph: fx.Graph) -> int:
     (merge_seeds puts all seeds up front, and pair_directions needs equal streams, so both run
     before this pass).
     """
-    return _share(graph, q2_nodes(graph, "gemm"))
+    return _share(graph, q2_nodes(graph, *GEMM_OPS))
 
 
 def share_saved_rotations_pass(graph: fx.Graph) -> int:
@@ -63,7 +63,7 @@ def share_saved_rotations_pass(graph: fx.Graph) -> int:
     backward = depending_on_tangents(graph)
     made_in_forward = [
         gemm
-        for gemm in q2_nodes(graph, "gemm")
+        for gemm in q2_nodes(graph, *GEMM_OPS)
         if gemm in backward and producer(gemm.args[3]) not in backward  # type: ignore[arg-type]
     ]
     return _share(graph, made_in_forward)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import is_q2, producer, q2_nodes
+from q2compile.passes.graphs import GEMM_OPS, is_q2, producer, q2_nodes
 
 
 class GraphSpecError(AssertionError):
@@ -44,7 +44,7 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
         seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
         if kind == "forward" and (seeds or is_q2(node, "seed")) and not random_forward:
             raise GraphSpecError(f"{when}: {node.format_node()} may not stand in a forward graph")
-    for gemm in q2_nodes(graph, "gemm", "grouped_gemm"):
+    for gemm in q2_nodes(graph, *GEMM_OPS):
         _check_gemm(gemm, kind, when)
 
 
