@@ -50,7 +50,8 @@ def quartet2(
         _rewritten(gm, compilation)
         stage = COMPILE
         compiled = compilation.compile(gm, example_inputs)
-    except compat.control_flow():
+    except compat.control_flow():  # Dynamo will come again with another graph
+        compilation.forget()
         raise
     except Exception as error:
         error = getattr(error, "inner_exception", error)  # Inductor wraps what a pass raises
@@ -148,6 +149,11 @@ class _Compilation:
             report.add(rows, self.coverage)
         self.rows = rows
         self._write_reports()
+
+    def forget(self) -> None:
+        """Take back what the reports were told of this graph."""
+        for report, _ in self.reports:
+            report.remove(self.rows)
 
     def leave_all(self, fault: StageError) -> None:
         """The report of a graph that is compiled by Inductor alone after all."""
