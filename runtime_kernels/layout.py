@@ -33,6 +33,13 @@ def padded(contraction, scheme: Scheme, transform: Transform):
     return ceil_div(contraction, unit) * unit
 
 
+def scales_shape(rows, blocks, scheme: Scheme) -> tuple:
+    """Of `blocks` scales a row: [rows / rows of a block, blocks], or swizzled one tile a row."""
+    if scheme.swizzled:
+        return ceil_div(rows, 128) * ceil_div(blocks, 4), 512
+    return ceil_div(rows, scheme.block[0]), blocks
+
+
 def empty_quantized(
     x: torch.Tensor, rows, contraction, scheme: Scheme, transform: Transform
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,7 +49,7 @@ def empty_quantized(
     scale_dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu
     return (
         x.new_empty((rows, width // 2), dtype=torch.uint8),
-        x.new_empty((ceil_div(rows, scheme.block[0]), width // scheme.width), dtype=scale_dtype),
+        x.new_empty(scales_shape(rows, width // scheme.width, scheme), dtype=scale_dtype),
         x.new_empty((), dtype=torch.float32),
     )
 

@@ -8,6 +8,7 @@ from q2compile.runtime_kernels.blocks import Blocks
 from q2compile.runtime_kernels.formats import encode_e2m1
 from q2compile.runtime_kernels.layout import Tiling, pack, pack_bits
 from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import Transform, hadamard, signs_of
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,7 +49,10 @@ def quantize_tiles(
     rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
     codes = blocks.join(pack(encode_e2m1(rounded.values)))
     mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))
-    return codes, rounded.scales, rounded.global_scale, mask
+    scales = rounded.scales
+    if scheme.swizzled:
+        scales = swizzle_32x4x4(scales).view(-1, 512)
+    return codes, scales, rounded.global_scale, mask
 
 
 def rotate_tiles(

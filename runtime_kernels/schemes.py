@@ -17,6 +17,7 @@ Sources: NVFP4 and its recipe, "Pretraining LLMs with NVFP4" (arXiv 2509.25149);
 
 import difflib
 from dataclasses import dataclass, replace
+from functools import cache
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -49,6 +50,7 @@ class Scheme:
     shrink: float = (
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
     )
+    swizzled: bool = False  # scales lie as Blackwell's tensor cores read them (swizzle.py)
 
     @property
     def stochastic(self) -> bool:
@@ -122,14 +124,25 @@ def _mxfp4() -> list[Scheme]:
 SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
+# At the end of a scheme's name: the same with swizzled scales, for operands that only a GEMM reads.
+SWIZZLED = "@32x4x4"
+
+
+@cache
+def _swizzled(name: str) -> Scheme:
+    return replace(SCHEMES[name], name=name + SWIZZLED, swizzled=True)
+
+
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name.
+    """The scheme of that name, with or without SWIZZLED at its end.
 
     Raises:
         ValueError: no such scheme; the message names the nearest one and all of them.
     """
     if name in SCHEMES:
         return SCHEMES[name]
+    if name.endswith(SWIZZLED) and name.removesuffix(SWIZZLED) in SCHEMES:
+        return _swizzled(name.removesuffix(SWIZZLED))
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(

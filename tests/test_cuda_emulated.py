@@ -13,7 +13,7 @@ from emulation.coins import close_to_their_coins
 
 from q2compile.runtime_kernels.cuda import dequantize, gemm, plan, rotation
 from q2compile.runtime_kernels.cuda.launch import Launch
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED
 
@@ -219,4 +219,21 @@ def test_requantize_to_other_schemes(source, scheme, transform) -> None:
         else q2.quantize(x, q2.amax(x) if spec.takes_amax else None, None, source, 0)
     )
     args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
+    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+
+
+@pytest.mark.parametrize("scheme", [POW2, "nvfp4_sr_pow2"])
+@pytest.mark.parametrize("shape", [(130, 200), (33, 517)])
+def test_scales_are_written_swizzled(scheme, shape) -> None:
+    """The reference swizzles plain scales (swizzle.py); the kernel writes them so."""
+    args = (matrix(*shape), *SEEDS, scheme + SWIZZLED, "rht128", 0)
+    got = rotation.rht_quantize_both(*args)
+    assert_same_bits(got, q2.rht_quantize_both(*args))
+    plain = q2.rht_quantize_both(*args[:3], scheme, *args[4:])
+    assert_same_bits((got[1].flatten(), got[4].flatten()), [swizzle_32x4x4(s) for s in plain[1::3]])
+
+
+def test_requantize_with_swizzled_scales() -> None:
+    packed = q2.quantize(matrix(145, 200), None, None, "nvfp4_46_pow2", 0)
+    args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + SWIZZLED, "rht128", 200, 1)
     assert_same_bits(rotation.requantize(*args), q2.requantize(*args))

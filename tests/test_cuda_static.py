@@ -16,7 +16,7 @@ from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
 from q2compile.runtime_kernels.registry import kernels, select
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import get_transform
 
@@ -66,6 +66,7 @@ OTHERS = {
     "align eden exact": align("nvfp4_ms_eden", False),
     "align sr": align(SR, False),
     "align mx": align("mxfp4_sr", False),
+    "align swizzled": align(EDEN + SWIZZLED, True),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
@@ -246,7 +247,7 @@ def test_every_backward_quantiser_of_a_recipe_has_a_kernel() -> None:
             for gemm_ in filter(None, (resolved.dgrad, resolved.wgrad)):
                 for operand in (gemm_.a, gemm_.b):
                     if operand.source != "reuse":
-                        assert plan.not_served(operand.scheme) is None
+                        assert plan.not_served(operand.scheme, operand.transform) is None
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_every_backward_quantiser_of_a_recipe_has_a_kernel() -> None:
     [("nvfp4_46", "two"), ("mxfp4_quest", "no trust mask"), ("nvfp4_16x16", "square")],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
-    why = rotation.refuses("rht_quantize", torch.empty(1), scheme)
+    why = rotation.refuses("rht_quantize", torch.empty(1), scheme, "rht128")
     assert why is not None and reason in why
 
 

@@ -162,10 +162,12 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "merge_seeds", 0),
         ("forward", "pair_directions", 0),
         ("forward", "share_rotations", 0),
+        ("forward", "swizzle_scales", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
         ("backward", "share_rotations", 0),
+        ("backward", "swizzle_scales", 0),
     ]
 
 

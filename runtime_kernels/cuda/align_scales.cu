@@ -19,6 +19,8 @@
 // while that is still running. Bytes a block: 4 read, 1 written.
 //
 // Q2_MX: there are no worths (n = 0), and g is `norm`.
+// Q2_SWIZZLED: the scales of rows of `blocks`, a multiple of 8, in the 32x4x4 layout
+// (runtime_kernels/swizzle.py), with zeros for the rows that fill the last tile.
 
 #include "numbers.cuh"
 
@@ -37,6 +39,9 @@ struct Params {
   Side sides[2];
   const float* source_global;  // or null
   float norm;
+#if Q2_SWIZZLED
+  int blocks[2];
+#endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
 
@@ -114,6 +119,17 @@ Q2_INLINE void load_eight(const Side& side, long long i, int n, float (&x)[8]) {
   }
 }
 
+#if Q2_SWIZZLED
+// Eight scales of one row are words of two neighbouring tiles.
+Q2_INLINE void store_eight(const Side& side, int blocks, long long octet, const u32 (&bytes)[2]) {
+  int row = (int)(octet / (blocks / 8)), block = (int)(octet % (blocks / 8)) * 8;
+  long long tile = (long long)(row / 128) * (blocks / 4) + block / 4;
+  u32* out = (u32*)side.scales + tile * 128 + row % 32 * 4 + row % 128 / 32;
+  out[0] = bytes[0];
+  out[128] = bytes[1];
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
@@ -125,7 +141,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
   float global_scale = global_scale_of(largest_of(side) * (Q2_MX ? 1.0f : factor), p.norm);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
+#if Q2_SWIZZLED
+  int blocks = p.blocks[blockIdx.y];
+  if (i >= (side.count / blocks + 127) / 128 * 128 * blocks) return;
+#else
   if (n == 0) return;
+#endif
   float x[8];
   load_eight(side, i, n, x);
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
@@ -145,6 +166,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if constexpr (Q2_STOCHASTIC) bytes[q] = stochastic_e4m3x4(quad, coins[q]);
     else bytes[q] = to_e4m3x4(quad[0], quad[1], quad[2], quad[3]);
   }
+#if Q2_SWIZZLED
+  store_eight(side, blocks, octet, bytes);
+#else
   if (n == 8) {
     *(uint2*)(side.scales + i) = {bytes[0], bytes[1]};
   } else {
@@ -152,4 +176,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < 8; ++j)
       if (j < n) side.scales[i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
   }
+#endif
 }

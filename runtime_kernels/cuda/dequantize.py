@@ -27,6 +27,8 @@ def dequantize_launch(dtype: torch.dtype, mx: bool, whole: bool) -> Launch:
 def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     if dtype not in _OUT:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
+    if get_scheme(scheme).swizzled:
+        return "dequantize.cu reads plain scales"
     return refusal("dequantize", NAME, codes.device.index, scheme)
 
 

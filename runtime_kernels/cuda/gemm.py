@@ -2,7 +2,8 @@
 elsewhere.
 
 The fp4 GEMM is torch.nn.functional.scaled_mm, inside our own op: it takes block scales in the
-32x4x4 layout, which swizzle_scales.cu writes on the way (1/16 of the elements). The bf16 GEMM is
+32x4x4 layout: gradients are quantised with them (pass swizzle_scales), for others
+swizzle_scales.cu writes them on the way (1/16 of the elements). The bf16 GEMM is
 exact but for the order of the sums: code * scale has 6 significant bits, and a power of two as
 global scale is folded in for nothing.
 """
@@ -31,7 +32,9 @@ THREADS = 256
 def _refuses_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
-    return refusal("gemm", BF16, a_codes.device.index, a_scheme)
+    return _swizzled_scales(a_scheme, b_scheme) or refusal(
+        "gemm", BF16, a_codes.device.index, a_scheme
+    )
 
 
 def _prepare_bf16(
@@ -71,7 +74,8 @@ def _refuses_triton(
         return "tl.dot_scaled works on compute capability 10.0, 10.3 and 12.0"
     if not _has_triton():
         return "Triton is not installed"
-    return _two_formats(a_scheme, b_scheme) or refusal("gemm", TRITON, index, a_scheme)
+    wrong = _two_formats(a_scheme, b_scheme) or _swizzled_scales(a_scheme, b_scheme)
+    return wrong or refusal("gemm", TRITON, index, a_scheme)
 
 
 # Before cuBLASLt's in this file, so after it in the order in which they are tried.
@@ -97,6 +101,11 @@ def _has_triton() -> bool:
 def _two_formats(a_scheme: str, b_scheme: str) -> str | None:
     formats = get_scheme(a_scheme).format, get_scheme(b_scheme).format
     return None if formats[0] == formats[1] else f"one operand is {formats[0]}, one {formats[1]}"
+
+
+def _swizzled_scales(a_scheme: str, b_scheme: str) -> str | None:
+    swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
+    return "it reads plain scales" if swizzled else None
 
 
 def _refuses_fp4(
@@ -207,7 +216,10 @@ def swizzle_launch() -> Launch:
 
 def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
     """Scales of `rows` rows in the 32x4x4 layout (runtime_kernels/swizzle.py), flat, padded with
-    zeros; those of 16x16 blocks are repeated for each of their rows."""
+    zeros; those of 16x16 blocks are repeated for each of their rows. Nothing is done for a scheme
+    that has them so already."""
+    if spec.swizzled:
+        return scales.flatten()
     return _swizzled(scales.device.index, scales.contiguous(), rows, spec)
 
 

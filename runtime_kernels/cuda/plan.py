@@ -12,6 +12,7 @@ there rotate_quantize.cu goes over the operand twice.
 """
 
 import functools
+import math
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ from q2compile.runtime_kernels.cuda.launch import (
     multiprocessors,
     on_device,
 )
-from q2compile.runtime_kernels.layout import ceil_div, padded
+from q2compile.runtime_kernels.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.schemes import E2M1_MAX, Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform
+from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get_transform
 
 # Sources of rotate_quantize.cu: what x is; for mxfp4 and nvfp4 codes, in their scheme's format.
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
@@ -63,10 +64,15 @@ class Rule(IntEnum):
         return Rule.EXACT if spec.global_scale == "exact" else Rule.POW2
 
 
+_WORTHS = (Rule.MS_EDEN, Rule.POW2)
+
+
 @functools.cache
-def not_served(scheme: str) -> str | None:
+def not_served(scheme: str, transform: str) -> str | None:
     """None when rotate_quantize.cu has this scheme, otherwise the reason in words."""
     spec = get_scheme(scheme)
+    if spec.swizzled and (Rule.of(spec) not in _WORTHS or get_transform(transform).size != 128):
+        return "align_scales.cu swizzles scales that it makes itself, of chunks of 128"
     if spec.select is not None:
         return f"rotate_quantize.cu has one candidate scale a block, scheme {scheme} has two"
     if spec.masked:
@@ -133,12 +139,14 @@ def align_launch(spec: Scheme, interleaved: bool) -> Launch:
         Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
         Q2_MX=int(rule == Rule.MX),
         Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
+        Q2_SWIZZLED=int(spec.swizzled),
     )
 
 
 @functools.cache
 def _align_launch(**defines: int) -> Launch:
-    return launch("align_scales.cu", _ALIGN, threads=256, overlaps=True, defines=defines)
+    layout = _ALIGN + "ii" * defines["Q2_SWIZZLED"]
+    return launch("align_scales.cu", layout, threads=256, overlaps=True, defines=defines)
 
 
 def _shape(spec: Scheme, rows: bool) -> tuple[int, int]:
@@ -176,12 +184,17 @@ class _Side(NamedTuple):
 
     rows: int
     blocks: int  # of 16, a row
-    scales: int  # a row
+    scales_shape: tuple[int, int]
     scale_dtype: torch.dtype
 
     @property
     def worths(self) -> int:
         return self.rows * self.blocks
+
+    @property
+    def made(self) -> int:
+        """Scales that align_scales.cu makes of them, padding included."""
+        return max(self.worths, math.prod(self.scales_shape))
 
 
 class Plan(NamedTuple):
@@ -195,7 +208,7 @@ class Plan(NamedTuple):
     room: int  # numbers in the workspace before those
     align_grid: tuple[int, int]
     sides: tuple[_Side | None, _Side | None]
-    norm: float  # for align_scales.cu
+    align_end: tuple  # the last fields of align_scales.cu's Params, from `norm` on
     fixed_signs: bool
 
 
@@ -222,16 +235,19 @@ def make_plan(
     tiles = ceil_div(m, _TILE) * across
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
     sides = tuple(
-        _Side(rows, width // 16, width // spec.width, dtype) if wanted else None
+        _Side(rows, width // 16, scales_shape(rows, width // spec.width, spec), dtype)
+        if wanted
+        else None
         for rows, width, wanted in (
             (m, padded(k, spec, rotation), directions[0]),
             (k, padded(m, spec, rotation), directions[1]),
         )
     )
     present = [side for side in sides if side]
+    order = [*present, None][:2]
     rule = Rule.of(spec)
-    worths = rule in (Rule.MS_EDEN, Rule.POW2)
-    most = max(side.worths for side in present) if worths else 0
+    worths = rule in _WORTHS
+    most = max(side.made for side in present) if worths else 0
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     norm = rotation.norm * (128 if source == SOURCES["nvfp4"] else 1)
     return Plan(
@@ -243,7 +259,8 @@ def make_plan(
         sum(ceil_div(side.worths, 4) * 4 for side in present) if worths else 0,
         (max(1, ceil_div(most, _SCALES_PER_BLOCK)), len(present)),
         sides,  # type: ignore[arg-type]
-        {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),
+        ({Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),)
+        + (tuple(side.blocks if side else 0 for side in order) if spec.swizzled else ()),
         rotation.signs == "fixed",
     )
 
@@ -261,9 +278,9 @@ def _run(
     ends: tuple = ()
     results: list[Quantized] = []
     for side, (seed, stream) in sides:
-        rows, blocks, scales_across, dtype = side
+        rows, blocks, shape, dtype = side
         codes = empty((rows, 8 * blocks), (8 * blocks, 1), torch.uint8)
-        scales = empty((rows, scales_across), (scales_across, 1), dtype)
+        scales = empty(shape, (shape[1], 1), dtype)
         global_scale = empty((), (), torch.float32)
         results.append((codes, scales, global_scale))
         scales_at, unit_at = scales.data_ptr(), global_scale.data_ptr()
@@ -290,7 +307,7 @@ def _run(
             again(index, (parts, 1), *values)
     else:
         source_global = operand[2] if plan.rule == Rule.MS_EDEN else 0
-        second[0](index, plan.align_grid, *ends, source_global, plan.norm)
+        second[0](index, plan.align_grid, *ends, source_global, *plan.align_end)
     return results
 
 

@@ -75,16 +75,16 @@ def prepare(
                 launch.warm_up(x.device.index)
 
 
-def refuses(op: str, x: torch.Tensor, scheme: str) -> str | None:
+def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None:
     """None when the kernels serve this scheme on x's device, otherwise the reason in words."""
-    return not_served(scheme) or refusal(op, NAME, x.device.index, scheme)
+    return not_served(scheme, transform) or refusal(op, NAME, x.device.index, scheme)
 
 
 @kernel(
     "rht_quantize",
     NAME,
     device_type="cuda",
-    refuses=lambda x, seed, scheme, *rest: refuses("rht_quantize", x, scheme),
+    refuses=lambda x, seed, scheme, transform, *rest: refuses("rht_quantize", x, scheme, transform),
     prepare=lambda x, seed, scheme, transform, transpose, stream: prepare(
         x, scheme, transform, (not transpose, transpose)
     ),
@@ -100,7 +100,9 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
     "rht_quantize_both",
     NAME,
     device_type="cuda",
-    refuses=lambda x, row_seed, col_seed, scheme, *rest: refuses("rht_quantize_both", x, scheme),
+    refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(
+        "rht_quantize_both", x, scheme, transform
+    ),
     prepare=lambda x, row_seed, col_seed, scheme, transform, stream: prepare(
         x, scheme, transform, (True, True)
     ),
@@ -116,7 +118,7 @@ def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
     "quantize",
     NAME,
     device_type="cuda",
-    refuses=lambda x, amax, seed, scheme, stream: refuses("quantize", x, scheme),
+    refuses=lambda x, amax, seed, scheme, stream: refuses("quantize", x, scheme, "none"),
     prepare=lambda x, amax, seed, scheme, stream: prepare(x, scheme, "none", (True, False), amax),
 )
 def quantize(x, amax, seed, scheme, stream) -> Quantized:
@@ -166,6 +168,14 @@ def _rotate(
     return run(plan, (address, 0, 0), *draws, 0 if amax is None else amax.data_ptr())
 
 
+def _refuses_requantize(
+    codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
+) -> str | None:
+    if get_scheme(source_scheme).swizzled:
+        return "rotate_quantize.cu reads plain scales"
+    return refuses("requantize", codes, scheme, transform)
+
+
 def _prepare_requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> None:
@@ -179,9 +189,7 @@ def _prepare_requantize(
     "requantize",
     NAME,
     device_type="cuda",
-    refuses=lambda codes, scales, global_scale, seed, source_scheme, scheme, *rest: refuses(
-        "requantize", codes, scheme
-    ),
+    refuses=_refuses_requantize,
     prepare=_prepare_requantize,
 )
 def requantize(

@@ -6,12 +6,15 @@ from q2compile.runtime_kernels.checks import check_quantized
 from q2compile.runtime_kernels.formats import decode_e2m1
 from q2compile.runtime_kernels.registry import REFERENCE, kernel
 from q2compile.runtime_kernels.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.swizzle import unswizzle_32x4x4
 
 
 def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """e2m1(code) * scale, exact in fp32 and in bf16: fp32 [M, Kp]."""
     values = decode_e2m1(codes)
     rows, width = values.shape
+    if scheme.swizzled:
+        scales = unswizzle_32x4x4(scales, rows, width // scheme.width)
     scale = scales.to(torch.float32)
     if scheme.block[0] > 1:
         scale = scale.repeat_interleave(scheme.block[0], 0)[:rows]
