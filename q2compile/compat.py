@@ -179,12 +179,15 @@ def source_text(grapharg: Any) -> str:
 
 def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
     """Give a copy of Dynamo's graph what AOTAutograd reads off it and copying loses: where each
-    input comes from, by which static inputs of CUDA graphs are known, too.
+    input comes from, by which static inputs of CUDA graphs are known, too. A graph that is not
+    Dynamo's has neither.
     """
     names = [graph.graph.find_nodes(op="placeholder") for graph in (dynamo, copy)]
     for original, node in zip(*names, strict=True):
-        node._dynamo_source = original._dynamo_source
-    copy._param_name_to_source = dynamo._param_name_to_source
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    if hasattr(dynamo, "_param_name_to_source"):
+        copy._param_name_to_source = dynamo._param_name_to_source
 
 
 PASS_SLOT = "post_grad_custom_pre_pass"

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import fx
 
 from q2compile import reproducer
+from q2compile.compat import carry_sources
 from q2compile.config import Config
 from q2compile.errors import StageError
 
@@ -21,6 +22,7 @@ def copied(gm: fx.GraphModule | None) -> fx.GraphModule:
     assert gm is not None
     new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
     new.meta.update(gm.meta)
+    carry_sources(gm, new)
     for name, inner in list(new.named_children()):
         if isinstance(inner, fx.GraphModule):
             setattr(new, name, copied(inner))
