@@ -271,3 +271,21 @@ def test_hugging_faces_conv1d():
     report = explain(model, torch.randn(2, 5, K), options={"inner": "eager"})
     (row,) = report.rows
     assert (row.module, row.taken, row.shape) == ("0", True, (10, N, K))
+
+
+def test_rows_looked_up_in_a_parameter_are_an_activation():
+    """``table[tokens] @ w``: an embedding by hand. A slice is still the parameter."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.w = nn.Parameter(torch.randn(64, K)), nn.Parameter(torch.randn(K, N))
+
+        def forward(self, tokens):
+            return self.table[tokens] @ self.w + (self.table[:16] @ self.w).sum()
+
+    model, tokens = Model(), torch.arange(20)
+    y, rows = rewritten(model, tokens)
+    torch.testing.assert_close(y, model(tokens))
+    assert [(row.module, row.taken) for row in rows] == [("w", True), ("w", False)]
+    assert rows[1].why == "parameter × parameter: no activation to quantise"
