@@ -12,6 +12,7 @@ graphs/
         5_output_code_forward.py   what Inductor generated
         5_output_code_backward.py
         passes.json                per pass: matches, time, change in op counts
+        reproduce_*.py             of a stage that failed: builds its graph again and runs it
 """
 
 from __future__ import annotations
