@@ -89,7 +89,8 @@ def _share(graph: fx.Graph, gemms: Iterable[fx.Node]) -> int:
         shared[key] = (first, count + 1)
         _use_outputs_of(first, gemm, b)
         merged += 1
-    graph.eliminate_dead_code()
+    if merged:
+        graph.eliminate_dead_code()  # the other rotations of x, and their seeds
     return merged
 
 
