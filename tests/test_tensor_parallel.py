@@ -1,0 +1,185 @@
+"""Which placements are taken, what the collectives are, and why the rest is left. Graphs alone: a
+fake process group of four ranks, of which this is the first; `test_distributed.py` has the numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from q2compile import explain
+from q2compile.report import Report
+from q2compile.tensor_parallel import Plan, smallest_part
+
+K, N, BATCH, SEQ = 128, 256, 4, 32
+R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
+
+Placements = list[Placement]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def four_ranks() -> Iterator[None]:
+    """Once: DTensor's caches take equal meshes for the same, and keep the groups of the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh_of(dimensions: int) -> DeviceMesh:
+    return dist.init_device_mesh("cpu", (2, 2) if dimensions == 2 else (4,))
+
+
+class Placed(nn.Module):
+    """A linear whose operands are DTensors; x comes as this rank's part."""
+
+    def __init__(self, x: Placements, w: Placements, bias: Placements | None = None) -> None:
+        super().__init__()
+        self.mesh, self.placements = mesh_of(len(w)), x
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(N, K), self.mesh, w))
+        self.bias = None
+        if bias is not None:
+            self.bias = nn.Parameter(distribute_tensor(torch.randn(N), self.mesh, bias))
+
+    def part(self) -> Tensor:
+        whole = distribute_tensor(torch.randn(BATCH, SEQ, K), self.mesh, self.placements)
+        return whole.to_local().requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = DTensor.from_local(x, self.mesh, self.placements)
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return y.redistribute(placements=[R] * self.mesh.ndim).to_local()
+
+
+def collectives(model: Placed, recipe: str, folder: Path) -> Counter[str]:
+    """What the forward and the backward graph call."""
+    torch._dynamo.reset()
+    options = {"inner": "eager", "recipe": recipe, "dump": str(folder)}
+    torch.compile(model, backend="quartet2", options=options)(model.part()).sum().backward()
+    text = "".join(path.read_text() for path in folder.rglob("4_after_passes_*.txt"))
+    assert ("q2.gemm" in text) == (recipe != "bf16")
+    calls = Counter(word.partition("(")[0] for word in text.split() if "_c10d_functional" in word)
+    del calls["_c10d_functional.wait_tensor"]
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "bias"),
+    [
+        ([R], [S0], [S0]),  # column-wise
+        ([S0], [S0], [S0]),  # x is gathered first
+        ([S2], [S1], [R]),  # row-wise
+        ([R], [S1], [R]),
+        ([S0], [R], [R]),  # data parallel
+        ([S1], [R], None),  # sequence parallel
+        ([R], [R], [R]),  # redundant
+        ([S0, R], [R, S0], [R, S0]),  # data x column-wise
+        ([S0, S2], [R, S1], [R, R]),  # data x row-wise
+        ([S0, R], [R, R], None),
+    ],
+)
+def test_no_collective_more_than_torchs_own_linear(
+    x: Placements, w: Placements, bias: Placements | None, tmp_path: Path
+) -> None:
+    counts = {
+        recipe: collectives(Placed(x, w, bias), recipe, tmp_path / recipe)
+        for recipe in ("quartet2", "bf16")
+    }
+    assert counts["quartet2"] == counts["bf16"]
+
+
+def reported(model: nn.Module, *args: Tensor) -> Report:
+    return explain(model, *args, options={"inner": "eager"})
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "bias", "why"),
+    [
+        ([S2], [R], None, "the weight is replicated and the activation placed S(2)"),
+        ([P], [R], None, "the weight is replicated and the activation placed P(sum)"),
+        ([R, P], [S0, R], None, "the activation placed P(sum)"),
+    ],
+)
+def test_placements_that_no_plan_covers_are_left_with_a_reason(
+    x: Placements, w: Placements, bias: Placements | None, why: str
+) -> None:
+    model = Placed([R] * len(x), w, bias)
+    model.placements = x
+    local = torch.randn(BATCH, SEQ, K // (4 if x == [S2] else 1))
+    (row,) = reported(model, local).rows
+    assert not row.taken and row.wanted and why in row.why
+
+
+def test_too_small_is_what_a_rank_has() -> None:
+    class Narrow(Placed):
+        def __init__(self) -> None:
+            super().__init__([R], [S0])
+            self.weight = nn.Parameter(distribute_tensor(torch.randn(32, K), self.mesh, [S0]))
+
+    model = Narrow()
+    (row,) = reported(model, model.part()).rows
+    assert row.why == "too small: a rank's part of the weight is [8, 128], a block has 16 values"
+
+
+def test_all_ranks_agree_on_what_is_too_small() -> None:
+    """33 rows on 4 ranks are 9, 9, 9 and 6; 5 are 2, 2, 1 and none."""
+    mesh = mesh_of(1)
+    assert smallest_part(distribute_tensor(torch.randn(33, K), mesh, [S0])) == (6, K)
+    assert smallest_part(distribute_tensor(torch.randn(5, K), mesh, [S0])) == (0, K)
+    assert smallest_part(torch.randn(33, K)) == (33, K)
+
+
+def test_the_report_has_a_ranks_part() -> None:
+    shapes = {
+        (BATCH * SEQ, N // 4, K): ([R], [S0]),
+        (BATCH * SEQ, N, K // 4): ([S2], [S1]),
+        (BATCH * SEQ // 4, N, K): ([S1], [R]),
+        (BATCH * SEQ // 2, N // 2, K): ([S0, R], [R, S0]),
+    }
+    for shape, (x, w) in shapes.items():
+        model = Placed(x, w)
+        (row,) = reported(model, model.part()).rows
+        assert row.shape == shape and row.taken
+
+
+def test_the_plan() -> None:
+    """Data-parallel rows times a row-wise layer with a bias, on 2 x 2."""
+    mesh = mesh_of(2)
+    x = distribute_tensor(torch.randn(BATCH, SEQ, K), mesh, [S0, S2])
+    w = distribute_tensor(torch.randn(N, K), mesh, [R, S1])
+    bias = distribute_tensor(torch.randn(N), mesh, [R, R])
+    plan = Plan.of(x, w, bias)
+    assert isinstance(plan, Plan)
+    assert (plan.x, plan.bias, plan.y) == ((S0, S2), (R, R), (S0, P))
+    assert (plan.grad_x, plan.grad_w, plan.grad_bias) == ((S0, S2), (P, S1), (P, R))
+    assert plan.addends == 2
+
+
+def test_operands_that_do_not_go_together() -> None:
+    mesh = mesh_of(1)
+    x, w = torch.randn(SEQ, K), distribute_tensor(torch.randn(N, K), mesh, [S0])
+    assert Plan.of(x, w, None) == (
+        "some of activation, weight and bias are DTensors and some are not"
+    )
+    elsewhere = distribute_tensor(x, mesh_of(2), [R, R])
+    assert "different device meshes" in str(Plan.of(elsewhere, w, None))
