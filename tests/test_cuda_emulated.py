@@ -195,6 +195,23 @@ def test_quantize(scheme) -> None:
     assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
 
 
+def next_to_the_grid() -> torch.Tensor:
+    """fp32 [12, 64]: grid points and midpoints, and the numbers up to 8 ulp from them; block scales
+    are 1, from one 6 a block."""
+    points = torch.tensor([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0])
+    steps = torch.tensor([-8, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 8])
+    x = (points.view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
+    x = torch.cat([x, -x, torch.zeros(12 * 60 - 2 * x.numel())]).view(48, 15)
+    return torch.cat([torch.full((48, 1), 6.0), x], dim=1).view(12, 64)
+
+
+@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("scheme", ["nvfp4_pow2", "nvfp4_ms_eden_pow2"])
+def test_rounding_next_to_the_grid(scheme, hw_fp4) -> None:
+    args = (next_to_the_grid(), SEEDS[0], scheme, "none", False, 0)
+    assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
+
+
 @pytest.mark.parametrize("hw_fp4", [False, True])
 def test_stochastic_rounding_between_close_coins(hw_fp4) -> None:
     x = close_to_their_coins(SEEDS[0], 8, 64)

@@ -55,17 +55,18 @@ Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
 // Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does
 // `rounded`.
 //
-// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1) times
-// 2^22 is a whole number of steps whose last mantissa bit weighs one step, so that the float adder
-// rounds |x| to the grid; taking m off again is exact. In a tie m is even, for a tie has 3
-// significant bits: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6:
-// nothing to clip.
+// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1 + 2^-21)
+// times 2^22 is a whole number of steps, and |x| less that has a last mantissa bit that weighs one
+// step: the float adder rounds |x| to the grid, and adding m * 2^22 back is exact. (Of |x| just above
+// 2 or 4 the bit weighs half a step, but then it lies next to a point of the grid. Just below them
+// m * 2^22 + |x| would leave its binade, which is why it is taken off first.) In a tie m * 2^22 is
+// even: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip.
 Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
                            u32 (&codes)[2][2]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair m = {fmaxf(scaled[i].a, 0x1p-6f), fmaxf(scaled[i].b, 0x1p-6f)};
-    rounded[i] = fma(m, both(-0x1p22f), fma(m, both(0x1p22f), scaled[i]));
+    Pair m = {fmaxf(scaled[i].a, 0x1.000008p-6f), fmaxf(scaled[i].b, 0x1.000008p-6f)};
+    rounded[i] = fma(m, both(0x1p22f), fma(m, both(-0x1p22f), scaled[i]));
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -353,9 +353,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     u8* current = shared_tiles + stage * kTileBytes;
     if (kStages == 2) stage ^= 1;
     if (kPacked) expand_codes(share, current);
-    else await_copies();
-    __syncthreads();
     if (more && kPacked) fetch_codes(p, next, share);
+    if (!kPacked) await_copies();
+    __syncthreads();
     if (more && !kPacked && kStages == 2) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
     if (kRows) quantize_along_rows(p, tile, current, rows, largest_along_rows);
     if (kCols) quantize_along_cols(p, tile, current, cols, largest_along_cols);
