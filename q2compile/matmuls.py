@@ -62,6 +62,7 @@ class Matmul:
         """
         x, w, _ = self.operands()
         if isinstance(w, DTensor):
+            assert isinstance(x, DTensor), "tensor_parallel.unplanned has left any other"
             return tensor_parallel.local_sizes(x, w)
         *experts, n, k = w.shape
         return *experts, x.numel() // max(k, 1), n, k
