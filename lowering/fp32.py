@@ -97,8 +97,7 @@ class Fp32:
         """
         if self.converts_e2m1:
             code = _ptx(
-                "{ .reg .b8 c, z; cvt.rn.satfinite.e2m1x2.f32 c, 0f00000000, $1; "
-                "mov.b8 z, 0; mov.b32 $0, {c, z, z, z}; }",
+                "{ .reg .b8 c; cvt.rn.satfinite.e2m1x2.f32 c, 0f00000000, $1; cvt.u32.u8 $0, c; }",
                 scaled,
                 dtype=torch.int32,
             )

@@ -53,4 +53,4 @@ def install() -> None:
     kernel but ours.
     """
     if not isinstance(V.choices, _Choices):
-        V.set_choices_handler(_Choices(V.choices)).__enter__()
+        V.set_choices_handler(_Choices(V.choices))  # the context it returns is for going back

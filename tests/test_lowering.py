@@ -1,0 +1,159 @@
+"""The quantiser as Inductor's loops: the reference's bits, one kernel with its producer, and the
+instructions that a GPU would run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from emulation.inductor import lower_on_cpu, triton_kernels
+from torch._inductor.utils import run_and_get_code
+from torch.nn.functional import rms_norm, silu
+
+from q2compile import lowering
+from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
+
+FOUR_SIX = "nvfp4_46_pow2"
+
+
+def quantize(x: torch.Tensor, scheme: str = FOUR_SIX) -> tuple[torch.Tensor, ...]:
+    amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
+    return torch.ops.q2.quantize(x, amax, None, scheme, 0)
+
+
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return quantize(silu(gate) * up)
+
+
+def add_rmsnorm_quantize(residual, x, weight):
+    residual = residual + x
+    return residual, *quantize(rms_norm(residual, (residual.shape[1],), weight, 1e-6))
+
+
+def matrix(rows: int, columns: int) -> torch.Tensor:
+    """Rows of every magnitude, zeros, blocks of subnormals, an outlier."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[3] *= 1e-6
+    x[5] = 0
+    x[7, :16] = 0
+    x[9, 3] = 1e4
+    x[11] *= 1e30
+    x[13] *= 1e-38
+    x[15, 3:9] = 1e-39
+    return x
+
+
+def assert_same_bits(got, want) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [
+        (FOUR_SIX, (64, 256)),
+        ("nvfp4_46_mae_pow2", (37, 100)),
+        ("nvfp4_pow2", (37, 100)),
+        ("nvfp4_46", (64, 256)),
+        ("nvfp4", (37, 100)),
+        ("nvfp4_16x16_46_pow2", (37, 100)),
+        ("nvfp4_16x16", (64, 256)),
+    ],
+)
+def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
+    lower_on_cpu(monkeypatch)
+    x = matrix(*shape)
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True, cpp_wrapper=False):
+        compiled = torch.compile(lambda x: quantize(x, scheme))
+        got, (code,) = run_and_get_code(compiled, x)
+    assert "torch.ops.q2.quantize.default(" not in code
+    assert_same_bits(got, quantize(x, scheme))
+    x[2, 2] = float("nan")
+    poisoned = compiled(x)
+    assert poisoned[2].isnan() and poisoned[1].float().isnan().all()
+
+
+def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
+    lower_on_cpu(monkeypatch)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    with inductor_config.patch(force_disable_caches=True):
+        compiled = torch.compile(silu_mul_quantize, backend=counter, dynamic=True)
+        generator = torch.Generator().manual_seed(0)
+        for rows in (16, 40, 23):
+            gate, up = (torch.randn(rows, 64, generator=generator).bfloat16() for _ in range(2))
+            codes, scales, unit = compiled(gate, up)
+            # The fused producer is not rounded to bf16 in between: compare with its fp32.
+            want = quantize(silu(gate.float()) * up.float())
+            differing = (codes != want[0]).float().mean()
+            # silu of Inductor and of torch differ in the last bits of fp32
+            assert differing < 1e-3 and unit == want[2]
+    assert counter.frame_count == 1
+
+
+def test_what_is_lowered() -> None:
+    """On CUDA: NVFP4 to nearest. The rest is the registry's, and so is all on a CPU."""
+    cuda = torch.device("cuda")
+    lowered = {name for name in SCHEMES if lowering.why_not_lowered(cuda, name) is None}
+    assert lowered == {
+        name for name, s in SCHEMES.items() if s.format == "nvfp4" and s.rounding == "rtn"
+    }
+    assert "draws coins" in str(lowering.why_not_lowered(cuda, "nvfp4_sr"))
+    assert "on cpu" in str(lowering.why_not_lowered(torch.device("cpu"), "nvfp4"))
+
+
+@pytest.fixture
+def sources() -> tuple[torch.Tensor, ...]:
+    return torch.zeros(256, 512).bfloat16(), torch.zeros(256, 512).bfloat16(), torch.ones(512)
+
+
+def test_kernels_of_silu_mul_quantize(monkeypatch, sources) -> None:
+    """One kernel for all that sees whole tensors; the scales are one call after it."""
+    (kernel,) = triton_kernels(monkeypatch, 90, silu_mul_quantize, *sources[:2])
+    assert kernel.name.endswith("fused_mul_quantize_silu_0")
+    assert "config={'XBLOCK': 128, 'num_warps': 2}" in kernel.config
+    # bf16 in, codes and worths out: nothing else touches memory
+    assert kernel.source.count("tl.load") == 2 and kernel.source.count("tl.store") == 2
+
+
+def test_kernels_of_add_rmsnorm_quantize(monkeypatch, sources) -> None:
+    """The reduction over a row is one, everything after it the other."""
+    residual, x, weight = sources
+    norm, kernel = triton_kernels(
+        monkeypatch, 90, add_rmsnorm_quantize, residual, x, weight.bfloat16()
+    )
+    assert "pow" in norm.name and "quantize" not in norm.name
+    assert "quantize" in kernel.name and kernel.source.count("tl.store") == 2
+
+
+def test_max_autotune_searches(monkeypatch, sources) -> None:
+    with inductor_config.patch(max_autotune_pointwise=True):
+        (kernel,) = triton_kernels(monkeypatch, 90, silu_mul_quantize, *sources[:2])
+    assert "config=" not in kernel.config and "size_hints" in kernel.config
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_machine_code(capability, monkeypatch, sources, tmp_path) -> None:
+    """No spills; 16-byte loads; Blackwell's conversion where there is one."""
+    (kernel,) = triton_kernels(monkeypatch, capability, silu_mul_quantize, *sources[:2])
+    code = kernel.compiled(capability, tmp_path)
+    assert code.count("LDL") == code.count("STL") == 0
+    loads = [name for name in code.names if name.startswith("LDG")]
+    assert len(loads) == 8 and all(name.endswith("128") for name in loads)  # 2 x 32 elements
+    assert code.count("F2FP.SATFINITE.E2M1") == (32 if capability >= 100 else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheme", [FOUR_SIX, "nvfp4_pow2", "nvfp4_46", "nvfp4", "nvfp4_16x16_pow2"]
+)
+@pytest.mark.parametrize("shape", [(64, 256), (517, 1000), (4096, 4096)])
+def test_on_a_gpu(scheme, shape) -> None:
+    lowering.register()
+    x = matrix(*shape)
+    torch._dynamo.reset()
+    # relu keeps what is positive exactly, and gives the quantiser something to fuse with
+    compiled = torch.compile(lambda x: quantize(x.relu(), scheme))
+    assert_same_bits([t.cpu() for t in compiled(x.cuda())], quantize(x.relu(), scheme))

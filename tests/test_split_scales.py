@@ -1,0 +1,88 @@
+"""q2::split_scales: by hand, against the quantiser whose last step it is, and its CUDA kernel on a
+CPU (tests/emulation)."""
+
+from __future__ import annotations
+
+import shutil
+
+import emulation
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import split_scales as on_cuda
+from q2compile.runtime_kernels.cuda.launch import Launch
+
+SCHEMES = ("nvfp4_46_pow2", "nvfp4_pow2")
+
+
+def test_by_hand() -> None:
+    worth = torch.tensor([[1.0, 448.0, 480.0], [0.0, 2.0**-9, 3 * 2.0**-11]])
+    scales, unit = torch.ops.q2.split_scales(worth, "nvfp4_pow2")
+    assert unit == 2.0  # 480 is beyond e4m3's 448
+    # 2^-10 and .75 * 2^-10 lie between 0 and e4m3's smallest, 2^-9: a tie goes to even, zero
+    assert scales.float().tolist() == [[0.5, 224.0, 240.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_quantiser_s_own(scheme: str) -> None:
+    """Scales that are already split come back, and the global scale with them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    _, scales, unit = torch.ops.q2.quantize(x, None, None, scheme, 0)
+    again, unit_again = torch.ops.q2.split_scales(scales.float() * unit, scheme)
+    assert unit_again == unit and torch.equal(again.float(), scales.float())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_poison(value: float) -> None:
+    scales, unit = torch.ops.q2.split_scales(torch.tensor([[1.0, value]]), "nvfp4_pow2")
+    assert unit.isnan() and scales.float().isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("worth", "words"),
+    [
+        (torch.ones(4, 4, dtype=torch.bfloat16), "takes float32"),
+        (torch.ones(4), "two dimensions"),
+    ],
+)
+def test_refused_operands(worth: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        torch.ops.q2.split_scales(worth, "nvfp4_pow2")
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_ms_eden_pow2", "mxfp4_rtn"])
+def test_refused_schemes(scheme: str) -> None:
+    with pytest.raises(ValueError, match=f"{scheme} has no global scale that is a power of two"):
+        torch.ops.q2.split_scales(torch.ones(4, 4), scheme)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", [(3, 5), (300, 41)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
+    monkeypatch.setattr(
+        Launch,
+        "__call__",
+        lambda launch, index, grid, *values: emulation.emulate(launch, False, grid, *values),
+    )
+    monkeypatch.setattr(on_cuda, "multiprocessors", lambda index: 2)
+    monkeypatch.setattr(
+        on_cuda, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    )
+    generator = torch.Generator().manual_seed(1)
+    worth = torch.randn(shape, generator=generator).mul(4).exp()
+    got = on_cuda._split_scales.__wrapped__(0, worth, scheme)
+    want = torch.ops.q2.split_scales(worth, scheme)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and got[1] == want[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 5), (300, 41), (8192, 256)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_on_a_gpu(scheme, shape) -> None:
+    worth = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(4).exp()
+    got = torch.ops.q2.split_scales(worth.cuda(), scheme)
+    want = torch.ops.q2.split_scales(worth, scheme)
+    assert torch.equal(got[0].cpu().view(torch.uint8), want[0].view(torch.uint8))
+    assert got[1].item() == want[1].item()
