@@ -105,7 +105,7 @@ def test_no_collective_more_than_torchs_own_linear(
         recipe: collectives(Placed(x, w, bias), recipe, tmp_path / recipe)
         for recipe in ("quartet2", "bf16")
     }
-    assert counts["quartet2"] == counts["bf16"]
+    assert counts["quartet2"] <= counts["bf16"]
 
 
 def reported(model: nn.Module, *args: Tensor) -> Report:
