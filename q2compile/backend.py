@@ -93,11 +93,12 @@ def _refuse_not_taken(rows: list[Row]) -> None:
         )
 
 
-def _kernels(row: Row) -> dict[str, str]:
+def _kernels(row: Row, config: Config) -> dict[str, str]:
     # A size that data decide, such as an expert's tokens, has no hint: one chunk then.
     shape = tuple(size if isinstance(size, int) else size.node.hint or 128 for size in row.shape)
     gemms = (row.fprop, row.dgrad, row.wgrad)
-    return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device)
+    lowers = config.inner == "inductor"
+    return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device, lowers)
 
 
 def _graph_name(names: Names) -> str:
@@ -145,7 +146,7 @@ class _Compilation:
             for row in rows:
                 row.graph = number
                 if row.taken:
-                    row.kernels = _kernels(row)
+                    row.kernels = _kernels(row, self.config)
             report.add(rows, self.coverage)
         self.rows = rows
         self._write_reports()

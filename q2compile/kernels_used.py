@@ -10,32 +10,47 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.experts  # noqa: F401  registers q2::linear and its kin
+from q2compile import lowering
 from q2compile.recipes import GEMMS
-from q2compile.runtime_kernels.registry import serving
+from q2compile.runtime_kernels.registry import REFERENCE, serving
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes each q2 op that is called and the kernel that would serve it."""
+    """Notes each q2 op that is called and the kernel that would serve it.
 
-    def __init__(self) -> None:
+    lowers: Inductor compiles the graph, and may have loops of its own for an op: "inductor" where
+    they are always used, "inductor or cuda" where it depends on what computes the operand.
+    """
+
+    def __init__(self, lowers: bool) -> None:
         super().__init__()
+        self.lowers = lowers
         self.used: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, op = func.name().partition("::")
         if namespace == "q2" and op != "seed":
-            self.used[op] = serving(op, args).name
+            name = serving(op, args).name
+            lowered = op == "quantize" and self.lowers
+            if lowered and lowering.why_not_lowered(args[0].device, args[3]) is None:
+                name = "inductor" if name == REFERENCE else f"inductor or {name}"
+            self.used[op] = name
         return func(*args, **(kwargs or {}))
 
 
 @lru_cache
 def kernels_used(
-    gemms: tuple[str, str, str], shape: tuple[int, ...], dtype: torch.dtype, device: str
+    gemms: tuple[str, str, str],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    lowers: bool,
 ) -> dict[str, str]:
     """{"fprop": "quantize: reference, gemm: reference", ...} for a linear of ``shape`` (T, N, K),
     or (E, T, N, K) for experts.
 
     gemms: the recipe's texts. A GEMM in bf16 is torch's own: "torch".
+    lowers: Inductor compiles the graph.
     """
     *experts, t, n, k = shape
     used = {}
@@ -47,7 +62,7 @@ def kernels_used(
         for name, text in zip(GEMMS, gemms, strict=True):
             x.requires_grad_(name == "dgrad")
             w.requires_grad_(name == "wgrad")
-            with _Recorder() as forward:
+            with _Recorder(lowers) as forward:
                 y = (
                     torch.ops.q2.grouped_linear(x, w, offs, *gemms, 0)
                     if experts
@@ -55,7 +70,7 @@ def kernels_used(
                 )
             recorder = forward
             if name != "fprop":
-                with _Recorder() as recorder:
+                with _Recorder(lowers) as recorder:
                     torch.autograd.grad(y, x if name == "dgrad" else w, dy)
             ops = ", ".join(f"{op}: {kernel}" for op, kernel in recorder.used.items())
             used[name] = ops if text != "bf16" else "torch"

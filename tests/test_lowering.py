@@ -10,7 +10,8 @@ from emulation.inductor import lower_on_cpu, triton_kernels
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import rms_norm, silu
 
-from q2compile import lowering
+import q2compile
+from q2compile import kernels_used, lowering
 from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
 
 FOUR_SIX = "nvfp4_46_pow2"
@@ -157,3 +158,12 @@ def test_on_a_gpu(scheme, shape) -> None:
     # relu keeps what is positive exactly, and gives the quantiser something to fuse with
     compiled = torch.compile(lambda x: quantize(x.relu(), scheme))
     assert_same_bits([t.cpu() for t in compiled(x.cuda())], quantize(x.relu(), scheme))
+
+
+def test_the_report_names_the_loops(monkeypatch) -> None:
+    lower_on_cpu(monkeypatch)
+    kernels_used.kernels_used.cache_clear()
+    report = q2compile.explain(torch.nn.Linear(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16())
+    (row,) = report.to_json()
+    assert row["kernels"]["fprop"] == "quantize: inductor, gemm: reference"
+    kernels_used.kernels_used.cache_clear()
