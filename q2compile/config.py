@@ -60,7 +60,8 @@ class Config:
     policy          {pattern: recipe or mapping}; the last match wins (see `policy`)
     global_scale    "pow2": a power of two found after the codes; "exact": the papers', from amax
     dump            a folder for every stage of every graph and the report; None writes nothing
-    strict          raise when a pattern matches nothing, or a wanted matmul was not taken or seen
+    strict          raise when a pattern matches nothing, or a wanted matmul was not taken or seen;
+                    when no graph at all reaches the backend only `explain` can tell
     mode            a mode of Inductor: "default", "reduce-overhead", "max-autotune", ...
     inductor        settings of Inductor's config for these graphs alone
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
