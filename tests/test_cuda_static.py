@@ -10,12 +10,13 @@ from itertools import product
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from q2compile.recipes import RECIPES, resolve
 from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
-from q2compile.runtime_kernels.registry import kernels, select
+from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import get_transform
@@ -47,6 +48,7 @@ HOT = {
     "tetrajet2 both": rotate(BF16, "rht128", SR, BOTH),
     "tetrajet2 requantize": rotate(NVFP4, "rht128", SR, COL),
     "nvfp4 dgrad": rotate(BF16, "none", SR, ROW),
+    "quartet2 fprop": rotate(BF16, "none", "nvfp4_46_pow2", ROW),
     "nvfp4 wgrad": rotate(BF16, "rht16", SR, COL),
     "nvfp4 wgrad x": rotate(BF16, "rht16", "nvfp4_pow2", COL),
     "mxfp4 both": rotate(BF16, "rht64", "mxfp4_sr", BOTH),
@@ -257,6 +259,43 @@ def test_every_backward_quantiser_of_a_recipe_has_a_kernel() -> None:
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
     why = rotation.refuses("rht_quantize", torch.empty(1), scheme, "rht128")
     assert why is not None and reason in why
+
+
+def loaded_by(monkeypatch, op: str, *args) -> list[Launch]:
+    """What warm_up loads for fake arguments, as if their device were there."""
+    loaded: list[Launch] = []
+    monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
+    for module in (rotation, dequantize, gemm):
+        monkeypatch.setattr(module, "refusal", lambda *names: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    warm_up(op, args)
+    return loaded
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_warm_up_loads_what_a_call_launches(transpose, monkeypatch) -> None:
+    with FakeTensorMode():
+        x = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
+        seed = torch.empty((), dtype=torch.int64, device="cuda")
+    got = loaded_by(monkeypatch, "rht_quantize", x, seed, "nvfp4_sr", "rht16", transpose, 0)
+    kind = (not transpose, transpose)
+    amax = rotate(BF16, "rht16", "nvfp4_sr", kind, amax=True)
+    assert got == [amax, rotate(BF16, "rht16", "nvfp4_sr", kind, overlaps=True)]
+
+
+def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
+    with FakeTensorMode():
+        codes = torch.empty(64, 32, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(64, 4, dtype=torch.float8_e4m3fn, device="cuda")
+        unit = torch.empty((), device="cuda")
+        x = torch.empty(64, 63, dtype=torch.bfloat16, device="cuda")
+    operand = (codes, scales, unit)
+    scheme = "nvfp4_46_pow2"
+    args = (*operand, *operand, None, scheme, scheme, torch.bfloat16)
+    widen = dequantize.dequantize_launch(torch.bfloat16, False, True)
+    assert set(loaded_by(monkeypatch, "gemm", *args)) == {widen}
+    got = loaded_by(monkeypatch, "rht_quantize", x, unit.long(), EDEN, "rht128", False, 0)
+    assert got == [rotate(BF16, "rht128", EDEN, ROW, vectors=False), align(EDEN, True)]
 
 
 # --- the fp4 GEMM's arguments, which only a Blackwell can run -------------------------------------

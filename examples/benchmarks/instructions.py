@@ -3,10 +3,11 @@
     python examples/benchmarks/instructions.py [--out FILE]
 
 Needs no GPU: the kernels are compiled for each architecture and disassembled, and the loop over
-tiles is counted. The predicted time is the larger of two floors: instructions over the issue rate
-(at the share of issue slots that these kernels were measured to fill on an H200), and bytes over
-the memory's bandwidth. Only the H200's line can be compared with a measurement so far; clocks and
-bandwidths of the others are their data sheets'.
+tiles of the launch that makes the codes is counted. The predicted time is the larger of two floors:
+its instructions over the issue rate (at the share of issue slots that MS-EDEN's kernels were
+measured to fill on an H200; stochastic rounding, whose 64-bit products take two slots, fills 0.63),
+and the bytes of all launches over the memory's bandwidth. Only the H200's line can be compared with
+a measurement so far; clocks and bandwidths of the others are their data sheets'.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def count(name: str, architecture: str) -> tuple[float, dict[str, float]]:
 
 
 def predict(instructions: float, bytes_: float, gpu: Gpu) -> tuple[float, str]:
-    """Microseconds of phase 1 at SHAPE, and what bounds them."""
+    """Microseconds at SHAPE, and what bounds them."""
     elements = SHAPE[0] * SHAPE[1]
     per_microsecond = gpu.multiprocessors * 4 * 32 * gpu.gigahertz * 1e3 * ISSUE_SHARE
     issue, memory = (
@@ -101,7 +102,7 @@ def main() -> None:
                     "commonest": common,
                     "gpu": gpu.name,
                     "shape": SHAPE,
-                    "predicted_microseconds_phase_1": round(microseconds, 1),
+                    "predicted_microseconds": round(microseconds, 1),
                     "bound": bound,
                     "nvrtc": f"{major}.{minor}",
                     "date": datetime.date.today().isoformat(),
