@@ -144,10 +144,10 @@ One training step of each model of `tests/model_zoo.py` (random weights, tiny si
 transformers {transformers.__version__}, rewritten graphs run by {inner}.{plain}
 
 "Taken" counts the matmuls with a weight that are quantised, of all that there are; "left" says why
-the others are not, and the products of activations. The loss is compared with the model's own, the
-gradients by their cosine: of all weights together, and the lowest of any weight. What a cosine must
-be is derived in `tests/test_models.py`, which checks all but the exact figures in every run. Experts
-are asked for by a policy in {", ".join(WITH_EXPERTS)}.
+the others are not, and the products of activations. A policy asks for the experts of
+{", ".join(WITH_EXPERTS)}. The loss is compared with the model's own, the gradients by their cosine:
+of all weights together, and the lowest of any weight. What a cosine must be is derived in
+`tests/test_models.py`, which checks all but the exact figures in every run.
 
 | model | taken | left | loss differs | gradients' cosine | lowest of one weight |
 |---|---|---|---|---|---|
