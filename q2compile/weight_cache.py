@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import q2compile.linear  # noqa: F401  registers the ops
-from q2compile.compat import carry_sources, parameter_of
+from q2compile.compat import parameter_of
 from q2compile.errors import ConfigError
 from q2compile.faults import copied
 from q2compile.matmuls import example
@@ -155,7 +155,6 @@ def take_codes(
     if root is None and torch.distributed.is_initialized():
         return gm, example_inputs, []  # what holds these weights, FSDP or not, is not known
     own = copied(gm)  # Dynamo goes on to read the inputs of its own
-    carry_sources(gm, own)
     weights = {
         node: i
         for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
