@@ -123,8 +123,8 @@ class _Compilation:
         collecting = collector.get()
         if collecting is not None:
             self.reports.append((collecting, None))
-        folder = self.dump.path if self.dump else None
-        self.faults = Faults(config, _graph_name(names), folder, names.by_id)
+        path = self.dump.path if self.dump else None
+        self.faults = Faults(config, _graph_name(names), path, names.by_id)
         self.manager = PassManager(
             config,
             self._observe if self.watched else None,

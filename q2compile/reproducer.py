@@ -108,7 +108,8 @@ class _Writer:
 
     def function(self, name: str, gm: fx.GraphModule) -> str:
         """The text of a function ``name`` that returns ``gm``'s graph as a Replay."""
-        lines, custom = ["g = Replay()"], {}
+        lines: list[str] = ["g = Replay()"]
+        custom: dict[str, Any] = {}
         for node in gm.graph.nodes:
             here = {k: v for k, v in node.meta.get("custom", {}).items() if k.startswith("q2_")}
             if here != custom:
