@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,7 +114,7 @@ def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
         return lambda: dequantize(*operand, DEQUANTIZED, cols, torch.bfloat16)
 
     calls: dict[str, list[Callable[[], object]]] = {
-        "copy": [lambda x=x: target.copy_(x) for x in xs],
+        "copy": [partial(target.copy_, x) for x in xs],
         "dequantize": [widen(i) for i in range(INPUTS)],
     }
     return calls | {n: [call(c, i) for i in range(INPUTS)] for n, c in CASES.items()}
@@ -162,12 +163,13 @@ def host_microseconds(call: Callable[[], object], count: int = 400) -> float:
 def host_calls() -> dict[str, Callable[[], object]]:
     """What the host is timed at: one launch alone, whole ops through torch's dispatcher, and a
     copy for comparison, on a small matrix."""
-    x = torch.randn(256, 256, device="cuda").bfloat16()
-    y, seed = torch.empty_like(x), torch.tensor(1, device="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(256, 256, device=device).bfloat16()
+    y, seed = torch.empty_like(x), torch.tensor(1, device=device)
     packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
     launch, at = gemm.swizzle_launch(), packed[1].data_ptr()
     return {
-        "host_launch": lambda: launch(x.device.index, (1, 1), at, at, 0, 0, 0, 1, 0),
+        "host_launch": lambda: launch(device.index, (1, 1), at, at, 0, 0, 0, 1, 0),
         "host_copy": lambda: torch.ops.aten.copy_(y, x),
         "host_rht_quantize": lambda: torch.ops.q2.rht_quantize(x, seed, EDEN, "rht128", False, 0),
         "host_rht_quantize_both": lambda: torch.ops.q2.rht_quantize_both(

@@ -34,7 +34,7 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
     """
     matches = 0
     for node in list(q2_nodes(graph, "rht_quantize", "rht_quantize_both", "requantize")):
-        scales = [u for u in node.users if u.target is operator.getitem and u.args[1] % 3 == 1]
+        scales = [u for u in node.users if u.target is operator.getitem and _index(u) % 3 == 1]
         readers = [(gemm, output) for output in scales for gemm in output.users]
         if not readers or not all(_is_fp4(gemm) for gemm, _ in readers):
             continue
@@ -52,6 +52,12 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
             _swizzle_meta(node, output, scheme)
         matches += 1
     return matches
+
+
+def _index(output: fx.Node) -> int:
+    index = output.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def _is_fp4(node: fx.Node) -> bool:
@@ -72,9 +78,10 @@ def _reads_swizzled(gemm: fx.Node, scales: fx.Node) -> None:
 
 def _swizzle_meta(node: fx.Node, output: fx.Node, scheme: str) -> None:
     """The shape of swizzled scales, where the graph says what comes out of the op."""
-    plain, index = output.meta["val"], output.args[1]
-    shape = scales_shape(*plain.shape, get_scheme(scheme + SWIZZLED))
+    plain = output.meta["val"]
+    rows, blocks = plain.shape
+    shape = scales_shape(rows, blocks, get_scheme(scheme + SWIZZLED))
     output.meta["val"] = plain.new_empty(shape)
     outputs = list(node.meta["val"])
-    outputs[index] = output.meta["val"]  # type: ignore[index]
+    outputs[_index(output)] = output.meta["val"]
     node.meta["val"] = tuple(outputs)

@@ -104,7 +104,7 @@ def on_device(function):
 
 # empty(size, stride, dtype) on the current CUDA device: what Inductor's generated code allocates
 # with, past torch's dispatcher.
-empty = torch._C._dynamo.guards._empty_strided_cuda
+empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 class _Attribute(ctypes.Structure):

@@ -148,10 +148,10 @@ def _rotate(
 
     def make() -> Plan:
         check_operand(op, x)
-        if op == "quantize":
-            checked_without_rotation(x, amax, draws[0][0], scheme)
         for draw in draws:
-            if draw is not None:
+            if draw is not None and op == "quantize":
+                checked_without_rotation(x, amax, draw[0], scheme)
+            elif draw is not None:
                 checked(op, draw[0], scheme, transform)
         return make_plan(
             index,
