@@ -200,7 +200,7 @@ class _Side(NamedTuple):
 class Plan(NamedTuple):
     """All of a call that follows from the kind of its operand."""
 
-    index: int
+    device: int
     launches: tuple[Launch, ...]  # in order
     rule: Rule
     walk: tuple  # the fields of rotate_quantize.cu's Params after its outputs
@@ -323,7 +323,7 @@ def run(
     operand: addresses of x, its scales, its global scale; 0 for what it has not.
     amax: address of the largest |x|, for an EXACT plan that knows it.
     """
-    return _run(plan.index, plan, operand, (along_rows, along_cols), amax)
+    return _run(plan.device, plan, operand, (along_rows, along_cols), amax)
 
 
 @functools.cache

@@ -124,8 +124,10 @@ ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "split_scales": lambda s: (_matrix().float().abs(), s),
     "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
 }
-_ROTATED = ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")
-_ROTATED += ("mxfp4_sr", "mxfp4_rtn34")
+_ROTATED = (
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
+    *("mxfp4_sr", "mxfp4_rtn34"),
+)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
     "quantize": ("nvfp4_sr_pow2", "nvfp4_sr"),
