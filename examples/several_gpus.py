@@ -97,7 +97,8 @@ class Team:
             # FSDP's hooks stand between the layers and would break a graph of the whole model.
             layer.compile(**how)
             fully_shard(layer, mesh=self.mesh["data"])
-        return fully_shard(model, mesh=self.mesh["data"])
+        fully_shard(model, mesh=self.mesh["data"])
+        return model
 
     def share(self, batch: Tensor) -> Tensor:
         """This process's sequences of a batch [B, ...]."""

@@ -14,6 +14,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from q2compile.errors import BackendError, ConfigError
 from q2compile.suggest import one_of
 
+# Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
+# does in 2.11; in 2.13 backward fails in DTensor's redistribute. 2.12 was not tried.
+ASYNC_INPUTS_KEEP_GRADIENTS = torch.__version__ < "2.12"
+
 
 def inductor_options() -> set[str]:
     """The keys that Inductor's config knows."""

@@ -32,10 +32,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from q2compile import compat
 from q2compile.errors import ConfigError
-
-# Right in 2.11; in 2.13 an AttributeError in backward at best. 2.12 was not tried.
-_ASYNC_FAULT = "2.12"
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,9 @@ class _Addend(torch.autograd.Function):
 
 
 def linear(
-    x: DTensor,
+    x: Tensor,
     w: DTensor,
-    bias: DTensor | None,
+    bias: Tensor | None,
     local_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> DTensor:
     """y = x wᵀ + bias on DTensors, by ``local_linear`` of this rank's parts.
@@ -146,9 +144,10 @@ def linear(
     return DTensor.from_local(y, w.device_mesh, plan.y, run_check=False, shape=shape, stride=stride)
 
 
-def _placed(t: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _placed(t: Tensor, placements: tuple[Placement, ...]) -> DTensor:
     """``t`` with ``placements``. Nothing where it has them: a redistribute that changes nothing is
     an all-reduce in backward when the gradient is Partial."""
+    assert isinstance(t, DTensor), "Plan.of refuses anything else"
     return t if t.placements == placements else t.redistribute(placements=placements)
 
 
@@ -156,7 +155,7 @@ def refuse_async_inputs(inputs: Iterable[Any]) -> None:
     """Raise ConfigError for an input that is a collective under way and wants a gradient, where
     torch gets that gradient wrong.
     """
-    if torch.__version__ < _ASYNC_FAULT:
+    if compat.ASYNC_INPUTS_KEEP_GRADIENTS:
         return
     for t in inputs:
         local = getattr(t, "_local_tensor", t)
