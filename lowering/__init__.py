@@ -17,6 +17,8 @@ def why_not_lowered(device: torch.device, scheme: str) -> str | None:
     spec = get_scheme(scheme)
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than loops"
+    if spec.swizzled:
+        return f"{scheme} has swizzled scales"
     if spec.format != "nvfp4":
         return f"{scheme} is {spec.format}"
     if spec.stochastic:

@@ -15,10 +15,9 @@ from torch._inductor.virtualized import ops
 Value = Any  # torch has no type for ops values that survives its virtualised handlers
 
 _MAGNITUDE = 0x7FFFFFFF
-_EXPONENT = 0x7F800000
-_ONE = 0x3F800000
+_ABOVE_ONE = 0x3F800004  # 1 + 2^-21
 TINY = torch.finfo(torch.float32).tiny
-INFINITE = _EXPONENT  # magnitude bits from here on are Inf or NaN
+INFINITE = 0x7F800000  # magnitude bits from here on are Inf or NaN
 
 
 def integer(value: int) -> Value:
@@ -114,13 +113,15 @@ def _ptx(asm: str, *args: Value, dtype: torch.dtype = torch.float32) -> Value:
 
 
 def round_e2m1(v: Value) -> Value:
-    """`formats.round_e2m1` of v >= 0, without saturation.
+    """`formats.round_e2m1` of 0 <= v < 7, by the float adder.
 
-    The products are powers of two: contracting them into an fma changes nothing.
+    m = max(v, 1 + 2^-21) times 2^22 is a whole number of steps of the grid around v, and v less
+    that has a last mantissa bit that weighs one step (runtime_kernels/cuda/e2m1.cuh has the proof).
+    The products are exact: contracting them into fmas changes nothing.
     """
-    binade = ops.bitwise_and(ops.maximum(bits_of(v), integer(_ONE)), integer(_EXPONENT))
-    magic = ops.mul(float_of(binade), number(1.5 * 2.0**22))
-    return ops.sub(ops.add(v, magic), magic)
+    m = float_of(ops.maximum(bits_of(v), integer(_ABOVE_ONE)))
+    steps = ops.mul(m, number(2.0**22))
+    return ops.add(ops.sub(v, steps), steps)
 
 
 def top_bits(x: Value) -> Value:

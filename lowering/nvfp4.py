@@ -44,8 +44,8 @@ class _Scales(Protocol):
     def reciprocal(self, code: Value) -> Value:
         """What x is multiplied by under a scale."""
 
-    def saturated(self, magnitude: Value) -> Value:
-        """A rounded magnitude within e2m1's range."""
+    def within(self, scaled: Value) -> Value:
+        """A scaled magnitude below 7, without a change of what it rounds to."""
 
 
 class _Pow2:
@@ -65,8 +65,8 @@ class _Pow2:
         normal = ops.maximum(code, integer(_NORMAL))
         return self.fp.reciprocal_of_4_bits(fp32.from_top_bits(normal))
 
-    def saturated(self, magnitude: Value) -> Value:
-        return magnitude  # p is at most 1/17 too small: what exceeds 6 by that rounds to 6
+    def within(self, scaled: Value) -> Value:
+        return scaled  # p is at most 1/17 too small
 
     @staticmethod
     def normal_or_zero(top: Value) -> Value:
@@ -91,8 +91,8 @@ class _Exact:
         quotient = self.fp.div(self.inverse([]), self.value(code))
         return ops.minimum(quotient, number(torch.finfo(torch.float32).max))
 
-    def saturated(self, magnitude: Value) -> Value:
-        return ops.minimum(magnitude, number(E2M1_MAX))
+    def within(self, scaled: Value) -> Value:
+        return ops.minimum(scaled, number(E2M1_MAX))
 
 
 class _Rounding:
@@ -135,7 +135,7 @@ class _Rounding:
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         scaled = self.fp.mul(ops.abs(x), reciprocal)
-        return scaled, self.scales.saturated(fp32.round_e2m1(scaled))
+        return scaled, fp32.round_e2m1(self.scales.within(scaled))
 
     def _error(self, x: Value, reciprocal: Value) -> Value:
         """The error of x in units of the scale, in fixed point: the bits of an fp32 in [128, 256).

@@ -187,6 +187,16 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
     assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
 
 
+@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae_pow2"])
+def test_four_over_six(scheme, hw_fp4) -> None:
+    x = matrix(64, 200)
+    x[40:] = torch.randn((24, 200), generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[50] *= 1e-37
+    args = (x, q2.amax(x) if get_scheme(scheme).takes_amax else None, None, scheme, 0)
+    assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
+
+
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr"])
 def test_quantize(scheme) -> None:
     x = matrix(30, 200)

@@ -96,7 +96,10 @@ def test_other_schemes(scheme, transform) -> None:
             assert_same_bits(*run_both("rht_quantize_both", *args))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "nvfp4"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "nvfp4"],
+)
 def test_quantize(scheme) -> None:
     x = matrix((300, 1000), torch.bfloat16, "outliers")
     amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None

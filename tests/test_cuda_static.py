@@ -125,11 +125,15 @@ def test_descriptors_are_register_pairs(name, architecture) -> None:
 @pytest.mark.parametrize("name", HOT)
 def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
     """64 elements a thread and direction, two of them an instruction; MS-EDEN looks at what became
-    of them."""
+    of them, and 4/6 at what becomes of them under two scales before it rounds them."""
     if name == "amax both":
         pytest.skip("makes no codes")
     directions = 2 if "both" in name else 1
     code = disassembled(HOT[name], architecture)
+    if name == "quartet2 fprop":  # some of them on two paths
+        assert code.count("F2FP.SATFINITE.E2M1") >= 3 * 32
+        assert code.count("F2FP.F16.E2M1.UNPACK_B") >= 2 * 32
+        return
     assert code.count("F2FP.SATFINITE.E2M1") == 32 * directions
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")

@@ -73,8 +73,8 @@ def not_served(scheme: str, transform: str) -> str | None:
     spec = get_scheme(scheme)
     if spec.swizzled and (Rule.of(spec) not in _WORTHS or get_transform(transform).size != 128):
         return "align_scales.cu swizzles scales that it makes itself, of chunks of 128"
-    if spec.select is not None:
-        return f"rotate_quantize.cu has one candidate scale a block, scheme {scheme} has two"
+    if spec.select is not None and spec.rounding != "rtn":
+        return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
     if spec.masked:
         return f"rotate_quantize.cu writes no trust mask, as scheme {scheme} wants"
     if spec.block[0] != 1:
@@ -122,6 +122,7 @@ def rotate_launch(
         Q2_CLIPS=int(clips),
         Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
         Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
+        Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
     )
 
 

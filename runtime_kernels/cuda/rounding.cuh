@@ -24,7 +24,10 @@ constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: ab
 constexpr float kShrink = Q2_SHRINKS ? 0.75f : 1.0f;
 // Where a block's largest lands on the grid (schemes.py, SR_HEADROOM).
 constexpr double kVmax = Q2_HEADROOM ? 6.0 * (16.0 / 17.0) : 6.0;
-constexpr double kCap = 448.0;
+// 4/6: of the scales that map a block's largest to 6 and to 4, the one with the smaller error.
+enum Select { ONE_SCALE, BY_SQUARES, BY_MAGNITUDES };
+constexpr Select kSelect = (Select)Q2_SELECT;
+constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
 // The factor is a power of two: it may as well go to the scale.
 constexpr bool kFolds = !kPacked && (kSize == 1 || kSize == 16 || kSize == 64);
 constexpr float kHuge = 3.402823466e38f;
@@ -56,17 +59,17 @@ Q2_INLINE float divide_by(float x, float divisor, float reciprocal) {
   return __fmaf_rn(__fmaf_rn(-divisor, q, x), reciprocal, q);
 }
 
-Q2_INLINE BlockScale block_scale(float largest, const Common& common) {
+Q2_INLINE BlockScale block_scale(float largest, const Common& common, const double to = kVmax) {
   if constexpr (kRule == MX) {
     u32 byte = (u32)min(max((int)(__float_as_uint(largest) >> 23) - 2, 0), 253);
     return {byte, kShrink * __uint_as_float((254 - byte) << 23)};
   } else if constexpr (kRule == EXACT) {
-    constexpr float vmax = (float)kVmax;
+    const float vmax = (float)to;
     float q = divide_by(largest, vmax, (float)(1.0 / vmax));
     u32 byte = to_e4m3(divide_by(q, common.unit, common.inverse_unit));
     return {byte, fminf(divide(common.inverse_unit, byte ? from_e4m3(byte) : 1.0f), kHuge)};
   } else {
-    float p = keep_4_bits(largest * (float)(1.0 / kVmax));
+    float p = keep_4_bits(largest * (float)(1.0 / to));
     u32 stored = p >= 0x1p-126f ? __float_as_uint(p) : 0;
     return {largest <= kHuge ? stored : 0x7FC00000u, reciprocal(fmaxf(p, 0x1p-126f))};
   }
@@ -85,16 +88,65 @@ Q2_INLINE float within_6(float magnitude, float unit = 1.0f) {
   return kClips ? fminf(magnitude, 6.0f * unit) : magnitude;
 }
 
+// x times inverse, in kUnit, as round_block wants it but for what it must not exceed.
+Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
+  if constexpr (Q2_HW_FP4) return mul(x, inverse);  // these conversions take the sign along
+  else return {fabsf(x.a) * inverse.a, fabsf(x.b) * inverse.b};
+}
+
+// The errors of two blocks in units of their scales: sums of squares or of magnitudes, each rounded
+// to a multiple of 2^-16, so that the sums are exact.
+Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse) {
+  Pair scaled[16], within[16], rounded[16], total = both(0.0f);
+  u32 codes[2][2];
+  inverse = mul(inverse, both(kUnit));
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    scaled[i] = scaled_by(x[i], inverse);
+    within[i] = Q2_HW_FP4 ? scaled[i]
+                          : Pair{within_6(scaled[i].a, kUnit), within_6(scaled[i].b, kUnit)};
+  }
+  round_block(within, x, rounded, codes);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    Pair error = mul(sub(scaled[i], rounded[i]), both(1.0f / kUnit));
+    error = kSelect == BY_SQUARES ? mul(error, error) : Pair{fabsf(error.a), fabsf(error.b)};
+    total = add(total, sub(add(error, both(128.0f)), both(128.0f)));
+  }
+  return total;
+}
+
+Q2_INLINE bool takes_four(BlockScale six, BlockScale four, float error_six, float error_four) {
+  float ratio;
+  if constexpr (kRule == POW2) ratio = __uint_as_float(four.stored) * six.inverse;
+  else
+    ratio = __fdiv_rn(four.stored ? from_e4m3(four.stored) : 1.0f,
+                      six.stored ? from_e4m3(six.stored) : 1.0f);
+  return error_four * (kSelect == BY_SQUARES ? ratio * ratio : ratio) < error_six;
+}
+
+// The scales of two blocks.
+Q2_INLINE void choose_scales(const Pair (&x)[16], Pair largest, const Common& common, Pair folded,
+                             BlockScale& a, BlockScale& b) {
+  a = block_scale(largest.a, common), b = block_scale(largest.b, common);
+  if constexpr (kSelect != ONE_SCALE) {
+    BlockScale four_a = block_scale(largest.a, common, kVmax / 1.5);
+    BlockScale four_b = block_scale(largest.b, common, kVmax / 1.5);
+    Pair six = errors_of(x, mul({a.inverse, b.inverse}, folded));
+    Pair four = errors_of(x, mul({four_a.inverse, four_b.inverse}, folded));
+    if (takes_four(a, four_a, six.a, four.a)) a = four_a;
+    if (takes_four(b, four_b, six.b, four.b)) b = four_b;
+  }
+}
+
 Q2_INLINE void round_to_nearest(const Pair (&x)[16], Pair inverse, u32 (&codes)[2][2]) {
   Pair scaled[16], rounded[16];
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    // Hardware conversions take the sign along, and clip.
-    if constexpr (Q2_HW_FP4) scaled[i] = mul(x[i], inverse);
-    else
-      scaled[i] = {within_6(fabsf(x[i].a) * inverse.a, kUnit),
-                   within_6(fabsf(x[i].b) * inverse.b, kUnit)};
+    scaled[i] = scaled_by(x[i], inverse);
+    if constexpr (!Q2_HW_FP4)  // those conversions clip
+      scaled[i] = {within_6(scaled[i].a, kUnit), within_6(scaled[i].b, kUnit)};
   }
   round_block(scaled, x, rounded, codes);
 }
@@ -124,14 +176,14 @@ Q2_INLINE void round_stochastically(const Pair (&x)[16], Pair inverse, const Out
 Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, const Output& out,
                              const u32 (&first)[2], u32 (&codes)[2][2]) {
   largest = mul(largest, both(common.factor));
-  BlockScale a = block_scale(largest.a, common), b = block_scale(largest.b, common);
-  Pair inverse = {a.inverse, b.inverse};
-  if constexpr (kFolds) {
-    inverse = mul(inverse, both(common.factor));
-  } else {
+  Pair folded = both(kFolds ? common.factor : 1.0f);
+  if constexpr (!kFolds) {
 #pragma unroll
     for (Pair& v : x) v = mul(v, both(common.factor));
   }
+  BlockScale a, b;
+  choose_scales(x, largest, common, folded, a, b);
+  Pair inverse = mul({a.inverse, b.inverse}, folded);
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
   else round_to_nearest(x, inverse, codes);
   return {a.stored, b.stored};

@@ -130,7 +130,7 @@ _ROTATED = (
 )
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
-    "quantize": ("nvfp4_sr_pow2", "nvfp4_sr"),
+    "quantize": ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
     "rht_quantize": _ROTATED,
     "rht_quantize_both": _ROTATED,
     "requantize": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
