@@ -30,10 +30,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import INPUTS, captured, time_in_turns
 from torch.nn.functional import rms_norm, silu
 
 import q2compile
@@ -42,14 +44,14 @@ from q2compile import lowering
 OUT = Path(__file__).parent / "results" / "models.json"
 TOKENS = 16384
 ROWS, COLUMNS = 8192, 4096
-LLAMA = dict(
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=8,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=32000,
-)
+LLAMA = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
 BATCH, SEQUENCE = 8, 2048
 BACKENDS = ("inductor", "quartet2")
 ROUNDS = 12
@@ -145,12 +147,16 @@ def _saved_bits(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
 
 
 def quantisers() -> list[dict[str, Any]]:
-    """The kernels of one quantisation and what precedes it, from the profiler: the time on the
-    device alone, since a call is shorter than its launches."""
+    """One quantisation and what precedes it, as benchmarks/kernels.py times kernels: replays of a
+    CUDA graph over rotating inputs, in turn with copies."""
     lowering.register()
-    a, b = (torch.randn(ROWS, COLUMNS, device="cuda").bfloat16() for _ in range(2))
-    weight = torch.randn(COLUMNS, device="cuda").bfloat16()
-    target = torch.empty_like(a)
+    device = torch.device("cuda", torch.cuda.current_device())
+    inputs = [
+        [torch.randn(ROWS, COLUMNS, device=device).bfloat16() for _ in range(2)]
+        for _ in range(INPUTS)
+    ]
+    weight = torch.randn(COLUMNS, device=device).bfloat16()
+    target = torch.empty_like(inputs[0][0])
 
     def quantize(x):
         return torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
@@ -162,34 +168,35 @@ def quantisers() -> list[dict[str, Any]]:
         residual = residual + x
         return residual, *quantize(rms_norm(residual, (COLUMNS,), weight, 1e-6))
 
-    copy = sum(time for _, time in kernels(lambda: target.copy_(a)))
-    results = []
-    for function, args in (
-        (quantize, (a,)),
-        (silu_mul_quantize, (a, b)),
-        (add_rmsnorm_quantize, (a, b)),
-    ):
+    calls: dict[str, list[Step]] = {"copy": [partial(target.copy_, a) for a, _ in inputs]}
+    for function in (quantize, silu_mul_quantize, add_rmsnorm_quantize):
         torch._dynamo.reset()
         compiled = torch.compile(function)
-        parts = kernels(lambda call=compiled, args=args: call(*args))
-        micro = sum(time for _, time in parts)
-        result = {"name": function.__name__, "ratio": round(micro / copy, 3)}
-        result |= {"unit": "bf16 device copies", "copy": copy, "kernels": dict(parts)}
-        results.append(result)
-    return results
+        used = 1 if function is quantize else 2
+        calls[function.__name__] = [partial(compiled, *pair[:used]) for pair in inputs]
+    times = time_in_turns({name: captured(own) for name, own in calls.items()})
+    copy = times.pop("copy")
+    return [
+        {
+            "name": name,
+            "ratio": round(statistics.median(a / b for a, b in zip(own, copy, strict=True)), 3),
+            "unit": "bf16 device copies",
+            "microseconds": round(statistics.median(own), 2),
+            "kernels": device_kernels(calls[name][0]),
+        }
+        for name, own in times.items()
+    ]
 
 
-def kernels(call: Step, count: int = 20) -> list[tuple[str, float]]:
-    """(kernel, microseconds) of one call."""
-    for _ in range(3):
-        call()
+def device_kernels(call: Step) -> dict[str, float]:
+    """The kernels of one call and their microseconds, from the profiler."""
+    call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(count):
-            call()
+        call()
         torch.cuda.synchronize()
     events = [e for e in profile.key_averages() if e.self_device_time_total]
-    return [(e.key[:60], round(e.self_device_time_total / count, 2)) for e in events]
+    return {e.key[:60]: round(e.self_device_time_total, 2) for e in events}
 
 
 BENCHMARKS: dict[str, Callable[[], Any]] = {
@@ -217,7 +224,7 @@ def main() -> None:
     for name in args.only.split(","):
         for result in BENCHMARKS[name]():
             results.append({**result, **about})
-            print({k: v for k, v in result.items()}, flush=True)
+            print(result, flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
 
