@@ -16,7 +16,7 @@ from q2compile import compat, explain
 from q2compile.errors import BackendError
 from q2compile.recipes import RECIPES
 
-CASES = int(os.environ.get("Q2COMPILE_FUZZ", "40"))
+CASES = int(os.environ.get("Q2COMPILE_FUZZ", "25"))
 FUZZ = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 FUZZ_INDUCTOR = settings(max_examples=max(2, CASES // 20), suppress_health_check=list(HealthCheck))
 
