@@ -10,7 +10,7 @@ for each load of a warp.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -24,6 +24,7 @@ from q2compile.runtime_kernels.layout import ceil_div
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
 PerElement = Callable[[Index, Index], Value]  # ((row, block), (position,)) -> a value
+Kind = Literal["max", "sum"]
 _NIBBLES = 8  # of an int32
 
 
@@ -35,7 +36,7 @@ class Blocks:
 
     def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
         self.height, self.width = block
-        self.device = x.get_device()
+        self.device = x.get_device_or_error()
         self.rows, self.columns = x.get_size()
         self.grid = [ceil_div(self.rows, self.height), ceil_div(self.columns, self.width)]
         self._load = x.make_loader()
@@ -63,7 +64,7 @@ class Blocks:
         """Bits of the largest |x| of each block."""
         return self.over_blocks("max", lambda x, _: magnitude_bits(x))
 
-    def over_blocks(self, kind: str, fn: Callable[[Value, Index], Value]) -> PerBlock:
+    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> PerBlock:
         """The reduction ("max" or "sum", int32) over each block of fn(x, place of its block)."""
 
         def inner(place: Index, offset: Index) -> Value:
@@ -131,7 +132,7 @@ class Blocks:
         box.realize()
         return box
 
-    def _reduction(self, kind: str, inner: PerElement, ranges: Any, sizes: list[int]) -> Any:
+    def _reduction(self, kind: Kind, inner: PerElement, ranges: Any, sizes: list[int]) -> Any:
         box = ir.Reduction.create(
             device=self.device,
             dst_dtype=torch.int32,

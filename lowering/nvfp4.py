@@ -10,6 +10,7 @@ which order as the values do; under exact its e4m3 byte.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -105,17 +106,14 @@ class _Rounding:
     def __init__(self, blocks: Blocks, scheme: Scheme, scales: _Scales) -> None:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         candidates = [scheme.vmax, scheme.vmax / 1.5] if scheme.select else [scheme.vmax]
-        self._codes = [
-            blocks.kept(torch.int32, lambda place, v=v: scales.code(place, v)) for v in candidates
-        ]
+        self._codes = [blocks.kept(torch.int32, partial(scales.code, vmax=v)) for v in candidates]
         self._reciprocals = [
-            blocks.kept(torch.float32, lambda place, c=c: scales.reciprocal(c(place)))
-            for c in self._codes
+            blocks.kept(torch.float32, partial(self._reciprocal, code)) for code in self._codes
         ]
         if scheme.select:
             errors = [
-                blocks.over_blocks("sum", lambda x, place, r=r: self._error(x, r(place)))
-                for r in self._reciprocals
+                blocks.over_blocks("sum", partial(self._error, reciprocal))
+                for reciprocal in self._reciprocals
             ]
             self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
 
@@ -137,10 +135,13 @@ class _Rounding:
         scaled = self.fp.mul(ops.abs(x), reciprocal)
         return scaled, fp32.round_e2m1(self.scales.within(scaled))
 
-    def _error(self, x: Value, reciprocal: Value) -> Value:
+    def _reciprocal(self, code: PerBlock, place: Index) -> Value:
+        return self.scales.reciprocal(code(place))
+
+    def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
         """The error of x in units of the scale, in fixed point: the bits of an fp32 in [128, 256).
         A block's sum of them wraps around, and is right again when its offset is taken off."""
-        error = ops.sub(*self._rounded(x, reciprocal))
+        error = ops.sub(*self._rounded(x, reciprocal(place)))
         error = self.fp.mul(error, error) if self.scheme.select == "mse" else ops.abs(error)
         return fp32.bits_of(ops.add(error, number(ERROR_OFFSET)))
 

@@ -23,7 +23,7 @@ def quantize(
     x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
 ) -> Any:
     """See runtime_kernels/quantize/op.py."""
-    lowered = lowering.why_not_lowered(x.get_device(), name) is None
+    lowered = lowering.why_not_lowered(x.get_device_or_error(), name) is None
     if not lowered or not (_computed(x) or _served_by_reference_alone()):
         return _call(x, amax, seed, name, stream)
     tiles.install()

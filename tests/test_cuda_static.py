@@ -258,7 +258,7 @@ def test_every_backward_quantiser_of_a_recipe_has_a_kernel() -> None:
 
 @pytest.mark.parametrize(
     "scheme, reason",
-    [("nvfp4_46", "two"), ("mxfp4_quest", "no trust mask"), ("nvfp4_16x16", "square")],
+    [("nvfp4_sr_46", "draws coins"), ("mxfp4_quest", "no trust mask"), ("nvfp4_16x16", "square")],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
     why = rotation.refuses("rht_quantize", torch.empty(1), scheme, "rht128")

@@ -44,7 +44,7 @@ from q2compile import lowering
 OUT = Path(__file__).parent / "results" / "models.json"
 TOKENS = 16384
 ROWS, COLUMNS = 8192, 4096
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 8,
@@ -53,6 +53,7 @@ LLAMA = {
     "vocab_size": 32000,
 }
 BATCH, SEQUENCE = 8, 2048
+GPU = torch.device("cuda")
 BACKENDS = ("inductor", "quartet2")
 ROUNDS = 12
 Step = Callable[[], Any]
@@ -80,10 +81,10 @@ def linear(inputs: int, outputs: int) -> dict[str, Any]:
     steps: dict[str, Step] = {}
     for backend in BACKENDS:
         torch._dynamo.reset()
-        layer = torch.nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
+        layer = torch.nn.Linear(inputs, outputs, bias=False, device=GPU, dtype=torch.bfloat16)
         compiled = torch.compile(layer, backend=backend)
-        x = torch.randn(TOKENS, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(TOKENS, outputs, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(TOKENS, inputs, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(TOKENS, outputs, device=GPU, dtype=torch.bfloat16)
 
         def step(compiled=compiled, layer=layer, x=x, dy=dy) -> None:
             x.grad = layer.weight.grad = None
@@ -103,10 +104,12 @@ def _ratio(values: dict[str, float], unit: str) -> dict[str, Any]:
 def llama() -> list[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    steps, peaks, first = {}, {}, {}
-    tokens = torch.randint(LLAMA["vocab_size"], (BATCH, SEQUENCE), device="cuda")
+    steps: dict[str, Step] = {}
+    peaks, first = {}, {}
+    tokens = torch.randint(LLAMA["vocab_size"], (BATCH, SEQUENCE), device=GPU)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False)).cuda()
+    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False))
+    model.to(GPU)
     for backend in BACKENDS:
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=backend)
@@ -150,12 +153,10 @@ def quantisers() -> list[dict[str, Any]]:
     """One quantisation and what precedes it, as benchmarks/kernels.py times kernels: replays of a
     CUDA graph over rotating inputs, in turn with copies."""
     lowering.register()
-    device = torch.device("cuda", torch.cuda.current_device())
     inputs = [
-        [torch.randn(ROWS, COLUMNS, device=device).bfloat16() for _ in range(2)]
-        for _ in range(INPUTS)
+        [torch.randn(ROWS, COLUMNS, device=GPU).bfloat16() for _ in range(2)] for _ in range(INPUTS)
     ]
-    weight = torch.randn(COLUMNS, device=device).bfloat16()
+    weight = torch.randn(COLUMNS, device=GPU).bfloat16()
     target = torch.empty_like(inputs[0][0])
 
     def quantize(x):
