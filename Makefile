@@ -12,8 +12,9 @@ TYPED := build/typed
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
 
+# A process for each core, and one thread in each: the tests are many small computations.
 test: $(VENV)/.with-train,dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .
