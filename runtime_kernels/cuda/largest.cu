@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) largest(const __grid_cons
   __shared__ u32 of_warp[kThreads / 32];
   u32 value = 0;
   long long stride = (long long)gridDim.x * kThreads;
+#pragma unroll 4
   for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; 4 * i < p.count; i += stride) {
     if (4 * i + 4 <= p.count) {
       uint4 four = ((const uint4*)p.worth)[i];

@@ -94,11 +94,14 @@ Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
   else return {fabsf(x.a) * inverse.a, fabsf(x.b) * inverse.b};
 }
 
-// The errors of two blocks in units of their scales: sums of squares or of magnitudes, each rounded
-// to a multiple of 2^-16, so that the sums are exact.
+// The errors of two blocks in units of their scales, times 2^16: sums of squares or of magnitudes,
+// each rounded to a whole number by adding 128, whose last bit as an fp32 weighs 2^-16. Bits are
+// summed, and the 128s taken off at the end.
 Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse) {
-  Pair scaled[16], within[16], rounded[16], total = both(0.0f);
-  u32 codes[2][2];
+  constexpr float kToOne = kSelect == BY_SQUARES ? 1.0f / (kUnit * kUnit) : 1.0f / kUnit;
+  constexpr u32 kOffset = 16u * 0x43000000u;
+  Pair scaled[16], within[16], rounded[16];
+  u32 codes[2][2], sum_a = 0, sum_b = 0;
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -109,11 +112,12 @@ Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse) {
   round_block(within, x, rounded, codes);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair error = mul(sub(scaled[i], rounded[i]), both(1.0f / kUnit));
+    Pair error = sub(scaled[i], rounded[i]);
     error = kSelect == BY_SQUARES ? mul(error, error) : Pair{fabsf(error.a), fabsf(error.b)};
-    total = add(total, sub(add(error, both(128.0f)), both(128.0f)));
+    Pair fixed = fma(error, both(kToOne), both(128.0f));  // the product is exact
+    sum_a += __float_as_uint(fixed.a), sum_b += __float_as_uint(fixed.b);
   }
-  return total;
+  return {(float)(int)(sum_a - kOffset), (float)(int)(sum_b - kOffset)};
 }
 
 Q2_INLINE bool takes_four(BlockScale six, BlockScale four, float error_six, float error_four) {

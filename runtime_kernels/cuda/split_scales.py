@@ -14,7 +14,7 @@ from q2compile.runtime_kernels.split_scales.op import checked
 
 NAME = "cuda"
 _THREADS = 256
-_PER_THREAD = 4
+_PER_THREAD = 16  # as many loads as that are under way at once
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def split_scales(worth: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.
 def _split_scales(index: int, worth: torch.Tensor, scheme: str):
     rows, blocks = worth.shape
     count = rows * blocks
-    parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), 2 * multiprocessors(index)))
+    parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), 8 * multiprocessors(index)))
     largest = empty((parts,), (1,), torch.int32)
     scales = empty((rows, blocks), (blocks, 1), torch.float8_e4m3fn)
     global_scale = empty((), (), torch.float32)
