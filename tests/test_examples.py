@@ -246,3 +246,22 @@ def test_recorded_results_say_where_they_come_from() -> None:
             assert "device" in row or "gpu" in row, path.name
             # What was measured is a ratio; what was counted in machine code names its compiler.
             assert {"ratio", "unit", "versions"} <= set(row) or "nvrtc" in row, path.name
+
+
+def test_the_table_of_models_says_what_was_recorded() -> None:
+    folder = ROOT / "examples" / "benchmarks"
+    recorded = {
+        row["name"]: row for row in json.loads((folder / "results" / "models.json").read_text())
+    }
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (folder / "README.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    assert {cells[0].strip("`") for cells in lines} == set(recorded)
+    for name, _, ratio, _ in lines:
+        assert float(ratio) == recorded[name.strip("`")]["ratio"], name
+    assert all(
+        {"name", "ratio", "unit", "gpu", "versions", "date", "command"} <= set(row)
+        for row in recorded.values()
+    )
