@@ -10,12 +10,13 @@ for each load of a warp.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import Any, Literal
 
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler
+from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 
 from q2compile.lowering.fp32 import Value, integer, magnitude_bits
@@ -75,6 +76,10 @@ class Blocks:
         sizes = [self.height, self.width] if self.height > 1 else [self.width]
         return self._reduction(kind, inner, self.grid, sizes).make_loader()
 
+    def overall(self, kind: Kind, fn: PerBlock) -> PerBlock:
+        """The reduction over all blocks, to be loaded from []."""
+        return self._reduction(kind, lambda _, place: fn(place), [], self.grid).make_loader()
+
     def pack(self, code: Callable[[Value, Index], Value]) -> ir.TensorBox:
         """code(x, place of its block), int32 in [0, 16), packed: uint8 [M, blocks * width / 2].
 
@@ -98,19 +103,36 @@ class Blocks:
 
             return self._reduction("sum", inner, per_row, [self.width]).make_loader()
 
-        low, high = (word(number) for number in range(self.width // _NIBBLES))
+        return self._joined([word(number) for number in range(self.width // _NIBBLES)])
 
-        def joined(place: Index) -> Value:
-            mask = ops.constant(0xFFFFFFFF, torch.int64)
-            lower = ops.bitwise_and(ops.to_dtype(low(place), torch.int64), mask)
-            upper = ops.to_dtype(high(place), torch.int64)
-            shift = ops.constant(32, torch.int64)
-            return ops.bitwise_or(lower, ops.bitwise_left_shift(upper, shift))
+    def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
+        """The int32 words of each row of each block, 8 codes a word -> uint8 [M, blocks * width/2].
 
-        words = ir.Pointwise.create(
-            device=self.device, dtype=torch.int64, inner_fn=joined, ranges=per_row
-        )
-        return reinterpreted(words, torch.uint8)
+        Stored two at a time. The pairs of a block of 32 are two stores into one buffer, which
+        Inductor makes from the same loop.
+        """
+
+        def pair(low: PerBlock, high: PerBlock) -> ir.TensorBox:
+            def inner(place: Index) -> Value:
+                place = place[:2]
+                mask = ops.constant(0xFFFFFFFF, torch.int64)
+                lower = ops.bitwise_and(ops.to_dtype(low(place), torch.int64), mask)
+                upper = ops.to_dtype(high(place), torch.int64)
+                shift = ops.constant(32, torch.int64)
+                return ops.bitwise_or(lower, ops.bitwise_left_shift(upper, shift))
+
+            ranges = [self.rows, self.grid[1], *([1] if len(words) > 2 else [])]
+            return ir.Pointwise.create(
+                device=self.device, dtype=torch.int64, inner_fn=inner, ranges=ranges
+            )
+
+        # Inductor's mark for "rows lie close": wide buffers could otherwise get padded rows.
+        V.current_node.meta["dislike_padding"] = True
+        first, *others = starmap(pair, zip(words[::2], words[1::2], strict=True))
+        if not others:
+            return reinterpreted(first, torch.uint8)
+        pairs = ir.TensorBox(ir.ConcatKernel.create([first, *others], dim=2))
+        return view(reinterpreted(pairs, torch.uint8), [self.rows, self.grid[1] * self.width // 2])
 
     def kept(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
         """fn of every block, computed once."""
@@ -132,14 +154,14 @@ class Blocks:
         box.realize()
         return box
 
-    def _reduction(self, kind: Kind, inner: PerElement, ranges: Any, sizes: list[int]) -> Any:
+    def _reduction(self, kind: Kind, inner: PerElement, ranges: Any, sizes: Any) -> Any:
         box = ir.Reduction.create(
             device=self.device,
             dst_dtype=torch.int32,
             src_dtype=torch.int32,
             inner_fn=inner,
             ranges=list(ranges),
-            reduction_ranges=sizes,
+            reduction_ranges=list(sizes),
             reduction_type=kind,
         )
         box.realize()

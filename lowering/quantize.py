@@ -10,7 +10,8 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile import lowering
-from q2compile.lowering import nvfp4, tiles
+from q2compile.lowering import mxfp4, nvfp4, tiles
+from q2compile.lowering.blocks import Blocks
 from q2compile.runtime_kernels.registry import REFERENCE, serving
 from q2compile.runtime_kernels.schemes import get_scheme
 
@@ -24,14 +25,18 @@ def quantize(
 ) -> Any:
     """See runtime_kernels/quantize/op.py."""
     lowered = lowering.why_not_lowered(x.get_device_or_error(), name) is None
-    if not lowered or not (_computed(x) or _served_by_reference_alone()):
+    fuses = lowering.beats_kernels(name) and _computed(x)
+    if not lowered or not (fuses or _served_by_reference_alone()):
         return _call(x, amax, seed, name, stream)
     tiles.install()
     scheme = get_scheme(name)
+    blocks = Blocks(x, scheme.block)
+    if scheme.format == "mxfp4":
+        return mxfp4.quantize(blocks, scheme)
     if scheme.takes_amax:
         assert amax is not None, "the op's fake checks it"
-        return nvfp4.quantize_exact(x, amax, scheme)
-    return nvfp4.quantize_pow2(x, scheme)
+        return nvfp4.quantize_exact(blocks, amax.make_loader(), scheme)
+    return nvfp4.quantize_pow2(blocks, scheme)
 
 
 def _computed(x: ir.TensorBox) -> bool:

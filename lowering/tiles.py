@@ -14,7 +14,7 @@ from torch._inductor import config
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
 from torch._inductor.virtualized import V
 
-_TILE = {"XBLOCK": 128, "num_warps": 2}
+_TILE = {"XBLOCK": 128, "num_warps": 2}  # of blocks of 16; as many elements in blocks of 32
 _WIDTHS = (16, 32)
 
 
@@ -34,7 +34,8 @@ class _Choices:
         searching = config.max_autotune or config.max_autotune_pointwise
         if kernel_cls is not TritonKernel or searching or not _quantises(features):
             return kwargs
-        tile = FixedTritonConfig(dict(_TILE))
+        blocks = _TILE["XBLOCK"] * _WIDTHS[0] // int(features.reduction_numel)
+        tile = FixedTritonConfig({**_TILE, "XBLOCK": blocks})
         return {**kwargs, "fixed_config": tile, "override_persistent_reduction": True}
 
 

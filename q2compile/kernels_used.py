@@ -33,7 +33,10 @@ class _Recorder(TorchDispatchMode):
             name = serving(op, args).name
             lowered = op == "quantize" and self.lowers
             if lowered and lowering.why_not_lowered(args[0].device, args[3]) is None:
-                name = "inductor" if name == REFERENCE else f"inductor or {name}"
+                if name == REFERENCE:
+                    name = "inductor"
+                elif lowering.beats_kernels(args[3]):
+                    name = f"inductor or {name}"
             self.used[op] = name
         return func(*args, **(kwargs or {}))
 

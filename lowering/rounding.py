@@ -1,0 +1,123 @@
+"""From blocks and their scales to codes: what the formats share.
+
+A block's scale is held as a small int32, whose meaning is the format's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch._inductor import ir
+from torch._inductor.virtualized import ops
+
+from q2compile.lowering import fp32
+from q2compile.lowering.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.fp32 import Fp32, Value, integer, number
+from q2compile.runtime_kernels.nvfp4 import ERROR_OFFSET
+from q2compile.runtime_kernels.schemes import Scheme
+
+Quantized = tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]
+_ERROR_OFFSET_BITS = 0x43000000  # of the fp32 128
+
+
+class Scales(Protocol):
+    """How the blocks of one tensor are scaled."""
+
+    fp: Fp32
+
+    def code(self, place: Index, vmax: float) -> Value:
+        """The scale that maps the block's largest to vmax, as an int32."""
+
+    def reciprocal(self, code: Value) -> Value:
+        """What x is multiplied by under a scale."""
+
+    def within(self, scaled: Value) -> Value:
+        """A scaled magnitude below 7, without a change of what it rounds to."""
+
+
+class ComparedScales(Scales, Protocol):
+    """Scales of which 4/6 picks one."""
+
+    def ratio(self, four: Value, six: Value) -> Value:
+        """The quotient of two scales."""
+
+
+class Rounding:
+    """Codes of the elements and scales of the blocks: to nearest.
+
+    What a block knows of itself is a buffer of its own. They all end up in registers of one kernel;
+    but as expressions inside each other they were most of the compile time.
+    """
+
+    def __init__(self, blocks: Blocks, scheme: Scheme, scales: Scales) -> None:
+        self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
+        self._code, self._reciprocal = self._candidate(scheme.vmax)
+
+    def code(self, x: Value, place: Index) -> Value:
+        """The e2m1 code of x."""
+        return self.fp.e2m1_code(*self._rounded(x, self._reciprocal(place)), x)
+
+    def scale(self, place: Index) -> Value:
+        """The scale that the block takes, as an int32."""
+        return self._code(place)
+
+    def _candidate(self, vmax: float) -> tuple[PerBlock, PerBlock]:
+        """The scale that maps a block's largest to vmax, and its reciprocal."""
+        code = self.blocks.kept(torch.int32, partial(self.scales.code, vmax=vmax))
+        reciprocal = self.blocks.kept(
+            torch.float32, lambda place: self.scales.reciprocal(code(place))
+        )
+        return code, reciprocal
+
+    def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
+        """|x| in units of its scale, and what that rounds to."""
+        scaled = self.fp.mul(ops.abs(x), reciprocal)
+        return scaled, fp32.round_e2m1(self.scales.within(scaled))
+
+
+class FourOverSix(Rounding):
+    """Of two candidate scales the one with the smaller error: `nvfp4._four_over_six`."""
+
+    scales: ComparedScales
+
+    def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
+        super().__init__(blocks, scheme, scales)
+        self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
+        errors = [
+            blocks.over_blocks("sum", partial(self._error, reciprocal))
+            for reciprocal in (self._reciprocal, self._second_reciprocal)
+        ]
+        self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
+
+    def code(self, x: Value, place: Index) -> Value:
+        """The e2m1 code of x."""
+        scaled, magnitude = self._rounded(x, self._reciprocal(place))
+        second_scaled, second_magnitude = self._rounded(x, self._second_reciprocal(place))
+        four = self._four(place)
+        scaled = ops.where(four, second_scaled, scaled)
+        magnitude = ops.where(four, second_magnitude, magnitude)
+        return self.fp.e2m1_code(scaled, magnitude, x)
+
+    def scale(self, place: Index) -> Value:
+        """The scale that the block takes, as an int32."""
+        return ops.where(self._four(place), self._second_code(place), self._code(place))
+
+    def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
+        """The error of x in units of the scale, in fixed point: the bits of an fp32 in [128, 256).
+        A block's sum of them wraps around, and is right again when its offset is taken off."""
+        error = ops.sub(*self._rounded(x, reciprocal(place)))
+        error = self.fp.mul(error, error) if self.scheme.select == "mse" else ops.abs(error)
+        return fp32.bits_of(ops.add(error, number(ERROR_OFFSET)))
+
+    def _takes_four(self, place: Index, *errors: PerBlock) -> Value:
+        """Whether the scale for vmax / 1.5 leaves the smaller error."""
+        offset = _ERROR_OFFSET_BITS * self.blocks.height * self.blocks.width % 2**32
+        offset -= offset >> 31 << 32  # as an int32
+        six, four = (
+            ops.to_dtype(ops.sub(error(place), integer(offset)), torch.float32) for error in errors
+        )
+        ratio = self.scales.ratio(self._second_code(place), self._code(place))
+        ratio = self.fp.mul(ratio, ratio) if self.scheme.select == "mse" else ratio
+        return ops.lt(self.fp.mul(four, ratio), six)
