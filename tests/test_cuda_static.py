@@ -351,3 +351,14 @@ def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
     report = capsys.readouterr().out
     assert f"torch {torch.__version__}" in report and "sm_100a" in report
     assert "every op runs as its torch reference" in report
+
+
+def test_more_coins_than_are_counted(monkeypatch) -> None:
+    monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
+    half = (1 << 17, 1 << 17, 1 << 17, 0, 0)
+    for scheme in (SR, EDEN):
+        plan.make_plan(0, BF16, get_scheme(scheme), get_transform("rht128"), half, ROW)
+    too_many = (1 << 17, (1 << 17) + 1, 1 << 17, 0, 0)
+    plan.make_plan(0, BF16, get_scheme(EDEN), get_transform("rht128"), too_many, ROW)
+    with pytest.raises(ValueError, match="at most 2.34 numbers"):
+        plan.make_plan(0, BF16, get_scheme(SR), get_transform("rht128"), too_many, ROW)

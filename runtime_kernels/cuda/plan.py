@@ -33,6 +33,7 @@ from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
 _FP32 = SOURCES[torch.float32]
 _TILE = 128
+_MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
 # The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
@@ -245,6 +246,11 @@ def make_plan(
         )
     )
     present = [side for side in sides if side]
+    if spec.rounding == "sr" and any(16 * side.worths > _MOST_COINS for side in present):
+        raise ValueError(
+            f"{spec.name} of {m} x {k} numbers: the CUDA kernels draw coins for at most 2^34 numbers "
+            "of one operand; quantise it in parts."
+        )
     order = [*present, None][:2]
     rule = Rule.of(spec)
     worths = rule in _WORTHS
