@@ -248,8 +248,8 @@ def make_plan(
     present = [side for side in sides if side]
     if spec.rounding == "sr" and any(16 * side.worths > _MOST_COINS for side in present):
         raise ValueError(
-            f"{spec.name} of {m} x {k} numbers: the CUDA kernels draw coins for at most 2^34 numbers "
-            "of one operand; quantise it in parts."
+            f"{spec.name} of {m} x {k} numbers: the CUDA kernels draw coins for at most 2^34 "
+            "numbers of one operand; quantise it in parts."
         )
     order = [*present, None][:2]
     rule = Rule.of(spec)
