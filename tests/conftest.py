@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -14,6 +17,15 @@ settings.load_profile("q2compile")
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_run() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, as it does in a user's program: pytest-xdist ignores it in
+    its workers."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -246,7 +246,9 @@ def test_a_reproducer_that_cannot_be_written_does_not_hide_the_error(monkeypatch
 
 
 @pytest.mark.parametrize("on_error", ["raise", "bf16"])
-def test_ctrl_c_during_compilation_leaves_nothing_half_done(monkeypatch, tmp_path, on_error):
+def test_ctrl_c_during_compilation_leaves_nothing_half_done(
+    monkeypatch, tmp_path, ctrl_c, on_error
+):
     model, x = Net(), torch.randn(2, 8, 32)
     options = {**EAGER, "on_error": on_error, "dump": str(tmp_path)}
     torch.manual_seed(1)

@@ -59,19 +59,19 @@ def python(code, **environment):
 # ---- compilers and GPUs -------------------------------------------------------------------------
 
 
-def test_no_cxx_compiler(monkeypatch):
+def test_no_cxx_compiler():
     """Inductor needs one on a CPU. The message says so, and inner="eager" does without."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     model, x = Net(), torch.randn(8, 32)
     said = "(?s)No working C.. compiler found.*no-such-compiler.*inner='eager' runs"
-    with pytest.raises(StageError, match=said):
-        torch.compile(model, backend="quartet2")(x)
-    torch._dynamo.reset()
-    on_error = {"on_error": "bf16"}  # Inductor alone can't compile it either, and says so
-    with pytest.raises(RuntimeError, match="No working"), pytest.warns(RuntimeWarning):
-        torch.compile(model, backend="quartet2", options=on_error)(x)
-    torch._dynamo.reset()
-    compiled(model)(x).sum().backward()
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(StageError, match=said):
+            torch.compile(model, backend="quartet2")(x)
+        torch._dynamo.reset()
+        on_error = {"on_error": "bf16"}  # Inductor alone can't compile it either, and says so
+        with pytest.raises(RuntimeError, match="No working"), pytest.warns(RuntimeWarning):
+            torch.compile(model, backend="quartet2", options=on_error)(x)
+        torch._dynamo.reset()
+        compiled(model)(x).sum().backward()
     assert model.up.weight.grad.isfinite().all()
 
 
@@ -216,7 +216,7 @@ def test_two_processes_build_one_cubin_at_once(tmp_path):
     assert nvrtc._read(path) is not None
 
 
-def test_ctrl_c_while_a_cubin_is_written_leaves_no_file(cache, monkeypatch):
+def test_ctrl_c_while_a_cubin_is_written_leaves_no_file(cache, monkeypatch, ctrl_c):
     folder, built = cache
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", lambda *_: signal.raise_signal(signal.SIGINT))
