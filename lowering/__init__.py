@@ -3,6 +3,9 @@
 import torch
 
 from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.transforms import get_transform
+
+LARGEST_CHUNK = 32  # of a rotation: two blocks of 16
 
 
 def register() -> None:
@@ -11,23 +14,27 @@ def register() -> None:
     from q2compile.lowering import quantize  # noqa: F401
 
 
-def why_not_lowered(device: torch.device, scheme: str) -> str | None:
-    """None when Inductor compiles `q2::quantize` of this scheme to loops of its own, otherwise the
-    reason in words."""
-    spec = get_scheme(scheme)
+def why_not_lowered(device: torch.device, scheme: str, transform: str = "none") -> str | None:
+    """None when Inductor can compile `q2::quantize` of this scheme, or `q2::rht_quantize`, to loops
+    of its own, otherwise the reason in words."""
+    spec, size = get_scheme(scheme), get_transform(transform).size
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than loops"
     if spec.swizzled:
         return f"{scheme} has swizzled scales"
     if spec.masked:
         return f"{scheme} has a trust mask"
-    if spec.stochastic:
-        return f"{scheme} draws coins"
+    if spec.rounding == "ms_eden":
+        return f"{scheme} corrects its scales by sums of fp32 in a fixed order"
+    if spec.stochastic and spec.select:
+        return f"{scheme} draws coins for two candidates"
+    if size > LARGEST_CHUNK:
+        return f"the chunks of {size} of {transform} are too long for the registers of a thread"
     return None
 
 
-def beats_kernels(scheme: str) -> bool:
-    """Whether the loops of `q2::quantize` are taken even where a kernel of our own serves, if
-    something computes x. What the others save by fusing has not been measured."""
+def beats_kernels(scheme: str, transform: str = "none") -> bool:
+    """Whether the loops are taken even where a kernel of our own serves, if something computes x.
+    The others are for GPUs that have none; they load number by number, or were never measured."""
     spec = get_scheme(scheme)
-    return spec.format == "nvfp4" and spec.rounding == "rtn"
+    return spec.format == "nvfp4" and spec.rounding == "rtn" and transform == "none"

@@ -9,6 +9,7 @@ for each load of a warp.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any, Literal
@@ -25,28 +26,50 @@ from q2compile.runtime_kernels.layout import ceil_div
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
 PerElement = Callable[[Index, Index], Value]  # ((row, block), (position,)) -> a value
+# (x, place of its block, its coin) -> its code
+Code = Callable[[Value, Index, Value | None], Value]
 Kind = Literal["max", "sum"]
-_NIBBLES = 8  # of an int32
+NIBBLES = 8  # of an int32
 
 
-class Blocks:
-    """x [M, K] in blocks of height rows and width columns; what lies outside x is 0.
+class Blocks(ABC):
+    """A matrix [M, K] in blocks of height rows and width columns; what lies outside of it is 0.
 
     A block is at (row // height, column // width) of a grid [ceil(M/height), ceil(K/width)].
+
+    x: the matrix, or with transpose [K, M].  unit: what K is padded to a multiple of.
     """
 
-    def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
+    def __init__(
+        self, x: ir.TensorBox, block: tuple[int, int], unit: int, *, transpose: bool = False
+    ) -> None:
         self.height, self.width = block
+        self.unit = unit
         self.device = x.get_device_or_error()
-        self.rows, self.columns = x.get_size()
-        self.grid = [ceil_div(self.rows, self.height), ceil_div(self.columns, self.width)]
+        self._order = -1 if transpose else 1
+        shape = x.get_size()[:: self._order]
+        self.rows, columns = shape
+        self.grid = [
+            ceil_div(self.rows, self.height),
+            ceil_div(columns, unit) * (unit // self.width),
+        ]
         self._load = x.make_loader()
         known = V.graph.sizevars.statically_known_multiple_of
         self._bounds = [
             (axis, size)
-            for axis, (size, unit) in enumerate(zip(x.get_size(), block, strict=True))
-            if not known(size, unit)
+            for axis, (size, whole) in enumerate(zip(shape, (self.height, unit), strict=True))
+            if not known(size, whole)
         ]
+
+    @abstractmethod
+    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
+        """The reduction ("max" or "sum", int32) over each block of fn(x, place of its block)."""
+
+    @abstractmethod
+    def pack(self, code: Code) -> ir.TensorBox:
+        """code(x, place of its block, coin), int32 in [0, 16), packed: uint8 [M, blocks * width/2].
+        The coin is None where there are none.
+        """
 
     def load(self, row: sympy.Expr, column: sympy.Expr) -> Value:
         """x[row, column] as fp32, 0 outside."""
@@ -57,53 +80,17 @@ class Blocks:
                 ops.index_expr(place[axis], torch.int64), ops.index_expr(size, torch.int64)
             )
             inside = bound if inside is None else ops.logical_and(inside, bound)
-        if inside is None:
-            return ops.to_dtype(self._load(place), torch.float32)
-        return ops.masked(inside, lambda: ops.to_dtype(self._load(place), torch.float32), 0.0)
 
-    def largest(self) -> PerBlock:
+        def value() -> Value:
+            return ops.to_dtype(self._load(place[:: self._order]), torch.float32)
+
+        if inside is None:
+            return value()
+        return ops.masked(inside, value, 0.0)
+
+    def largest(self) -> ir.TensorBox:
         """Bits of the largest |x| of each block."""
         return self.over_blocks("max", lambda x, _: magnitude_bits(x))
-
-    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> PerBlock:
-        """The reduction ("max" or "sum", int32) over each block of fn(x, place of its block)."""
-
-        def inner(place: Index, offset: Index) -> Value:
-            *down, across = offset
-            row = place[0] * self.height + (down[0] if down else 0)
-            return fn(self.load(row, place[1] * self.width + across), place)
-
-        sizes = [self.height, self.width] if self.height > 1 else [self.width]
-        return self._reduction(kind, inner, self.grid, sizes).make_loader()
-
-    def overall(self, kind: Kind, fn: PerBlock) -> PerBlock:
-        """The reduction over all blocks, to be loaded from []."""
-        return self._reduction(kind, lambda _, place: fn(place), [], self.grid).make_loader()
-
-    def pack(self, code: Callable[[Value, Index], Value]) -> ir.TensorBox:
-        """code(x, place of its block), int32 in [0, 16), packed: uint8 [M, blocks * width / 2].
-
-        Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
-        instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
-        """
-        per_row = [self.rows, self.grid[1]]
-
-        def word(number: int) -> PerBlock:
-            def inner(place: Index, offset: Index) -> Value:
-                row, block = place
-                x = self.load(row, block * self.width + offset[0])
-                position = ops.index_expr(offset[0], torch.int32)
-                nibble = ops.bitwise_and(position, integer(_NIBBLES - 1))
-                weight = ops.bitwise_left_shift(
-                    integer(1), ops.bitwise_left_shift(nibble, integer(2))
-                )
-                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(number))
-                weight = ops.where(here, weight, integer(0))
-                return ops.mul(code(x, [row // self.height, block]), weight)
-
-            return self._reduction("sum", inner, per_row, [self.width]).make_loader()
-
-        return self._joined([word(number) for number in range(self.width // _NIBBLES)])
 
     def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
         """The int32 words of each row of each block, 8 codes a word -> uint8 [M, blocks * width/2].
@@ -136,15 +123,15 @@ class Blocks:
 
     def kept(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
         """fn of every block, computed once."""
-        box = self.per_block(dtype, fn)
-        box.realize()
-        return box.make_loader()
+        return self.per_block(dtype, fn).make_loader()
 
     def per_block(self, dtype: torch.dtype, fn: PerBlock) -> ir.TensorBox:
-        """fn of every block, [blocks down, blocks across]."""
-        return ir.Pointwise.create(
+        """fn of every block, a buffer [blocks down, blocks across]."""
+        box = ir.Pointwise.create(
             device=self.device, dtype=dtype, inner_fn=fn, ranges=list(self.grid)
         )
+        box.realize()
+        return box
 
     def scalar(self, dtype: torch.dtype, fn: Callable[[], Value]) -> ir.TensorBox:
         """A 0-dim tensor, computed once."""
@@ -154,18 +141,66 @@ class Blocks:
         box.realize()
         return box
 
-    def _reduction(self, kind: Kind, inner: PerElement, ranges: Any, sizes: Any) -> Any:
+    def _reduction(self, kind: Kind, inner: PerElement, ranges: Any, sizes: list[int]) -> Any:
         box = ir.Reduction.create(
             device=self.device,
             dst_dtype=torch.int32,
             src_dtype=torch.int32,
             inner_fn=inner,
             ranges=list(ranges),
-            reduction_ranges=list(sizes),
+            reduction_ranges=sizes,
             reduction_type=kind,
         )
         box.realize()
         return box
+
+
+class ReducedBlocks(Blocks):
+    """Blocks that are reductions: those of the module's docstring. They draw no coins."""
+
+    def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
+        super().__init__(x, block, block[1])
+
+    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
+        def inner(place: Index, offset: Index) -> Value:
+            *down, across = offset
+            row = place[0] * self.height + (down[0] if down else 0)
+            return fn(self.load(row, place[1] * self.width + across), place)
+
+        sizes = [self.height, self.width] if self.height > 1 else [self.width]
+        return self._reduction(kind, inner, self.grid, sizes)
+
+    def pack(self, code: Code) -> ir.TensorBox:
+        """Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
+        instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
+        """
+        per_row = [self.rows, self.grid[1]]
+
+        def word(number: int) -> PerBlock:
+            def inner(place: Index, offset: Index) -> Value:
+                row, block = place
+                x = self.load(row, block * self.width + offset[0])
+                position = ops.index_expr(offset[0], torch.int32)
+                nibble = ops.bitwise_and(position, integer(NIBBLES - 1))
+                weight = ops.bitwise_left_shift(
+                    integer(1), ops.bitwise_left_shift(nibble, integer(2))
+                )
+                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(number))
+                weight = ops.where(here, weight, integer(0))
+                return ops.mul(code(x, [row // self.height, block], None), weight)
+
+            return self._reduction("sum", inner, per_row, [self.width]).make_loader()
+
+        return self._joined([word(number) for number in range(self.width // NIBBLES)])
+
+
+def largest_of_all(largest: ir.TensorBox) -> PerBlock:
+    """The maximum over all blocks, to be loaded from []. A call of torch's own: Inductor would fuse
+    its reduction with the loop over blocks, and leave few thread blocks to run it all."""
+    return _maximum(largest).make_loader()
+
+
+_maximum = fallback_handler(torch.ops.aten.max.default, add_to_fallback_set=False)
 
 
 def reinterpreted(box: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
+from q2compile.runtime_kernels.schemes import E2M1_MAX
+
 Value = Any  # torch has no type for ops values that survives its virtualised handlers
 
 _MAGNITUDE = 0x7FFFFFFF
+_ONE = 0x3F800000
 _ABOVE_ONE = 0x3F800004  # 1 + 2^-21
 TINY = torch.finfo(torch.float32).tiny
 INFINITE = 0x7F800000  # magnitude bits from here on are Inf or NaN
@@ -122,6 +125,19 @@ def round_e2m1(v: Value) -> Value:
     m = float_of(ops.maximum(bits_of(v), integer(_ABOVE_ONE)))
     steps = ops.mul(m, number(2.0**22))
     return ops.add(ops.sub(v, steps), steps)
+
+
+def stochastic_e2m1(v: Value, coin: Value) -> Value:
+    """`formats.stochastic_round` of v >= 0 to e2m1, saturating at 6. coin: int64 in [0, 2^32)."""
+    v = ops.minimum(v, number(E2M1_MAX))
+    # The power of two below v, from 1 on, is twice the step.
+    binade = ops.maximum(ops.bitwise_and(bits_of(v), integer(INFINITE)), integer(_ONE))
+    step = float_of(ops.sub(binade, integer(1 << 23)))
+    position = ops.mul(v, float_of(ops.sub(integer(INFINITE), binade)))
+    below = ops.floor(position)
+    fraction = ops.to_dtype(ops.mul(ops.sub(position, below), number(2.0**32)), torch.int64)
+    up = ops.where(ops.lt(coin, fraction), number(1.0), number(0.0))
+    return ops.mul(ops.add(below, up), step)
 
 
 def top_bits(x: Value) -> Value:

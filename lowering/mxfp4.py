@@ -10,7 +10,7 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering import fp32
-from q2compile.lowering.blocks import Blocks, Index, PerBlock, reinterpreted
+from q2compile.lowering.blocks import Blocks, Index, PerBlock, largest_of_all, reinterpreted
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import Quantized, Rounding
 from q2compile.runtime_kernels.schemes import E2M1_MAX, Scheme
@@ -40,13 +40,13 @@ class _PowersOfTwo:
 def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
     """Codes, e8m0 scales, and 1 / shrink as global scale: NaN where x is not finite."""
     largest = blocks.largest()
-    scales = _PowersOfTwo(Fp32(blocks.device), largest, scheme.shrink)
+    scales = _PowersOfTwo(Fp32(blocks.device), largest.make_loader(), scheme.shrink)
     rounding = Rounding(blocks, scheme, scales)
     codes = blocks.pack(rounding.code)
     bytes_ = blocks.per_block(
         torch.uint8, lambda place: ops.to_dtype(rounding.scale(place), torch.uint8)
     )
-    worst = blocks.overall("max", largest)
+    worst = largest_of_all(largest)
 
     def global_scale() -> Value:
         finite = ops.lt(worst([]), integer(fp32.INFINITE))

@@ -83,7 +83,7 @@ def _rounding(blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> Roundin
 
 def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
     """Codes, scales and a global scale that is a power of two."""
-    largest = blocks.largest()
+    largest = blocks.largest().make_loader()
     rounding = _rounding(blocks, scheme, _Pow2(Fp32(blocks.device), largest))
     codes = blocks.pack(rounding.code)
 
@@ -94,7 +94,6 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
         return fp32.from_top_bits(ops.where(finite, top, integer(_NAN_TOP)))
 
     worths = blocks.per_block(torch.float32, worth)
-    worths.realize()
     return codes, *_split_scales(worths, scheme.name)
 
 
@@ -117,7 +116,7 @@ def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quant
     unit = blocks.scalar(torch.float32, global_scale)
     load_unit = unit.make_loader()
     inverse = blocks.scalar(torch.float32, lambda: fp.div(number(1.0), load_unit([])))
-    scales = _Exact(fp, blocks.largest(), load_unit, inverse.make_loader())
+    scales = _Exact(fp, blocks.largest().make_loader(), load_unit, inverse.make_loader())
     rounding = _rounding(blocks, scheme, scales)
 
     def byte(place: Index) -> Value:

@@ -1,4 +1,5 @@
-"""The lowering of `q2::quantize`: loops that fuse with the producer, instead of a kernel's call."""
+"""The lowerings of `q2::quantize` and `q2::rht_quantize`: loops that fuse with the producer,
+instead of a kernel's call."""
 
 from __future__ import annotations
 
@@ -6,17 +7,25 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import (
+    constrain_to_fake_tensors,
+    fallback_handler,
+    register_lowering,
+)
 from torch._inductor.virtualized import V
 
 from q2compile import lowering
 from q2compile.lowering import mxfp4, nvfp4, tiles
-from q2compile.lowering.blocks import Blocks
+from q2compile.lowering.blocks import Blocks, PerBlock, ReducedBlocks, largest_of_all
+from q2compile.lowering.fp32 import float_of
+from q2compile.lowering.held import Draws, HeldBlocks
+from q2compile.lowering.rounding import Quantized
 from q2compile.runtime_kernels.registry import REFERENCE, serving
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.transforms import get_transform
 
 QUANTIZE = torch.ops.q2.quantize.default
-_call = fallback_handler(QUANTIZE, add_to_fallback_set=False)
+RHT_QUANTIZE = torch.ops.q2.rht_quantize.default
 
 
 @register_lowering(QUANTIZE, type_promotion_kind=None)
@@ -24,19 +33,68 @@ def quantize(
     x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
 ) -> Any:
     """See runtime_kernels/quantize/op.py."""
-    lowered = lowering.why_not_lowered(x.get_device_or_error(), name) is None
-    fuses = lowering.beats_kernels(name) and _computed(x)
-    if not lowered or not (fuses or _served_by_reference_alone()):
-        return _call(x, amax, seed, name, stream)
-    tiles.install()
+    if not _lowered("quantize", x, name, "none"):
+        return _call(QUANTIZE, x, amax, seed, name, stream)
     scheme = get_scheme(name)
-    blocks = Blocks(x, scheme.block)
+    load_amax = _loader(amax)
+    if scheme.stochastic:
+        draws = Draws(_loader(seed), stream)
+        held = HeldBlocks(x, scheme, get_transform("none"), draws, transpose=False)
+        return _rounded(held, load_amax, scheme)
+    tiles.install()
+    return _rounded(ReducedBlocks(x, scheme.block), load_amax, scheme)
+
+
+@register_lowering(RHT_QUANTIZE, type_promotion_kind=None)
+def rht_quantize(
+    x: ir.TensorBox,
+    seed: ir.TensorBox | None,
+    name: str,
+    transform: str,
+    transpose: bool,
+    stream: int,
+) -> Any:
+    """See runtime_kernels/rht_quantize/op.py."""
+    if not _lowered("rht_quantize", x, name, transform):
+        return _call(RHT_QUANTIZE, x, seed, name, transform, transpose, stream)
+    scheme = get_scheme(name)
+    draws = Draws(_loader(seed), stream)
+    blocks = HeldBlocks(x, scheme, get_transform(transform), draws, transpose=transpose)
+    load_amax: PerBlock | None = None
+    if scheme.takes_amax:
+        worst = largest_of_all(blocks.largest())
+        load_amax = blocks.scalar(torch.float32, lambda: float_of(worst([]))).make_loader()
+    return _rounded(blocks, load_amax, scheme)
+
+
+def _rounded(blocks: Blocks, load_amax: PerBlock | None, scheme: Scheme) -> Quantized:
     if scheme.format == "mxfp4":
         return mxfp4.quantize(blocks, scheme)
-    if scheme.takes_amax:
-        assert amax is not None, "the op's fake checks it"
-        return nvfp4.quantize_exact(blocks, amax.make_loader(), scheme)
+    if load_amax is not None:
+        return nvfp4.quantize_exact(blocks, load_amax, scheme)
     return nvfp4.quantize_pow2(blocks, scheme)
+
+
+def _loader(scalar: ir.TensorBox | None) -> PerBlock | None:
+    return None if scalar is None else scalar.make_loader()
+
+
+def _lowered(op: str, x: ir.TensorBox, scheme: str, transform: str) -> bool:
+    if lowering.why_not_lowered(x.get_device_or_error(), scheme, transform) is not None:
+        return False
+    if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
+        return False  # there is no largest number
+    fuses = lowering.beats_kernels(scheme, transform) and _computed(x)
+    return fuses or _served_by_reference_alone(op)
+
+
+def _call(op: torch._ops.OpOverload, *args: Any) -> Any:
+    """The registry's kernel, on operands with the strides that they have in eager mode: what
+    Inductor sees to for ops without a lowering."""
+    eager = V.current_node.meta.get("eager_input_vals")
+    if eager is not None:
+        args, _ = constrain_to_fake_tensors(args, {}, eager[0], {})
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
 def _computed(x: ir.TensorBox) -> bool:
@@ -51,7 +109,7 @@ def _computed(x: ir.TensorBox) -> bool:
     )
 
 
-def _served_by_reference_alone() -> bool:
+def _served_by_reference_alone(op: str) -> bool:
     """Whether the registry has nothing for this node but the torch reference, dozens of kernels."""
     args = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in V.current_node.args]
-    return serving("quantize", args).name == REFERENCE
+    return serving(op, args).name == REFERENCE

@@ -45,7 +45,7 @@ class ComparedScales(Scales, Protocol):
 
 
 class Rounding:
-    """Codes of the elements and scales of the blocks: to nearest.
+    """Codes of the elements and scales of the blocks: to nearest, or by coins where there are any.
 
     What a block knows of itself is a buffer of its own. They all end up in registers of one kernel;
     but as expressions inside each other they were most of the compile time.
@@ -55,9 +55,12 @@ class Rounding:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         self._code, self._reciprocal = self._candidate(scheme.vmax)
 
-    def code(self, x: Value, place: Index) -> Value:
+    def code(self, x: Value, place: Index, coin: Value | None) -> Value:
         """The e2m1 code of x."""
-        return self.fp.e2m1_code(*self._rounded(x, self._reciprocal(place)), x)
+        if coin is None:
+            return self.fp.e2m1_code(*self._rounded(x, self._reciprocal(place)), x)
+        magnitude = fp32.stochastic_e2m1(self._scaled(x, self._reciprocal(place)), coin)
+        return self.fp.e2m1_code(magnitude, magnitude, x)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
@@ -73,12 +76,15 @@ class Rounding:
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         """|x| in units of its scale, and what that rounds to."""
-        scaled = self.fp.mul(ops.abs(x), reciprocal)
+        scaled = self._scaled(x, reciprocal)
         return scaled, fp32.round_e2m1(self.scales.within(scaled))
+
+    def _scaled(self, x: Value, reciprocal: Value) -> Value:
+        return self.fp.mul(ops.abs(x), reciprocal)
 
 
 class FourOverSix(Rounding):
-    """Of two candidate scales the one with the smaller error: `nvfp4._four_over_six`."""
+    """To nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`."""
 
     scales: ComparedScales
 
@@ -86,12 +92,12 @@ class FourOverSix(Rounding):
         super().__init__(blocks, scheme, scales)
         self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
         errors = [
-            blocks.over_blocks("sum", partial(self._error, reciprocal))
+            blocks.over_blocks("sum", partial(self._error, reciprocal)).make_loader()
             for reciprocal in (self._reciprocal, self._second_reciprocal)
         ]
         self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
 
-    def code(self, x: Value, place: Index) -> Value:
+    def code(self, x: Value, place: Index, coin: None) -> Value:
         """The e2m1 code of x."""
         scaled, magnitude = self._rounded(x, self._reciprocal(place))
         second_scaled, second_magnitude = self._rounded(x, self._second_reciprocal(place))

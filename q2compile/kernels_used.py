@@ -14,6 +14,9 @@ from q2compile import lowering
 from q2compile.recipes import GEMMS
 from q2compile.runtime_kernels.registry import REFERENCE, serving
 
+# Of the ops that Inductor may have loops for: where the scheme and the transform are.
+_HOW = {"quantize": slice(3, 4), "rht_quantize": slice(2, 4)}
+
 
 class _Recorder(TorchDispatchMode):
     """Notes each q2 op that is called and the kernel that would serve it.
@@ -31,11 +34,11 @@ class _Recorder(TorchDispatchMode):
         namespace, _, op = func.name().partition("::")
         if namespace == "q2" and op != "seed":
             name = serving(op, args).name
-            lowered = op == "quantize" and self.lowers
-            if lowered and lowering.why_not_lowered(args[0].device, args[3]) is None:
+            how = args[_HOW[op]] if self.lowers and op in _HOW else ()
+            if how and lowering.why_not_lowered(args[0].device, *how) is None:
                 if name == REFERENCE:
                     name = "inductor"
-                elif lowering.beats_kernels(args[3]):
+                elif lowering.beats_kernels(*how):
                     name = f"inductor or {name}"
             self.used[op] = name
         return func(*args, **(kwargs or {}))

@@ -17,8 +17,8 @@ SIGNS = 1  # the diagonal of a randomised Hadamard transform
 COINS = 2  # stochastic rounding, of elements or of block scales
 SECOND_COINS = 3  # of elements under the second candidate scale of 4/6
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,10 +31,10 @@ def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor]) -> Coun
     k0, k1 = key
     for _ in range(10):
         # int64 products wrap modulo 2^64, so that their bits are those of the unsigned product.
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         high0, high1 = (product0 >> 32) & _LOW, (product1 >> 32) & _LOW
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _LOW, high0 ^ c3 ^ k1, product0 & _LOW
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 

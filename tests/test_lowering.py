@@ -12,6 +12,7 @@ from torch.nn.functional import rms_norm, silu
 
 import q2compile
 from q2compile import kernels_used, lowering
+from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
 
 FOUR_SIX = "nvfp4_46_pow2"
@@ -79,6 +80,52 @@ def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
     assert get_scheme(scheme).format == "mxfp4" or poisoned[1].float().isnan().all()
 
 
+def rotated(x, seed, scheme: str, transform: str, transpose: bool) -> tuple[torch.Tensor, ...]:
+    if transform != "none":
+        return torch.ops.q2.rht_quantize(x, seed, scheme, transform, transpose, 3)
+    return torch.ops.q2.quantize(x, None, seed, scheme, 3)
+
+
+HELD = [
+    ("nvfp4_sr_pow2", "none", False, (37, 100)),
+    ("nvfp4_sr", "rht16", True, (37, 100)),
+    ("mxfp4_sr", "rht16", True, (64, 256)),  # two chunks in a block
+    ("mxfp4_rtn34", "h32", False, (37, 100)),
+    ("nvfp4_46_pow2", "rht32_fixed", True, (37, 100)),  # two blocks in a chunk
+]
+
+
+@pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), HELD)
+def test_the_reference_s_bits_of_rotations_and_coins(
+    scheme, transform, transpose, shape, monkeypatch
+) -> None:
+    lower_on_cpu(monkeypatch)
+    x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
+    torch._dynamo.reset()
+    # Without vectors: a loop with a block in it is long, and they would be several of it.
+    with inductor_config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
+        compiled = torch.compile(rotated)
+        got, (code,) = run_and_get_code(compiled, x, seed, scheme, transform, transpose)
+    assert "torch.ops.q2.quantize.default(" not in code
+    assert "torch.ops.q2.rht_quantize.default(" not in code
+    assert_same_bits(got, rotated(x, seed, scheme, transform, transpose))
+    x[2, 2] = float("nan")
+    assert compiled(x, seed, scheme, transform, transpose)[2].isnan()
+
+
+def test_a_kernel_of_our_own_comes_first(monkeypatch) -> None:
+    """Rotations and coins are loops only where nothing but the reference serves."""
+    lower_on_cpu(monkeypatch)
+    ours = next(k for k in registry.kernels("rht_quantize") if k.name != registry.REFERENCE)
+    monkeypatch.setattr("q2compile.lowering.quantize.serving", lambda op, args: ours)
+    args = torch.randn(32, 64), torch.tensor(7), "nvfp4_sr_pow2", "rht16", False
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True, cpp_wrapper=False):
+        got, (code,) = run_and_get_code(torch.compile(rotated), *args)
+    assert "torch.ops.q2.rht_quantize.default(" in code
+    assert_same_bits(got, rotated(*args))
+
+
 def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
     torch._dynamo.reset()
@@ -98,11 +145,20 @@ def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
 
 
 def test_what_is_lowered() -> None:
-    """On CUDA: what rounds to nearest. The rest is the registry's, and so is all on a CPU."""
+    """On CUDA: what needs no sum of fp32, in chunks up to 32. Of that, NVFP4 to nearest is loops
+    even where the registry has a kernel. On a CPU nothing is."""
     cuda = torch.device("cuda")
     lowered = {name for name in SCHEMES if lowering.why_not_lowered(cuda, name) is None}
-    assert lowered == {name for name, s in SCHEMES.items() if s.rounding == "rtn"}
-    assert "draws coins" in str(lowering.why_not_lowered(cuda, "nvfp4_sr"))
+    assert lowered == {
+        name
+        for name, s in SCHEMES.items()
+        if s.rounding == "rtn" or (s.rounding == "sr" and not s.select)
+    }
+    preferred = {name for name in SCHEMES if lowering.beats_kernels(name)}
+    assert preferred == {name for name in lowered if "mxfp4" not in name and "sr" not in name}
+    assert not lowering.beats_kernels("nvfp4", "rht16")
+    assert "draws coins" in str(lowering.why_not_lowered(cuda, "nvfp4_sr_46"))
+    assert "chunks of 64" in str(lowering.why_not_lowered(cuda, "nvfp4_sr", "rht64"))
     assert "on cpu" in str(lowering.why_not_lowered(torch.device("cpu"), "nvfp4"))
 
 
@@ -128,6 +184,19 @@ def test_kernels_of_add_rmsnorm_quantize(monkeypatch, sources) -> None:
     )
     assert "pow" in norm.name and "quantize" not in norm.name
     assert "quantize" in kernel.name and kernel.source.count("tl.store") == 2
+
+
+def test_kernels_of_a_rotation_with_coins(monkeypatch, sources) -> None:
+    """One kernel with its producer, below the signs, which are one number."""
+
+    def relu_rotated(x, seed):
+        return rotated(x.relu(), seed, "nvfp4_sr_pow2", "rht16", True)
+
+    signs, kernel = triton_kernels(monkeypatch, 80, relu_rotated, sources[0], torch.tensor(7))
+    assert signs.source.count("tl.store") == 1
+    assert "relu" in kernel.name
+    # 16 numbers and the signs in, codes and worths out
+    assert kernel.source.count("tl.load") == 17 and kernel.source.count("tl.store") == 2
 
 
 def test_max_autotune_searches(monkeypatch, sources) -> None:

@@ -81,10 +81,10 @@ class Kernel:
 
 
 def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q2::quantize becomes loops on a CPU as well."""
+    """The quantising ops become loops on a CPU as well."""
     why_not = lowering.why_not_lowered
     cuda = torch.device("cuda")
-    monkeypatch.setattr(lowering, "why_not_lowered", lambda device, scheme: why_not(cuda, scheme))
+    monkeypatch.setattr(lowering, "why_not_lowered", lambda device, *names: why_not(cuda, *names))
     lowering.register()
 
 

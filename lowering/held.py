@@ -1,0 +1,129 @@
+"""Blocks that one iteration of a loop holds whole: for rotations and for coins.
+
+Each output of a rotation is a sum over all of its chunk, and one call of Philox gives the coins of
+four neighbours: both want a chunk's numbers in the registers of one thread, where blocks.py has
+one number an iteration. The loads are one by one; that is the price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch._inductor import ir
+from torch._inductor.virtualized import ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from q2compile.lowering.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
+from q2compile.lowering.fp32 import Value, integer, number, shifted_left
+from q2compile.lowering.philox import philox4x32
+from q2compile.runtime_kernels.philox import COINS, SIGNS
+from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where signs and coins come from. seed: loads it, int64, from []; None where nothing is
+    drawn."""
+
+    seed: PerBlock | None
+    stream: int
+
+
+class HeldBlocks(Blocks):
+    """x [M, K], or with transpose [K, M], rotated along K, which is padded to whole chunks."""
+
+    def __init__(
+        self, x: ir.TensorBox, scheme: Scheme, rotation: Transform, draws: Draws, *, transpose: bool
+    ) -> None:
+        unit = max(scheme.width, rotation.size)
+        super().__init__(x, scheme.block, unit, transpose=transpose)
+        self._scheme, self._rotation, self._draws = scheme, rotation, draws
+        self._signs = None if rotation.signs == "none" else self._drawn_signs()
+
+    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
+        merge = ops.maximum if kind == "max" else ops.add
+        return self.per_block(
+            torch.int32, lambda place: reduce(merge, (fn(x, place) for x in self._block(place)))
+        )
+
+    def pack(self, code: Code) -> ir.TensorBox:
+        def word(first: int) -> PerBlock:
+            def inner(place: Index) -> Value:
+                numbers = self._block(place)[first : first + NIBBLES]
+                coins = self._coins(place, first, NIBBLES)
+                codes = (code(x, place, coin) for x, coin in zip(numbers, coins, strict=True))
+                return reduce(ops.bitwise_or, (shifted_left(c, 4 * i) for i, c in enumerate(codes)))
+
+            return inner
+
+        return self._joined([word(first) for first in range(0, self.width, NIBBLES)])
+
+    def _block(self, place: Index) -> list[Value]:
+        """The rotated numbers of a block: all of its chunk's, of which the block may be a half."""
+        row, block = place
+        halves = self.unit // self.width
+        start = FloorDiv(block, halves) * self.unit
+        numbers = [self.load(row, start + i) for i in range(self.unit)]
+        size = self._rotation.size
+        if size > 1:
+            chunks = (numbers[i : i + size] for i in range(0, self.unit, size))
+            numbers = [y for chunk in chunks for y in self._rotated(chunk)]
+        if halves == 1:
+            return numbers
+        first = ops.eq(ops.index_expr(ModularIndexing(block, 1, halves), torch.int32), integer(0))
+        lower, upper = numbers[: self.width], numbers[self.width :]
+        return [ops.where(first, a, b) for a, b in zip(lower, upper, strict=True)]
+
+    def _rotated(self, chunk: Sequence[Value]) -> list[Value]:
+        """`transforms.hadamard` of chunk * signs, and the norm."""
+        numbers = list(chunk)
+        if self._signs is not None:
+            word = self._signs([])
+            for i, x in enumerate(numbers):
+                bit = ops.bitwise_and(word, ops.constant(1 << i, torch.int64))
+                unset = ops.eq(bit, ops.constant(0, torch.int64))
+                numbers[i] = ops.where(unset, x, ops.neg(x))
+        h = 1
+        while h < len(numbers):
+            for i in range(len(numbers)):
+                if not i & h:
+                    a, b = numbers[i], numbers[i + h]
+                    numbers[i], numbers[i + h] = ops.add(a, b), ops.sub(a, b)
+            h *= 2
+        return [ops.mul(x, number(self._rotation.norm)) for x in numbers]
+
+    def _seed(self) -> Value:
+        assert self._draws.seed is not None, "the op's fake checks it"
+        return self._draws.seed([])
+
+    def _drawn_signs(self) -> PerBlock:
+        """The word whose bits are the signs: `transforms.signs_of`."""
+
+        def word() -> Value:
+            fixed = self._rotation.signs == "fixed"
+            seed = ops.constant(FIXED_SIGN_SEED, torch.int64) if fixed else self._seed()
+            return philox4x32(seed, ops.constant(0, torch.int64), stream=0, purpose=SIGNS)[0]
+
+        return self.scalar(torch.int64, word).make_loader()
+
+    def _coins(self, place: Index, first: int, count: int) -> Sequence[Value | None]:
+        """Coins of the numbers from `first` on of a block: coin i for element i of the padded,
+        row-major matrix."""
+        if not self._scheme.stochastic:
+            return [None] * count
+        row, block = place
+        quads = (row * self.grid[1] + block) * (self.width // 4) + first // 4
+        return [
+            coin
+            for quad in range(count // 4)
+            for coin in philox4x32(
+                self._seed(),
+                ops.index_expr(quads + quad, torch.int64),
+                self._draws.stream,
+                COINS,
+            )
+        ]

@@ -1,0 +1,46 @@
+"""`q2compile.runtime_kernels.philox` in Inductor's loops: the same words from the same counters."""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor.virtualized import ops
+
+from q2compile.lowering.fp32 import Value
+from q2compile.runtime_kernels.philox import MULTIPLIERS, WEYL
+
+_LOW = 0xFFFFFFFF
+
+
+def _int64(value: int) -> Value:
+    return ops.constant(value, torch.int64)
+
+
+def _low(value: Value) -> Value:
+    return ops.bitwise_and(value, _int64(_LOW))
+
+
+def _high(value: Value) -> Value:
+    return ops.bitwise_right_shift(value, _int64(32))
+
+
+def philox4x32(seed: Value, index: Value, stream: int, purpose: int) -> list[Value]:
+    """Block `index` of a stream: four words in [0, 2^32). All values are int64."""
+    c0, c1, c2, c3 = _low(index), _high(index), _int64(stream), _int64(purpose)
+    k0, k1 = _low(seed), _low(_high(seed))
+    for _ in range(10):
+        high0, low0 = _product(c0, MULTIPLIERS[0])
+        high1, low1 = _product(c2, MULTIPLIERS[1])
+        c0, c1 = ops.bitwise_xor(ops.bitwise_xor(high1, c1), k0), low1
+        c2, c3 = ops.bitwise_xor(ops.bitwise_xor(high0, c3), k1), low0
+        k0, k1 = (_low(ops.add(k, _int64(w))) for k, w in zip((k0, k1), WEYL, strict=True))
+    return [c0, c1, c2, c3]
+
+
+def _product(word: Value, multiplier: int) -> tuple[Value, Value]:
+    """The high and the low word of a product of two words.
+
+    By the multiplier less 2^32, whose product with a word is above -2^62: it never overflows, which
+    in C++ would be undefined.
+    """
+    product = ops.mul(word, _int64(multiplier - 2**32))
+    return ops.add(_high(product), word), _low(product)
