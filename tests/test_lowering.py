@@ -230,6 +230,20 @@ def test_on_a_gpu(scheme, shape) -> None:
     assert_same_bits([t.cpu() for t in compiled(x.cuda())], quantize(x.relu(), scheme))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), HELD)
+def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monkeypatch) -> None:
+    """As on a GPU that has no kernel of our own."""
+    lowering.register()
+    reference = next(k for k in registry.kernels("quantize") if k.name == registry.REFERENCE)
+    monkeypatch.setattr("q2compile.lowering.quantize.serving", lambda op, args: reference)
+    x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True):
+        got = torch.compile(rotated)(x.cuda(), seed.cuda(), scheme, transform, transpose)
+    assert_same_bits([t.cpu() for t in got], rotated(x, seed, scheme, transform, transpose))
+
+
 def test_the_report_names_the_loops(monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
     kernels_used.kernels_used.cache_clear()
