@@ -12,9 +12,10 @@ TYPED := build/typed
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
 
-# A process for each core, and one thread in each: the tests are many small computations.
+# Each file in a process of its own, as many at once as there are cores, with one thread each: the
+# tests are many small computations, and compilers leave state behind in a process.
 test: $(VENV)/.with-train,dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	ls tests/test_*.py | OMP_NUM_THREADS=1 xargs -P $$(nproc) -n 1 $(BIN)/python -m pytest -q
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .

@@ -21,8 +21,8 @@ def _same_numbers_in_every_run() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, as it does in a user's program: pytest-xdist ignores it in
-    its workers."""
+    """SIGINT raises KeyboardInterrupt, as it does in a user's program: a shell may start the tests
+    in the background with the signal ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
