@@ -19,9 +19,11 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from q2compile.lowering.fp32 import Value, integer, magnitude_bits
 from q2compile.runtime_kernels.layout import ceil_div
+from q2compile.runtime_kernels.schemes import Scheme
 
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
@@ -124,6 +126,36 @@ class Blocks(ABC):
     def kept(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
         """fn of every block, computed once."""
         return self.per_block(dtype, fn).make_loader()
+
+    def scales(self, byte: PerBlock, scheme: Scheme) -> ir.TensorBox:
+        """The scales whose bytes, uint8, are given; swizzled by a loop of their own where the scheme
+        has them so."""
+        bytes_ = self.per_block(torch.uint8, byte)
+        if scheme.swizzled:
+            bytes_ = self._swizzled(bytes_)
+        nvfp4 = scheme.format == "nvfp4"
+        return reinterpreted(bytes_, torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu)
+
+    def _swizzled(self, bytes_: ir.TensorBox) -> ir.TensorBox:
+        """[rows, blocks] -> [tiles, 512] (runtime_kernels/swizzle.py)."""
+        rows, blocks = self.grid
+        across = ceil_div(blocks, 4)
+        load = bytes_.make_loader()
+
+        def inner(place: Index) -> Value:
+            tile, at = place
+            row = FloorDiv(tile, across) * 128 + ModularIndexing(at, 4, 4) * 32 + FloorDiv(at, 16)
+            block = ModularIndexing(tile, 1, across) * 4 + ModularIndexing(at, 1, 4)
+            inside = ops.logical_and(
+                ops.lt(ops.index_expr(row, torch.int64), ops.index_expr(rows, torch.int64)),
+                ops.lt(ops.index_expr(block, torch.int64), ops.index_expr(blocks, torch.int64)),
+            )
+            return ops.masked(inside, lambda: load([row, block]), 0)
+
+        ranges = [ceil_div(rows, 128) * across, 512]
+        return ir.Pointwise.create(
+            device=self.device, dtype=torch.uint8, inner_fn=inner, ranges=ranges
+        )
 
     def per_block(self, dtype: torch.dtype, fn: PerBlock) -> ir.TensorBox:
         """fn of every block, a buffer [blocks down, blocks across]."""

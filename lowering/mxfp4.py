@@ -10,7 +10,7 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering import fp32
-from q2compile.lowering.blocks import Blocks, Index, PerBlock, largest_of_all, reinterpreted
+from q2compile.lowering.blocks import Blocks, Index, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import Quantized, Rounding
 from q2compile.runtime_kernels.schemes import E2M1_MAX, Scheme
@@ -43,8 +43,8 @@ def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
     scales = _PowersOfTwo(Fp32(blocks.device), largest.make_loader(), scheme.shrink)
     rounding = Rounding(blocks, scheme, scales)
     codes = blocks.pack(rounding.code)
-    bytes_ = blocks.per_block(
-        torch.uint8, lambda place: ops.to_dtype(rounding.scale(place), torch.uint8)
+    scale_bytes = blocks.scales(
+        lambda place: ops.to_dtype(rounding.scale(place), torch.uint8), scheme
     )
     worst = largest_of_all(largest)
 
@@ -53,4 +53,4 @@ def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
         return ops.where(finite, number(1.0 / scheme.shrink), number(float("nan")))
 
     unit = blocks.scalar(torch.float32, global_scale)
-    return codes, reinterpreted(bytes_, torch.float8_e8m0fnu), unit
+    return codes, scale_bytes, unit

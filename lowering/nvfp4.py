@@ -15,7 +15,7 @@ from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering import fp32
-from q2compile.lowering.blocks import Blocks, Index, PerBlock, reinterpreted
+from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import ComparedScales, FourOverSix, Quantized, Rounding
 from q2compile.runtime_kernels.schemes import E2M1_MAX, E4M3_MAX, Scheme
@@ -125,5 +125,4 @@ def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quant
         return ops.to_dtype(code, torch.uint8)
 
     codes = blocks.pack(rounding.code)
-    bytes_ = reinterpreted(blocks.per_block(torch.uint8, byte), torch.float8_e4m3fn)
-    return codes, bytes_, unit
+    return codes, blocks.scales(byte, scheme), unit

@@ -126,20 +126,16 @@ class Config:
 
     def _check_inductor(self) -> None:
         compat.inductor_options_of_mode(self.mode)
-        if compat.PASS_SLOT in self.inductor:
-            raise ConfigError(
-                f"inductor: {compat.PASS_SLOT} is q2compile's own place; set yours in "
-                "torch._inductor.config and it will run before q2compile's passes"
-            )
+        for slot in (compat.PASS_SLOT, compat.JOINT_PASS_SLOT):
+            if slot in self.inductor:
+                raise ConfigError(
+                    f"inductor: {slot} is q2compile's own place; set yours in "
+                    "torch._inductor.config and it will run before q2compile's passes"
+                )
         if self.inductor:
             known = compat.inductor_options()
             for key in self.inductor:
                 one_of("setting of Inductor", key, known)
-        if compat.JOINT_PASS_SLOT in self.inductor and (self.keep_packed or self.recompute_weights):
-            raise ConfigError(
-                f"inductor: {compat.JOINT_PASS_SLOT} is where keep_packed and recompute_weights "
-                "act; set yours in torch._inductor.config and it will run before them"
-            )
         if self.inner == "eager" and (self.mode or self.inductor):
             raise ConfigError(
                 "inner='eager' runs without Inductor, so 'mode' and 'inductor' can't apply; "

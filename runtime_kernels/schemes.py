@@ -124,7 +124,8 @@ def _mxfp4() -> list[Scheme]:
 SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
-# At the end of a scheme's name: the same with swizzled scales, for operands that only a GEMM reads.
+# At the end of a scheme's name: the same with swizzled scales, for operands that nothing but fp4 GEMMs
+# and requantisations read. Schemes whose blocks have one row each have such a twin.
 SWIZZLED = "@32x4x4"
 
 
@@ -141,8 +142,9 @@ def get_scheme(name: str) -> Scheme:
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    if name.endswith(SWIZZLED) and name.removesuffix(SWIZZLED) in SCHEMES:
-        return _swizzled(name.removesuffix(SWIZZLED))
+    plain = name.removesuffix(SWIZZLED)
+    if plain in SCHEMES and SCHEMES[plain].block[0] == 1:
+        return _swizzled(plain)
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(

@@ -249,18 +249,80 @@ def test_requantize_to_other_schemes(source, scheme, transform) -> None:
     assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
 
 
-@pytest.mark.parametrize("scheme", [POW2, "nvfp4_sr_pow2"])
-@pytest.mark.parametrize("shape", [(130, 200), (33, 517)])
-def test_scales_are_written_swizzled(scheme, shape) -> None:
-    """The reference swizzles plain scales (swizzle.py); the kernel writes them so."""
-    args = (matrix(*shape), *SEEDS, scheme + SWIZZLED, "rht128", 0)
-    got = rotation.rht_quantize_both(*args)
-    assert_same_bits(got, q2.rht_quantize_both(*args))
-    plain = q2.rht_quantize_both(*args[:3], scheme, *args[4:])
-    assert_same_bits((got[1].flatten(), got[4].flatten()), [swizzle_32x4x4(s) for s in plain[1::3]])
+# Scales swizzled where they are made: by align_scales.cu in chunks of 128 and in others, of rows of
+# any number of blocks; by rotate_quantize.cu those of EXACT and of MX.
+SWIZZLING = [
+    *((POW2, "rht128"), (POW2, "none"), (POW2, "rht32"), (EXACT, "rht16"), (POW2, "rht64")),
+    *(("nvfp4_sr_pow2", "rht128"), ("nvfp4_sr_pow2", "rht16"), ("nvfp4_pow2", "none")),
+    *(("nvfp4_sr", "rht128"), ("nvfp4", "rht16"), ("nvfp4_46", "none")),
+    *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_rtn", "none")),
+]
+# Rows and columns: parts of the last tile of scales in both directions; an odd number of tiles of
+# columns for a kernel that goes 64 at a time; 3, 13 and 33 blocks a row.
+RAGGED = [(130, 200), (33, 517), (257, 40), (1, 1)]
 
 
-def test_requantize_with_swizzled_scales() -> None:
-    packed = q2.quantize(matrix(145, 200), None, None, "nvfp4_46_pow2", 0)
-    args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + SWIZZLED, "rht128", 200, 1)
-    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+@pytest.mark.parametrize("scheme, transform", SWIZZLING)
+def test_scales_are_written_swizzled(scheme, transform) -> None:
+    """The reference swizzles plain scales (swizzle.py); the kernels write them so."""
+    for shape in RAGGED:
+        x = matrix(*shape)
+        args = (x, *SEEDS, scheme + SWIZZLED, transform, 3)
+        got = rotation.rht_quantize_both(*args)
+        assert_same_bits(got, q2.rht_quantize_both(*args))
+        plain = q2.rht_quantize_both(x, *SEEDS, scheme, transform, 3)
+        want = [swizzle_32x4x4(s) for s in plain[1::3]]
+        assert_same_bits((got[1].flatten(), got[4].flatten()), want)
+        for transpose in (False, True):
+            one = (x, SEEDS[transpose], scheme + SWIZZLED, transform, transpose, 3)
+            side = got[3:] if transpose else got[:3]
+            assert_same_bits(rotation.rht_quantize(*one), side)
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
+@pytest.mark.parametrize("scheme", [POW2, "nvfp4_sr", "mxfp4_sr"])
+def test_empty_with_swizzled_scales(scheme, shape) -> None:
+    args = (torch.empty(shape, dtype=torch.bfloat16), *SEEDS, scheme + SWIZZLED, "rht16", 0)
+    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "mxfp4_sr"])
+def test_quantize_with_swizzled_scales(scheme) -> None:
+    for shape in RAGGED:
+        x = matrix(*shape)
+        amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
+        got = rotation.quantize(x, amax, SEEDS[0], scheme + SWIZZLED, 0)
+        codes, scales, global_scale = q2.quantize(x, amax, SEEDS[0], scheme, 0)
+        assert_same_bits(got, (codes, swizzle_32x4x4(scales).view(-1, 512), global_scale))
+
+
+@pytest.mark.parametrize(
+    "source, scheme, transform",
+    [
+        ("nvfp4_46_pow2", POW2, "rht128"),
+        ("nvfp4_46", EXACT, "rht128"),
+        ("nvfp4_pow2", "nvfp4_sr", "rht16"),
+        ("mxfp4_rtn", "mxfp4_rtn34", "rht32"),
+    ],
+)
+def test_requantize_with_swizzled_scales(source, scheme, transform) -> None:
+    """Those of the source, those of the result, both."""
+    for shape in ((145, 200), (300, 72)):
+        x = matrix(*shape)
+        amax = q2.amax(x) if get_scheme(source).takes_amax else None
+        for of_source, of_result in (("", SWIZZLED), (SWIZZLED, ""), (SWIZZLED, SWIZZLED)):
+            packed = q2.quantize(x, amax, None, source + of_source, 0)
+            names = (source + of_source, scheme + of_result, transform)
+            args = (*packed, SEEDS[0], *names, shape[1], 1)
+            plain = q2.quantize(x, amax, None, source, 0)
+            want = q2.requantize(*plain, SEEDS[0], source, *names[1:], shape[1], 1)
+            assert_same_bits(rotation.requantize(*args), want)
+            assert_same_bits(q2.requantize(*args), want)
+
+
+def test_padding_is_zero_where_a_source_has_more_columns() -> None:
+    """Of the source's columns only the first `rows` become rows of the result."""
+    packed = q2.quantize(matrix(130, 200), None, None, "nvfp4_46_pow2", 0)
+    args = (*packed, SEEDS[0], "nvfp4_46_pow2", "nvfp4_sr_pow2" + SWIZZLED, "rht16", 72, 1)
+    got = rotation.requantize(*args)
+    assert got[1].view(torch.uint8).view(3, 32, 4, 4)[:, 8:, 2].sum() == 0

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm, silu
 import q2compile
 from q2compile import kernels_used, lowering
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
+from q2compile.runtime_kernels.schemes import SCHEMES, SWIZZLED, get_scheme
 
 FOUR_SIX = "nvfp4_46_pow2"
 
@@ -63,6 +63,9 @@ def assert_same_bits(got, want) -> None:
         ("nvfp4_16x16", (64, 256)),
         ("mxfp4_rtn", (64, 256)),
         ("mxfp4_rtn34", (37, 100)),
+        (FOUR_SIX + SWIZZLED, (137, 100)),
+        ("nvfp4_46" + SWIZZLED, (137, 100)),
+        ("mxfp4_rtn" + SWIZZLED, (137, 100)),
     ],
 )
 def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
@@ -77,7 +80,8 @@ def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
     x[2, 2] = float("nan")
     poisoned = compiled(x)
     assert poisoned[2].isnan()
-    assert get_scheme(scheme).format == "mxfp4" or poisoned[1].float().isnan().all()
+    spec = get_scheme(scheme)
+    assert spec.format == "mxfp4" or spec.swizzled or poisoned[1].float().isnan().all()
 
 
 def rotated(x, seed, scheme: str, transform: str, transpose: bool) -> tuple[torch.Tensor, ...]:

@@ -11,8 +11,11 @@ import torch
 
 from q2compile.runtime_kernels.cuda import split_scales as on_cuda
 from q2compile.runtime_kernels.cuda.launch import Launch
+from q2compile.runtime_kernels.schemes import SWIZZLED
+from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 
 SCHEMES = ("nvfp4_46_pow2", "nvfp4_pow2")
+ON_CUDA = (*SCHEMES, "nvfp4_16x16_pow2", *(scheme + SWIZZLED for scheme in SCHEMES))
 
 
 def test_by_hand() -> None:
@@ -31,6 +34,18 @@ def test_the_quantiser_s_own(scheme: str) -> None:
     _, scales, unit = torch.ops.q2.quantize(x, None, None, scheme, 0)
     again, unit_again = torch.ops.q2.split_scales(scales.float() * unit, scheme)
     assert unit_again == unit and torch.equal(again.float(), scales.float())
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (300, 41)])
+def test_swizzled(shape) -> None:
+    """The same scales in other places, as the fake says."""
+    worth = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    plain, unit = torch.ops.q2.split_scales(worth, "nvfp4_pow2")
+    scales, same_unit = torch.ops.q2.split_scales(worth, "nvfp4_pow2" + SWIZZLED)
+    assert torch.equal(scales.view(torch.uint8).flatten(), swizzle_32x4x4(plain).view(torch.uint8))
+    assert unit == same_unit
+    fake = torch.ops.q2.split_scales(worth.to("meta"), "nvfp4_pow2" + SWIZZLED)
+    assert fake[0].shape == scales.shape
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -59,7 +74,7 @@ def test_refused_schemes(scheme: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("shape", [(3, 5), (300, 41)])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ON_CUDA)
 def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
     monkeypatch.setattr(
         Launch,
@@ -79,7 +94,7 @@ def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 5), (300, 41), (8192, 256)])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ON_CUDA)
 def test_on_a_gpu(scheme, shape) -> None:
     worth = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(4).exp()
     got = torch.ops.q2.split_scales(worth.cuda(), scheme)

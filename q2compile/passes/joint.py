@@ -1,6 +1,6 @@
 """Passes over the joint graph, forward and backward in one, before the partitioner cuts it.
 
-Two of them change nothing that is computed. They tag nodes with torch's CheckpointPolicy, in
+The last two change nothing that is computed. They tag nodes with torch's CheckpointPolicy, in
 ``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the partitioner what to save
 and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11 to 2.13. The min-cut
 partitioner looks at the op, the default one at the getitems, so both carry the tag.
@@ -21,10 +21,12 @@ from q2compile.passes.manager import PassRecord, source_hash
 from q2compile.passes.recompute_weights import recompute_weights_pass
 from q2compile.passes.share_operands import share_operands_pass
 from q2compile.passes.share_rotations import share_saved_rotations_pass
+from q2compile.passes.swizzle_scales import swizzle_saved_scales_pass
 
 JOINT_PASSES: dict[str, Callable[[fx.Graph], int]] = {
     "share_operands": share_operands_pass,  # for the next one: views of one x become one
     "share_saved_rotations": share_saved_rotations_pass,
+    "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
     # In this order: asked for both, the packed activations are kept and the weights' codes are not.
     "keep_packed": keep_packed_pass,
     "recompute_weights": recompute_weights_pass,
@@ -42,6 +44,7 @@ class JointPasses(CustomGraphPass):
         wanted = {
             "share_operands": config.resolved_policy.random_forward,
             "share_saved_rotations": config.resolved_policy.random_forward,
+            "swizzle_saved_scales": True,
             "keep_packed": config.keep_packed,
             "recompute_weights": config.recompute_weights,
         }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.passes.graphs import is_q2, q2_nodes
+from q2compile.passes.graphs import depending_on_tangents, is_q2, q2_nodes
 from q2compile.passes.spec import named_arguments
 from q2compile.runtime_kernels.cuda.gemm import FP4
 from q2compile.runtime_kernels.cuda.rotation import NAME as CUDA
@@ -16,7 +18,10 @@ from q2compile.runtime_kernels.layout import scales_shape
 from q2compile.runtime_kernels.registry import serving
 from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 
-_SCALES, _SCHEMES = (1, 4), (7, 8)  # arguments of q2.gemm, of a and b
+_QUANTISING = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
+# Which arguments of an op are scales, each with the one that names their scheme, and the kernel of
+# the op that reads them swizzled.
+_GEMM, _REQUANTIZE = ({1: 7, 4: 8}, FP4), ({1: 4}, CUDA)
 
 
 def swizzle_scales_pass(graph: fx.Graph) -> int:
@@ -26,30 +31,50 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
         a = rht_quantize(dy, s, S, R, False, 0)           a = rht_quantize(dy, s, S@32x4x4, R, ...)
         gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@32x4x4, ...)
 
-    Preconditions: all users of the scales are q2.gemm nodes that cuBLASLt's fp4 kernel serves, and
-    the CUDA kernel of the op writes swizzled scales of this scheme and transform; a pair of
-    directions has one scheme, so both must be so.
+    Preconditions: all users of the scales are q2.gemm nodes that cuBLASLt's fp4 kernel serves, or
+    q2.requantize nodes whose CUDA kernel reads them swizzled, too; blocks have one row (those of
+    16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled scales of this
+    scheme. A pair of directions has one scheme, so all must hold for both.
 
     Exact: the same numbers in other places.
     """
+    return _swizzle(q2_nodes(graph, *_QUANTISING))
+
+
+def swizzle_saved_scales_pass(graph: fx.Graph) -> int:
+    """The same for operands that the forward saves. Before the partitioner, since their readers
+    stand in both graphs:
+
+    before, in the joint graph                        after
+        q = quantize(x, None, None, S, 0)                 q = quantize(x, None, None, S@32x4x4, 0)
+        gemm(*q, ..., S, ...)                             gemm(*q, ..., S@32x4x4, ...)
+        r = requantize(*q, s, S, ...)                     r = requantize(*q, s, S@32x4x4, ...)
+
+    What the backward makes is left to the other pass, since gradients are paired between them.
+
+    Preconditions and exactness as above.
+    """
+    backward = depending_on_tangents(graph)
+    return _swizzle(node for node in q2_nodes(graph, *_QUANTISING) if node not in backward)
+
+
+def _swizzle(nodes: Iterable[fx.Node]) -> int:
     matches = 0
-    for node in list(q2_nodes(graph, "rht_quantize", "rht_quantize_both", "requantize")):
+    for node in list(nodes):
         scales = [u for u in node.users if u.target is operator.getitem and _index(u) % 3 == 1]
-        readers = [(gemm, output) for output in scales for gemm in output.users]
-        if not readers or not all(_is_fp4(gemm) for gemm, _ in readers):
-            continue
+        readers = [(reader, output) for output in scales for reader in output.users]
         at = list(named_arguments(node)).index("scheme")
         scheme: Any = node.args[at]
-        if scheme.endswith(SWIZZLED):
+        if not readers or get_scheme(scheme).swizzled or get_scheme(scheme).block[0] > 1:
             continue
         args = (*node.args[:at], scheme + SWIZZLED, *node.args[at + 1 :])
-        if _kernel(node, args) != CUDA:
+        if _kernel(node, args) != CUDA or not all(_served(*reader) for reader in readers):
             continue
         node.args = args
-        for gemm, output in readers:
-            _reads_swizzled(gemm, output)
         for output in scales:
             _swizzle_meta(node, output, scheme)
+        for reader, output in readers:
+            _read_swizzled(reader, output)
         matches += 1
     return matches
 
@@ -60,25 +85,47 @@ def _index(output: fx.Node) -> int:
     return index
 
 
-def _is_fp4(node: fx.Node) -> bool:
-    return is_q2(node, "gemm") and _kernel(node, node.args) == FP4
-
-
 def _kernel(node: fx.Node, args: Any) -> str:
     name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
     return serving(name, map_arg(args, lambda n: n.meta["val"])).name
 
 
-def _reads_swizzled(gemm: fx.Node, scales: fx.Node) -> None:
-    for operand, scheme in zip(_SCALES, _SCHEMES, strict=True):
-        name: Any = gemm.args[scheme]
-        if gemm.args[operand] is scales and not name.endswith(SWIZZLED):
-            gemm.update_arg(scheme, name + SWIZZLED)
+def _schemes_of(reader: fx.Node, scales: fx.Node) -> tuple[dict[int, int], str]:
+    """The arguments of the reader that are these scales, with those that name their scheme; and
+    the kernel that it takes to read them swizzled. None and "" for another op."""
+    if is_q2(reader, "gemm", "requantize"):
+        places, kernel = _GEMM if is_q2(reader, "gemm") else _REQUANTIZE
+        return {i: s for i, s in places.items() if reader.args[i] is scales}, kernel
+    return {}, ""
+
+
+def _with_swizzled(reader: fx.Node, places: dict[int, int]) -> tuple[Any, ...]:
+    """The reader's arguments, its schemes named as of swizzled scales."""
+    args: list[Any] = list(reader.args)
+    for scheme in places.values():
+        args[scheme] = args[scheme].removesuffix(SWIZZLED) + SWIZZLED
+    return tuple(args)
+
+
+def _served(reader: fx.Node, scales: fx.Node) -> bool:
+    places, kernel = _schemes_of(reader, scales)
+    return bool(places) and _kernel(reader, _with_swizzled(reader, places)) == kernel
+
+
+def _read_swizzled(reader: fx.Node, scales: fx.Node) -> None:
+    """Names the scheme in the reader; and what Inductor shall lay its arguments out like, which it
+    noted when the graph was traced, gets the new shape."""
+    places, _ = _schemes_of(reader, scales)
+    reader.args = _with_swizzled(reader, places)
+    if "eager_input_vals" in reader.meta:
+        args, kwargs = reader.meta["eager_input_vals"]
+        values = (scales.meta["val"] if i in places else arg for i, arg in enumerate(args))
+        reader.meta["eager_input_vals"] = (tuple(values), kwargs)
 
 
 def _swizzle_meta(node: fx.Node, output: fx.Node, scheme: str) -> None:
     """The shape of swizzled scales, where the graph says what comes out of the op."""
-    plain = output.meta["val"]
+    plain: torch.Tensor = output.meta["val"]
     rows, blocks = plain.shape
     shape = scales_shape(rows, blocks, get_scheme(scheme + SWIZZLED))
     output.meta["val"] = plain.new_empty(shape)

@@ -19,8 +19,8 @@
 // while that is still running. Bytes a block: 4 read, 1 written.
 //
 // Q2_MX: there are no worths (n = 0), and g is `norm`.
-// Q2_SWIZZLED: the scales of rows of `blocks`, a multiple of 8, in the 32x4x4 layout
-// (runtime_kernels/swizzle.py), with zeros for the rows that fill the last tile.
+// Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (runtime_kernels/swizzle.py), with
+// zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
 
 #include "numbers.cuh"
 
@@ -102,9 +102,56 @@ Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
   return bytes;
 }
 
-// Worths of blocks i .. i + 7, of which n exist.
-Q2_INLINE void load_eight(const Side& side, long long i, int n, float (&x)[8]) {
-  if (n == 8) {
+// What one thread works on: blocks i .. i + 7, of which n exist.
+struct Octet {
+  long long i;
+  int n;
+  int row, block, rows;  // Q2_SWIZZLED: of the first block, and all rows, padding included
+};
+
+// The number of blocks in a row is a multiple of 8 where they are interleaved, and else any.
+constexpr bool kRagged = Q2_SWIZZLED && !Q2_INTERLEAVED;
+
+Q2_INLINE Octet octet_at(const Side& side, long long index, [[maybe_unused]] int blocks) {
+#if Q2_SWIZZLED
+  int across = (blocks + 7) / 8, rows = (int)(side.count / blocks);
+  int row = (int)(index / across), block = (int)(index % across) * 8;
+  return {(long long)row * blocks + block, row < rows ? min(blocks - block, 8) : 0, row, block,
+          (rows + 127) / 128 * 128};
+#else
+  return {8 * index, (int)max(min(side.count - 8 * index, 8ll), 0ll), 0, 0, 0};
+#endif
+}
+
+// Drops the first `n` < 4 of twelve coins.
+Q2_INLINE void drop_first(int n, uint4 (&c)[3]) {
+#pragma unroll
+  for (int q = 0; q < 3; ++q) {
+    uint4 next = q < 2 ? c[q + 1] : uint4{0, 0, 0, 0};
+    if (n & 1) c[q] = {c[q].y, c[q].z, c[q].w, next.x};
+  }
+#pragma unroll
+  for (int q = 0; q < 3; ++q) {
+    uint4 next = q < 2 ? c[q + 1] : uint4{0, 0, 0, 0};
+    if (n & 2) c[q] = {c[q].z, c[q].w, next.x, next.y};
+  }
+}
+
+// The coins of an octet, which need not begin where a Philox block does.
+Q2_INLINE void draw(const Side& side, const Octet& octet, uint4 (&coins)[2]) {
+  if constexpr (kRagged) {
+    uint4 drawn[3];
+    philox(*side.seed, (u64)octet.i / 4, side.stream, COINS, drawn);
+    drop_first((int)octet.i & 3, drawn);
+    coins[0] = drawn[0], coins[1] = drawn[1];
+  } else {
+    philox(*side.seed, (u64)octet.i / 4, side.stream, COINS, coins);
+  }
+}
+
+Q2_INLINE void load_eight(const Side& side, const Octet& octet, float (&x)[8]) {
+  long long i = octet.i;
+  if (octet.n == 8 && (!kRagged || i % 4 == 0)) {
     float4 v0 = *(const float4*)(side.worth + i), v1 = *(const float4*)(side.worth + i + 4);
 #if Q2_INTERLEAVED
     x[0] = v0.x, x[4] = v0.y, x[1] = v0.z, x[5] = v0.w;
@@ -115,40 +162,39 @@ Q2_INLINE void load_eight(const Side& side, long long i, int n, float (&x)[8]) {
 #endif
   } else {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = j < n ? side.worth[i + j] : 0.0f;
+    for (int j = 0; j < 8; ++j) x[j] = j < octet.n ? side.worth[i + j] : 0.0f;
   }
 }
 
 #if Q2_SWIZZLED
-// Eight scales of one row are words of two neighbouring tiles.
-Q2_INLINE void store_eight(const Side& side, int blocks, long long octet, const u32 (&bytes)[2]) {
-  int row = (int)(octet / (blocks / 8)), block = (int)(octet % (blocks / 8)) * 8;
-  long long tile = (long long)(row / 128) * (blocks / 4) + block / 4;
-  u32* out = (u32*)side.scales + tile * 128 + row % 32 * 4 + row % 128 / 32;
+// Eight scales of one row are words of two neighbouring tiles, if there is a second.
+Q2_INLINE void store_eight(const Side& side, int blocks, const Octet& octet,
+                           const u32 (&bytes)[2]) {
+  int across = (blocks + 3) / 4;
+  u32* out = (u32*)(side.scales + swizzled_at(octet.row, octet.block, across));
   out[0] = bytes[0];
-  out[128] = bytes[1];
+  if (octet.block / 4 + 1 < across) out[128] = bytes[1];
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
-  long long octet = blockIdx.x * (long long)kThreads + threadIdx.x, i = 8 * octet;
-  int n = (int)max(min(side.count - i, 8ll), 0ll);
+#if Q2_SWIZZLED
+  int blocks = p.blocks[blockIdx.y];
+#else
+  constexpr int blocks = 0;
+#endif
+  Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x, blocks);
   [[maybe_unused]] uint4 coins[2];
-  if constexpr (Q2_STOCHASTIC) philox(*side.seed, (u64)(2 * octet), side.stream, COINS, coins);
+  if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
   float global_scale = global_scale_of(largest_of(side) * (Q2_MX ? 1.0f : factor), p.norm);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
-#if Q2_SWIZZLED
-  int blocks = p.blocks[blockIdx.y];
-  if (i >= (side.count / blocks + 127) / 128 * 128 * blocks) return;
-#else
-  if (n == 0) return;
-#endif
+  if (Q2_SWIZZLED ? octet.row >= octet.rows : octet.n == 0) return;
   float x[8];
-  load_eight(side, i, n, x);
+  load_eight(side, octet, x);
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -169,12 +215,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if Q2_SWIZZLED
   store_eight(side, blocks, octet, bytes);
 #else
-  if (n == 8) {
-    *(uint2*)(side.scales + i) = {bytes[0], bytes[1]};
+  if (octet.n == 8) {
+    *(uint2*)(side.scales + octet.i) = {bytes[0], bytes[1]};
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      if (j < n) side.scales[i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
+      if (j < octet.n) side.scales[octet.i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
   }
 #endif
 }

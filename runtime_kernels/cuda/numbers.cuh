@@ -66,6 +66,13 @@ Q2_INLINE float divide(float a, float b) {
   return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
 }
 
+// Where scale (row, block) lies in the layout of Blackwell's tensor cores, `across` tiles of 4 blocks
+// wide (runtime_kernels/swizzle.py). The four of a tile's row are one word.
+Q2_INLINE long long swizzled_at(u32 row, u32 block, u32 across) {
+  long long tile = (long long)(row / 128) * across + block / 4;
+  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+}
+
 // Philox4x32-10 (runtime_kernels/philox.py): key = the seed, counter = (index, stream, purpose).
 
 enum Purpose { SIGNS = 1, COINS = 2 };

@@ -12,7 +12,6 @@ there rotate_quantize.cu goes over the operand twice.
 """
 
 import functools
-import math
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,11 +25,15 @@ from q2compile.runtime_kernels.cuda.launch import (
     on_device,
 )
 from q2compile.runtime_kernels.layout import ceil_div, padded, scales_shape
-from q2compile.runtime_kernels.schemes import E2M1_MAX, Scheme, get_scheme
+from q2compile.runtime_kernels.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get_transform
 
-# Sources of rotate_quantize.cu: what x is; for mxfp4 and nvfp4 codes, in their scheme's format.
-SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
+# Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
+# scales are.
+SOURCES = {
+    **{torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4},
+    **{"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6},
+}
 _FP32 = SOURCES[torch.float32]
 _TILE = 128
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
@@ -65,15 +68,14 @@ class Rule(IntEnum):
         return Rule.EXACT if spec.global_scale == "exact" else Rule.POW2
 
 
-_WORTHS = (Rule.MS_EDEN, Rule.POW2)
+_WORTHS = (Rule.MS_EDEN, Rule.POW2)  # whose scales align_scales.cu makes
+_SCALES = (Rule.EXACT, Rule.MX)  # whose scales rotate_quantize.cu makes
 
 
 @functools.cache
 def not_served(scheme: str, transform: str) -> str | None:
     """None when rotate_quantize.cu has this scheme, otherwise the reason in words."""
     spec = get_scheme(scheme)
-    if spec.swizzled and (Rule.of(spec) not in _WORTHS or get_transform(transform).size != 128):
-        return "align_scales.cu swizzles scales that it makes itself, of chunks of 128"
     if spec.select is not None and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
     if spec.masked:
@@ -124,6 +126,7 @@ def rotate_launch(
         Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
         Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
         Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
+        Q2_SWIZZLED=int(spec.swizzled and rule in _SCALES),
     )
 
 
@@ -141,7 +144,7 @@ def align_launch(spec: Scheme, interleaved: bool) -> Launch:
         Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
         Q2_MX=int(rule == Rule.MX),
         Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
-        Q2_SWIZZLED=int(spec.swizzled),
+        Q2_SWIZZLED=int(spec.swizzled and rule in _WORTHS),
     )
 
 
@@ -193,10 +196,22 @@ class _Side(NamedTuple):
     def worths(self) -> int:
         return self.rows * self.blocks
 
-    @property
-    def made(self) -> int:
-        """Scales that align_scales.cu makes of them, padding included."""
-        return max(self.worths, math.prod(self.scales_shape))
+
+
+def align_end(spec: Scheme, *blocks: int) -> tuple[int, ...]:
+    """What align_scales.cu's Params end with: the blocks in a row of both directions."""
+    swizzles = spec.swizzled and Rule.of(spec) in _WORTHS
+    return tuple(max(1, n) for n in blocks) if swizzles else ()
+
+
+def align_grid(spec: Scheme, *sizes: tuple[int, int]) -> tuple[int, int]:
+    """Thread blocks of align_scales.cu for the rows and the blocks in a row of each direction."""
+    most = 0
+    for rows, blocks in sizes:
+        if spec.swizzled:  # eights of a row each, and all rows of the last tile
+            rows, blocks = ceil_div(rows, 128) * 128, ceil_div(blocks, 8) * 8
+        most = max(most, rows * blocks)
+    return max(1, ceil_div(most, _SCALES_PER_BLOCK)), len(sizes)
 
 
 class Plan(NamedTuple):
@@ -233,7 +248,10 @@ def make_plan(
     """
     _, m, k, *_ = extents
     threads, blocks_per_multiprocessor = _shape(spec, directions[0])
-    across = max(1, ceil_div(k, threads // 2))
+    rule = Rule.of(spec)
+    # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
+    whole = _TILE if spec.swizzled and rule in _SCALES else threads // 2
+    across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(m, _TILE) * across
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
     sides = tuple(
@@ -252,11 +270,11 @@ def make_plan(
             "numbers of one operand; quantise it in parts."
         )
     order = [*present, None][:2]
-    rule = Rule.of(spec)
     worths = rule in _WORTHS
-    most = max(side.made for side in present) if worths else 0
+    sizes = [(side.rows, side.blocks) if worths else (0, 0) for side in present]
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
-    norm = rotation.norm * (128 if source == SOURCES["nvfp4"] else 1)
+    nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
+    norm = rotation.norm * (128 if nvfp4 else 1)
     return Plan(
         index,
         launches(source, spec, rotation, directions, vectors=vectors, amax_known=amax_known),
@@ -264,10 +282,10 @@ def make_plan(
         (*extents, tiles, across, norm),
         max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index))),
         sum(ceil_div(side.worths, 4) * 4 for side in present) if worths else 0,
-        (max(1, ceil_div(most, _SCALES_PER_BLOCK)), len(present)),
+        align_grid(spec, *sizes),
         sides,  # type: ignore[arg-type]
         ({Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),)
-        + (tuple(side.blocks if side else 0 for side in order) if spec.swizzled else ()),
+        + align_end(spec, *(side.blocks if side else 0 for side in order)),
         rotation.signs == "fixed",
     )
 

@@ -6,7 +6,9 @@
 //               scales, nvfp4 or mxfp4 (requantize)
 //   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
 //   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
-//   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX)
+//   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
+//               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (runtime_kernels/swizzle.py),
+//               with zeros to the end of the last tiles, which the tiles of x cover
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
 //
@@ -132,6 +134,7 @@ struct Target {
 constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
 constexpr bool kInterleaved = kWorths && kSize == 128;
 constexpr bool kEven = kSize >= 32 || kRule == MX;  // a row of results has an even number of blocks
+constexpr bool kSwizzled = Q2_SWIZZLED;
 
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
   long long at = (long long)row * out.blocks + block;
@@ -148,6 +151,7 @@ Q2_INLINE u32 coins_at(const Output& out, int row, int block) {
 Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
   if (ahead >= target.left) return;
   *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+  if constexpr (kSwizzled) return;  // store_swizzled
   if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
   else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
   else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
@@ -158,10 +162,23 @@ Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
   *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
+  if constexpr (kSwizzled) return;  // store_swizzled
   if constexpr (kWorths) ((uint2*)target.scales)[ahead / 2] = {stored_first, stored_second};
   else if constexpr (kRule == EXACT)
     ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
   else target.scales[ahead / 2] = (u8)stored_first;
+}
+
+// Scales of one row of the result, from block `block` of 16 on: those of two blocks as u16, or one of
+// EXACT or MX as u8.
+template <typename Bytes>
+Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) {
+  constexpr int kShift = kRule == MX;  // blocks of 32
+  int across = ((out.blocks >> kShift) + 3) / 4;
+  block >>= kShift;
+  if (block / 4 < across && row / 128 * 128 < out.rows)
+    *(Bytes*)((u8*)out.scales + swizzled_at(row, block, across)) =
+        (Bytes)(row < out.rows ? bytes : 0);
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
@@ -235,6 +252,12 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
         store(target, ahead, made.codes[0][half], made.stored[0][half]);
         store(target, ahead + 1, made.codes[1][half], made.stored[1][half]);
       }
+      if constexpr (kSwizzled && kRule == EXACT)
+        store_swizzled<u16>(p.along_rows, tile.row + row, tile.col / kBlock + ahead,
+                            made.stored[0][half] | made.stored[1][half] << 8);
+      else if constexpr (kSwizzled)
+        store_swizzled<u8>(p.along_rows, tile.row + row, tile.col / kBlock + ahead,
+                           made.stored[0][half]);
     }
   }
 }
@@ -295,6 +318,13 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
     } else {
       store(target, quarter, made.codes[0][column], made.stored[0][column]);
       store(target, quarter + 4, made.codes[1][column], made.stored[1][column]);
+    }
+    if constexpr (kSwizzled) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group)
+        if (kRule == EXACT || quarter % 2 == 0)
+          store_swizzled<u8>(p.along_cols, column ? second : first, block + 4 * group,
+                             made.stored[group][column]);
     }
   }
 }

@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.quantize.op import checked as checked_without_rotation
 from q2compile.runtime_kernels.registry import kernel
 from q2compile.runtime_kernels.rht_quantize.op import checked
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.transforms import get_transform
 
 NAME = "cuda"
@@ -168,18 +168,22 @@ def _rotate(
     return run(plan, (address, 0, 0), *draws, 0 if amax is None else amax.data_ptr())
 
 
+def _source(spec: Scheme) -> int:
+    return SOURCES[spec.format + (SWIZZLED if spec.swizzled else "")]
+
+
 def _refuses_requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> str | None:
-    if get_scheme(source_scheme).swizzled:
-        return "rotate_quantize.cu reads plain scales"
+    if get_scheme(source_scheme).swizzled and not get_scheme(scheme).swizzled:
+        scheme += SWIZZLED  # whose self-check has a source with swizzled scales, too
     return refuses("requantize", codes, scheme, transform)
 
 
 def _prepare_requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> None:
-    source = SOURCES[get_scheme(source_scheme).format]
+    source = _source(get_scheme(source_scheme))
     spec, rotation = get_scheme(scheme), get_transform(transform)
     for launch in launches(source, spec, rotation, (False, True), vectors=True, amax_known=False):
         launch.warm_up(codes.device.index)
@@ -206,8 +210,9 @@ def requantize(
         spec, rotation = checked("requantize", seed, scheme, transform)
         source = get_scheme(source_scheme)
         shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
-        extents = (shape[1], shape[0], rows, scales.shape[1], shift)
-        return make_plan(index, SOURCES[source.format], spec, rotation, extents, (False, True))
+        blocks = 2 * shape[1] // source.width
+        extents = (shape[1], shape[0], rows, blocks, shift)
+        return make_plan(index, _source(source), spec, rotation, extents, (False, True))
 
     plan = _planned(key, make)
     operand = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from q2compile.runtime_kernels.cuda.launch import unsupported
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 
 FAILED = "it failed its self-check on this GPU"
 # Where the kernels have been run, not only compiled.
@@ -104,8 +104,10 @@ _OF_FORMAT = {"nvfp4": _FORWARD, "mxfp4": "mxfp4_rtn"}
 
 
 def _source(scheme: str) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """A forward scheme of the same format, and an operand in it."""
-    source = _OF_FORMAT[get_scheme(scheme).format]
+    """A forward scheme of the same format, its scales swizzled where the scheme's are, and an
+    operand in it."""
+    spec = get_scheme(scheme)
+    source = _OF_FORMAT[spec.format] + (SWIZZLED if spec.swizzled else "")
     return source, _quantized(source)
 
 
@@ -124,17 +126,23 @@ ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "split_scales": lambda s: (_matrix().float().abs(), s),
     "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
 }
-_ROTATED = (
+
+
+def _with_swizzled(*schemes: str) -> tuple[str, ...]:
+    return schemes + tuple(scheme + SWIZZLED for scheme in schemes)
+
+
+_ROTATED = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
     *("mxfp4_sr", "mxfp4_rtn34"),
 )
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
-    "quantize": ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
+    "quantize": _with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
     "rht_quantize": _ROTATED,
     "rht_quantize_both": _ROTATED,
-    "requantize": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
+    "requantize": _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
     "dequantize": tuple(_OF_FORMAT.values()),
-    "split_scales": ("nvfp4_46_pow2", "nvfp4_pow2"),
+    "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),
 }

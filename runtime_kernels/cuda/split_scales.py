@@ -5,9 +5,9 @@ import functools
 import torch
 
 from q2compile.runtime_kernels.cuda.launch import Launch, empty, launch, multiprocessors, on_device
-from q2compile.runtime_kernels.cuda.plan import _NO_SIDE, _SCALES_PER_BLOCK, align_launch
+from q2compile.runtime_kernels.cuda.plan import _NO_SIDE, align_end, align_grid, align_launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.layout import ceil_div
+from q2compile.runtime_kernels.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.registry import kernel
 from q2compile.runtime_kernels.schemes import get_scheme
 from q2compile.runtime_kernels.split_scales.op import checked
@@ -42,15 +42,17 @@ def split_scales(worth: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.
 
 @on_device
 def _split_scales(index: int, worth: torch.Tensor, scheme: str):
+    spec = get_scheme(scheme)
     rows, blocks = worth.shape
     count = rows * blocks
     parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), 8 * multiprocessors(index)))
     largest = empty((parts,), (1,), torch.int32)
-    scales = empty((rows, blocks), (blocks, 1), torch.float8_e4m3fn)
+    shape = scales_shape(rows, blocks, spec) if spec.swizzled else (rows, blocks)
+    scales = empty(shape, (shape[1], 1), torch.float8_e4m3fn)
     global_scale = empty((), (), torch.float32)
     largest_launch()(index, (parts, 1), worth.data_ptr(), largest.data_ptr(), count)
     side = (worth.data_ptr(), largest.data_ptr(), 0, scales.data_ptr(), global_scale.data_ptr())
-    grid = (max(1, ceil_div(count, _SCALES_PER_BLOCK)), 1)
-    align = align_launch(get_scheme(scheme), interleaved=False)
-    align(index, grid, *side, count, 0, parts, *_NO_SIDE, 0, 1.0)
+    align = align_launch(spec, interleaved=False)
+    grid, end = align_grid(spec, (rows, blocks)), align_end(spec, blocks, 0)
+    align(index, grid, *side, count, 0, parts, *_NO_SIDE, 0, 1.0, *end)
     return scales, global_scale

@@ -5,9 +5,10 @@
 #pragma once
 #include "numbers.cuh"
 
-enum Source { BF16, F16, F32, NVFP4, MXFP4 };
+enum Source { BF16, F16, F32, NVFP4, MXFP4, NVFP4_SWIZZLED, MXFP4_SWIZZLED };
 
-constexpr int kSource = Q2_SOURCE;
+constexpr bool kSourceSwizzled = Q2_SOURCE >= NVFP4_SWIZZLED;  // its scales, as for the fp4 GEMM
+constexpr int kSource = kSourceSwizzled ? Q2_SOURCE - 2 : Q2_SOURCE;
 constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
@@ -42,7 +43,8 @@ struct Output {
 
 struct Params {
   const void* x;     // elements, or codes
-  const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]
+  const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]; or
+                     // both swizzled (numbers.cuh, swizzled_at)
   const float* source_global;  // or null for 1
   Output along_rows, along_cols;
   long long pitch;    // elements (packed: bytes) from row to row of x
@@ -146,10 +148,12 @@ Q2_INLINE void fetch_codes(const Params& p, Tile tile, Share& share) {
         block = tile.col / kBlock + threadIdx.x % kTileBlocks,
         scale = kSource == MXFP4 ? block / 2 : block;
     bool inside = row < p.rows && scale < p.source_blocks;
+    long long at = kSourceSwizzled
+                       ? swizzled_at(row, scale, (p.source_blocks + 3) / 4)
+                       : (long long)(row >> p.scale_shift) * p.source_blocks + scale;
     share.codes[s] =
         inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
-    share.scales[s] =
-        inside ? p.scales[(long long)(row >> p.scale_shift) * p.source_blocks + scale] : 0;
+    share.scales[s] = inside ? p.scales[at] : 0;
   }
 }
 

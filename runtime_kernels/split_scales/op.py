@@ -3,12 +3,15 @@ and a power of two for the tensor.
 
     split_scales(worth fp32 [R, B], scheme) -> scales e4m3 [R, B], global_scale fp32 0-dim
 
+With a swizzled scheme the scales lie as the fp4 GEMM reads them (swizzle.py), [tiles, 512].
+
 The last step of a quantiser whose scheme has the global scale "pow2" and rounds its scales to
 nearest, for loops that Inductor made of the rest (q2compile.lowering). NaN anywhere: all NaN.
 """
 
 import torch
 
+from q2compile.runtime_kernels.layout import scales_shape
 from q2compile.runtime_kernels.registry import define
 from q2compile.runtime_kernels.schemes import Scheme, get_scheme
 
@@ -35,9 +38,9 @@ def checked(worth: torch.Tensor, scheme: str) -> Scheme:
 
 
 def fake(worth, scheme):
-    checked(worth, scheme)
-    scales = worth.new_empty(worth.shape, dtype=torch.float8_e4m3fn)
-    return scales, worth.new_empty(())
+    spec = checked(worth, scheme)
+    shape = scales_shape(*worth.shape, spec) if spec.swizzled else worth.shape
+    return worth.new_empty(shape, dtype=torch.float8_e4m3fn), worth.new_empty(())
 
 
 define("split_scales(Tensor worth, str scheme) -> (Tensor, Tensor)", fake=fake)
