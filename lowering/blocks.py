@@ -128,8 +128,8 @@ class Blocks(ABC):
         return self.per_block(dtype, fn).make_loader()
 
     def scales(self, byte: PerBlock, scheme: Scheme) -> ir.TensorBox:
-        """The scales whose bytes, uint8, are given; swizzled by a loop of their own where the scheme
-        has them so."""
+        """The scales of these bytes, uint8; swizzled by a loop of its own where the scheme has them
+        so."""
         bytes_ = self.per_block(torch.uint8, byte)
         if scheme.swizzled:
             bytes_ = self._swizzled(bytes_)

@@ -124,8 +124,8 @@ def _mxfp4() -> list[Scheme]:
 SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
-# At the end of a scheme's name: the same with swizzled scales, for operands that nothing but fp4 GEMMs
-# and requantisations read. Schemes whose blocks have one row each have such a twin.
+# At the end of a scheme's name: the same with swizzled scales, for operands that nothing but fp4
+# GEMMs and requantisations read. Schemes whose blocks have one row have such a twin.
 SWIZZLED = "@32x4x4"
 
 

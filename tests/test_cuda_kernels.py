@@ -11,7 +11,7 @@ import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import launch, nvrtc, rotation, selfcheck
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
+from q2compile.runtime_kernels.schemes import SCHEMES, SWIZZLED, get_scheme
 
 assert runtime_kernels  # importing it registers the ops
 pytestmark = pytest.mark.gpu
@@ -174,6 +174,45 @@ def test_requantize_mxfp4(shape) -> None:
     rows = 2 * packed[0].shape[1]
     args = (*packed, SEEDS[0], "mxfp4_quest", "mxfp4_rtn34", "rht32", rows, 1)
     assert_same_bits(*run_both("requantize", *args))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "scheme, transform",
+    [*QUANTISERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none")), (EXACT, "rht32")],
+)
+def test_swizzled_scales(shape, scheme, transform) -> None:
+    x, scheme = matrix(shape, torch.bfloat16, "outliers"), scheme + SWIZZLED
+    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, scheme, transform, 2))
+    for transpose in (False, True):
+        args = (x, SEEDS[0], scheme, transform, transpose, 2)
+        assert_same_bits(*run_both("rht_quantize", *args))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "nvfp4_sr"])
+def test_quantize_with_swizzled_scales(shape, scheme) -> None:
+    x = matrix(shape, torch.bfloat16)
+    amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
+    assert_same_bits(*run_both("quantize", x, amax, SEEDS[0], scheme + SWIZZLED, 2))
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (130, 200), (3000, 4100)])
+@pytest.mark.parametrize(
+    "source, scheme, transform",
+    [
+        ("nvfp4_46_pow2", POW2, "rht128"),
+        ("nvfp4_46", "nvfp4_sr", "rht16"),
+        ("mxfp4_rtn", "mxfp4_rtn34", "rht32"),
+    ],
+)
+def test_requantize_with_swizzled_scales(shape, source, scheme, transform) -> None:
+    x = matrix(shape, torch.bfloat16)
+    amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
+    for of_source, of_result in (("", SWIZZLED), (SWIZZLED, ""), (SWIZZLED, SWIZZLED)):
+        packed = torch.ops.q2.quantize(x, amax, None, source + of_source, 0)
+        names = (source + of_source, scheme + of_result, transform)
+        assert_same_bits(*run_both("requantize", *packed, SEEDS[0], *names, shape[1], 1))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

@@ -122,20 +122,18 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     runner = JointPasses(Config(recompute_weights=True), records)
     graph = joint_graph()
     runner(graph)
-    assert [(r.graph, r.name, r.matches) for r in records] == [("joint", "recompute_weights", 1)]
+    ran = [(r.graph, r.name, r.matches) for r in records]
+    assert ran == [("joint", "swizzle_saved_scales", 0), ("joint", "recompute_weights", 1)]
     b = Builder()
     b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
     runner(b.graph)
-    assert len(records) == 1
+    assert len(records) == 2
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
-    assert JointPasses(Config(), []).names == []
-    assert JointPasses(Config(recipe="nvfp4"), []).names == [
-        "share_operands",
-        "share_saved_rotations",
-    ]
-    left_out = ("share_operands", "share_saved_rotations")
-    assert JointPasses(Config(recipe="nvfp4", disable_passes=left_out), []).names == []
+    assert JointPasses(Config(), []).names == ["swizzle_saved_scales"]
+    names = ["share_operands", "share_saved_rotations", "swizzle_saved_scales"]
+    assert JointPasses(Config(recipe="nvfp4"), []).names == names
+    assert JointPasses(Config(recipe="nvfp4", disable_passes=names), []).names == []
 
 
 class Mlp(nn.Module):
@@ -243,5 +241,5 @@ def test_wrong_values_are_refused():
     for name in ("keep_packed", "recompute_weights"):
         with pytest.raises(ValueError, match=f"{name}: got 1; allowed: True, False"):
             Config(**{name: 1})
-    with pytest.raises(ValueError, match="it will run before them"):
-        Config(keep_packed=True, inductor={"joint_custom_post_pass": None})
+    with pytest.raises(ValueError, match="it will run before q2compile's passes"):
+        Config(inductor={"joint_custom_post_pass": None})

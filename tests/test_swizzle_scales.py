@@ -1,5 +1,5 @@
-"""The pass that has scales written swizzled, on a backward graph built by hand, and what it is
-left out for."""
+"""The passes that have scales written swizzled: on graphs built by hand, what they are left out
+for, and what is left to swizzle_scales.cu by each recipe."""
 
 from __future__ import annotations
 
@@ -7,15 +7,39 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
+from graph_builder import EDEN, Builder, q2
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
+import q2compile.linear  # noqa: F401  registers q2::linear
+from q2compile import Config, compat
 from q2compile.passes import swizzle_scales
 from q2compile.passes.graphs import q2_nodes
+from q2compile.passes.joint import JointPasses
+from q2compile.passes.manager import PassManager
 from q2compile.passes.spec import check_spec, named_arguments
-from q2compile.passes.swizzle_scales import swizzle_scales_pass
+from q2compile.passes.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
+from q2compile.recipes import resolve
+from q2compile.runtime_kernels.cuda import gemm, rotation
+from q2compile.runtime_kernels.registry import kernels
 
-q2 = torch.ops.q2
-EDEN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
+SOURCE, SR = "nvfp4_46_pow2", "nvfp4_sr_pow2"
+AT = "@32x4x4"
+
+
+@pytest.fixture(autouse=True)
+def blackwell(monkeypatch) -> None:
+    """The kernels that these operands would have on an sm_100."""
+
+    def serving(op, args):
+        return next(k for k in kernels(op) if k.refuses(*args) is None)
+
+    monkeypatch.setattr(swizzle_scales, "serving", serving)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
+    for module in (gemm, rotation):
+        monkeypatch.setattr(module, "refusal", lambda *check: None)
 
 
 def backward(dy, codes, scales, global_scale):
@@ -36,17 +60,6 @@ def traced(function=backward):
     return make_fx(function, tracing_mode="fake")(*inputs), inputs
 
 
-@pytest.fixture(autouse=True)
-def blackwell(monkeypatch) -> None:
-    """The kernels that a Blackwell would be served by: chunks of 128 are swizzled by cuda's."""
-
-    def serving(op, args):
-        served = "rht128" in args or not any("@" in a for a in args if isinstance(a, str))
-        return SimpleNamespace(name="cublaslt_fp4" if op == "gemm" else "cuda" if served else "no")
-
-    monkeypatch.setattr(swizzle_scales, "serving", serving)
-
-
 def run(graph_module, inputs):
     torch.manual_seed(1)
     return graph_module(*inputs)
@@ -58,20 +71,31 @@ def test_operands_of_gemms_alone_are_made_swizzled() -> None:
     assert swizzle_scales_pass(gm.graph) == 3
     gm.recompile()
     for node in q2_nodes(gm.graph, "rht_quantize_both", "requantize"):
-        assert named_arguments(node)["scheme"] == EDEN + "@32x4x4"
+        assert named_arguments(node)["scheme"] == EDEN + AT
     for node in q2_nodes(gm.graph, "gemm"):
-        assert node.args[7] == node.args[8] == EDEN + "@32x4x4"
+        assert node.args[7] == node.args[8] == EDEN + AT
     check_spec(gm.graph, "backward", "test")
     assert all(torch.equal(a, b) for a, b in zip(run(gm, inputs), before, strict=True))
+
+
+def assert_values_fit(graph: fx.Graph) -> None:
+    """What the graph says of its nodes is what their fakes say: values, and the arguments that
+    Inductor keeps the strides of."""
+    for node in q2_nodes(graph):
+        args = fx.map_arg(node.args, lambda n: n.meta["val"])
+        got, want = node.meta["val"], node.target(*args)
+        got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
+        assert [t.shape for t in got] == [t.shape for t in want]
+        if "eager_input_vals" in node.meta:
+            noted, _ = node.meta["eager_input_vals"]
+            pairs = [(a, b) for a, b in zip(noted, args, strict=True) if hasattr(a, "stride")]
+            assert all(a.stride() == b.stride() for a, b in pairs)
 
 
 def test_the_graph_says_the_new_shapes() -> None:
     gm, _ = traced()
     swizzle_scales_pass(gm.graph)
-    for node in q2_nodes(gm.graph, "rht_quantize_both", "requantize"):
-        args = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
-        want = node.target(*args)
-        assert [t.shape for t in node.meta["val"]] == [t.shape for t in want]
+    assert_values_fit(gm.graph)
 
 
 def test_twice_is_once() -> None:
@@ -81,8 +105,9 @@ def test_twice_is_once() -> None:
 
 def test_what_others_read_stays_plain() -> None:
     def function(*args):
-        both = q2.rht_quantize_both(args[0], *(q2.seed(args[0], i) for i in (0, 1)), EDEN, "h32", 0)
-        q = q2.rht_quantize(args[0], q2.seed(args[0], 2), EDEN, "rht128", False, 0)
+        s, t, u = (q2.seed(args[0], i) for i in range(3))
+        both = q2.rht_quantize_both(args[0], s, t, EDEN, "h32", 0)
+        q = q2.rht_quantize(args[0], u, EDEN, "rht128", False, 0)
         out = q2.gemm(*q, *q, None, EDEN, EDEN, torch.bfloat16)
         return out, q2.dequantize(*q, EDEN, 40, torch.bfloat16), both[1]
 
@@ -94,3 +119,193 @@ def test_another_kernel_gets_plain_scales(monkeypatch) -> None:
     gm, _ = traced()
     monkeypatch.setattr(swizzle_scales, "serving", lambda *a: SimpleNamespace(name="cuda_bf16"))
     assert swizzle_scales_pass(gm.graph) == 0
+
+
+def joint_graph(scheme=SOURCE, reader=None) -> fx.Graph:
+    """Forward and wgrad of y = x wᵀ. reader: called with x's parts, to read them as well."""
+    b = Builder()
+    x, w = b.placeholder("primals_1", 48, 72), b.placeholder("primals_2", 32, 72)
+    dy = b.placeholder("tangents_1", 48, 32)
+    qx, qw = (b.outputs(b.call(q2.quantize.default, v, None, None, scheme, 0)) for v in (x, w))
+    y = b.call(q2.gemm.default, *qx, *qw, None, scheme, scheme, torch.bfloat16)
+    seed = b.call(q2.seed.default, dy, 0)
+    a = b.outputs(b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", True, 0))
+    again = b.call(q2.requantize.default, *qx, seed, scheme, EDEN, "rht128", 72, 1)
+    dw = b.call(q2.gemm.default, *a, *b.outputs(again), None, EDEN, EDEN, torch.bfloat16)
+    return b.done(y, dw, *([] if reader is None else [reader(b, qx)])).graph
+
+
+def schemes_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+    return [tuple(a for a in node.args if isinstance(a, str)) for node in q2_nodes(graph)]
+
+
+def test_saved_operands_are_swizzled_for_both_their_readers() -> None:
+    """And the other pass does the rest, in the graph of the backward alone."""
+    graph = joint_graph()
+    assert swizzle_saved_scales_pass(graph) == 2
+    assert_values_fit(graph)
+    source, rotated = SOURCE + AT, (EDEN, "rht128")
+    assert schemes_of(graph) == [
+        *((source,), (source,), (source, source), (), rotated),
+        *((source, *rotated), (EDEN, EDEN)),
+    ]
+    assert swizzle_saved_scales_pass(graph) == 0
+    assert swizzle_scales_pass(graph) == 2
+    assert schemes_of(graph)[-2:] == [(source, EDEN + AT, "rht128"), (EDEN + AT, EDEN + AT)]
+    assert_values_fit(graph)
+
+
+def dequantized(b, qx):
+    return b.call(q2.dequantize.default, *qx, SOURCE, 72, torch.bfloat16)
+
+
+def returned(b, qx):
+    return qx[1]
+
+
+def multiplied_by_groups(b, qx):
+    """By experts' weights, in another GEMM."""
+    w = [b.placeholder("w_codes", 64, 40, dtype=torch.uint8)]
+    w += [b.placeholder("w_scales", 64, 5, dtype=torch.float8_e4m3fn)]
+    w += [b.placeholder("w_global", dtype=torch.float32)]
+    offs = b.placeholder("offs", 2, dtype=torch.int32)
+    names = (SOURCE, SOURCE, "fprop", torch.bfloat16)
+    return b.call(q2.grouped_gemm.default, *qx, *w, offs, *names)
+
+
+@pytest.mark.parametrize("reader", [dequantized, returned, multiplied_by_groups])
+def test_one_other_reader_keeps_an_operand_plain_for_all(reader) -> None:
+    """w, which has none, is swizzled all the same: a GEMM may have one of each."""
+    graph = joint_graph(reader=reader)
+    assert swizzle_saved_scales_pass(graph) == 1
+    (fprop, *_) = q2_nodes(graph, "gemm")
+    assert fprop.args[7:9] == (SOURCE, SOURCE + AT)
+    (again,) = q2_nodes(graph, "requantize")
+    assert named_arguments(again)["source_scheme"] == SOURCE
+    assert_values_fit(graph)
+
+
+def test_square_blocks_stay_plain() -> None:
+    b = Builder()
+    w = b.placeholder("arg0_1", 32, 64)
+    square = "nvfp4_16x16_pow2"
+    q = b.outputs(b.call(q2.quantize.default, w, None, None, square, 0))
+    b.done(b.call(q2.gemm.default, *q, *q, None, square, square, torch.bfloat16))
+    assert swizzle_scales_pass(b.graph) == swizzle_saved_scales_pass(b.graph) == 0
+
+
+def test_inference_graphs_swizzle_what_they_quantise() -> None:
+    b = Builder()
+    x = b.placeholder("arg0_1", 32, 64)
+    q = b.outputs(b.call(q2.quantize.default, x, None, None, SOURCE, 0))
+    b.done(b.call(q2.gemm.default, *q, *q, None, SOURCE, SOURCE, torch.bfloat16))
+    assert swizzle_scales_pass(b.graph) == 1
+    assert_values_fit(b.graph)
+
+
+# The operands of a linear's GEMMs whose scales swizzle_scales.cu has still to swizzle, with the op
+# that made them.
+PLAIN = {
+    "quartet2": {},
+    "tetrajet2": {},
+    "mxfp4": {},
+    # 16x16 blocks: read transposed, too
+    "nvfp4": {"fprop w": "quantize", "dgrad w": "transpose"},
+    # QuEST's quantiser has no CUDA kernel
+    "quartet": {"fprop x": "quantize_masked", "fprop w": "quantize_masked"},
+}
+OPERANDS = ("fprop x", "fprop w", "dgrad dy", "dgrad w", "wgrad dy", "wgrad x")
+
+
+class Layer(nn.Module):
+    def __init__(self, recipe: str, **options) -> None:
+        super().__init__()
+        self.texts = resolve(recipe, **options).texts()
+
+    def forward(self, x, w):
+        return (torch.ops.q2.linear(x, w, None, *self.texts, 0),)
+
+
+def compiled_graphs(recipe: str, train: bool, **options) -> list[fx.Graph]:
+    """After all passes: of the forward and the backward of a linear, or of its inference."""
+    graphs: list[fx.Graph] = []
+    config = Config(recipe=recipe, inner="eager", **options)
+    manager = PassManager(config)
+
+    def on_graph(gm: fx.GraphModule) -> None:
+        manager(gm.graph)
+        graphs.append(gm.graph)
+
+    inputs = [torch.randn(s).bfloat16().requires_grad_(train) for s in ((150, 200), (72, 200))]
+    gm = fx.symbolic_trace(Layer(recipe, **options))
+    with compat.backward_at_once(train), torch.set_grad_enabled(train):
+        compat.aot_eager_compile(gm, inputs, on_graph, JointPasses(config, []))
+    return graphs
+
+
+def operands(graph: fx.Graph) -> dict[str, tuple[str, str]]:
+    """Of each GEMM of a graph: the op that made it, or "saved", and its scheme."""
+    names = iter(OPERANDS[:2] if compat.graph_kind(graph) == "forward" else OPERANDS[2:])
+    found = {}
+    # dgrad before wgrad: only the latter quantises along the gradient's other dimension.
+    gemms = sorted(q2_nodes(graph, "gemm"), key=lambda n: n.meta["val"].shape[0] == 72)
+    for node in gemms:
+        for codes, scheme in ((0, 7), (3, 8)):
+            made = node.args[codes]
+            op = made.args[0].target.name()[4:] if made.op == "call_function" else "saved"
+            found[next(names)] = (op, node.args[scheme])
+    return found
+
+
+@pytest.mark.parametrize("recipe", PLAIN)
+@pytest.mark.parametrize("global_scale", ["pow2", "exact"])
+def test_what_is_left_to_the_gemm(recipe, global_scale) -> None:
+    graphs = compiled_graphs(recipe, True, global_scale=global_scale)
+    assert len(graphs) == 2
+    found = {name: made for graph in graphs for name, made in operands(graph).items()}
+    fprop = 0 if recipe == "mxfp4" else 2  # its fprop is in bf16
+    assert len(found) == 4 + fprop
+    plain = {name: op for name, (op, scheme) in found.items() if not scheme.endswith(AT)}
+    assert plain == PLAIN[recipe]
+    for graph in graphs:
+        assert_values_fit(graph)
+
+
+@pytest.mark.parametrize("recipe", ["quartet2", "tetrajet2"])
+def test_inference(recipe) -> None:
+    (graph,) = compiled_graphs(recipe, False)
+    assert all(scheme.endswith(AT) for _, scheme in operands(graph).values())
+
+
+def step(inner: str, disable_passes: tuple[str, ...] = (), **options) -> list[torch.Tensor]:
+    """Result and gradients of a linear in a checkpointed region."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear = nn.Linear(200, 72, bias=False, dtype=torch.bfloat16)
+    options |= {"inner": inner, "disable_passes": disable_passes}
+
+    @torch.compile(backend="quartet2", options=options)
+    def model(x):
+        return checkpoint(linear, x, use_reentrant=False)
+
+    x = torch.randn(150, 200).bfloat16().requires_grad_()
+    y = model(x)
+    torch.manual_seed(1)
+    y.backward(y.detach())
+    return [y.detach(), x.grad, linear.weight.grad]
+
+
+@pytest.mark.parametrize("recipe", PLAIN)
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_same_bits(recipe, keep) -> None:
+    """As without the passes; whatever is saved, and whatever is made again."""
+    options = {"recipe": recipe, "keep_packed": keep, "recompute_weights": keep}
+    swizzled = step("eager", **options)
+    plain = step("eager", ("swizzle_scales", "swizzle_saved_scales"), **options)
+    assert all(map(torch.equal, swizzled, plain))
+
+
+def test_inductor_lays_out_swizzled_scales_as_they_are() -> None:
+    """And not with the strides that plain ones had when the graph was traced."""
+    with inductor_config.patch(force_disable_caches=True):
+        assert all(map(torch.equal, step("inductor"), step("eager")))

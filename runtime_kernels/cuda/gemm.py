@@ -1,11 +1,18 @@
 """q2::gemm on CUDA: cuBLASLt's fp4 GEMM where the GPU has one, two bf16 matrices and cuBLAS
 elsewhere.
 
-The fp4 GEMM is torch.nn.functional.scaled_mm, inside our own op: it takes block scales in the
-32x4x4 layout: gradients are quantised with them (pass swizzle_scales), for others
-swizzle_scales.cu writes them on the way (1/16 of the elements). The bf16 GEMM is
-exact but for the order of the sums: code * scale has 6 significant bits, and a power of two as
-global scale is folded in for nothing.
+The fp4 GEMM is torch.nn.functional.scaled_mm, inside our own op. It takes block scales in the
+32x4x4 layout, and quantisers write them so for operands that only it and requantisations read (pass
+swizzle_scales). For others swizzle_scales.cu does it on the way, over 1/16 of the elements:
+
+    weights in 16x16 blocks, and what q2::transpose makes of them (recipe nvfp4)
+    operands of QuEST, which has no kernel of ours (recipe quartet, its forward)
+    codes that a graph takes as inputs: the option cache_weights
+    what dequantize, grouped_gemm or the caller of the graph reads as well
+    calls outside of a compiled graph
+
+The bf16 GEMM is exact but for the order of the sums: code * scale has 6 significant bits, and a
+power of two as global scale is folded in for nothing.
 """
 
 import functools

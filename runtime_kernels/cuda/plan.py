@@ -26,14 +26,12 @@ from q2compile.runtime_kernels.cuda.launch import (
 )
 from q2compile.runtime_kernels.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get_transform
+from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform
 
 # Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
 # scales are.
-SOURCES = {
-    **{torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4},
-    **{"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6},
-}
+SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
+SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
 _FP32 = SOURCES[torch.float32]
 _TILE = 128
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
@@ -195,7 +193,6 @@ class _Side(NamedTuple):
     @property
     def worths(self) -> int:
         return self.rows * self.blocks
-
 
 
 def align_end(spec: Scheme, *blocks: int) -> tuple[int, ...]:
