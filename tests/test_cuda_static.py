@@ -58,12 +58,10 @@ HOT = {
     "exact both": rotate(BF16, "rht128", "nvfp4_sr", BOTH),
     "amax both": rotate(BF16, "rht128", "nvfp4_sr", BOTH, amax=True),
     "mxfp4 both swizzled": rotate(BF16, "rht64", "mxfp4_sr" + SWIZZLED, BOTH),
-    "mxfp4 col swizzled": rotate(BF16, "rht64", "mxfp4_sr" + SWIZZLED, COL),
     "quartet both swizzled": rotate(BF16, "rht32", "mxfp4_rtn34" + SWIZZLED, BOTH),
     "exact both swizzled": rotate(BF16, "rht128", "nvfp4_sr" + SWIZZLED, BOTH),
     "exact col swizzled": rotate(BF16, "rht16", "nvfp4_sr" + SWIZZLED, COL),
     "requantize swizzled": rotate(plan.SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
-    "tetrajet2 requantize swizzled": rotate(plan.SOURCES["nvfp4" + SWIZZLED], "rht128", SR, COL),
 }
 OTHERS = {
     "float16": rotate(FP16, "rht64", EDEN, BOTH),
@@ -77,7 +75,6 @@ OTHERS = {
     "align mx": align("mxfp4_sr", False),
     "align swizzled": align(EDEN + SWIZZLED, True),
     "align swizzled of any rows": align(EDEN + SWIZZLED, False),
-    "align sr swizzled": align(SR + SWIZZLED, False),
     "quartet requantize swizzled": rotate(
         plan.SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
     ),
