@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulation.coins import close_to_their_coins
 
-from q2compile.runtime_kernels.cuda import dequantize, gemm, plan, rotation
+from q2compile.runtime_kernels.cuda import dequantize, gemm, plan, quest, rotation
 from q2compile.runtime_kernels.cuda.launch import Launch
 from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
@@ -43,7 +43,8 @@ def on_cpu(hw_fp4, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
     fixed = torch.tensor(FIXED_SIGN_SEED)
     monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
-    for module, function in ((plan, "_run"), (dequantize, "_dequantize"), (gemm, "_swizzled")):
+    functions = ((plan, "_run"), (dequantize, "_dequantize"), (gemm, "_swizzled"))
+    for module, function in (*functions, (quest, "_masked_unrotate")):
         monkeypatch.setattr(module, "empty", empty)
         monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)
     rotation._PLANS.clear()
@@ -326,3 +327,35 @@ def test_padding_is_zero_where_a_source_has_more_columns() -> None:
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", "nvfp4_sr_pow2" + SWIZZLED, "rht16", 72, 1)
     got = rotation.requantize(*args)
     assert got[1].view(torch.uint8).view(3, 32, 4, 4)[:, 8:, 2].sum() == 0
+
+
+@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("scheme", ["mxfp4_quest", "mxfp4_quest" + SWIZZLED])
+def test_quantize_masked(scheme, hw_fp4) -> None:
+    """Of numbers that clip, of zeros, of blocks down to 2^-96."""
+    tiny = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
+    for x in (matrix(130, 200), matrix(33, 517), matrix(200, 130).t(), tiny):
+        args = (x, scheme, "h32")
+        assert_same_bits(quest.quantize_masked(*args), q2.quantize_masked(*args))
+
+
+@pytest.mark.parametrize("transform", ["none", "rht16_fixed", "rht128_fixed"])
+def test_quantize_masked_of_other_transforms(transform) -> None:
+    args = (matrix(130, 200, torch.float16), "mxfp4_quest", transform)
+    assert_same_bits(quest.quantize_masked(*args), q2.quantize_masked(*args))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_poison_of_quantize_masked(value) -> None:
+    x = matrix(40, 72)
+    x[17, 30] = value
+    assert quest.quantize_masked(x, "mxfp4_quest", "h32")[2].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_masked_unrotate(dtype) -> None:
+    for shape in ((130, 192), (1, 32), (0, 64)):
+        *_, mask = q2.quantize_masked(matrix(*shape), "mxfp4_quest", "h32")
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+        args = (grad, mask, "h32")
+        assert_same_bits((quest.masked_unrotate(*args),), (q2.masked_unrotate(*args),))

@@ -215,6 +215,27 @@ def test_requantize_with_swizzled_scales(shape, source, scheme, transform) -> No
         assert_same_bits(*run_both("requantize", *packed, SEEDS[0], *names, shape[1], 1))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scheme", ["mxfp4_quest", "mxfp4_quest" + SWIZZLED])
+def test_quantize_masked(shape, scheme) -> None:
+    for kind in ("normal", "outliers", "tiny", "zeros"):
+        x = matrix(shape, torch.bfloat16, kind)
+        assert_same_bits(*run_both("quantize_masked", x, scheme, "h32"))
+    for dtype in (torch.float16, torch.float32):
+        x = matrix(shape, dtype)
+        assert_same_bits(*run_both("quantize_masked", x, scheme, "h32"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_masked_unrotate(shape, dtype) -> None:
+    mask = torch.ops.q2.quantize_masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")[3]
+    grad = matrix((shape[0], 8 * mask.shape[1]), dtype)
+    assert_same_bits(*run_both("masked_unrotate", grad, mask, "h32"))
+    shifted = torch.cat([grad.flatten()[:1], grad.flatten()])[1:].view(grad.shape)
+    assert_same_bits(*run_both("masked_unrotate", shifted, mask, "h32"))
+
+
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dequantize(scheme, dtype) -> None:

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from q2compile.recipes import RECIPES, resolve
 from q2compile.runtime_kernels import doctor
-from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation, sass
+from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, quest, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
@@ -53,6 +53,7 @@ HOT = {
     "nvfp4 wgrad x": rotate(BF16, "rht16", "nvfp4_pow2", COL),
     "mxfp4 both": rotate(BF16, "rht64", "mxfp4_sr", BOTH),
     "mxfp4 col": rotate(BF16, "rht64", "mxfp4_sr", COL),
+    "quartet fprop": rotate(BF16, "h32", "mxfp4_quest", ROW),
     "quartet both": rotate(BF16, "rht32", "mxfp4_rtn34", BOTH),
     "quartet requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34", COL),
     "exact both": rotate(BF16, "rht128", "nvfp4_sr", BOTH),
@@ -82,6 +83,8 @@ OTHERS = {
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
     "swizzle": gemm.swizzle_launch(),
+    "masked unrotate": quest.unrotate_launch(torch.bfloat16),
+    "masked unrotate fp32": quest.unrotate_launch(torch.float32),
 }
 
 
@@ -241,7 +244,8 @@ def test_a_wrong_layout_does_not_compile() -> None:
 
 
 def test_the_registry_has_them_before_the_reference() -> None:
-    for op in ("quantize", "rht_quantize", "rht_quantize_both", "requantize", "dequantize"):
+    rotating = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
+    for op in (*rotating, "quantize_masked", "masked_unrotate", "dequantize", "split_scales"):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
     names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference"]
     assert [k.name for k in kernels("gemm")] == names
@@ -254,20 +258,21 @@ def test_an_explicit_request_never_falls_back() -> None:
         select("rht_quantize", args, "cuda")
 
 
-def test_every_backward_quantiser_of_a_recipe_has_a_kernel() -> None:
-    """Forward ones are lowerings, except where their result is saved for the backward pass."""
+def test_every_quantiser_of_a_recipe_has_a_kernel() -> None:
+    """But for 16x16 blocks, which are a lowering, or the reference."""
     for recipe in RECIPES:
         for kind in ("pow2", "exact"):
             resolved = resolve(recipe, kind)
-            for gemm_ in filter(None, (resolved.dgrad, resolved.wgrad)):
+            for gemm_ in filter(None, (resolved.fprop, resolved.dgrad, resolved.wgrad)):
                 for operand in (gemm_.a, gemm_.b):
-                    if operand.source != "reuse":
-                        assert plan.not_served(operand.scheme, operand.transform) is None
+                    spec = get_scheme(operand.scheme)
+                    why = plan.not_served(spec.name, operand.transform, masked=spec.masked)
+                    assert (why is None) == (spec.block[0] == 1)
 
 
 @pytest.mark.parametrize(
     "scheme, reason",
-    [("nvfp4_sr_46", "draws coins"), ("mxfp4_quest", "no trust mask"), ("nvfp4_16x16", "square")],
+    [("nvfp4_sr_46", "draws coins"), ("mxfp4_quest", "trust mask"), ("nvfp4_16x16", "square")],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
     why = rotation.refuses("rht_quantize", torch.empty(1), scheme, "rht128")

@@ -22,7 +22,7 @@ from q2compile.passes.manager import PassManager
 from q2compile.passes.spec import check_spec, named_arguments
 from q2compile.passes.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
 from q2compile.recipes import resolve
-from q2compile.runtime_kernels.cuda import gemm, rotation
+from q2compile.runtime_kernels.cuda import gemm, quest, rotation
 from q2compile.runtime_kernels.registry import kernels
 
 SOURCE, SR = "nvfp4_46_pow2", "nvfp4_sr_pow2"
@@ -38,7 +38,7 @@ def blackwell(monkeypatch) -> None:
 
     monkeypatch.setattr(swizzle_scales, "serving", serving)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
-    for module in (gemm, rotation):
+    for module in (gemm, quest, rotation):
         monkeypatch.setattr(module, "refusal", lambda *check: None)
 
 
@@ -211,8 +211,7 @@ PLAIN = {
     "mxfp4": {},
     # 16x16 blocks: read transposed, too
     "nvfp4": {"fprop w": "quantize", "dgrad w": "transpose"},
-    # QuEST's quantiser has no CUDA kernel
-    "quartet": {"fprop x": "quantize_masked", "fprop w": "quantize_masked"},
+    "quartet": {},
 }
 OPERANDS = ("fprop x", "fprop w", "dgrad dy", "dgrad w", "wgrad dy", "wgrad x")
 

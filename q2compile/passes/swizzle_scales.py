@@ -18,7 +18,7 @@ from q2compile.runtime_kernels.layout import scales_shape
 from q2compile.runtime_kernels.registry import serving
 from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 
-_QUANTISING = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
+_QUANTISING = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
 # Which arguments of an op are scales, each with the one that names their scheme, and the kernel of
 # the op that reads them swizzled.
 _GEMM, _REQUANTIZE = ({1: 7, 4: 8}, FP4), ({1: 4}, CUDA)

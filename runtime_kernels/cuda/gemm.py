@@ -6,7 +6,6 @@ The fp4 GEMM is torch.nn.functional.scaled_mm, inside our own op. It takes block
 swizzle_scales). For others swizzle_scales.cu does it on the way, over 1/16 of the elements:
 
     weights in 16x16 blocks, and what q2::transpose makes of them (recipe nvfp4)
-    operands of QuEST, which has no kernel of ours (recipe quartet, its forward)
     codes that a graph takes as inputs: the option cache_weights
     what dequantize, grouped_gemm or the caller of the graph reads as well
     calls outside of a compiled graph

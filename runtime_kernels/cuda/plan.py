@@ -44,7 +44,7 @@ _ALIGN = f"{_SIDE}{_SIDE}Pf"
 _NO_OUTPUT = (0,) * 10
 _NO_SIDE = (0,) * 8
 
-Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Quantized = tuple[torch.Tensor, ...]  # codes, scales, global scale, and a mask where there is one
 Draw = tuple[torch.Tensor | None, int]  # of a direction: the seed of its signs and coins, a stream
 
 
@@ -71,13 +71,14 @@ _SCALES = (Rule.EXACT, Rule.MX)  # whose scales rotate_quantize.cu makes
 
 
 @functools.cache
-def not_served(scheme: str, transform: str) -> str | None:
-    """None when rotate_quantize.cu has this scheme, otherwise the reason in words."""
+def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | None:
+    """None when rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for the
+    op with a trust mask."""
     spec = get_scheme(scheme)
     if spec.select is not None and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
-    if spec.masked:
-        return f"rotate_quantize.cu writes no trust mask, as scheme {scheme} wants"
+    if spec.masked and not masked:
+        return f"scheme {scheme} wants a trust mask, which q2::quantize_masked alone writes"
     if spec.block[0] != 1:
         return f"rotate_quantize.cu has blocks of one row, scheme {scheme} has square ones"
     return None
@@ -125,13 +126,15 @@ def rotate_launch(
         Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
         Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
         Q2_SWIZZLED=int(spec.swizzled and rule in _SCALES),
+        Q2_MASKED=int(spec.masked),
     )
 
 
 @functools.cache
 def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) -> Launch:
     file = "rotate_quantize.cu"
-    return launch(file, _ROTATE, threads, shared, overlaps=overlaps, defines=defines)
+    layout = _ROTATE + "P" * defines["Q2_MASKED"]
+    return launch(file, layout, threads, shared, overlaps=overlaps, defines=defines)
 
 
 def align_launch(spec: Scheme, interleaved: bool) -> Launch:
@@ -224,6 +227,7 @@ class Plan(NamedTuple):
     sides: tuple[_Side | None, _Side | None]
     align_end: tuple  # the last fields of align_scales.cu's Params, from `norm` on
     fixed_signs: bool
+    masked: bool
 
 
 def make_plan(
@@ -284,6 +288,7 @@ def make_plan(
         ({Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),)
         + align_end(spec, *(side.blocks if side else 0 for side in order)),
         rotation.signs == "fixed",
+        spec.masked,
     )
 
 
@@ -322,6 +327,10 @@ def _run(
     else:
         both = (*outputs[0], *outputs[1])
     values = (*operand, *both, *plan.walk)
+    if plan.masked:
+        mask = empty((rows, 2 * blocks), (2 * blocks, 1), torch.uint8)
+        results = [(*results[0], mask)]
+        values += (mask.data_ptr(),)
     first, *second = plan.launches
     first(index, (parts, 1), *values)
     if plan.rule == Rule.EXACT:

@@ -1,6 +1,6 @@
 // Rotation and quantisation of a matrix along its rows, along its columns, or both from one read.
-// Behind q2::rht_quantize, q2::rht_quantize_both, q2::requantize, and those forms of q2::quantize
-// that it serves as well. What is left to do then is align_scales.cu's.
+// Behind q2::rht_quantize, q2::rht_quantize_both, q2::requantize, q2::quantize_masked, and those forms
+// of q2::quantize that it serves as well. What is left to do then is align_scales.cu's.
 //
 //   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with their
 //               scales, nvfp4 or mxfp4 (requantize)
@@ -9,6 +9,7 @@
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
 //               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (runtime_kernels/swizzle.py),
 //               with zeros to the end of the last tiles, which the tiles of x cover
+//   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
 //
@@ -84,6 +85,7 @@ Q2_INLINE u32 largest_of(Pair x) {
 struct Results {
   u32 codes[2][2][2];
   u32 stored[2][2];
+  u32 trusted[2];  // kMasked: of a member's two blocks
 };
 
 // first: index of the first coin's Philox block, for each member of group 0; step: from there to
@@ -109,6 +111,11 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
     if constexpr (kRule == MX || kRule == AMAX)
       largest = max(largest, max(largest_of(most[0]), largest_of(most[1])));
     if constexpr (kRule == AMAX) return;
+    if constexpr (kMasked && !kAcross) {  // a mask is made along rows alone
+      uint2 stored = round_trusting(x, most[0], common, results.codes, results.trusted);
+      results.stored[0][0] = stored.x, results.stored[0][1] = stored.y;
+      return;
+    }
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       u32 at[2] = {first_a + group * step, first_b + group * step};
@@ -252,6 +259,11 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
         store(target, ahead, made.codes[0][half], made.stored[0][half]);
         store(target, ahead + 1, made.codes[1][half], made.stored[1][half]);
       }
+#if Q2_MASKED
+      if (ahead < target.left)
+        p.mask[((long long)(tile.row + row) * p.along_rows.blocks + tile.col / kBlock + ahead) / 2] =
+            made.trusted[half];
+#endif
       if constexpr (kSwizzled && kRule == EXACT)
         store_swizzled<u16>(p.along_rows, tile.row + row, tile.col / kBlock + ahead,
                             made.stored[0][half] | made.stored[1][half] << 8);

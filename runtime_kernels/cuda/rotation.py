@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.cuda.plan import (
 )
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.quantize.op import checked as checked_without_rotation
+from q2compile.runtime_kernels.quantize_masked.op import checked as checked_masked
 from q2compile.runtime_kernels.registry import kernel
 from q2compile.runtime_kernels.rht_quantize.op import checked
 from q2compile.runtime_kernels.schemes import SWIZZLED, Scheme, get_scheme
@@ -93,7 +94,7 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
     """See rht_quantize/op.py."""
     draw = (seed, stream)
     draws = (None, draw) if transpose else (draw, None)
-    return _rotate("rht_quantize", x, scheme, transform, draws)[0]
+    return rotated("rht_quantize", x, scheme, transform, draws)[0]
 
 
 @kernel(
@@ -110,7 +111,7 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
 def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
     """See rht_quantize_both/op.py."""
     draws = ((row_seed, stream), (col_seed, stream))
-    along_rows, along_cols = _rotate("rht_quantize_both", x, scheme, transform, draws)
+    along_rows, along_cols = rotated("rht_quantize_both", x, scheme, transform, draws)
     return (*along_rows, *along_cols)
 
 
@@ -123,10 +124,10 @@ def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
 )
 def quantize(x, amax, seed, scheme, stream) -> Quantized:
     """See quantize/op.py."""
-    return _rotate("quantize", x, scheme, "none", ((seed, stream), None), amax)[0]
+    return rotated("quantize", x, scheme, "none", ((seed, stream), None), amax)[0]
 
 
-def _rotate(
+def rotated(
     op: str,
     x: torch.Tensor,
     scheme: str,
@@ -138,8 +139,8 @@ def _rotate(
     index, shape, strides, address = x.device.index, x.shape, x.stride(), x.data_ptr()
     if len(shape) == 2 and strides[1] != 1:
         if strides[0] == 1:  # a transposed matrix lies in rows the other way
-            return _rotate(op, x.t(), scheme, transform, draws[::-1], amax)[::-1]
-        return _rotate(op, x.contiguous(), scheme, transform, draws, amax)
+            return rotated(op, x.t(), scheme, transform, draws[::-1], amax)[::-1]
+        return rotated(op, x.contiguous(), scheme, transform, draws, amax)
     aligned = address % 16 == 0
     along_rows, along_cols = draws
     kinds = (along_rows and _kind(along_rows[0]), along_cols and _kind(along_cols[0]), _kind(amax))
@@ -149,7 +150,9 @@ def _rotate(
     def make() -> Plan:
         check_operand(op, x)
         for draw in draws:
-            if draw is not None and op == "quantize":
+            if op == "quantize_masked":
+                checked_masked(x, scheme, transform)
+            elif draw is not None and op == "quantize":
                 checked_without_rotation(x, amax, draw[0], scheme)
             elif draw is not None:
                 checked(op, draw[0], scheme, transform)

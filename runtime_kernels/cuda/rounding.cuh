@@ -5,6 +5,7 @@
 //   POW2     p = largest / vmax to 4 significant bits, code = round(x / p); the worth is p
 //   EXACT    g from the tensor's largest, known; s = e4m3(largest / vmax / g), code = round(x/g/s)
 //   MX       s = 2^(floor(log2 largest) - 2) of a block of 32, code = round(shrink * x / s)
+//            Q2_MASKED: s = 2^round(log2(2.92247856/6 * rms)), and which |x / s| < 6 (QuEST)
 //   AMAX     nothing but the largest of the rotated numbers, which EXACT needs first
 //
 // round is to the nearest, ties to even, or stochastic: coin i of element i of the padded result,
@@ -20,6 +21,7 @@ enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };
 
 constexpr Rule kRule = (Rule)Q2_RULE;
 constexpr bool kStochastic = Q2_STOCHASTIC;
+constexpr bool kMasked = Q2_MASKED;
 constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
 constexpr float kShrink = Q2_SHRINKS ? 0.75f : 1.0f;
 // Where a block's largest lands on the grid (schemes.py, SR_HEADROOM).
@@ -191,4 +193,57 @@ Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, 
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
   else round_to_nearest(x, inverse, codes);
   return {a.stored, b.stored};
+}
+
+// Byte of QuEST's scale of a block of 32 from its mean square, scaled by 2^(127 - top) twice
+// (mxfp4.py, _quest_exponent).
+Q2_INLINE u32 quest_byte(float mean_square, int top) {
+  constexpr float kClip = (float)((2.92247856 / 6.0) * (2.92247856 / 6.0));
+  int exponent = (int)(__float_as_uint(mean_square * kClip) >> 23) - 127;
+  return (u32)min(max(top + ((exponent + 1) >> 1), 0), 253);
+}
+
+// Of x * down, from element `first` on: neighbours first (blocks.py, sum_neighbours), in an order that
+// holds few of them at once.
+template <int n>
+Q2_INLINE Pair sum_of_squares(const Pair (&x)[16], Pair down, int first = 0) {
+  if constexpr (n == 1) {
+    Pair v = mul(x[first], down);
+    return mul(v, v);
+  } else {
+    Pair left = sum_of_squares<n / 2>(x, down, first);
+    return add(left, sum_of_squares<n / 2>(x, down, first + n / 2));
+  }
+}
+
+// QuEST's rounding of two blocks of 32, one in each half of the pairs, whose largest magnitudes are
+// given before the factor. Bit i of `trusted` is set where element i of a block did not clip.
+Q2_INLINE uint2 round_trusting(Pair (&x)[2][16], Pair largest, const Common& common,
+                               u32 (&codes)[2][2][2], u32 (&trusted)[2]) {
+  largest = mul(largest, both(common.factor));
+  int top_a = max((int)(__float_as_uint(largest.a) >> 23), 1),
+      top_b = max((int)(__float_as_uint(largest.b) >> 23), 1);
+  Pair down = {__uint_as_float((u32)(254 - top_a) << 23), __uint_as_float((u32)(254 - top_b) << 23)};
+  Pair sums[2];
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (Pair& v : x[group]) v = mul(v, both(common.factor));
+    sums[group] = sum_of_squares<16>(x[group], down);
+  }
+  Pair mean = mul(add(sums[0], sums[1]), both(1.0f / 32));
+  uint2 bytes = {quest_byte(mean.a, top_a), quest_byte(mean.b, top_b)};
+  Pair inverse = {__uint_as_float((254 - bytes.x) << 23), __uint_as_float((254 - bytes.y) << 23)};
+  trusted[0] = trusted[1] = 0;
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      Pair scaled = mul(x[group][i], inverse);
+      trusted[0] |= (u32)(fabsf(scaled.a) < 6.0f) << (16 * group + i);
+      trusted[1] |= (u32)(fabsf(scaled.b) < 6.0f) << (16 * group + i);
+    }
+    round_to_nearest(x[group], inverse, codes[group]);
+  }
+  return bytes;
 }

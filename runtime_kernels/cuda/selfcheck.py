@@ -78,7 +78,12 @@ def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str |
     return None
 
 
-_RESULTS = {"dequantize": ("numbers",), "split_scales": ("scales", "global scale")}
+_RESULTS = {
+    "dequantize": ("numbers",),
+    "masked_unrotate": ("numbers",),
+    "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
+    "split_scales": ("scales", "global scale"),
+}
 
 
 def _tuple(result) -> tuple[torch.Tensor, ...]:
@@ -116,12 +121,19 @@ def _requantize(scheme: str) -> tuple:
     return (*packed, _SEED, source, scheme, "rht128", _SHAPE[1], 1)
 
 
+def _masked_unrotate(scheme: str) -> tuple:
+    codes, *_, mask = torch.ops.q2.quantize_masked(_matrix(), scheme, "h32")
+    return _matrix().repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
+
+
 # For each op that has a CUDA kernel, its arguments on the CPU for a scheme.
 ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "quantize": lambda s: (_matrix(), _amax(s), _SEED, s, 0),
     "rht_quantize": lambda s: (_matrix(), _SEED, s, "rht128", True, 1),
     "rht_quantize_both": lambda s: (_matrix(), _SEED, _SEED + 1, s, "rht128", 0),
     "requantize": _requantize,
+    "quantize_masked": lambda s: (_matrix(), s, "h32"),
+    "masked_unrotate": _masked_unrotate,
     "dequantize": lambda s: (*_quantized(s), s, _SHAPE[1], torch.bfloat16),
     "split_scales": lambda s: (_matrix().float().abs(), s),
     "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
@@ -142,6 +154,8 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "rht_quantize": _ROTATED,
     "rht_quantize_both": _ROTATED,
     "requantize": _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
+    "quantize_masked": _with_swizzled("mxfp4_quest"),
+    "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(_OF_FORMAT.values()),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),

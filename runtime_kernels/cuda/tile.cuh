@@ -53,6 +53,9 @@ struct Params {
   int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
   int tiles, tiles_across;
   float norm;  // of the rotation; NVFP4: times 2^7
+#if Q2_MASKED
+  u32* mask;
+#endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
 
