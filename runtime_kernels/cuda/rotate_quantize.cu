@@ -176,8 +176,7 @@ Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
   else target.scales[ahead / 2] = (u8)stored_first;
 }
 
-// Scales of one row of the result, from block `block` of 16 on: those of two blocks as u16, or one of
-// EXACT or MX as u8.
+// Scales of one row of the result, from block `block` of 16 on: one as u8, or two as u16.
 template <typename Bytes>
 Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) {
   constexpr int kShift = kRule == MX;  // blocks of 32
@@ -186,6 +185,19 @@ Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) 
   if (block / 4 < across && row / 128 * 128 < out.rows)
     *(Bytes*)((u8*)out.scales + swizzled_at(row, block, across)) =
         (Bytes)(row < out.rows ? bytes : 0);
+}
+
+// Those of two neighbours: one scale of MX.
+Q2_INLINE void store_two_swizzled(const Output& out, int row, int block, u32 first, u32 second) {
+  if constexpr (kRule == MX) store_swizzled<u8>(out, row, block, first);
+  else store_swizzled<u16>(out, row, block, first | second << 8);
+}
+
+// The mask of two neighbours.
+Q2_INLINE void store_mask([[maybe_unused]] const Params& p, int row, int block, u32 trusted) {
+#if Q2_MASKED
+  p.mask[((long long)row * p.along_rows.blocks + block) / 2] = trusted;
+#endif
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
@@ -259,17 +271,11 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
         store(target, ahead, made.codes[0][half], made.stored[0][half]);
         store(target, ahead + 1, made.codes[1][half], made.stored[1][half]);
       }
-#if Q2_MASKED
-      if (ahead < target.left)
-        p.mask[((long long)(tile.row + row) * p.along_rows.blocks + tile.col / kBlock + ahead) / 2] =
-            made.trusted[half];
-#endif
-      if constexpr (kSwizzled && kRule == EXACT)
-        store_swizzled<u16>(p.along_rows, tile.row + row, tile.col / kBlock + ahead,
-                            made.stored[0][half] | made.stored[1][half] << 8);
-      else if constexpr (kSwizzled)
-        store_swizzled<u8>(p.along_rows, tile.row + row, tile.col / kBlock + ahead,
-                           made.stored[0][half]);
+      int block = tile.col / kBlock + ahead;
+      if constexpr (kSwizzled)
+        store_two_swizzled(p.along_rows, tile.row + row, block, made.stored[0][half],
+                           made.stored[1][half]);
+      if (kMasked && ahead < target.left) store_mask(p, tile.row + row, block, made.trusted[half]);
     }
   }
 }
