@@ -10,6 +10,7 @@ import torch
 import torch._inductor.config as inductor_config
 from graph_builder import EDEN, Builder, q2
 from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -308,3 +309,26 @@ def test_inductor_lays_out_swizzled_scales_as_they_are() -> None:
     """And not with the strides that plain ones had when the graph was traced."""
     with inductor_config.patch(force_disable_caches=True):
         assert all(map(torch.equal, step("inductor"), step("eager")))
+
+
+def test_dynamic_rows() -> None:
+    """One compilation for all numbers of tokens, whatever tiles they fill."""
+
+    def results(*disable_passes: str) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        graphs = counters["stats"]["unique_graphs"]
+        torch.manual_seed(0)
+        linear = nn.Linear(200, 72, bias=False, dtype=torch.bfloat16)
+        options = {"inner": "eager", "disable_passes": disable_passes}
+        model = torch.compile(linear, backend="quartet2", options=options, dynamic=True)
+        found = []
+        for rows in (150, 40, 300):
+            x = torch.randn(rows, 200).bfloat16().requires_grad_()
+            y = model(x)
+            y.backward(y.detach())
+            found += [y, x.grad]
+        assert counters["stats"]["unique_graphs"] == graphs + 1
+        return [*found, linear.weight.grad]
+
+    plain = results("swizzle_scales", "swizzle_saved_scales")
+    assert all(map(torch.equal, results(), plain))
