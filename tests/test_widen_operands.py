@@ -158,3 +158,27 @@ def test_errors_say_what_came() -> None:
     packed = q2.quantize(torch.randn(8, 32), None, None, SOURCE, 0)
     with pytest.raises(ValueError, match="bfloat16 codes .* got torch.uint8"):
         q2.gemm(*packed, *packed, None, SOURCE + WIDENED, SOURCE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["widen_operands", "swizzle_scales"])
+def test_operands_of_another_shape_get_through_inductor(name, monkeypatch) -> None:
+    """Trap: an operand had the strides that it had in tracing forced upon it, and numbers overlapped."""
+    from q2compile.passes import swizzle_scales
+
+    def fp4(op, args):
+        return SimpleNamespace(name="cublaslt_fp4" if op == "gemm" else "cuda")
+
+    if name == "swizzle_scales":
+        monkeypatch.setattr(swizzle_scales, "serving", fp4)
+        monkeypatch.setattr(widen_operands, "serving", fp4)
+
+    def gradient(options) -> torch.Tensor:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        layer = torch.nn.Linear(96, 80, dtype=torch.bfloat16)
+        x, dy = torch.randn(160, 96).bfloat16(), torch.randn(160, 80).bfloat16()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(layer, backend="quartet2", options=options)(x).backward(dy)
+        return layer.weight.grad
+
+    assert torch.equal(gradient({}), gradient({"disable_passes": [name]}))
