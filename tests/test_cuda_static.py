@@ -17,7 +17,7 @@ from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
-from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import get_transform
 
@@ -64,11 +64,17 @@ OTHERS = {
     "unaligned": rotate(BF16, "rht128", EDEN, BOTH, vectors=False),
     "no signs": rotate(BF16, "h32", EDEN, BOTH),
     "no rotation": rotate(NVFP4, "none", EDEN, COL),
+    "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
+    "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
+    "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
+    "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + WIDENED, BOTH),
     "align eden": align(EDEN, True),
     "align eden exact": align("nvfp4_ms_eden", False),
     "align sr": align(SR, False),
     "align mx": align("mxfp4_sr", False),
     "align swizzled": align(EDEN + SWIZZLED, True),
+    "settle eden": align(EDEN + WIDENED, True),
+    "settle sr": align(SR + WIDENED, False),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
@@ -79,6 +85,8 @@ OTHERS = {
 # Coins and codes of both directions leave no register for what changes once a tile: a few loads and
 # stores for 8192 elements of a warp.
 SPILLS = {("mxfp4 both", "sm_120a"): 60, ("mxfp4 both", "sm_121a"): 60}
+# Coins of both directions, and 64 numbers that wait for their scales.
+SPILLS |= {("values sr both", architecture): 80 for architecture in nvrtc.ARCHITECTURES.values()}
 
 
 @cache
