@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from torch._dynamo.utils import counters
+
+from q2compile.dump import DumpFolder
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
@@ -17,6 +20,14 @@ settings.load_profile("q2compile")
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_run() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled or counted yet, and no dump folder is in use, as in a new process."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(DumpFolder, "_open", {})
 
 
 @pytest.fixture
