@@ -42,8 +42,8 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, as it does in a user's program: a shell may start the tests
-    in the background with the signal ignored."""
+    """SIGINT raises KeyboardInterrupt, as it does in a user's program: pytest-xdist ignores it in
+    its workers."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

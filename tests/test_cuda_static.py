@@ -90,6 +90,14 @@ SPILLS = {("mxfp4 both", "sm_120a"): 60, ("mxfp4 both", "sm_121a"): 60}
 SPILLS |= {("values sr both", architecture): 80 for architecture in nvrtc.ARCHITECTURES.values()}
 
 
+# Which are compiled for which: values are not written where there are fp4 tensor cores.
+CASES = [
+    (name, architecture)
+    for name, architecture in product([*HOT, *OTHERS], nvrtc.ARCHITECTURES.values())
+    if not (name.startswith("values") and architecture in BLACKWELL)
+]
+
+
 @cache
 def disassembled(launch: Launch, architecture: str) -> sass.Code:
     try:
@@ -101,16 +109,14 @@ def disassembled(launch: Launch, architecture: str) -> sass.Code:
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory) -> None:
     """A cache of this module's own, so that it compiles what it tests, once."""
-    kernels_ = [launch_.variant for launch_ in (*HOT.values(), *OTHERS.values())]
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
         patch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
-        pairs = list(product(kernels_, nvrtc.ARCHITECTURES.values()))
+        pairs = [({**HOT, **OTHERS}[name].variant, architecture) for name, architecture in CASES]
         list(pool.map(lambda pair: nvrtc.cubin(*pair), pairs))
         yield
 
 
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
-@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+@pytest.mark.parametrize("name, architecture", CASES)
 def test_compiles_without_local_memory(name, architecture) -> None:
     """A static_assert in each source also holds its parameter struct to the launch's layout."""
     code = disassembled({**HOT, **OTHERS}[name], architecture)
@@ -119,8 +125,7 @@ def test_compiles_without_local_memory(name, architecture) -> None:
     assert spills <= SPILLS.get((name, architecture), 0), "a spill, or an indexed register array"
 
 
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
-@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+@pytest.mark.parametrize("name, architecture", CASES)
 def test_descriptors_are_register_pairs(name, architecture) -> None:
     """A descriptor is 64 bits, so its first register is even. NVRTC 13.0 once encoded an odd one,
     for copies with an L2 cache hint: an illegal instruction on an H200 that nothing here had

@@ -9,8 +9,8 @@
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX)
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
-//   Q2_VALUES   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no scales
-//               (values.cuh); after `largest` the smallest worths that are not 0, less 1
+//   Q2_VALUES   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
+//               scales (values.cuh); after `largest` the smallest worths that are not 0, less 1
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -25,8 +25,8 @@
 //
 // Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
 // the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
-// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53; values:
-// 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
+// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
+// values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
 #include "values.cuh"
 

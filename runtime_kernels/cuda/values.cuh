@@ -1,9 +1,10 @@
-// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_VALUES: code * scale, and where
-// the global scale is a power of two times that too. 6 significant bits, so exact.
+// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_VALUES: code * scale, and
+// where the global scale is a power of two times that too. 6 significant bits, so exact.
 //
-// With worths (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the wait
-// is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the worth alone gives. So
-// the numbers are made with those (numbers.cuh, provisional), and settle_values.cu mends the others.
+// With worths (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
+// wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the worth alone
+// gives. So the numbers are made with those (numbers.cuh, provisional), and settle_values.cu mends
+// the others.
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers
 // into shared memory first. Piece `piece` (16 bytes) of row r lies at r * 256 + 16 * (piece ^
