@@ -22,6 +22,8 @@ def why_not_lowered(device: torch.device, scheme: str, transform: str = "none") 
         return f"on {device.type} the reference compiles faster than loops"
     if spec.swizzled:
         return f"{scheme} has swizzled scales"
+    if spec.widened:
+        return f"{scheme} has numbers instead of codes"
     if spec.masked:
         return f"{scheme} has a trust mask"
     if spec.rounding == "ms_eden":

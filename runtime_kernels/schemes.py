@@ -154,8 +154,13 @@ def get_scheme(name: str) -> Scheme:
     for ending in (SWIZZLED, WIDENED):
         if name.endswith(ending) and name.removesuffix(ending) in SCHEMES:
             return _as_read(name.removesuffix(ending), ending)
+    raise unknown_scheme(name)
+
+
+def unknown_scheme(name: str) -> ValueError:
+    """For a name that is not in SCHEMES."""
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
+    return ValueError(
         f"unknown quantisation scheme {name!r}.{hint} Known schemes: {', '.join(SCHEMES)}."
     )

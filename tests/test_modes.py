@@ -16,7 +16,10 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2"]
-COSINE = 0.95  # FILL
+# Gradients of one input with other coins: 0.994 (quartet2, nvfp4) to 0.982 (mxfp4) on an H200.
+OTHER_COINS = 0.95
+# With the same coins, where only the order of sums differs: 1 to seven digits.
+SAME_COINS = 0.9999
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,6 @@ def gradient(model, compiled, x, seed: int | None = None) -> torch.Tensor:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    print("COS", torch.cosine_similarity(a, b, 0).item())
     return torch.cosine_similarity(a, b, 0).item()
 
 
@@ -60,14 +62,14 @@ def test_replays_of_a_cuda_graph_draw_fresh_coins(recipe) -> None:
     assert counters["inductor"]["cudagraph_skips"] == 0
     one, other, again = (gradient(model, compiled, x, seed) for seed in (5, None, 5))
     assert torch.equal(one, again)
-    assert not torch.equal(one, other) and cosine(one, other) > COSINE
+    assert not torch.equal(one, other) and cosine(one, other) > OTHER_COINS
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_modes_agree(mode) -> None:
     x = inputs()
     own = [gradient(*compiled_mlp(m), x, seed=1) for m in (None, mode)]
-    assert cosine(*own) > COSINE
+    assert cosine(*own) > SAME_COINS
 
 
 def test_symbolic_sizes_take_one_graph() -> None:
@@ -77,7 +79,7 @@ def test_symbolic_sizes_take_one_graph() -> None:
     own = [gradient(model, compiled, inputs(rows), seed=1) for rows in sizes]
     assert counters["stats"]["unique_graphs"] == 1
     for one, rows in zip(own, sizes, strict=True):
-        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > COSINE
+        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > SAME_COINS
 
 
 COLD = """
@@ -87,6 +89,7 @@ model = Mlp().to("cuda", torch.bfloat16)
 options = {"recipe": "%s", "mode": "reduce-overhead"}
 compiled = torch.compile(model, backend="quartet2", options=options)
 for _ in range(4):
+    model.zero_grad()
     compiled(torch.ones(256, 64, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
 assert all(p.grad.isfinite().all() for p in model.parameters())
 """
