@@ -20,6 +20,8 @@ def why_not_lowered(device: torch.device, scheme: str, transform: str = "none") 
     spec, size = get_scheme(scheme), get_transform(transform).size
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than loops"
+    if spec.widened:
+        return f"{scheme} has numbers instead of codes"
     if spec.masked:
         return f"{scheme} has a trust mask"
     if spec.rounding == "ms_eden":

@@ -30,7 +30,7 @@ from torch import Tensor
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
 from q2compile.runtime_kernels.layout import Tiling
 from q2compile.runtime_kernels.quantizer import rotate_tiles_back
-from q2compile.runtime_kernels.schemes import SCHEMES, Scheme, get_scheme
+from q2compile.runtime_kernels.schemes import SCHEMES, Scheme, unknown_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.transforms import TRANSFORMS, get_transform
 
@@ -125,7 +125,9 @@ def quantize(
             dimension; transpose of other than a matrix; an illegal combination, such as a rotation
             with 16x16 blocks; a seed that is not 64 bits.
     """
-    spec, rotation = get_scheme(scheme), get_transform(transform)
+    if scheme not in SCHEMES:  # the ops know more names, of operands in the form that a GEMM reads
+        raise unknown_scheme(scheme)
+    spec, rotation = SCHEMES[scheme], get_transform(transform)
     if x.dim() == 0:
         raise ValueError("quantize takes a tensor of one dimension or more, got a scalar.")
     if transpose and x.dim() != 2:

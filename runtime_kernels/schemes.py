@@ -10,9 +10,13 @@ dimension, the one that the GEMM contracts. Two formats exist:
     nvfp4   blocks of 16 (or 16x16), e4m3 scales, fp32 global scale
     mxfp4   blocks of 32, e8m0 (power of two) scales, global scale 1 (4/3 where codes shrink by 3/4)
 
-Sources: NVFP4 and its recipe, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); 4/6, "Four over
-    Six" (2512.02010); MS-EDEN, Quartet II (2601.22813 v2); QuEST and RTN 3/4, Quartet (2505.14669
-    v4); SR 3/4, "Training LLMs with MXFP4" (2502.20586).
+Sources:
+    NVFP4           "Pretraining LLMs with NVFP4" (arXiv 2509.25149), appendix B; 16x16: section 4.3
+    SR, 16/17       Quartet II (2601.22813 v2), section 3.1
+    4/6             "Four over Six" (2512.02010); in the forward alone: Quartet II, section 4.2
+    MS-EDEN         Quartet II, section 3.3 and algorithm 1
+    QuEST, RTN 3/4  Quartet (2505.14669 v4), section 4.3 and algorithm 1 (appendix A.1)
+    SR 3/4          "Training LLMs with MXFP4" (2502.20586)
 """
 
 import difflib
@@ -23,9 +27,9 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
 # SR puts a block's maximum at 16/17 of 6: an e4m3 scale rounded to nearest is at most 1/17 too
-# small, so nothing clips.
+# small, so nothing clips. Quartet II, section 3.1.
 SR_HEADROOM = 16 / 17
-# MS-EDEN's clipping point, Quartet II: 6 * (16/17) / 0.93 = 6.072, the value that
+# MS-EDEN's clipping point, Quartet II, section 3.3: 6 * (16/17) / 0.93 = 6.072, the value that
 # minimises the error on N(0,1).
 MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
 
@@ -51,6 +55,9 @@ class Scheme:
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
     )
     swizzled: bool = False  # scales lie as Blackwell's tensor cores read them (swizzle.py)
+    # There are no codes but bf16 [M, Kp], code * scale, times the global scale where that folds
+    # (and is then given as 1); no scales either. What a bf16 GEMM reads.
+    widened: bool = False
 
     @property
     def stochastic(self) -> bool:
@@ -94,7 +101,8 @@ def _nvfp4() -> list[Scheme]:
         replace(stochastic, name="nvfp4_sr"),
         # NVIDIA's library: the maximum goes to 6, and clips where the e4m3 scale was rounded down.
         replace(stochastic, name="nvfp4_sr_clip", vmax=E2M1_MAX),
-        # Biased, since the draw with the smaller error is kept: for forward or for study.
+        # Biased, since the draw with the smaller error is kept (Quartet II, section 4.2): for
+        # forward or for study.
         replace(stochastic, name="nvfp4_sr_46", select="mse", cap=256.0),
         replace(rtn, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
     ]
@@ -124,29 +132,36 @@ def _mxfp4() -> list[Scheme]:
 SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
-# At the end of a scheme's name: the same with swizzled scales, for operands that nothing but fp4
-# GEMMs and requantisations read. Schemes whose blocks have one row have such a twin.
-SWIZZLED = "@32x4x4"
+# At the end of a scheme's name: the same as GEMMs read it, for an operand that only they read.
+# Swizzled scales are read by requantisations, too; schemes whose blocks have one row can have them.
+SWIZZLED, WIDENED = "@32x4x4", "@bf16"
 
 
 @cache
-def _swizzled(name: str) -> Scheme:
-    return replace(SCHEMES[name], name=name + SWIZZLED, swizzled=True)
+def _as_read(name: str, ending: str) -> Scheme:
+    plain, swizzled, widened = SCHEMES[name], ending == SWIZZLED, ending == WIDENED
+    return replace(plain, name=name + ending, swizzled=swizzled, widened=widened)
 
 
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name, with or without SWIZZLED at its end.
+    """The scheme of that name, with SWIZZLED, WIDENED or nothing at its end.
 
     Raises:
         ValueError: no such scheme; the message names the nearest one and all of them.
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    plain = name.removesuffix(SWIZZLED)
-    if plain in SCHEMES and SCHEMES[plain].block[0] == 1:
-        return _swizzled(plain)
+    for ending in (SWIZZLED, WIDENED):
+        plain = SCHEMES.get(name.removesuffix(ending)) if name.endswith(ending) else None
+        if plain is not None and (ending == WIDENED or plain.block[0] == 1):
+            return _as_read(plain.name, ending)
+    raise unknown_scheme(name)
+
+
+def unknown_scheme(name: str) -> ValueError:
+    """For a name that is not in SCHEMES."""
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
+    return ValueError(
         f"unknown quantisation scheme {name!r}.{hint} Known schemes: {', '.join(SCHEMES)}."
     )

@@ -15,6 +15,8 @@ from q2compile import cli
 from q2compile.dump import DumpFolder
 from q2compile.report import Report
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 EAGER = {"inner": "eager"}
 
 
@@ -30,12 +32,6 @@ class Net(nn.Module):
     def forward(self, x):
         h = F.silu(self.up(x))
         return self.head(torch.softmax(h @ h.mT, -1) @ h) + self.tiny(h).sum()
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(DumpFolder, "_open", {})
 
 
 def explained(**options):
@@ -164,11 +160,13 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "pair_directions", 0),
         ("forward", "share_rotations", 0),
         ("forward", "swizzle_scales", 0),
+        ("forward", "widen_operands", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
         ("backward", "share_rotations", 0),
         ("backward", "swizzle_scales", 0),
+        ("backward", "widen_operands", 0),
     ]
 
 

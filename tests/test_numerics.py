@@ -84,6 +84,7 @@ def test_a_given_amax_is_the_scale():
     ("call", "said"),
     [
         (lambda x: quantize(x, "nvfp4_4/6"), "Did you mean 'nvfp4_46'"),
+        (lambda x: quantize(x, "nvfp4@bf16"), "Did you mean 'nvfp4"),
         (lambda x: quantize(x, transform="rht100"), "Did you mean 'rht"),
         (lambda x: quantize(x[0, 0]), "one dimension or more"),
         (lambda x: quantize(x[None], transpose=True), "takes a matrix, got 3"),

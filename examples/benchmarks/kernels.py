@@ -29,7 +29,7 @@ import torch
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda import gemm, nvrtc, rotation
 from q2compile.runtime_kernels.cuda.dequantize import dequantize
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.schemes import WIDENED, get_scheme
 
 assert runtime_kernels  # importing it registers the ops
 OUT = Path(__file__).parent / "results" / "kernels.json"
@@ -56,6 +56,8 @@ class Case:
         spec = get_scheme(self.scheme)
         read = 2.0 if self.source == "bf16" else 0.5 + 1 / get_scheme(self.source).width
         directions = 2 if self.kind == "both" else 1
+        if spec.widened:
+            return read + directions * (2 + 4 / 16)  # numbers, worths
         if spec.global_scale == "exact" and spec.rounding != "ms_eden":
             return 2 * read + directions * (0.5 + 1 / 16)
         if spec.format == "mxfp4":
@@ -70,6 +72,9 @@ CASES = {
     "rht_quantize_col": Case("col", EDEN, "rht128"),
     "rht_quantize_both": Case("both", EDEN, "rht128"),
     "requantize": Case("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
+    # as the emulated GEMM reads them
+    "rht_quantize_both_bf16": Case("both", EDEN + WIDENED, "rht128"),
+    "requantize_bf16": Case("requantize", EDEN + WIDENED, "rht128", "nvfp4_46_pow2"),
     # the other recipes
     "tetrajet2_both": Case("both", SR, "rht128"),
     "tetrajet2_requantize": Case("requantize", SR, "rht128", "nvfp4_pow2"),

@@ -65,7 +65,8 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         readers = [(reader, output) for output in scales for reader in output.users]
         at = list(named_arguments(node)).index("scheme")
         scheme: Any = node.args[at]
-        if not readers or get_scheme(scheme).swizzled or get_scheme(scheme).block[0] > 1:
+        spec = get_scheme(scheme)
+        if not readers or spec.swizzled or spec.widened or spec.block[0] > 1:
             continue
         args = (*node.args[:at], scheme + SWIZZLED, *node.args[at + 1 :])
         if _kernel(node, args) != CUDA or not all(_served(*reader) for reader in readers):
