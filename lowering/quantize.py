@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import (
-    constrain_to_fake_tensors,
-    fallback_handler,
-    register_lowering,
-)
+from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile import lowering
@@ -89,11 +85,7 @@ def _lowered(op: str, x: ir.TensorBox, scheme: str, transform: str) -> bool:
 
 
 def _call(op: torch._ops.OpOverload, *args: Any) -> Any:
-    """The registry's kernel, on operands with the strides that they have in eager mode: what
-    Inductor sees to for ops without a lowering."""
-    eager = V.current_node.meta.get("eager_input_vals")
-    if eager is not None:
-        args, _ = constrain_to_fake_tensors(args, {}, eager[0], {})
+    """The registry's kernel."""
     return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 

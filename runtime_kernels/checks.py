@@ -59,16 +59,23 @@ def check_amax(op: str, amax: torch.Tensor | None, scheme: Scheme) -> None:
 
 
 def check_quantized(
-    op: str, codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
+    op: str,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    widened: bool = False,
 ) -> None:
-    """A quantised operand must be uint8 codes [M, Kp/2], 8-bit scales (2-D) and an fp32 scalar.
+    """A quantised operand must be uint8 codes [M, Kp/2] (widened: bf16 [M, Kp]), 8-bit scales (2-D)
+    and an fp32 scalar.
 
     Raises:
         ValueError: it is not.
     """
-    if codes.dtype != torch.uint8 or codes.dim() != 2 or scales.dim() != 2:
+    dtype, name = (torch.bfloat16, "bfloat16") if widened else (torch.uint8, "uint8")
+    if codes.dtype != dtype or codes.dim() != 2 or scales.dim() != 2:
         raise ValueError(
-            f"q2::{op}: a quantised operand has uint8 codes and 8-bit scales in two dimensions, "
+            f"q2::{op}: a quantised operand has {name} codes and 8-bit scales in two dimensions, "
             f"got {codes.dtype} in {codes.dim()} and {scales.dtype} in {scales.dim()}."
         )
     if global_scale.dtype != torch.float32 or global_scale.dim() != 0:

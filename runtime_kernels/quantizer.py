@@ -5,9 +5,10 @@ import torch
 
 from q2compile.runtime_kernels import mxfp4, nvfp4
 from q2compile.runtime_kernels.blocks import Blocks
+from q2compile.runtime_kernels.dequantize.reference import scaled_codes
 from q2compile.runtime_kernels.formats import encode_e2m1
 from q2compile.runtime_kernels.layout import Tiling, pack, pack_bits
-from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.schemes import WIDENED, Scheme, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import Transform, hadamard, signs_of
 
@@ -37,8 +38,8 @@ def quantize_tiles(
         seed, stream: where the coins of a stochastic scheme come from.
 
     Returns:
-        codes uint8 [rows, Kp/2]; scales [rows / rows of a block, Kp / width]; global_scale fp32
-        0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8], one bit an element, else None.
+        codes uint8 [rows, Kp/2], or widened bf16 [rows, Kp]; scales [rows / rows of a block, Kp /
+        width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8], one bit an element, else None.
     """
     if scheme.rounding != "ms_eden" and not (isinstance(factor, float) and factor == 1.0):
         tiles = tiles.mul_(factor)
@@ -49,10 +50,22 @@ def quantize_tiles(
     rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
     codes = blocks.join(pack(encode_e2m1(rounded.values)))
     mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))
-    scales = rounded.scales
-    if scheme.swizzled:
+    scales, global_scale = rounded.scales, rounded.global_scale
+    if scheme.widened:
+        codes, scales, global_scale = _widened(codes, scales, global_scale, scheme)
+    elif scheme.swizzled:
         scales = swizzle_32x4x4(scales).view(-1, 512)
-    return codes, scales, rounded.global_scale, mask
+    return codes, scales, global_scale, mask
+
+
+def _widened(codes, scales, global_scale, scheme: Scheme) -> Quantized:
+    """The bf16 numbers of a scheme that ends in WIDENED, no scales, and the global scale that has
+    still to be applied."""
+    values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(WIDENED)))
+    if scheme.folds:
+        values = values.mul_(global_scale)
+        global_scale = torch.where(global_scale.isnan(), global_scale, 1.0)
+    return values.to(torch.bfloat16), scales.new_empty((0, 0)), global_scale
 
 
 def rotate_tiles(

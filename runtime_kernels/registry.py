@@ -54,7 +54,9 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     """Makes torch.ops.q2.<name> from a schema, with a fake that must hold for symbolic shapes.
 
     The body is opaque to AOTAutograd and Inductor (CompositeExplicitAutograd): graphs show the op
-    and nothing of its inside.
+    and nothing of its inside. Operands may have any strides (flexible_layout): by default Inductor
+    would give them those that were seen in tracing, also after a pass has given the node other
+    operands.
     """
     name = schema.partition("(")[0]
     candidates = _KERNELS.setdefault(name, [])
@@ -66,7 +68,8 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
                 return kernel.function(*args)
         raise AssertionError(f"q2::{name} has no reference")
 
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    own = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+    LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"q2::{name}", fake, lib=LIBRARY)
 

@@ -51,6 +51,9 @@ class Scheme:
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
     )
     swizzled: bool = False  # scales lie as Blackwell's tensor cores read them (swizzle.py)
+    # There are no codes but bf16 [M, Kp], code * scale, times the global scale where that folds
+    # (and is then given as 1); no scales either. What a bf16 GEMM reads.
+    widened: bool = False
 
     @property
     def stochastic(self) -> bool:
@@ -124,25 +127,28 @@ def _mxfp4() -> list[Scheme]:
 SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
-# At the end of a scheme's name: the same with swizzled scales, for operands that only a GEMM reads.
-SWIZZLED = "@32x4x4"
+# At the end of a scheme's name: the same for an operand that only GEMMs read, as they read it, with
+# swizzled scales or widened.
+SWIZZLED, WIDENED = "@32x4x4", "@bf16"
 
 
 @cache
-def _swizzled(name: str) -> Scheme:
-    return replace(SCHEMES[name], name=name + SWIZZLED, swizzled=True)
+def _as_read(name: str, ending: str) -> Scheme:
+    ends = {"swizzled": ending == SWIZZLED, "widened": ending == WIDENED}
+    return replace(SCHEMES[name], name=name + ending, **ends)
 
 
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name, with or without SWIZZLED at its end.
+    """The scheme of that name, with SWIZZLED, WIDENED or nothing at its end.
 
     Raises:
         ValueError: no such scheme; the message names the nearest one and all of them.
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    if name.endswith(SWIZZLED) and name.removesuffix(SWIZZLED) in SCHEMES:
-        return _swizzled(name.removesuffix(SWIZZLED))
+    for ending in (SWIZZLED, WIDENED):
+        if name.endswith(ending) and name.removesuffix(ending) in SCHEMES:
+            return _as_read(name.removesuffix(ending), ending)
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(

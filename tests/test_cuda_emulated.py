@@ -16,7 +16,7 @@ from emulation.coins import close_to_their_coins
 
 from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation
 from q2compile.runtime_kernels.cuda.launch import Launch
-from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED
 
@@ -278,6 +278,55 @@ def test_requantize_with_swizzled_scales() -> None:
     packed = q2.quantize(matrix(145, 200), None, None, "nvfp4_46_pow2", 0)
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + SWIZZLED, "rht128", 200, 1)
     assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+
+
+WIDENED_CASES = [
+    (POW2, "rht128"),
+    ("nvfp4_sr_pow2", "rht16"),
+    ("nvfp4_46_pow2", "none"),
+    ("nvfp4_sr", "rht16"),
+    ("mxfp4_sr", "rht64"),
+]
+
+
+@pytest.mark.parametrize(
+    "scheme, transform, architecture",
+    [*((*case, HOPPER) for case in WIDENED_CASES), (*WIDENED_CASES[0], AMPERE)],
+)
+@pytest.mark.parametrize("shape", [(300, 200), (33, 517)])
+def test_values_instead_of_codes(scheme, transform, shape) -> None:
+    args = (matrix(*shape), *SEEDS, scheme + WIDENED, transform, 3)
+    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("scheme", [POW2, "nvfp4_pow2", "nvfp4_sr_pow2"])
+def test_values_of_subnormal_scales(scheme, transpose) -> None:
+    """Rows of the result from 1e-38 to 1e-3: scales in e4m3's subnormals, and products below bf16's
+    normals."""
+    transform = "rht128" if scheme == POW2 else "none"
+    sizes = torch.logspace(-38, -3, 144)
+    x = matrix(144, 144, torch.float32) * (sizes if transpose else sizes[:, None])
+    args = (x, SEEDS[0], scheme + WIDENED, transform, transpose, 0)
+    got, want = rotation.rht_quantize(*args), q2.rht_quantize(*args)
+    assert_same_bits(got, want)
+    plain = q2.rht_quantize(x, SEEDS[0], scheme, transform, transpose, 0)
+    subnormal = (plain[1].float() < 2.0**-6) & (plain[1].float() > 0)
+    assert subnormal.any() and (plain[1].float() >= 2.0**-6).any()
+
+
+def test_values_of_a_requantised_operand() -> None:
+    x = matrix(145, 200)
+    packed = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1)
+    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+
+
+def test_poisoned_values() -> None:
+    x = matrix(130, 140)
+    x[77, 88] = float("inf")
+    results = rotation.rht_quantize_both(x, *SEEDS, POW2 + WIDENED, "rht128", 0)
+    assert all(r.isnan().all() for i, r in enumerate(results) if i % 3 != 1)
 
 
 CONVERSIONS = """

@@ -13,7 +13,7 @@ import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import launch, nvrtc, rotation, selfcheck
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
+from q2compile.runtime_kernels.schemes import SCHEMES, WIDENED, get_scheme
 
 assert runtime_kernels  # importing it registers the ops
 pytestmark = pytest.mark.gpu
@@ -96,6 +96,31 @@ def test_other_schemes(scheme, transform) -> None:
             x = matrix(shape, torch.bfloat16, kind)
             args = (x, *SEEDS, scheme, transform, 1)
             assert_same_bits(*run_both("rht_quantize_both", *args))
+
+
+@pytest.mark.parametrize("scheme, transform", [(POW2, "rht128"), *QUANTISERS])
+@pytest.mark.parametrize("kind", ["normal", "outliers"])
+def test_values_instead_of_codes(scheme, transform, kind) -> None:
+    for shape in ((520, 392), (129, 4097)):
+        args = (matrix(shape, torch.bfloat16, kind), *SEEDS, scheme + WIDENED, transform, 1)
+        assert_same_bits(*run_both("rht_quantize_both", *args))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("scheme, transform", [(POW2, "rht128"), ("nvfp4_46_pow2", "none")])
+def test_values_of_subnormal_scales(scheme, transform, transpose) -> None:
+    """Rows of the result from 1e-38 to 1e-3."""
+    sizes = torch.logspace(-38, -3, 520)
+    x = matrix((520, 520), torch.float32) * (sizes if transpose else sizes[:, None])
+    args = (x, SEEDS[0], scheme + WIDENED, transform, transpose, 0)
+    assert_same_bits(*run_both("rht_quantize", *args))
+
+
+def test_values_of_a_requantised_operand() -> None:
+    x = matrix((3000, 4100), torch.bfloat16, "outliers")
+    packed = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 4100, 1)
+    assert_same_bits(*run_both("requantize", *args))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +312,8 @@ def test_without_conversion_instructions(op, scheme, as_on_ampere) -> None:
 def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
     for kind in ("outliers", "tiny", "ties", "zeros"):
         x = matrix((520, 392), torch.bfloat16, kind)
-        assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, EXACT, "rht128", 0))
+        for scheme in (EXACT, POW2 + WIDENED):
+            assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, scheme, "rht128", 0))
 
 
 def test_this_gpu_is_served() -> None:

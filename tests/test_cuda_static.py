@@ -17,7 +17,7 @@ from q2compile.runtime_kernels import doctor
 from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, rotation, sass
 from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
-from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.transforms import get_transform
 
@@ -70,6 +70,9 @@ OTHERS = {
     "align sr": align(SR, False),
     "align mx": align("mxfp4_sr", False),
     "align swizzled": align(EDEN + SWIZZLED, True),
+    "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
+    "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
+    "settle values": align(EDEN + WIDENED, True),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
@@ -81,7 +84,7 @@ OTHERS = {
 # sample of the kernels, and a smaller one for 8.6 and 8.7, which compile what 8.0 does, and 8.9.
 SAMPLE = (
     *("rht_quantize_both", "requantize", "tetrajet2 both", "quartet2 fprop", "exact both"),
-    *("mxfp4 both", "float32", "align sr", "align eden exact", "dequantize bf16"),
+    *("mxfp4 both", "float32", "align sr", "values both", "settle values", "dequantize bf16"),
 )
 COMPILED = [
     *product([*HOT, *OTHERS], ["sm_90a", *BLACKWELL]),
@@ -176,7 +179,7 @@ def test_before_sm_89_there_is_no_fp8_either() -> None:
 
 
 def test_a_multiprocessor_of_8_6_has_room_for_them() -> None:
-    """It has 99 KiB of shared memory for a thread block; the static part is below 2."""
+    """It has 99 KiB of shared memory for a thread block; the static part is below 2 KiB."""
     assert max(launch.shared for launch in (*HOT.values(), *OTHERS.values())) <= 97 * 1024
 
 

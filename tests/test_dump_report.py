@@ -163,11 +163,13 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "pair_directions", 0),
         ("forward", "share_rotations", 0),
         ("forward", "swizzle_scales", 0),
+        ("forward", "widen_operands", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
         ("backward", "share_rotations", 0),
         ("backward", "swizzle_scales", 0),
+        ("backward", "widen_operands", 0),
     ]
 
 

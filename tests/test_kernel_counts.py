@@ -32,9 +32,11 @@ from torch.utils.checkpoint import checkpoint
 from q2compile.passes import PASSES
 from q2compile.passes.joint import JOINT_PASSES
 from q2compile.runtime_kernels.cuda import gemm
-from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
 
 HOPPER, BLACKWELL = 90, 100
+# What q2.gemm launches there for each operand whose scheme does not end so; see the second test.
+BEFORE_A_GEMM = {HOPPER: ("dequantize.cu", WIDENED), BLACKWELL: ("swizzle_scales.cu", SWIZZLED)}
 WIDTH = 64
 
 
@@ -119,6 +121,7 @@ ROWS = [
     _pass("pair_directions"),
     _pass("share_rotations"),
     _pass("swizzle_scales", capability=BLACKWELL),
+    _pass("widen_operands"),
     _joint_pass("share_operands"),
     _joint_pass("share_saved_rotations"),
     _option("keep_packed", model=Mlp),
@@ -150,19 +153,23 @@ def calls(source: str, capability: int) -> Counter[str]:
     inputs = re.search(r"^ +(.*) = args$", body, re.M)
     assert inputs
     found["inputs"] = len([name for name in inputs[1].split(", ") if name])
-    if capability == BLACKWELL:  # what cublaslt_fp4 launches on its way, see below
-        schemes = [scheme for pair in _GEMM.findall(body) for scheme in pair]
-        found["swizzle_scales.cu"] = sum(not scheme.endswith(SWIZZLED) for scheme in schemes)
+    schemes = [scheme for pair in _GEMM.findall(body) for scheme in pair]
+    kernel, as_wanted = BEFORE_A_GEMM[capability]
+    found[kernel] = sum(not scheme.endswith(as_wanted) for scheme in schemes)
     return found
 
 
-def test_a_gemm_swizzles_plain_scales_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[Any] = []
-    monkeypatch.setattr(gemm, "_swizzled", lambda *args: launches.append(args))
-    scales = torch.zeros(128, 4).to(torch.float8_e4m3fn)
-    for scheme in ("nvfp4_ms_eden_pow2", "nvfp4_ms_eden_pow2" + SWIZZLED):
-        gemm.swizzled(scales, 128, get_scheme(scheme))
-    assert len(launches) == 1
+def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    monkeypatch.setattr(gemm, "_swizzled", lambda *args: launches.append("swizzle_scales.cu"))
+    monkeypatch.setattr(gemm, "dequantize", lambda *args: launches.append("dequantize.cu"))
+    codes, scales = torch.zeros(128, 32), torch.zeros(128, 4).to(torch.float8_e4m3fn)
+    scheme = "nvfp4_ms_eden_pow2"
+    for name in (scheme, scheme + SWIZZLED):
+        gemm.swizzled(scales, 128, get_scheme(name))
+    for name in (scheme, scheme + WIDENED):
+        gemm._bf16(codes, scales, None, get_scheme(name))
+    assert launches == ["swizzle_scales.cu", "dequantize.cu"]
 
 
 @cache
@@ -188,10 +195,10 @@ def graphs_of(
 
 
 def line(before: Counter[str], after: Counter[str]) -> str:
-    """Counts by name, what changes first."""
+    """Counts by name, what changes first; a name and its count stay together in wrapping."""
     names = sorted({*before, *after}, key=lambda name: (before[name] == after[name], name))
     return ", ".join(
-        f"{name} {before[name]}" + (f" -> {after[name]}" if before[name] != after[name] else "")
+        f"{name}~{before[name]}" + (f"~->~{after[name]}" if before[name] != after[name] else "")
         for name in names
     )
 
@@ -207,7 +214,7 @@ def table() -> str:
             lines += textwrap.wrap(
                 text, 98, initial_indent=f"  {graph:10}", subsequent_indent=" " * 12
             )
-    return "\n".join(lines[1:])
+    return "\n".join(lines[1:]).replace("~", " ")
 
 
 class TestKernelCounts(TestCase):
@@ -216,50 +223,59 @@ class TestKernelCounts(TestCase):
             table(),
             """\
 share_operands (post-grad)
-  forward   q2.quantize 6 -> 4, inputs 4, q2.gemm 3, triton 1
+  forward   q2.quantize 6 -> 4, dequantize.cu 6, inputs 4, q2.gemm 3, triton 1
 
 merge_seeds (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, inputs 18, q2.gemm 7, q2.requantize 7,
-            q2.rht_quantize 7, triton 2
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, dequantize.cu 14, inputs 18, q2.gemm 7,
+            q2.requantize 7, q2.rht_quantize 7, triton 2
 
 pair_directions (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.rht_quantize 7 -> 1, q2.rht_quantize_both 0 -> 3, aten.randint 1, inputs 18,
-            q2.gemm 7, q2.requantize 7, triton 2
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.rht_quantize 7 -> 1, q2.rht_quantize_both 0 -> 3, aten.randint 1, dequantize.cu 14,
+            inputs 18, q2.gemm 7, q2.requantize 7, triton 2
 
 share_rotations (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.requantize 7 -> 5, aten.randint 1, inputs 18, q2.gemm 7, q2.rht_quantize 1,
-            q2.rht_quantize_both 3, triton 2
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.requantize 7 -> 5, aten.randint 1, dequantize.cu 14, inputs 18, q2.gemm 7,
+            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 swizzle_scales (post-grad)
   forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, swizzle_scales.cu 8, triton 2
   backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
+widen_operands (post-grad)
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  dequantize.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
+            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+
 share_operands (joint)
-  forward   q2.rht_quantize 4 -> 2, aten.randint 1, inputs 5, q2.gemm 4, q2.quantize 1,
-            q2.split_scales 5, q2.transpose 3, triton 10
-  backward  inputs 28 -> 20, aten.randint 1, q2.gemm 7, q2.quantize 3, q2.rht_quantize 4, triton 2
+  forward   q2.rht_quantize 4 -> 2, aten.randint 1, dequantize.cu 8, inputs 5, q2.gemm 4,
+            q2.quantize 1, q2.split_scales 5, q2.transpose 3, triton 10
+  backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
+            q2.rht_quantize 4, triton 2
 
 share_saved_rotations (joint)
-  forward   q2.rht_quantize 4 -> 2, aten.randint 1, inputs 5, q2.gemm 4, q2.quantize 1,
-            q2.split_scales 5, q2.transpose 3, triton 10
-  backward  inputs 28 -> 20, aten.randint 1, q2.gemm 7, q2.quantize 3, q2.rht_quantize 4, triton 2
+  forward   q2.rht_quantize 4 -> 2, aten.randint 1, dequantize.cu 8, inputs 5, q2.gemm 4,
+            q2.quantize 1, q2.split_scales 5, q2.transpose 3, triton 10
+  backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
+            q2.rht_quantize 4, triton 2
 
 keep_packed (option)
-  forward   inputs 3, q2.gemm 2, q2.quantize 3, q2.split_scales 1, triton 1
-  backward  inputs 4 -> 13, q2.quantize 3 -> 0, q2.split_scales 1 -> 0, aten.randint 1, q2.gemm 4,
-            q2.requantize 3, q2.rht_quantize 1, q2.rht_quantize_both 1, triton 1
+  forward   dequantize.cu 4, inputs 3, q2.gemm 2, q2.quantize 3, q2.split_scales 1, triton 1
+  backward  inputs 4 -> 13, q2.quantize 3 -> 0, q2.split_scales 1 -> 0, aten.randint 1,
+            dequantize.cu 2, q2.gemm 4, q2.requantize 3, q2.rht_quantize 1,
+            q2.rht_quantize_both 1, triton 1
 
 recompute_weights (option)
-  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
   backward  inputs 18 -> 12, q2.quantize 0 -> 3, aten.randint 1, q2.gemm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 cache_weights (option)
-  forward   inputs 5 -> 17, q2.quantize 5 -> 1, q2.gemm 4, q2.split_scales 1, triton 2
+  forward   inputs 5 -> 17, q2.quantize 5 -> 1, dequantize.cu 8, q2.gemm 4, q2.split_scales 1,
+            triton 2
   weights   inputs 0 -> 1, q2.quantize 0 -> 1
   backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
             q2.rht_quantize_both 3, triton 2""",

@@ -252,7 +252,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     assert plain == PassManager(Config(dump="elsewhere")).uuid()
     assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
     first = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
-    assert list(PASSES) == [*first, "swizzle_scales"]
+    assert list(PASSES) == [*first, "swizzle_scales", "widen_operands"]
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ from q2compile.passes.pair_directions import pair_directions_pass
 from q2compile.passes.share_operands import share_operands_pass
 from q2compile.passes.share_rotations import share_rotations_pass
 from q2compile.passes.swizzle_scales import swizzle_scales_pass
+from q2compile.passes.widen_operands import widen_operands_pass
 
 Pass = Callable[[fx.Graph], int]
 
@@ -24,5 +25,7 @@ PASSES: dict[str, Pass] = {
     "merge_seeds": merge_seeds_pass,
     "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
     "share_rotations": share_rotations_pass,  # after it: a pair has one stream for both directions
-    "swizzle_scales": swizzle_scales_pass,  # last: it names schemes that the others do not know
+    # Last: they name schemes that the others do not know. No GEMM is a case for both.
+    "swizzle_scales": swizzle_scales_pass,
+    "widen_operands": widen_operands_pass,
 }

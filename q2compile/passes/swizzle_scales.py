@@ -50,8 +50,6 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
             _reads_swizzled(gemm, output)
         for output in scales:
             _swizzle_meta(node, output, scheme)
-        for gemm, output in readers:
-            _expects(gemm, output)
         matches += 1
     return matches
 
@@ -87,12 +85,3 @@ def _swizzle_meta(node: fx.Node, output: fx.Node, scheme: str) -> None:
     outputs = list(node.meta["val"])
     outputs[_index(output)] = output.meta["val"]
     node.meta["val"] = tuple(outputs)
-
-
-def _expects(gemm: fx.Node, scales: fx.Node) -> None:
-    """Inductor copies an operand that has not the strides noted here, which were plain scales'."""
-    if "eager_input_vals" in gemm.meta:
-        args, kwargs = gemm.meta["eager_input_vals"]
-        new = scales.meta["val"]
-        pairs = zip(gemm.args, args, strict=True)
-        gemm.meta["eager_input_vals"] = (tuple(new if n is scales else a for n, a in pairs), kwargs)

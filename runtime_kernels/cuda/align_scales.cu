@@ -22,18 +22,7 @@
 // Q2_SWIZZLED: the scales of rows of `blocks`, a multiple of 8, in the 32x4x4 layout
 // (runtime_kernels/swizzle.py), with zeros for the rows that fill the last tile.
 
-#include "numbers.cuh"
-
-struct Side {
-  const float* worth;
-  const u32* largest;
-  const u64* seed;
-  u8* scales;
-  float* global_scale;
-  long long count;
-  u32 stream;
-  int parts;
-};
+#include "scales.cuh"
 
 struct Params {
   Side sides[2];
@@ -44,47 +33,6 @@ struct Params {
 #endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
-
-constexpr int kThreads = 256;
-
-Q2_INLINE float largest_of(const Side& side) {
-  __shared__ u32 of_warp[kThreads / 32];
-  u32 value = 0;
-  for (int i = threadIdx.x; i < side.parts; i += kThreads) value = max(value, side.largest[i]);
-  value = __reduce_max_sync(~0u, value);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();
-  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
-  return __uint_as_float(value);
-}
-
-Q2_INLINE float global_scale_of(float largest, [[maybe_unused]] float norm) {
-  if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
-#if Q2_MX
-  return norm;
-#elif Q2_POW2
-  // cap = 2^8, or 1.75 * 2^8. Subnormals get the floor of 2^-126.
-  constexpr u32 kCapMantissa = Q2_STOCHASTIC ? 0 : 0x600000;
-  if (largest == 0.0f) return 1.0f;
-  u32 bits = __float_as_uint(largest);
-  int exponent = (int)(bits >> 23) - 8 + ((bits & 0x7FFFFFu) > kCapMantissa);
-  return __uint_as_float((u32)max(exponent, 1) << 23);
-#else
-  return largest == 0.0f ? 1.0f : fmaxf(largest * 0x1p-8f, 0x1p-126f);
-#endif
-}
-
-// SR to e4m3 of x in [0, 448]. The grid around x has the step 2^(max(exponent, -6) - 3); x goes up
-// when coin < fraction of a step * 2^32. From 2^-6 on the upper bits of an fp32 count steps.
-Q2_INLINE u32 stochastic_normal(float x, u32 coin) {
-  u32 bits = __float_as_uint(x);
-  return (bits >> 20) - (120u << 3) + (coin < bits << 12);
-}
-Q2_INLINE u32 stochastic_subnormal(float x, u32 coin) {
-  float steps = x * 0x1p9f;
-  u32 below = (u32)steps;
-  return below + (coin < (u32)((steps - (float)below) * 0x1p32f));
-}
 
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
@@ -139,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if constexpr (Q2_STOCHASTIC) philox(*side.seed, (u64)(2 * octet), side.stream, COINS, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
-  float global_scale = global_scale_of(largest_of(side) * (Q2_MX ? 1.0f : factor), p.norm);
+  float global_scale = global_scale_of(largest_worth(side) * (Q2_MX ? 1.0f : factor), p.norm);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
 #if Q2_SWIZZLED
   int blocks = p.blocks[blockIdx.y];

@@ -103,6 +103,15 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (
 }
 #endif
 
+// x becomes its rounded values, in kUnit, with its own signs.
+Q2_INLINE void with_signs(const Pair (&rounded)[16], Pair (&x)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if constexpr (Q2_HW_FP4) x[i] = rounded[i];
+    else x[i] = {copysignf(rounded[i].a, x[i].a), copysignf(rounded[i].b, x[i].b)};
+  }
+}
+
 // One magnitude a <= 6 to the grid point below or above it, times kUnit: up when coin < fraction of
 // a step * 2^32, as integers.
 //
@@ -126,12 +135,12 @@ Q2_INLINE float stochastic(float a, u32 coin) {
   return (__uint_as_float(below + (coin < (u32)fraction ? 0x400000u : 0)) - d) * kUnit;
 }
 
-// Codes of eight magnitudes with the signs of others; coins: Philox block first and the next.
+// Codes of eight magnitudes with the signs of others, and the rounded magnitudes in kUnit; coins:
+// Philox block first and the next.
 Q2_INLINE u32 stochastic_eight(const float (&a)[8], const float (&sign)[8], u64 seed, u32 first,
-                               u32 stream) {
+                               u32 stream, float (&rounded)[8]) {
   uint4 coins[2];
   philox(seed, first, stream, COINS, coins);
-  float rounded[8];
   u32 closest = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) rounded[i] = stochastic(a[i], coin(coins, i), closest);
@@ -140,9 +149,10 @@ Q2_INLINE u32 stochastic_eight(const float (&a)[8], const float (&sign)[8], u64 
     for (int i = 0; i < 8; ++i) rounded[i] = stochastic(a[i], coin(coins, i));
   }
 #if Q2_HW_FP4
+  float with_sign[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) rounded[i] = copysignf(rounded[i], sign[i]);
-  return to_e2m1x8(rounded);
+  for (int i = 0; i < 8; ++i) with_sign[i] = copysignf(rounded[i], sign[i]);
+  return to_e2m1x8(with_sign);
 #else
   return pack_codes(rounded, sign);
 #endif

@@ -14,10 +14,10 @@ import importlib.util
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
-from q2compile.runtime_kernels.checks import check_quantized
 from q2compile.runtime_kernels.cuda.dequantize import dequantize, prepare
 from q2compile.runtime_kernels.cuda.launch import Launch, empty, launch, on_device
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.gemm.op import checked
 from q2compile.runtime_kernels.layout import ceil_div
 from q2compile.runtime_kernels.registry import kernel
 from q2compile.runtime_kernels.schemes import Scheme, get_scheme
@@ -41,7 +41,8 @@ def _prepare_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> None:
     for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
-        prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
+        if not get_scheme(scheme).widened:
+            prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
 
 
 @kernel("gemm", BF16, device_type="cuda", refuses=_refuses_bf16, prepare=_prepare_bf16)
@@ -53,9 +54,8 @@ def gemm_bf16(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
     folds = a_spec.folds and b_spec.folds
-    width = 2 * a_codes.shape[1]
-    a = dequantize(a_codes, a_scales, a_global if folds else None, a_scheme, width, torch.bfloat16)
-    b = dequantize(b_codes, b_scales, b_global if folds else None, b_scheme, width, torch.bfloat16)
+    a = _bf16(a_codes, a_scales, a_global if folds else None, a_spec)
+    b = _bf16(b_codes, b_scales, b_global if folds else None, b_spec)
     if folds and dtype == torch.bfloat16:
         if bias is None:
             return a @ b.t()
@@ -63,6 +63,13 @@ def gemm_bf16(
             return torch.addmm(bias, a, b.t())
     out = torch.mm(a, b.t(), out_dtype=torch.float32)
     return finished(out, None if folds else a_global * b_global, bias, dtype)
+
+
+def _bf16(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
+    """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact."""
+    if spec.widened:
+        return codes
+    return dequantize(codes, scales, global_scale, spec.name, 2 * codes.shape[1], torch.bfloat16)
 
 
 def _refuses_triton(
@@ -75,6 +82,7 @@ def _refuses_triton(
     if not _has_triton():
         return "Triton is not installed"
     wrong = _two_formats(a_scheme, b_scheme) or _swizzled_scales(a_scheme, b_scheme)
+    wrong = wrong or _no_codes(a_scheme, b_scheme)
     return wrong or refusal("gemm", TRITON, index, a_scheme)
 
 
@@ -108,13 +116,19 @@ def _swizzled_scales(a_scheme: str, b_scheme: str) -> str | None:
     return "it reads plain scales" if swizzled else None
 
 
+def _no_codes(a_scheme: str, b_scheme: str) -> str | None:
+    widened = get_scheme(a_scheme).widened or get_scheme(b_scheme).widened
+    return "it reads codes, not the bf16 numbers that they stand for" if widened else None
+
+
 def _refuses_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
     if torch.cuda.get_device_capability(index)[0] < 10:
         return "fp4 tensor cores begin with compute capability 10.0"
-    return _two_formats(a_scheme, b_scheme) or refusal("gemm", FP4, index, a_scheme)
+    wrong = _two_formats(a_scheme, b_scheme) or _no_codes(a_scheme, b_scheme)
+    return wrong or refusal("gemm", FP4, index, a_scheme)
 
 
 def _prepare_fp4(a_codes, *rest) -> None:
@@ -178,24 +192,6 @@ def scaled_mm_arguments(
         "swizzle_a": swizzle,
         "swizzle_b": swizzle,
     }
-
-
-def checked(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
-) -> tuple[Scheme, Scheme]:
-    """The schemes by name.
-
-    Raises:
-        ValueError: an operand is no quantised matrix; the contractions differ.
-    """
-    check_quantized("gemm", a_codes, a_scales, a_global)
-    check_quantized("gemm", b_codes, b_scales, b_global)
-    if a_codes.shape[1] != b_codes.shape[1]:
-        raise ValueError(
-            f"q2::gemm: the operands are padded to contractions of {2 * a_codes.shape[1]} and "
-            f"{2 * b_codes.shape[1]}; quantise both with the same block width and transform."
-        )
-    return get_scheme(a_scheme), get_scheme(b_scheme)
 
 
 def finished(

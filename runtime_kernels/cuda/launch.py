@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.cuda.nvrtc import Variant
 
 _LOCK = threading.Lock()  # the driver reads a parameter buffer with Python's global lock released
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -188,7 +189,7 @@ def _load(launch: Launch, index: int) -> _Loaded:
     code = nvrtc.cubin(launch.variant, architecture(index))
     module = _checked(driver.cuModuleLoadData(code), launch)
     function = _checked(driver.cuModuleGetFunction(module, launch.variant.entry.encode()), launch)
-    if launch.shared > 48 * 1024:
+    if launch.shared > _ALWAYS_ALLOWED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
     overlaps = launch.overlaps and torch.cuda.get_device_capability(index) >= (9, 0)

@@ -17,10 +17,10 @@ Q2_INLINE Pair block_sum(Term term, int first = 0) {
   }
 }
 
-// Two blocks of 16, one in each half of the pairs.
+// Two blocks of 16, one in each half of the pairs; x becomes what its codes stand for, in kUnit.
 // codes[h]: eight bytes of half h. Returns p * S of each: what a code is worth, before the split
 // into block and global scale.
-Q2_INLINE Pair ms_eden(const Pair (&x)[16], u32 (&codes)[2][2]) {
+Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
   Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
 #pragma unroll
   for (int i = 1; i < 16; ++i)
@@ -47,6 +47,7 @@ Q2_INLINE Pair ms_eden(const Pair (&x)[16], u32 (&codes)[2][2]) {
   round_block(scaled, x, rounded, codes);
   Pair projection = block_sum<16>([&](int i) { return mul(scaled[i], rounded[i]); });
   Pair square = block_sum<16>([&](int i) { return mul(scaled[i], scaled[i]); });
+  with_signs(rounded, x);
   return {pseudo.a * (projection.a == 0.0f ? 1.0f : divide(square.a, projection.a)),
           pseudo.b * (projection.b == 0.0f ? 1.0f : divide(square.b, projection.b))};
 }

@@ -74,6 +74,18 @@ Q2_INLINE float keep_4_bits(float x) {
   return __uint_as_float((bits + 0x7FFFFu + ((bits >> 20) & 1)) & 0xFFF00000u);
 }
 
+// x >= 0, normal, to the 4 significant bits below or above it: up when coin < fraction * 2^32.
+Q2_INLINE float stochastic_4_bits(float x, u32 coin) {
+  u32 bits = __float_as_uint(x);
+  return __uint_as_float((bits & 0xFFF00000u) + (coin < bits << 12 ? 0x100000u : 0));
+}
+
+// What stands for a scale until its global scale is known, or instead of it where code * scale is too
+// small for bf16: 1.
+Q2_INLINE float provisional(float scale) {
+  return scale >= 0x1p-100f ? scale : 1.0f;
+}
+
 // 1 / x to the nearest, for x with 4 significant bits within [2^-126, 2^126]: the quotient is then
 // far from every tie, and one Newton step on the hardware's approximation, whose residual is exact,
 // ends on it.

@@ -9,6 +9,9 @@ there rotate_quantize.cu goes over the operand twice.
     POW2      the same
     MX        codes and scales; global scale
     EXACT     AMAX; codes, scales and global scale. No AMAX where the caller has it.
+
+A scheme that ends in @bf16 gets values instead of codes and scales; what is made of worths then is
+values again, those whose scales turn out to be e4m3 subnormals (settle_values.cu).
 """
 
 import functools
@@ -34,6 +37,7 @@ SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "m
 _FP32 = SOURCES[torch.float32]
 _TILE = 128
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
+_STAGED = 16 * 256  # bytes of a warp (values.cuh)
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
 # The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
@@ -72,6 +76,10 @@ _WORTHS = (Rule.MS_EDEN, Rule.POW2)
 def not_served(scheme: str, transform: str) -> str | None:
     """None when rotate_quantize.cu has this scheme, otherwise the reason in words."""
     spec = get_scheme(scheme)
+    if spec.widened and spec.folds and Rule.of(spec) not in _WORTHS:
+        return f"settle_values.cu folds global scales of nvfp4, not that of {scheme}"
+    if spec.widened and Rule.of(spec) == Rule.MS_EDEN and not _settles(scheme, transform):
+        return "values.cuh draws the coins of scales of chunks of 128 with a power of two alone"
     if spec.swizzled and (Rule.of(spec) not in _WORTHS or get_transform(transform).size != 128):
         return "align_scales.cu swizzles scales that it makes itself, of chunks of 128"
     if spec.select is not None and spec.rounding != "rtn":
@@ -81,6 +89,10 @@ def not_served(scheme: str, transform: str) -> str | None:
     if spec.block[0] != 1:
         return f"rotate_quantize.cu has blocks of one row, scheme {scheme} has square ones"
     return None
+
+
+def _settles(scheme: str, transform: str) -> bool:
+    return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
 
 
 def rotate_launch(
@@ -105,10 +117,12 @@ def rotate_launch(
     # How far above the largest code a block's largest can come out, and what rounds that down.
     clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
+    values = spec.widened and not amax
     threads, blocks_per_multiprocessor = _shape(spec, rows)
+    tiles = _TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2)
     return _rotate_launch(
         threads,
-        _TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2),
+        tiles + values * threads // 32 * _STAGED,
         overlaps,
         Q2_THREADS=threads,
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
@@ -118,6 +132,7 @@ def rotate_launch(
         Q2_ROWS=int(rows),
         Q2_COLS=int(cols),
         Q2_VECTORS=int(vectors),
+        Q2_VALUES=int(values),
         Q2_RULE=int(rule),
         Q2_STOCHASTIC=int(stochastic),
         Q2_CLIPS=int(clips),
@@ -134,8 +149,16 @@ def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) ->
 
 
 def align_launch(spec: Scheme, interleaved: bool) -> Launch:
-    """align_scales.cu. interleaved: of chunks of 128."""
+    """align_scales.cu, or for numbers instead of codes settle_values.cu. interleaved: of chunks of
+    128."""
     rule = Rule.of(spec)
+    if spec.widened and rule in _WORTHS:
+        return _settle_launch(
+            Q2_POW2=1,
+            Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
+            Q2_MX=0,
+            Q2_INTERLEAVED=int(interleaved),
+        )
     return _align_launch(
         Q2_POW2=int(spec.global_scale == "pow2"),
         Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
@@ -149,6 +172,11 @@ def align_launch(spec: Scheme, interleaved: bool) -> Launch:
 def _align_launch(**defines: int) -> Launch:
     layout = _ALIGN + "ii" * defines["Q2_SWIZZLED"]
     return launch("align_scales.cu", layout, threads=256, overlaps=True, defines=defines)
+
+
+@functools.cache
+def _settle_launch(**defines: int) -> Launch:
+    return launch("settle_values.cu", _ALIGN, threads=256, overlaps=True, defines=defines)
 
 
 def _shape(spec: Scheme, rows: bool) -> tuple[int, int]:
@@ -188,6 +216,7 @@ class _Side(NamedTuple):
     blocks: int  # of 16, a row
     scales_shape: tuple[int, int]
     scale_dtype: torch.dtype
+    widened: bool
 
     @property
     def worths(self) -> int:
@@ -237,7 +266,7 @@ def make_plan(
     tiles = ceil_div(m, _TILE) * across
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
     sides = tuple(
-        _Side(rows, width // 16, scales_shape(rows, width // spec.width, spec), dtype)
+        _Side(rows, width // 16, scales_shape(rows, width // spec.width, spec), dtype, spec.widened)
         if wanted
         else None
         for rows, width, wanted in (
@@ -255,6 +284,9 @@ def make_plan(
     rule = Rule.of(spec)
     worths = rule in _WORTHS
     most = max(side.made for side in present) if worths else 0
+    made_by = max(1, ceil_div(most, _SCALES_PER_BLOCK))
+    if spec.widened:  # thread blocks of settle_values.cu stay for more, or mostly leave at once
+        made_by = min(made_by, 2 * multiprocessors(index))
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     norm = rotation.norm * (128 if source == SOURCES["nvfp4"] else 1)
     return Plan(
@@ -264,7 +296,7 @@ def make_plan(
         (*extents, tiles, across, norm),
         max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index))),
         sum(ceil_div(side.worths, 4) * 4 for side in present) if worths else 0,
-        (max(1, ceil_div(most, _SCALES_PER_BLOCK)), len(present)),
+        (made_by, len(present)),
         sides,  # type: ignore[arg-type]
         ({Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),)
         + (tuple(side.blocks if side else 0 for side in order) if spec.swizzled else ()),
@@ -277,16 +309,19 @@ def _run(
     index: int, plan: Plan, operand: tuple[int, int, int], draws: tuple, amax: int
 ) -> list[Quantized]:
     sides = [(s, d) for s, d in zip(plan.sides, draws, strict=True) if s]
-    workspace = empty((plan.room + plan.parts * len(sides),), (1,), torch.float32)
+    parts = plan.parts
+    # Of each side the largest, and with settle_values.cu the smallest.
+    extents = parts * (2 if plan.room and sides[0][0].widened else 1)
+    workspace = empty((plan.room + extents * len(sides),), (1,), torch.float32)
     worths = workspace.data_ptr()
     largest = worths + 4 * plan.room
-    parts = plan.parts
     outputs: list[tuple] = []
     ends: tuple = ()
     results: list[Quantized] = []
     for side, (seed, stream) in sides:
-        rows, blocks, shape, dtype = side
-        codes = empty((rows, 8 * blocks), (8 * blocks, 1), torch.uint8)
+        rows, blocks, shape, dtype, widened = side
+        width, element = (16 * blocks, torch.bfloat16) if widened else (8 * blocks, torch.uint8)
+        codes = empty((rows, width), (width, 1), element)
         scales = empty(shape, (shape[1], 1), dtype)
         global_scale = empty((), (), torch.float32)
         results.append((codes, scales, global_scale))
@@ -299,8 +334,9 @@ def _run(
             + (rows, blocks, stream, 1 if amax else parts)
         )
         count = rows * blocks if plan.room else 0
-        ends += (worths, largest, seed_at, scales_at, unit_at, count, stream, parts)
-        worths, largest = worths + 4 * ceil_div(count, 4) * 4, largest + 4 * parts
+        settled_at = codes.data_ptr() if widened else scales_at
+        ends += (worths, largest, seed_at, settled_at, unit_at, count, stream, parts)
+        worths, largest = worths + 4 * ceil_div(count, 4) * 4, largest + 4 * extents
     if len(sides) == 1:
         both = (*outputs[0], *_NO_OUTPUT) if plan.sides[0] else (*_NO_OUTPUT, *outputs[0])
         ends += _NO_SIDE

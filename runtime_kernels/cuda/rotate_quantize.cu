@@ -9,6 +9,8 @@
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX)
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
+//   Q2_VALUES   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no scales
+//               (values.cuh); after `largest` the smallest worths that are not 0, less 1
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -23,10 +25,10 @@
 //
 // Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
 // the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
-// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53); nvfp4
-// source: .5625 read.
+// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53; values:
+// 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
-#include "rounding.cuh"
+#include "values.cuh"
 
 extern __shared__ __align__(128) u8 shared_tiles[];
 
@@ -84,11 +86,16 @@ struct Results {
   u32 stored[2][2];
 };
 
+// Of what a direction has stored; smallest: of what is not 0, less 1.
+struct Extent {
+  u32 largest = 0, smallest = ~0u;
+};
+
 // first: index of the first coin's Philox block, for each member of group 0; step: from there to
 // group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one.
 template <bool kAcross>
 Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first_a,
-                            u32 first_b, int step, Results& results, u32& largest) {
+                            u32 first_b, int step, Results& results, Extent& extent) {
   if constexpr (kRule == MS_EDEN) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
@@ -105,7 +112,7 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
       most[0] = most[1] = larger(most[0], most[1]);
     }
     if constexpr (kRule == MX || kRule == AMAX)
-      largest = max(largest, max(largest_of(most[0]), largest_of(most[1])));
+      extent.largest = max(extent.largest, max(largest_of(most[0]), largest_of(most[1])));
     if constexpr (kRule == AMAX) return;
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
@@ -116,7 +123,11 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
   }
   if constexpr (kRule == MS_EDEN || kRule == POW2) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) largest = max(largest, results.stored[i / 2][i % 2]);
+    for (int i = 0; i < 4; ++i) {
+      u32 worth = results.stored[i / 2][i % 2];
+      extent.largest = max(extent.largest, worth);
+      extent.smallest = min(extent.smallest, worth - 1);
+    }
   }
 }
 
@@ -129,7 +140,6 @@ struct Target {
   u8* scales;
   int left;  // blocks that exist from here on
 };
-constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
 constexpr bool kInterleaved = kWorths && kSize == 128;
 constexpr bool kEven = kSize >= 32 || kRule == MX;  // a row of results has an even number of blocks
 
@@ -147,7 +157,7 @@ Q2_INLINE u32 coins_at(const Output& out, int row, int block) {
 // One block, `ahead` of the target's.
 Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
   if (ahead >= target.left) return;
-  *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+  if constexpr (!kValues) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
   if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
   else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
   else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
@@ -157,17 +167,61 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32
 Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
-  *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
+  if constexpr (!kValues)
+    *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
   if constexpr (kWorths) ((uint2*)target.scales)[ahead / 2] = {stored_first, stored_second};
   else if constexpr (kRule == EXACT)
     ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
   else target.scales[ahead / 2] = (u8)stored_first;
 }
 
+// Place of a warp's staged rows in shared memory, after the tiles.
+Q2_INLINE u32 staged_rows() {
+  return kStages * kTileBytes + threadIdx.x / 32 * kStagedBytes;
+}
+
+// The values of what quantize_along_rows made.
+Q2_INLINE void store_values_of_row(const Output& out, Tile tile, const Pair (&x)[2][16],
+                                   const Results& made, const Common& common) {
+  int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 2, side = threadIdx.x % 2;
+  int top = tile.row + kStagedRows * warp, block = tile.col / kBlock;
+  u32 coins[2][2] = {};
+  if constexpr (kRule == MS_EDEN) coins_along_row(out, top + row, block, coins);
+  u32 at = staged_rows() + row * kStagedRowBytes + (64 * side ^ spread(row));
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      stage(shared_tiles, at, 8 * half + 2 * group, x[group], half,
+            scale_value(made.stored[group][half], common, coins[group][half]));
+  }
+  store_staged(out, top, block, shared_tiles, staged_rows());
+}
+
+// The same for quantize_along_cols.
+Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
+                                    const Pair (&x)[2][16], const Results& made,
+                                    const Common& common) {
+  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8;
+  int left = tile.col + kStagedRows * warp, block = tile.row / kBlock;
+  u32 coins[2][2] = {};
+  if constexpr (kRule == MS_EDEN) coins_along_cols(out, first, second, block, coins);
+#pragma unroll
+  for (int column = 0; column < 2; ++column) {
+    int row = (column ? second : first) - left;
+    u32 at = staged_rows() + row * kStagedRowBytes + (32 * quarter ^ spread(row));
+#pragma unroll
+    for (int group = 0; group < 2; ++group)
+      stage(shared_tiles, at, 8 * group, x[group], column,
+            scale_value(made.stored[group][column], common, coins[group][column]));
+  }
+  store_staged(out, left, block, shared_tiles, staged_rows());
+}
+
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
-                                   const Common& common, u32& largest) {
+                                   const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
   u32 source = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
@@ -212,13 +266,15 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
   }
   u32 coins = coins_at(p.along_rows, tile.row + row, tile.col / kBlock + 2 * side);
   Results made;
-  round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, largest);
+  round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, extent);
   if constexpr (kRule == AMAX) return;
+  if constexpr (kValues) store_values_of_row(p.along_rows, tile, x, made, common);
+  if constexpr (kValues && !kWorths) return;
   Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2 && !kValues; ++half)
       *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {
           made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
           made.codes[1][half][1]};
@@ -242,7 +298,7 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
 Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
-                                   const Common& common, u32& largest) {
+                                   const Common& common, Extent& extent) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
   constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
@@ -280,15 +336,17 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   int block = tile.row / kBlock + quarter;
   Results made;
   round_groups<true>(x, common, p.along_cols, coins_at(p.along_cols, first, block),
-                     coins_at(p.along_cols, second, block), 16, made, largest);
+                     coins_at(p.along_cols, second, block), 16, made, extent);
   if constexpr (kRule == AMAX) return;
+  if constexpr (kValues) store_values_of_cols(p.along_cols, tile, first, second, x, made, common);
+  if constexpr (kValues && !kWorths) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
     Target target = target_at(p.along_cols, column ? second : first, tile.row / kBlock);
     if constexpr (kInterleaved) {
       if (target.left <= 0) continue;
 #pragma unroll
-      for (int group = 0; group < 2; ++group)
+      for (int group = 0; group < 2 && !kValues; ++group)
         *(uint2*)(target.codes + (quarter + 4 * group) * 8) = {made.codes[group][column][0],
                                                                made.codes[group][column][1]};
       ((uint2*)target.scales)[quarter] = {made.stored[0][column], made.stored[1][column]};
@@ -299,7 +357,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   }
 }
 
-// The largest of the thread block's values.
+// The largest of the thread block's numbers.
 Q2_INLINE u32 block_largest(u32 value) {
   __shared__ u32 of_warp[kThreads / 32];
   value = __reduce_max_sync(~0u, value);
@@ -324,16 +382,20 @@ Q2_INLINE Common common_of(const Params& p, const Output& out) {
   return common;
 }
 
-Q2_INLINE void finish(const Output& out, u32 largest) {
+Q2_INLINE void finish(const Output& out, Extent extent) {
   if constexpr (kRule == EXACT) return;
-  largest = block_largest(largest);
-  if (threadIdx.x == 0) out.largest[blockIdx.x] = largest;
+  extent.largest = block_largest(extent.largest);
+  if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
+  if constexpr (kValues && kWorths) {
+    extent.smallest = ~block_largest(~extent.smallest);
+    if (threadIdx.x == 0) out.largest[gridDim.x + blockIdx.x] = extent.smallest;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     rotate_quantize(const __grid_constant__ Params p) {
   allow_next_kernel();  // which waits for the end of this one before it reads its results
-  u32 largest_along_rows = 0, largest_along_cols = 0;
+  Extent extent_along_rows, extent_along_cols;
   int index = blockIdx.x;
   const Walk walk(p);
   Tile tile = walk.first(), next;
@@ -357,13 +419,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (!kPacked) await_copies();
     __syncthreads();
     if (more && !kPacked && kStages == 2) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
-    if (kRows) quantize_along_rows(p, tile, current, rows, largest_along_rows);
-    if (kCols) quantize_along_cols(p, tile, current, cols, largest_along_cols);
+    if (kRows) quantize_along_rows(p, tile, current, rows, extent_along_rows);
+    if (kCols) quantize_along_cols(p, tile, current, cols, extent_along_cols);
     if (kStages == 1) {
       __syncthreads();
       if (more) fetch_elements(p, next, shared_tiles);
     }
   }
-  if (kRows) finish(p.along_rows, largest_along_rows);
-  if (kCols) finish(p.along_cols, largest_along_cols);
+  if (kRows) finish(p.along_rows, extent_along_rows);
+  if (kCols) finish(p.along_cols, extent_along_cols);
 }

@@ -19,6 +19,7 @@
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };
 
 constexpr Rule kRule = (Rule)Q2_RULE;
+constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
 constexpr bool kStochastic = Q2_STOCHASTIC;
 constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
 constexpr float kShrink = Q2_SHRINKS ? 0.75f : 1.0f;
@@ -143,7 +144,7 @@ Q2_INLINE void choose_scales(const Pair (&x)[16], Pair largest, const Common& co
   }
 }
 
-Q2_INLINE void round_to_nearest(const Pair (&x)[16], Pair inverse, u32 (&codes)[2][2]) {
+Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2]) {
   Pair scaled[16], rounded[16];
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
@@ -153,30 +154,37 @@ Q2_INLINE void round_to_nearest(const Pair (&x)[16], Pair inverse, u32 (&codes)[
       scaled[i] = {within_6(scaled[i].a, kUnit), within_6(scaled[i].b, kUnit)};
   }
   round_block(scaled, x, rounded, codes);
+  with_signs(rounded, x);
 }
 
 // first: Philox blocks of the coins of the two blocks.
-Q2_INLINE void round_stochastically(const Pair (&x)[16], Pair inverse, const Output& out,
+Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& out,
                                     const u32 (&first)[2], u32 (&codes)[2][2]) {
   u64 seed = *out.seed;
 #pragma unroll
   for (int member = 0; member < 2; ++member) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float a[8], sign[8];
+      float a[8], sign[8], rounded[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         Pair v = x[8 * half + i];
         sign[i] = member ? v.b : v.a;
         a[i] = within_6(fabsf(sign[i]) * (member ? inverse.b : inverse.a));
       }
-      codes[member][half] = stochastic_eight(a, sign, seed, first[member] + 2 * half, out.stream);
+      codes[member][half] =
+          stochastic_eight(a, sign, seed, first[member] + 2 * half, out.stream, rounded);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        Pair& v = x[8 * half + i];
+        (member ? v.b : v.a) = copysignf(rounded[i], sign[i]);
+      }
     }
   }
 }
 
-// Rounds two blocks whose largest magnitudes are given, before the factor. Returns what is to be
-// stored of each.
+// Rounds two blocks whose largest magnitudes are given, before the factor; x becomes what its codes
+// stand for, in kUnit. Returns what is to be stored of each.
 Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, const Output& out,
                              const u32 (&first)[2], u32 (&codes)[2][2]) {
   largest = mul(largest, both(common.factor));

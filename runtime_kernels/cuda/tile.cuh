@@ -25,12 +25,15 @@ constexpr int kRowBytes = kTileCols * kBytes;
 constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = kSource == F32 ? 1 : 2;  // tiles in shared memory
 constexpr int kBlock = 16;
+// What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
+constexpr bool kValues = Q2_VALUES;
 
 // Where codes of one direction go, and what rounding them takes (rounding.cuh).
 struct Output {
-  u8* codes;
+  u8* codes;            // kValues: bf16
   void* scales;         // MS_EDEN, POW2: worths, fp32; EXACT: e4m3; MX: e8m0
-  u32* largest;         // one a thread block, written; EXACT: `parts` of them, read
+  u32* largest;         // one a thread block, written; EXACT: `parts` of them, read. kValues: the
+                        // smallest follow
   float* global_scale;  // EXACT
   const u64* sign_seed;
   const u64* seed;  // of the coins

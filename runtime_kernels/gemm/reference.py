@@ -9,10 +9,9 @@ global scale is applied to the fp32 result.
 
 import torch
 
-from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.dequantize.reference import dequantize, scaled_codes
+from q2compile.runtime_kernels.dequantize.reference import scaled_codes
+from q2compile.runtime_kernels.gemm.op import checked
 from q2compile.runtime_kernels.registry import REFERENCE, kernel
-from q2compile.runtime_kernels.schemes import get_scheme
 
 
 @kernel("gemm", REFERENCE)
@@ -28,28 +27,17 @@ def gemm(
     b_scheme: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See gemm/op.py.
-
-    Raises:
-        ValueError: the operands are not padded to the same contraction.
-    """
-    check_quantized("gemm", a_codes, a_scales, a_global)
-    check_quantized("gemm", b_codes, b_scales, b_global)
-    if a_codes.shape[1] != b_codes.shape[1]:
-        raise ValueError(
-            f"q2::gemm: the operands are padded to contractions of {2 * a_codes.shape[1]} and "
-            f"{2 * b_codes.shape[1]}; quantise both with the same block width and transform."
-        )
-    a_spec, b_spec = get_scheme(a_scheme), get_scheme(b_scheme)
-    bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    if bf16 and a_spec.folds and b_spec.folds:
-        width = 2 * a_codes.shape[1]
-        a = dequantize(a_codes, a_scales, a_global, a_scheme, width, dtype)
-        b = dequantize(b_codes, b_scales, b_global, b_scheme, width, dtype)
-        # addmm adds the bias to the fp32 sums, before the one rounding.
-        return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
+    """See gemm/op.py."""
+    a_spec, b_spec = checked(
+        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
+    )
     a = scaled_codes(a_codes, a_scales, a_spec)
     b = scaled_codes(b_codes, b_scales, b_spec)
+    bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
+    if bf16 and a_spec.folds and b_spec.folds:
+        a, b = a.mul_(a_global).to(dtype), b.mul_(b_global).to(dtype)
+        # addmm adds the bias to the fp32 sums, before the one rounding.
+        return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
     out = _mm_fp32(a, b).mul_(a_global * b_global)
     if bias is not None:
         out += bias

@@ -104,6 +104,9 @@ inline void hand_over() {
 inline void __syncthreads() {
   hand_over();
 }
+inline void __syncwarp() {
+  hand_over();
+}
 
 // Two slots in turn: a coroutine is never more than one step ahead of another.
 inline const unsigned* exchange(unsigned value) {
@@ -114,6 +117,9 @@ inline const unsigned* exchange(unsigned value) {
 }
 inline float __shfl_xor_sync(unsigned, float x, int mask) {
   return __uint_as_float(exchange(__float_as_uint(x))[threadIdx.x ^ mask]);
+}
+inline unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) {
+  return exchange(x)[threadIdx.x ^ mask];
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   const unsigned* lanes = exchange(x) + threadIdx.x / 32 * 32;

@@ -92,6 +92,11 @@ Q2_INLINE u32 to_bf16(float x) {
 Q2_INLINE u32 to_bf16x2(float low, float high) {
   return to_bf16(low) | to_bf16(high) << 16;
 }
+// The product of two bf16 is exact in fp32.
+Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
+  return to_bf16x2(__uint_as_float(x << 16) * __uint_as_float(y << 16),
+                   __uint_as_float(x & 0xFFFF0000u) * __uint_as_float(y & 0xFFFF0000u));
+}
 
 Q2_INLINE float decode_e4m3(u32 byte) {
   return (byte & 0x7F) == 0x7F ? NAN : value_of(byte, 3, -6, 8);

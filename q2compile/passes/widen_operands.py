@@ -1,0 +1,74 @@
+"""Operands made as the bf16 numbers that a bf16 GEMM reads, where a GPU has no fp4 tensor cores."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from q2compile.passes.graphs import is_q2, q2_nodes
+from q2compile.passes.spec import named_arguments
+from q2compile.runtime_kernels.cuda.gemm import BF16
+from q2compile.runtime_kernels.cuda.rotation import NAME as CUDA
+from q2compile.runtime_kernels.registry import serving
+from q2compile.runtime_kernels.schemes import WIDENED
+
+_CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of q2.gemm, of a and b
+
+
+def widen_operands_pass(graph: fx.Graph) -> int:
+    """An operand that nothing but bf16 GEMMs reads need not be written as codes first.
+
+    before                                            after
+        a = rht_quantize(dy, s, S, R, False, 0)           a = rht_quantize(dy, s, S@bf16, R, ...)
+        gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@bf16, ...)
+
+    The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before it
+    reads those 2; now the quantiser writes them.
+
+    Preconditions: all that comes out of the op is read by q2.gemm nodes alone, which the CUDA kernel
+    for bf16 tensor cores serves, and the CUDA kernel of the op writes such numbers of this scheme and
+    transform; a pair of directions has one scheme, so both must be so.
+
+    Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
+    """
+    matches = 0
+    for node in list(q2_nodes(graph, "rht_quantize", "rht_quantize_both", "requantize")):
+        at = list(named_arguments(node)).index("scheme")
+        scheme: Any = node.args[at]
+        readers = {gemm for output in node.users for gemm in output.users}
+        if "@" in scheme or not readers or not all(_is_bf16(gemm) for gemm in readers):
+            continue
+        args = (*node.args[:at], scheme + WIDENED, *node.args[at + 1 :])
+        if _kernel(node, args) != CUDA:
+            continue
+        node.args = args
+        _update_meta(node)
+        for gemm in readers:
+            for codes, of_scheme in zip(_CODES, _SCHEMES, strict=True):
+                operand = gemm.args[codes]
+                if operand in node.users:
+                    gemm.update_arg(of_scheme, scheme + WIDENED)
+        matches += 1
+    return matches
+
+
+def _is_bf16(node: fx.Node) -> bool:
+    return is_q2(node, "gemm") and _kernel(node, node.args) == BF16
+
+
+def _kernel(node: fx.Node, args: Any) -> str:
+    name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
+    return serving(name, map_arg(args, lambda n: n.meta["val"])).name
+
+
+def _update_meta(node: fx.Node) -> None:
+    """What the op and its outputs are now, from its fake."""
+    target: Any = node.target
+    node.meta["val"] = target(*map_arg(node.args, lambda n: n.meta["val"]))
+    for output in node.users:
+        assert output.target is operator.getitem
+        index: Any = output.args[1]
+        output.meta["val"] = node.meta["val"][index]

@@ -1,0 +1,62 @@
+// From the worths that rotate_quantize.cu left, and the largest of them, to block scales: what
+// align_scales.cu and settle_values.cu share. Their headers say what the defines mean.
+#pragma once
+#include "numbers.cuh"
+
+constexpr int kThreads = 256;
+
+struct Side {
+  const float* worth;
+  const u32* largest;
+  const u64* seed;
+  u8* scales;
+  float* global_scale;
+  long long count;
+  u32 stream;
+  int parts;
+};
+
+// The largest of `count` numbers, each exclusive or flip.
+Q2_INLINE u32 largest_of(const u32* numbers, int count, u32 flip = 0) {
+  __shared__ u32 of_warp[kThreads / 32];
+  u32 value = 0;
+  for (int i = threadIdx.x; i < count; i += kThreads) value = max(value, numbers[i] ^ flip);
+  value = __reduce_max_sync(~0u, value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
+  __syncthreads();
+  return value;
+}
+
+Q2_INLINE float largest_worth(const Side& side) {
+  return __uint_as_float(largest_of(side.largest, side.parts));
+}
+
+Q2_INLINE float global_scale_of(float largest, [[maybe_unused]] float norm) {
+  if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
+#if Q2_MX
+  return norm;
+#elif Q2_POW2
+  // cap = 2^8, or 1.75 * 2^8. Subnormals get the floor of 2^-126.
+  constexpr u32 kCapMantissa = Q2_STOCHASTIC ? 0 : 0x600000;
+  if (largest == 0.0f) return 1.0f;
+  u32 bits = __float_as_uint(largest);
+  int exponent = (int)(bits >> 23) - 8 + ((bits & 0x7FFFFFu) > kCapMantissa);
+  return __uint_as_float((u32)max(exponent, 1) << 23);
+#else
+  return largest == 0.0f ? 1.0f : fmaxf(largest * 0x1p-8f, 0x1p-126f);
+#endif
+}
+
+// SR to e4m3 of x in [0, 448]. The grid around x has the step 2^(max(exponent, -6) - 3); x goes up
+// when coin < fraction of a step * 2^32. From 2^-6 on the upper bits of an fp32 count steps.
+Q2_INLINE u32 stochastic_normal(float x, u32 coin) {
+  u32 bits = __float_as_uint(x);
+  return (bits >> 20) - (120u << 3) + (coin < bits << 12);
+}
+Q2_INLINE u32 stochastic_subnormal(float x, u32 coin) {
+  float steps = x * 0x1p9f;
+  u32 below = (u32)steps;
+  return below + (coin < (u32)((steps - (float)below) * 0x1p32f));
+}

@@ -1,0 +1,75 @@
+// The second phase of rotate_quantize.cu with Q2_VALUES, where that made numbers from worths
+// (values.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are made
+// again. Mostly there are none, which the smallest worth shows, and nothing is read.
+//
+//   worth, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
+//                              worths but for zeros, less 1
+//   values        bf16 [16 n], code * provisional(scale), becomes code * scale * g; all NaN if g is
+//   global_scale  1; NaN if g is
+//
+// Bytes a block, if any has to be mended: 4 read, and 32 read and written of those that have.
+
+#include "scales.cuh"
+
+struct Params {
+  Side sides[2];  // whose `scales` are the values
+  const float* source_global;  // or null
+  float norm;
+};
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+
+// The scale of a block whose numbers have to be made again: what they were made with, and what they
+// should be, but for g.
+struct Scales {
+  float made, settled;
+};
+
+// worth: times factor; x: that over g.
+Q2_INLINE Scales scales_of(const Side& side, long long block, float worth, float x) {
+  x = fminf(x, 448.0f);
+  if constexpr (Q2_STOCHASTIC) {
+    uint4 coins[1];
+    philox(*side.seed, (u64)(block / 4), side.stream, COINS, coins);
+    u32 drawn = coin(coins, block % 4);
+    u32 byte = x >= 0x1p-6f ? stochastic_normal(x, drawn) : stochastic_subnormal(x, drawn);
+    return {provisional(stochastic_4_bits(worth, drawn)), from_e4m3(byte)};
+  } else {
+    return {provisional(worth), from_e4m3(to_e4m3(x))};
+  }
+}
+
+Q2_INLINE u32 made_again(u32 word, Scales scales, float global_scale) {
+  Pair v = from_bf16x2(word);
+  return to_bf16x2(__fdiv_rn(v.a, scales.made) * scales.settled * global_scale,
+                   __fdiv_rn(v.b, scales.made) * scales.settled * global_scale);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    settle_values(const __grid_constant__ Params p) {
+  const Side& side = p.sides[blockIdx.y];
+  await_previous_kernel();
+  float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
+  float global_scale = global_scale_of(largest_worth(side) * factor, p.norm);
+  bool poisoned = !(global_scale > 0.0f);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = poisoned ? global_scale : 1.0f;
+  float inverse = __frcp_rn(global_scale);
+  // A coin may take a scale from below 2^-100 to there, and none from 2^-99 on.
+  auto stands = [&](float worth) { return worth * inverse >= 0x1p-6f && worth >= 0x1p-99f; };
+  u32 smallest = ~largest_of(side.largest + side.parts, side.parts, ~0u) + 1;  // 0: there is none
+  if (!poisoned && (smallest == 0 || stands(__uint_as_float(smallest) * factor))) return;
+  for (long long block = blockIdx.x * (long long)kThreads + threadIdx.x; block < side.count;
+       block += (long long)gridDim.x * kThreads) {
+    long long at = Q2_INTERLEAVED ? (block & ~7ll) | (block & 3) << 1 | (block >> 2 & 1) : block;
+    float worth = side.worth[at], scaled = worth * factor;
+    if (!poisoned && (worth == 0.0f || stands(scaled))) continue;
+    Scales scales = scales_of(side, block, scaled, scaled * inverse);
+    uint4* values = (uint4*)side.scales + block * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 v = values[half];
+      values[half] = {
+          made_again(v.x, scales, global_scale), made_again(v.y, scales, global_scale),
+          made_again(v.z, scales, global_scale), made_again(v.w, scales, global_scale)};
+    }
+  }
+}

@@ -1,0 +1,184 @@
+"""The pass that has operands written as the bf16 numbers that a bf16 GEMM reads: its golden, what it
+is left out for, and what the ops make of such operands."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from q2compile.dump import readable
+from q2compile.passes import widen_operands
+from q2compile.passes.graphs import q2_nodes
+from q2compile.passes.spec import check_spec
+from q2compile.passes.widen_operands import widen_operands_pass
+from q2compile.runtime_kernels.cuda.plan import not_served
+from q2compile.runtime_kernels.schemes import WIDENED, get_scheme
+
+q2 = torch.ops.q2
+EDEN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
+
+
+def backward(dy, codes, scales, global_scale):
+    """dgrad and wgrad with one quantisation of the gradient in both directions."""
+    s, t = q2.seed(dy, 0), q2.seed(dy, 1)
+    both = q2.rht_quantize_both(dy, s, t, EDEN, "rht128", 0)
+    w = q2.requantize(codes, scales, global_scale, s, SOURCE, EDEN, "rht128", 72, 1)
+    x = q2.requantize(codes, scales, global_scale, t, SOURCE, EDEN, "rht128", 72, 1)
+    dx = q2.gemm(*both[:3], *w, None, EDEN, EDEN, torch.bfloat16)
+    dw = q2.gemm(*both[3:], *x, None, EDEN, EDEN, torch.bfloat16)
+    return dx, dw
+
+
+def traced(function=backward, tracing_mode="fake"):
+    dy = torch.randn(40, 40).bfloat16()
+    packed = q2.quantize(torch.randn(40, 72).bfloat16(), None, None, SOURCE, 0)
+    inputs = (dy, *packed)
+    return make_fx(function, tracing_mode=tracing_mode)(*inputs), inputs
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch) -> None:
+    """The kernels that a GPU without fp4 tensor cores would be served by."""
+
+    def serving(op, args):
+        if op == "gemm":
+            return SimpleNamespace(name="cuda_bf16")
+        scheme, transform = (a for a in args if isinstance(a, str) and a != SOURCE)
+        return SimpleNamespace(name="reference" if not_served(scheme, transform) else "cuda")
+
+    monkeypatch.setattr(widen_operands, "serving", serving)
+
+
+def run(graph_module, inputs):
+    torch.manual_seed(1)
+    return graph_module(*inputs)
+
+
+class TestGolden(TestCase):
+    def test_golden(self):
+        gm, _ = traced()
+        assert widen_operands_pass(gm.graph) == 3
+        lines = readable(gm).splitlines()
+        self.assertExpectedInline(
+            "\n".join(line for line in lines if "getitem" not in line.partition(":")[0]),
+            """\
+dy_1: bf16[40, 40]
+codes_1: u8[40, 40]
+scales_1: f8e4m3fn[40, 5]
+global_scale_1: f32[]
+seed: i64[] = q2.seed(dy_1, 0)
+seed_1: i64[] = q2.seed(dy_1, 1)
+rht_quantize_both: (bf16[40, 128], f8e4m3fn[0, 0], f32[], bf16[40, 128], f8e4m3fn[0, 0], f32[]) = q2.rht_quantize_both(dy_1, seed, seed_1, 'nvfp4_ms_eden_pow2@bf16', 'rht128', 0)
+requantize: (bf16[72, 128], f8e4m3fn[0, 0], f32[]) = q2.requantize(codes_1, scales_1, global_scale_1, seed, 'nvfp4_46_pow2', 'nvfp4_ms_eden_pow2@bf16', 'rht128', 72, 1)
+requantize_1: (bf16[72, 128], f8e4m3fn[0, 0], f32[]) = q2.requantize(codes_1, scales_1, global_scale_1, seed_1, 'nvfp4_46_pow2', 'nvfp4_ms_eden_pow2@bf16', 'rht128', 72, 1)
+gemm: bf16[40, 72] = q2.gemm(getitem, getitem_1, getitem_2, getitem_6, getitem_7, getitem_8, None, 'nvfp4_ms_eden_pow2@bf16', 'nvfp4_ms_eden_pow2@bf16', torch.bfloat16)
+gemm_1: bf16[40, 72] = q2.gemm(getitem_3, getitem_4, getitem_5, getitem_9, getitem_10, getitem_11, None, 'nvfp4_ms_eden_pow2@bf16', 'nvfp4_ms_eden_pow2@bf16', torch.bfloat16)
+return (gemm, gemm_1)""",
+        )
+
+
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_the_gradients_keep_their_bits(tracing_mode) -> None:
+    gm, inputs = traced(tracing_mode=tracing_mode)
+    before = run(gm, inputs)
+    assert widen_operands_pass(gm.graph) == 3
+    gm.recompile()
+    check_spec(gm.graph, "backward", "test")
+    assert all(torch.equal(a, b) for a, b in zip(run(gm, inputs), before, strict=True))
+    assert widen_operands_pass(gm.graph) == 0
+
+
+def test_the_graph_says_the_new_shapes() -> None:
+    gm, _ = traced()
+    widen_operands_pass(gm.graph)
+    for node in q2_nodes(gm.graph, "rht_quantize_both", "requantize"):
+        values = [user.meta["val"] for user in node.users if user.args[1] % 3 == 0]
+        assert values and all(v.dtype == torch.bfloat16 and v.shape[1] == 128 for v in values)
+
+
+def test_what_others_read_keeps_its_codes() -> None:
+    def function(dy, *_):
+        read = q2.rht_quantize(dy, q2.seed(dy, 0), EDEN, "rht128", False, 0)
+        out = q2.gemm(*read, *read, None, EDEN, EDEN, torch.bfloat16)
+        returned = q2.rht_quantize(dy, q2.seed(dy, 1), EDEN, "rht128", False, 0)
+        out_1 = q2.gemm(*returned, *returned, None, EDEN, EDEN, torch.bfloat16)
+        return out, out_1, q2.dequantize(*read, EDEN, 40, torch.bfloat16), returned[1]
+
+    gm, _ = traced(function)
+    assert widen_operands_pass(gm.graph) == 0
+
+
+def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
+    def function(dy, *_):
+        q = q2.rht_quantize(dy, q2.seed(dy, 0), EDEN, "rht64", False, 0)
+        return q2.gemm(*q, *q, None, EDEN, EDEN, torch.bfloat16)
+
+    gm, _ = traced(function)
+    assert widen_operands_pass(gm.graph) == 0
+
+
+@pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])
+def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
+    gm, _ = traced()
+    monkeypatch.setattr(widen_operands, "serving", lambda *a: SimpleNamespace(name=gemm))
+    assert widen_operands_pass(gm.graph) == 0
+
+
+@pytest.mark.parametrize("scheme", [EDEN, "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn"])
+def test_widened_times_its_global_scale_is_what_the_codes_stand_for(scheme) -> None:
+    """Where the global scale is a power of two it is in the numbers, and then 1."""
+    x, seed = torch.randn(40, 200).bfloat16(), torch.tensor(3)
+    values, scales, global_scale = q2.rht_quantize(x, seed, scheme + WIDENED, "rht64", False, 0)
+    packed = q2.rht_quantize(x, seed, scheme, "rht64", False, 0)
+    assert scales.numel() == 0 and values.shape == (40, 256)
+    assert global_scale == (1 if get_scheme(scheme).folds else packed[2])
+    want = q2.dequantize(*packed, scheme, 256, torch.float32)
+    assert torch.equal(values.float() * global_scale, want)
+
+
+def test_one_widened_operand_is_enough() -> None:
+    """The other, a saved weight say, may still be codes; its global scale may be any number."""
+    seed = torch.tensor(3)
+    a, b = torch.randn(24, 200).bfloat16(), torch.randn(16, 200).bfloat16()
+    for scheme in (EDEN, "nvfp4_ms_eden"):
+        of_a = q2.rht_quantize(a, seed, EDEN, "rht128", False, 0)
+        of_b = q2.rht_quantize(b, seed, scheme, "rht128", False, 1)
+        widened = q2.rht_quantize(a, seed, EDEN + WIDENED, "rht128", False, 0)
+        for dtype in (torch.bfloat16, torch.float32):
+            want = q2.gemm(*of_a, *of_b, None, EDEN, scheme, dtype)
+            got = q2.gemm(*widened, *of_b, None, EDEN + WIDENED, scheme, dtype)
+            assert torch.equal(got, want)
+
+
+def test_errors_say_what_came() -> None:
+    packed = q2.quantize(torch.randn(8, 32), None, None, SOURCE, 0)
+    with pytest.raises(ValueError, match="bfloat16 codes .* got torch.uint8"):
+        q2.gemm(*packed, *packed, None, SOURCE + WIDENED, SOURCE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["widen_operands", "swizzle_scales"])
+def test_operands_of_another_shape_get_through_inductor(name, monkeypatch) -> None:
+    """Trap: an operand had the strides that it had in tracing forced upon it, and numbers overlapped."""
+    from q2compile.passes import swizzle_scales
+
+    def fp4(op, args):
+        return SimpleNamespace(name="cublaslt_fp4" if op == "gemm" else "cuda")
+
+    if name == "swizzle_scales":
+        monkeypatch.setattr(swizzle_scales, "serving", fp4)
+        monkeypatch.setattr(widen_operands, "serving", fp4)
+
+    def gradient(options) -> torch.Tensor:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        layer = torch.nn.Linear(96, 80, dtype=torch.bfloat16)
+        x, dy = torch.randn(160, 96).bfloat16(), torch.randn(160, 80).bfloat16()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(layer, backend="quartet2", options=options)(x).backward(dy)
+        return layer.weight.grad
+
+    assert torch.equal(gradient({}), gradient({"disable_passes": [name]}))
