@@ -12,10 +12,9 @@ TYPED := build/typed
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
 
-# Each file in a process of its own, as many at once as there are cores, with one thread each: the
-# tests are many small computations, and compilers leave state behind in a process.
+# A process for each core, and one thread in each: the tests are many small computations.
 test: $(VENV)/.with-train,dev
-	ls tests/test_*.py | OMP_NUM_THREADS=1 xargs -P $$(nproc) -n 1 $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .

@@ -127,7 +127,7 @@ _SR64 = "rht64>mxfp4_sr"
 RECIPES = {
     r.name: r
     for r in [
-        # Quartet II (arXiv 2601.22813 v2).
+        # Quartet II (arXiv 2601.22813 v2, section 5 and figure 3).
         #   y  = Q46(x) Q46(w)ᵀ
         #   dx = Qeden(dy H) Qeden(Q46(w)ᵀ H)ᵀ       RHT-128 along N
         #   dw = Qeden(dyᵀ H) Qeden(Q46(x)ᵀ H)ᵀ      RHT-128 along T
@@ -138,8 +138,8 @@ RECIPES = {
             wgrad=f"{_EDEN} @ requantize>{_EDEN}",
         ),
         # NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149, section 4), with signs per step
-        # and SR that never clips. NVIDIA's library itself: transform "rht16_fixed", scheme
-        # "nvfp4_sr_clip".
+        # and SR that never clips (Quartet II, section 3.1). NVIDIA's library itself: transform
+        # "rht16_fixed", scheme "nvfp4_sr_clip".
         #   y  = Q(x) Q16x16(w)ᵀ
         #   dx = Qsr(dy) Q16x16(w)                   the same codes of w
         #   dw = Qsr(dyᵀ H) Q(xᵀ H)ᵀ                 RHT-16 along T; x quantised in the forward
@@ -149,8 +149,8 @@ RECIPES = {
             dgrad="nvfp4_sr @ reuse>nvfp4_16x16",
             wgrad="rht16>nvfp4_sr @ forward>rht16>nvfp4",
         ),
-        # Quartet (arXiv 2505.14669 v4). The 3/4 of RTN 3/4 comes back in
-        # the operands' global scale, 4/3 each, so alpha is 16/9.
+        # Quartet (arXiv 2505.14669 v4, section 4.4 and algorithm 1). The 3/4 of RTN 3/4 comes back
+        # in the operands' global scale, 4/3 each, so alpha is 16/9.
         #   y  = Qq(x H) Qq(w H)ᵀ                    H32 without signs along K, QuEST
         #   dx = (Mx ∘ (Q34(dy H) Q34(Qq(wH)ᵀ H)ᵀ)) H⁻¹      RHT-32 along N
         #   dw = (Mw ∘ (Q34(dyᵀ H) Q34(Qq(xH)ᵀ H)ᵀ)) H⁻¹     RHT-32 along T
@@ -165,8 +165,8 @@ RECIPES = {
         #   dx = Qsr34(dy H) Qsr34(wᵀ H)ᵀ            RHT-64 along N
         #   dw = Qsr34(dyᵀ H) Qsr34(xᵀ H)ᵀ           RHT-64 along T
         _recipe("mxfp4", BF16, f"{_SR64} @ {_SR64}", f"{_SR64} @ {_SR64}"),
-        # TetraJet-v2, as Quartet II compares it: SR where quartet2 has MS-EDEN, RTN where it has
-        # 4/6.
+        # TetraJet-v2, as Quartet II compares it (section 2): SR where quartet2 has MS-EDEN, RTN
+        # where it has 4/6.
         #   y  = Q(x) Q(w)ᵀ
         #   dx = Qsr(dy H) Qsr(Q(w)ᵀ H)ᵀ             RHT-128 along N
         #   dw = Qsr(dyᵀ H) Qsr(Q(x)ᵀ H)ᵀ            RHT-128 along T

@@ -4,10 +4,11 @@ level.
     rtn, sr   s = 2^(floor(log2 largest) - 2); code = round(shrink * x / s)
     quest     s = 2^round(log2(2.92247856/6 * rms)); code = e2m1(x / s), trusted where |x / s| < 6
 
-The first is the scale rule of OCP's "Microscaling Formats (MX) v1.0": largest / s lies in [4, 8),
-of which the codes hold up to 6. With shrink = 3/4 nothing clips; the factor comes back as a global
-scale of 4/3, so that a GEMM's alpha is the papers' 16/9 ("Training LLMs with MXFP4", 2502.20586,
-with SR; Quartet, 2505.14669 v4, with RTN). QuEST's constant makes the error on a Gaussian smallest.
+The first is the scale rule of OCP's "Microscaling Formats (MX) v1.0", section 6.3: largest / s
+lies in [4, 8), of which the codes hold up to 6. With shrink = 3/4 nothing clips; the factor comes
+back as a global scale of 4/3, so that a GEMM's alpha is the papers' 16/9 ("Training LLMs with
+MXFP4", 2502.20586, with SR; Quartet, 2505.14669 v4, algorithm 1, with RTN). QuEST: Quartet, section
+4.3; its constant, from the authors' code, makes the error on a Gaussian smallest.
 """
 
 import torch
@@ -39,7 +40,9 @@ def _quest_exponent(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     [2^e, 2^(e+1)) it is ceil(e / 2). The block is first scaled by a power of two to a maximum in
     [1, 2), so that its squares are in range at any magnitude.
 
-    The paper adds 1e-8 inside the logarithm; without it x * 2^j has the codes of x for every j.
+    The authors' code adds 1e-8 inside the logarithm; without it x * 2^j has the codes of x for
+    every j. It also cuts the logarithm down to an integer; only rounded does it give the paper's
+    error (Quartet, table 2).
     """
     top = exponent_of(largest).clamp(min=-126)
     mean_square = sum_neighbours((x * power_of_two(-top)).square_()) / x.shape[1]

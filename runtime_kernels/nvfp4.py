@@ -59,7 +59,7 @@ def _four_over_six(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of two candidate scales of a block, which map its largest to vmax and to vmax / 1.5, the one
     with the smaller error of the dequantised block; the first in a tie. "Four over Six"
-    (2512.02010). Returns the e2m1 values and the scale.
+    (2512.02010); Quartet II (2601.22813 v2), section 4.2. Returns the e2m1 values and the scale.
 
     Errors are taken in units of each scale, x*r - e2m1(x*r), and put on one footing by the ratio of
     the scales, so that squares neither overflow nor vanish at any magnitude of x.
@@ -91,7 +91,7 @@ def _candidate(
 
 
 def _ms_eden(blocks: Blocks) -> Rounded:
-    """MS-EDEN with post-hoc range alignment, Quartet II (2601.22813 v2).
+    """MS-EDEN with post-hoc range alignment, Quartet II (2601.22813 v2), algorithm 1 and section 7.
 
     p = largest / s_clip to 4 significant bits (s_clip > 6 * 16/17: the far tail is clipped at 6,
     for a smaller error of the rest); u = x / p; c = e2m1(u); the correction S = <u, u> / <u, c>
@@ -117,8 +117,8 @@ def _ms_eden(blocks: Blocks) -> Rounded:
 
 
 def exact_global_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """g = amax / (vmax * cap), fp32 0-dim; 1 for an all-zero tensor; NaN when amax is not
-    finite."""
+    """g = amax / (vmax * cap), fp32 0-dim; 1 for an all-zero tensor; NaN when amax is not finite.
+    "Pretraining LLMs with NVFP4" (2509.25149), appendix B.1."""
     return finite_or_nan(_floored(_divided(amax, scheme.vmax * scheme.cap)), amax)
 
 

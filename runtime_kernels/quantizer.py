@@ -39,7 +39,8 @@ def quantize_tiles(
 
     Returns:
         codes uint8 [rows, Kp/2], or widened bf16 [rows, Kp]; scales [rows / rows of a block, Kp /
-        width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8], one bit an element, else None.
+        width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8],
+        one bit an element, else None.
     """
     if scheme.rounding != "ms_eden" and not (isinstance(factor, float) and factor == 1.0):
         tiles = tiles.mul_(factor)

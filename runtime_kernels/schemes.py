@@ -10,9 +10,13 @@ dimension, the one that the GEMM contracts. Two formats exist:
     nvfp4   blocks of 16 (or 16x16), e4m3 scales, fp32 global scale
     mxfp4   blocks of 32, e8m0 (power of two) scales, global scale 1 (4/3 where codes shrink by 3/4)
 
-Sources: NVFP4 and its recipe, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); 4/6, "Four over
-    Six" (2512.02010); MS-EDEN, Quartet II (2601.22813 v2); QuEST and RTN 3/4, Quartet (2505.14669
-    v4); SR 3/4, "Training LLMs with MXFP4" (2502.20586).
+Sources:
+    NVFP4           "Pretraining LLMs with NVFP4" (arXiv 2509.25149), appendix B; 16x16: section 4.3
+    SR, 16/17       Quartet II (2601.22813 v2), section 3.1
+    4/6             "Four over Six" (2512.02010); in the forward alone: Quartet II, section 4.2
+    MS-EDEN         Quartet II, section 3.3 and algorithm 1
+    QuEST, RTN 3/4  Quartet (2505.14669 v4), section 4.3 and algorithm 1 (appendix A.1)
+    SR 3/4          "Training LLMs with MXFP4" (2502.20586)
 """
 
 import difflib
@@ -23,9 +27,9 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
 # SR puts a block's maximum at 16/17 of 6: an e4m3 scale rounded to nearest is at most 1/17 too
-# small, so nothing clips.
+# small, so nothing clips. Quartet II, section 3.1.
 SR_HEADROOM = 16 / 17
-# MS-EDEN's clipping point, Quartet II: 6 * (16/17) / 0.93 = 6.072, the value that
+# MS-EDEN's clipping point, Quartet II, section 3.3: 6 * (16/17) / 0.93 = 6.072, the value that
 # minimises the error on N(0,1).
 MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
 
@@ -97,7 +101,8 @@ def _nvfp4() -> list[Scheme]:
         replace(stochastic, name="nvfp4_sr"),
         # NVIDIA's library: the maximum goes to 6, and clips where the e4m3 scale was rounded down.
         replace(stochastic, name="nvfp4_sr_clip", vmax=E2M1_MAX),
-        # Biased, since the draw with the smaller error is kept: for forward or for study.
+        # Biased, since the draw with the smaller error is kept (Quartet II, section 4.2): for
+        # forward or for study.
         replace(stochastic, name="nvfp4_sr_46", select="mse", cap=256.0),
         replace(rtn, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
     ]

@@ -6,6 +6,11 @@ D H)^T = a b^T. The signs go in before H; after it they would do nothing.
 
 Names: "none"; "h32" (no signs); "rht16|rht32|rht64|rht128" (signs drawn from the seed); the same
     with "_fixed" (the signs of FIXED_SIGN_SEED, for every tensor and every step).
+
+Sources: "Pretraining LLMs with NVFP4" (arXiv 2509.25149), appendix C, and section 4.2 for 16 and
+    one fixed sign vector; Quartet (2505.14669 v4), section 4.4, for 32; "Training LLMs with MXFP4"
+    (2502.20586) for 64; Quartet II (2601.22813 v2), appendix A, for 128 with the same signs in
+    every chunk, drawn anew for each tensor and micro-batch.
 """
 
 import difflib

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from q2compile.dump import DumpFolder
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
@@ -19,10 +24,26 @@ def _same_numbers_in_every_run() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_mode_outlives_its_test() -> Iterator[None]:
+    """One that does, after an error in a compiler, say, would have torch.load make fake tensors."""
+    yield
+    assert _get_current_dispatch_mode_stack() == []
+    assert TracingContext.try_get() is None
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled or counted yet, and no dump folder is in use, as in a new process."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(DumpFolder, "_open", {})
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, as it does in a user's program: a shell may start the tests
-    in the background with the signal ignored."""
+    """SIGINT raises KeyboardInterrupt, as it does in a user's program: pytest-xdist ignores it in
+    its workers."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 EAGER = {"inner": "eager"}
 WIDTH, VOCABULARY = 32, 48
@@ -16,6 +17,23 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    """x + down(silu(up(x))) of x [T, 64], all of it checkpointed on request."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x):
+        return x + self.down(F.silu(self.up(x)))
 
 
 class Model(nn.Module):

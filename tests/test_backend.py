@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from q2compile import explain
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 EAGER = {"inner": "eager"}
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,11 +44,6 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attention(self.norm(x))
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
 
 
 def model_and_input(blocks=1, seed=0):

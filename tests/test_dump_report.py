@@ -15,6 +15,8 @@ from q2compile import cli
 from q2compile.dump import DumpFolder
 from q2compile.report import Report
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 EAGER = {"inner": "eager"}
 
 
@@ -30,12 +32,6 @@ class Net(nn.Module):
     def forward(self, x):
         h = F.silu(self.up(x))
         return self.head(torch.softmax(h @ h.mT, -1) @ h) + self.tiny(h).sum()
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(DumpFolder, "_open", {})
 
 
 def explained(**options):

@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from q2compile import explain
-from q2compile.dump import DumpFolder, readable
+from q2compile.dump import readable
 from q2compile.errors import StageError
 from q2compile.faults import FaultWarning
 from q2compile.passes import PASSES
 from q2compile.passes.graphs import q2_nodes
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 EAGER = {"inner": "eager"}
 
@@ -34,12 +36,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = x + self.down(checkpoint(self.up, x, use_reentrant=False).relu())
         return self.attention(x, x, x, need_weights=False)[0]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(DumpFolder, "_open", {})
 
 
 def fails_on(*ops):

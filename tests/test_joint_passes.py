@@ -4,11 +4,11 @@ import operator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from graph_builder import Builder, q2
+from small_model import Mlp, quantised
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile import Config
 from q2compile.passes.joint import JOINT_PASSES, JointPasses
@@ -138,32 +138,16 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     assert JointPasses(Config(recipe="nvfp4", disable_passes=left_out), []).names == []
 
 
-class Mlp(nn.Module):
-    def __init__(self, checkpointed):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        if self.checkpointed:
-            return checkpoint(self.run, x, use_reentrant=False)
-        return self.run(x)
-
-    def run(self, x):
-        return self.down(F.silu(self.up(x)))
-
-
 T = 128
 
 
-def step(checkpointed, folder, inner="eager", **options):
+def step(checkpointed, folder, **options):
     """Loss, gradients, the tensors saved for backward, and the ops of the backward graph."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Mlp(checkpointed), Mlp(checkpointed))
     x = torch.randn(T, 64, requires_grad=True)
-    options = {"inner": inner, "dump": str(folder), **options}
-    compiled = torch.compile(model, backend="quartet2", options=options)
+    compiled = quantised(model, dump=str(folder), **options)
     saved = []
     noting = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with noting, torch.autocast("cpu", torch.bfloat16):

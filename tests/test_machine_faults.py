@@ -17,10 +17,11 @@ from torch._subclasses import FakeTensorMode
 
 from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
-from q2compile.dump import DumpFolder
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import launch, nvrtc, selfcheck
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 EAGER = {"inner": "eager"}
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,12 +34,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.down(self.up(x).relu())
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(DumpFolder, "_open", {})
 
 
 def compiled(model=None, **options):

@@ -8,6 +8,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from q2compile import explain
 from q2compile.names import expected_sites, site_name
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 EAGER = {"inner": "eager"}
 
 
@@ -39,11 +41,6 @@ class Model(nn.Module):
 
 
 ALL = [f"layers.{i}.{m}" for i in range(3) for m in ("up", "down")] + ["head"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
 
 
 def names(report):

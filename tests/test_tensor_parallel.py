@@ -27,15 +27,12 @@ from q2compile import explain
 from q2compile.report import Report
 from q2compile.tensor_parallel import Plan, smallest_part
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 K, N, BATCH, SEQ = 128, 256, 4, 32
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
 Placements = list[Placement]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True, scope="module")

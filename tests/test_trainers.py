@@ -10,15 +10,12 @@ import torch
 from small_model import assert_close, gradients, new_model
 
 from q2compile.config import CONFIG_FILE_VARIABLE
-from q2compile.dump import DumpFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(DumpFolder, "_open", {})
+def examples(fresh_compiler, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples" / "trainers")
 
 

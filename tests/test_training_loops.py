@@ -24,14 +24,8 @@ from torch.utils.checkpoint import (
 )
 
 from q2compile import explain
-from q2compile.dump import DumpFolder
 
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(DumpFolder, "_open", {})
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 # ---- precisions ---------------------------------------------------------------------------------

@@ -20,14 +20,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from q2compile import explain
-from q2compile.dump import DumpFolder
 
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(DumpFolder, "_open", {})
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def sites(report, taken=True):
@@ -95,7 +89,7 @@ def test_strict_cannot_speak_when_no_graph_reaches_the_backend():
             return self.head(x)
 
     model, x = Skipped(), torch.randn(4, 32)
-    y = torch.compile(model, backend="quartet2", options={**EAGER, "strict": True})(x)
+    y = quantised(model, strict=True)(x)
     assert torch.equal(y, model(x))  # in silence
     report = explain(model, x, options=EAGER)
     assert (report.graphs, [r.module for r in report.rows]) == (0, ["head"])
@@ -192,7 +186,7 @@ def test_functional_call_inside_the_compiled_function_says_why_not():
     assert {row.why for row in report.rows} == {
         "the weight is an input of the graph, and no nn.Parameter"
     }
-    y = torch.compile(forward, backend="quartet2", options=EAGER)(given, tokens)
+    y = quantised(forward)(given, tokens)
     torch.testing.assert_close(y, model(tokens))
 
 
@@ -214,11 +208,10 @@ def test_inside_torch_func_matmuls_are_left_and_strict_refuses(name):
     own = [row for row in report.rows if row.has_parameter]
     assert own and {row.taken for row in own} == {False}
     assert all(row.why.startswith("inside torch.func") for row in own)
-    compiled = torch.compile(function, backend="quartet2", options=EAGER)
-    torch.testing.assert_close(compiled(x), function(x))
+    torch.testing.assert_close(quantised(function)(x), function(x))
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"strict: 2 matmul.*inside torch\.func"):
-        torch.compile(function, backend="quartet2", options={**EAGER, "strict": True})(x)
+        quantised(function, strict=True)(x)
 
 
 def test_torch_func_around_a_compiled_model_is_torchs_own_eager():

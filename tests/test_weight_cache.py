@@ -7,21 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from small_model import Mlp, quantised
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 import q2compile
 from q2compile import weight_cache
 from q2compile.weight_cache import Form, parts_of
 
-EAGER = {"inner": "eager"}
 FORM = Form("nvfp4_46_pow2", torch.float32, False)
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+def fresh(fresh_compiler):
     q2compile.forget_weights()
 
 
@@ -216,21 +214,6 @@ def test_tensors_whose_changes_cannot_be_seen_are_not_cached():
         assert make.calls == 2 and len(weight_cache._made) == 0
 
 
-class Mlp(nn.Module):
-    def __init__(self, checkpointed=False):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        if self.checkpointed:
-            return checkpoint(self.run, x, use_reentrant=False)
-        return self.run(x)
-
-    def run(self, x):
-        return x + self.down(F.silu(self.up(x)))
-
-
 @contextlib.contextmanager
 def counted():
     """How often codes are made by compiled models."""
@@ -252,8 +235,7 @@ def counted():
 def train(model, cache, steps=2, micro_batches=2, device="cpu", **options):
     """Losses and final weights of a training with accumulated gradients, bf16 autocast."""
     torch._dynamo.reset()
-    options = {**EAGER, "cache_weights": cache, **options}
-    compiled = torch.compile(model, backend="quartet2", options=options)
+    compiled = quantised(model, cache_weights=cache, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     torch.manual_seed(5)
@@ -306,8 +288,7 @@ def test_under_inductor_too():
 
 def test_in_inference_once_until_something_changes(tmp_path):
     model, x = Mlp(), torch.randn(8, 64)
-    options = {**EAGER, "cache_weights": True, "dump": str(tmp_path)}
-    compiled = torch.compile(model, backend="quartet2", options=options)
+    compiled = quantised(model, cache_weights=True, dump=str(tmp_path))
     with counted() as making, torch.no_grad():
         first = [compiled(x) for _ in range(3)][-1]
         assert making.calls == 2
@@ -318,7 +299,7 @@ def test_in_inference_once_until_something_changes(tmp_path):
         assert making.calls == 5
     torch._dynamo.reset()
     with torch.no_grad():
-        plain = torch.compile(model, backend="quartet2", options=EAGER)(x)
+        plain = quantised(model)(x)
     assert torch.equal(changed, plain)
     forward = (tmp_path / "graph_0" / "4_after_passes_forward.txt").read_text()
     assert forward.count("q2.quantize(") == 2  # x of up and of down
@@ -327,7 +308,7 @@ def test_in_inference_once_until_something_changes(tmp_path):
 
 def test_training_and_evaluation_share_what_is_made():
     model, x = Mlp(), torch.randn(8, 64)
-    compiled = torch.compile(model, backend="quartet2", options={**EAGER, "cache_weights": True})
+    compiled = quantised(model, cache_weights=True)
     with counted() as making:
         with torch.no_grad():
             compiled(x)
@@ -369,9 +350,8 @@ def test_other_spellings(tmp_path):
     outputs = []
     for cache in (False, True):
         torch._dynamo.reset()
-        options = {**EAGER, "cache_weights": cache}
         with counted() as making:
-            compiled = torch.compile(model, backend="quartet2", options=options)
+            compiled = quantised(model, cache_weights=cache)
             outputs += [compiled(tokens), compiled(tokens)]
         assert making.calls == 2 * cache
     assert all(torch.equal(outputs[0], y) for y in outputs[1:])
@@ -392,11 +372,10 @@ def test_a_weight_that_the_graph_changes_is_quantised_in_the_graph():
     plain, cached = models(Changing)
     x = torch.randn(8, 64)
     with torch.no_grad():
-        expected = torch.compile(plain, backend="quartet2", options=EAGER)(x)
+        expected = quantised(plain)(x)
         torch._dynamo.reset()
-        options = {**EAGER, "cache_weights": True}
         with counted() as making:
-            got = torch.compile(cached, backend="quartet2", options=options)(x)
+            got = quantised(cached, cache_weights=True)(x)
     assert torch.equal(expected, got) and making.calls == 0
 
 
@@ -407,9 +386,7 @@ def test_fsdp_is_refused():
     try:
         model = Mlp()
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-        compiled = torch.compile(
-            model, backend="quartet2", options={**EAGER, "cache_weights": True}
-        )
+        compiled = quantised(model, cache_weights=True)
         with pytest.raises(Exception, match="cache_weights: FSDP gathers weights"):
             compiled(torch.randn(8, 64))
     finally:

@@ -25,12 +25,12 @@ def widen_operands_pass(graph: fx.Graph) -> int:
         a = rht_quantize(dy, s, S, R, False, 0)           a = rht_quantize(dy, s, S@bf16, R, ...)
         gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@bf16, ...)
 
-    The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before it
-    reads those 2; now the quantiser writes them.
+    The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before
+    it reads those 2; now the quantiser writes them.
 
-    Preconditions: all that comes out of the op is read by q2.gemm nodes alone, which the CUDA kernel
-    for bf16 tensor cores serves, and the CUDA kernel of the op writes such numbers of this scheme and
-    transform; a pair of directions has one scheme, so both must be so.
+    Preconditions: all that comes out of the op is read by q2.gemm nodes alone, which the CUDA
+    kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such numbers of this
+    scheme and transform; a pair of directions has one scheme, so both must be so.
 
     Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
     """

@@ -2,7 +2,8 @@
 
 The truth that a recipe's gradients are held to is the gradient of its *own* quantised forward, as
 its operands are: dy Q(w) where dgrad takes the codes that fprop saved, dy w where it takes w. A
-recipe without bias comes ever nearer to it as draws are averaged; one with bias stops.
+recipe without bias comes ever nearer to it as draws are averaged; one with bias stops. Quartet II
+(arXiv 2601.22813 v2), appendix A and figure 9, does so with a language model.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Quartet II is arXiv 2601.22813 v2 and its released code, Quartet is 2505.14669 v
 relative and quadratic, on N(0,1). Bits are -log2(error) / 2.
 """
 
-# Scheme -> error x 1e-3. NVFP4 as Quartet II prints it, MXFP4 as Quartet does.
+# Scheme -> error x 1e-3. NVFP4: Quartet II, table 1. MXFP4: Quartet, table 2.
 ERRORS = {
     "nvfp4": 9.0,
     "nvfp4_46": 7.6,
@@ -18,7 +18,7 @@ ERRORS = {
     "mxfp4_quest": 13.2,
 }
 
-# Scheme -> effective bits, where Quartet II prints them.
+# Scheme -> effective bits, where the notebooks of Quartet II's released code print them.
 BITS = {
     "nvfp4": 3.394,
     "nvfp4_46": 3.524,
@@ -27,7 +27,7 @@ BITS = {
     "nvfp4_sr": 2.705,
 }
 
-# What the tests of Quartet II's released kernels ask for at least, in bits.
+# What the tests of Quartet II's released kernels (kernels/test) ask for at least, in bits.
 SCHEME_FLOORS = {"nvfp4": 3.38, "nvfp4_46": 3.52, "nvfp4_ms_eden": 3.32}
 REQUANTISED_FLOOR = 4.2  # requantise, against quantising the transposed dequantised tensor
 FORWARD_FLOOR = 2.8  # a linear layer's output against BF16

@@ -80,8 +80,8 @@ Q2_INLINE float stochastic_4_bits(float x, u32 coin) {
   return __uint_as_float((bits & 0xFFF00000u) + (coin < bits << 12 ? 0x100000u : 0));
 }
 
-// What stands for a scale until its global scale is known, or instead of it where code * scale is too
-// small for bf16: 1.
+// What stands for a scale until its global scale is known: 1 where code * scale could be too small
+// for bf16.
 Q2_INLINE float provisional(float scale) {
   return scale >= 0x1p-100f ? scale : 1.0f;
 }

@@ -92,11 +92,12 @@ def compile_variant(
     )
     options = [o.encode() for o in (*_options(variant, architecture), *extra)]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+    output = _output(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+    log = output.rstrip(b"\0").decode()
     try:
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{variant} does not compile for {architecture}:\n{log}")
-        return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+        return _output(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -192,10 +193,12 @@ def _headers() -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(SOURCES.glob("*.cuh"))}
 
 
-def _text(size_of: Any, get: Any, program: Any) -> bytes:
-    buffer = b" " * _checked(size_of(program))
+def _output(size_of: Any, get: Any, program: Any) -> bytes:
+    # Not b" " * size, which NVIDIA's samples take: of an empty log that is b" " itself, one object
+    # in the whole process, and NVRTC writes the log's NUL into it.
+    buffer = bytearray(_checked(size_of(program)))
     _checked(get(program, buffer))
-    return buffer.rstrip(b"\0") if get.__name__ == "nvrtcGetProgramLog" else buffer
+    return bytes(buffer)
 
 
 def _checked(result: tuple) -> Any:

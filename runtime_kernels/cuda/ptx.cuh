@@ -101,7 +101,7 @@ Q2_INLINE u32 to_bf16x2(float low, float high) {
   return z;
 }
 
-// Two products of bf16, each rounded once. (sm_80 has the fused multiply-add alone; -0 keeps signs.)
+// Two products of bf16, each rounded once. (sm_80 has only the fused multiply-add; -0 keeps signs.)
 Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
   u32 z;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));

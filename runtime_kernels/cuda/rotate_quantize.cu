@@ -9,8 +9,8 @@
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX)
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
-//   Q2_VALUES   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no scales
-//               (values.cuh); after `largest` the smallest worths that are not 0, less 1
+//   Q2_VALUES   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
+//               scales (values.cuh); after `largest` the smallest worths that are not 0, less 1
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -25,8 +25,8 @@
 //
 // Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
 // the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
-// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53; values:
-// 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
+// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
+// values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
 #include "values.cuh"
 
@@ -92,7 +92,8 @@ struct Extent {
 };
 
 // first: index of the first coin's Philox block, for each member of group 0; step: from there to
-// group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one.
+// group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one. x becomes what the
+// codes stand for, in kUnit.
 template <bool kAcross>
 Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first_a,
                             u32 first_b, int step, Results& results, Extent& extent) {
@@ -175,49 +176,6 @@ Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
   else target.scales[ahead / 2] = (u8)stored_first;
 }
 
-// Place of a warp's staged rows in shared memory, after the tiles.
-Q2_INLINE u32 staged_rows() {
-  return kStages * kTileBytes + threadIdx.x / 32 * kStagedBytes;
-}
-
-// The values of what quantize_along_rows made.
-Q2_INLINE void store_values_of_row(const Output& out, Tile tile, const Pair (&x)[2][16],
-                                   const Results& made, const Common& common) {
-  int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 2, side = threadIdx.x % 2;
-  int top = tile.row + kStagedRows * warp, block = tile.col / kBlock;
-  u32 coins[2][2] = {};
-  if constexpr (kRule == MS_EDEN) coins_along_row(out, top + row, block, coins);
-  u32 at = staged_rows() + row * kStagedRowBytes + (64 * side ^ spread(row));
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      stage(shared_tiles, at, 8 * half + 2 * group, x[group], half,
-            scale_value(made.stored[group][half], common, coins[group][half]));
-  }
-  store_staged(out, top, block, shared_tiles, staged_rows());
-}
-
-// The same for quantize_along_cols.
-Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
-                                    const Pair (&x)[2][16], const Results& made,
-                                    const Common& common) {
-  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8;
-  int left = tile.col + kStagedRows * warp, block = tile.row / kBlock;
-  u32 coins[2][2] = {};
-  if constexpr (kRule == MS_EDEN) coins_along_cols(out, first, second, block, coins);
-#pragma unroll
-  for (int column = 0; column < 2; ++column) {
-    int row = (column ? second : first) - left;
-    u32 at = staged_rows() + row * kStagedRowBytes + (32 * quarter ^ spread(row));
-#pragma unroll
-    for (int group = 0; group < 2; ++group)
-      stage(shared_tiles, at, 8 * group, x[group], column,
-            scale_value(made.stored[group][column], common, coins[group][column]));
-  }
-  store_staged(out, left, block, shared_tiles, staged_rows());
-}
-
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
@@ -268,7 +226,18 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
   Results made;
   round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_row(p.along_rows, tile, x, made, common);
+  if constexpr (kValues) {
+    Staged staged(shared_tiles, p.along_rows, common);
+    if constexpr (kDraws) staged.draw_along_row(tile.row + row, tile.col / kBlock);
+    u32 at = staged.place(row % kStagedRows, 64 * side);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int group = i / 2, half = i % 2;
+      staged.put(at, 8 * half + 2 * group, x[group], half, made.stored[group][half],
+                 staged.coins[group][half]);
+    }
+    staged.store(tile.row + row / kStagedRows * kStagedRows, tile.col / kBlock);
+  }
   if constexpr (kValues && !kWorths) return;
   Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock);
   if constexpr (kInterleaved) {
@@ -338,7 +307,18 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   round_groups<true>(x, common, p.along_cols, coins_at(p.along_cols, first, block),
                      coins_at(p.along_cols, second, block), 16, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_cols(p.along_cols, tile, first, second, x, made, common);
+  if constexpr (kValues) {
+    Staged staged(shared_tiles, p.along_cols, common);
+    if constexpr (kDraws) staged.draw_along_cols(first, second, tile.row / kBlock);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int group = i / 2, column = i % 2;
+      u32 at = staged.place((column ? second : first) % kStagedRows, 32 * quarter);
+      staged.put(at, 8 * group, x[group], column, made.stored[group][column],
+                 staged.coins[group][column]);
+    }
+    staged.store(tile.col + kStagedRows * warp, tile.row / kBlock);
+  }
   if constexpr (kValues && !kWorths) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {

@@ -1,6 +1,6 @@
 // The second phase of rotate_quantize.cu with Q2_VALUES, where that made numbers from worths
-// (values.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are made
-// again. Mostly there are none, which the smallest worth shows, and nothing is read.
+// (values.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
+// made again. Mostly there are none, which the smallest worth shows, and nothing is read.
 //
 //   worth, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
 //                              worths but for zeros, less 1

@@ -4,7 +4,7 @@
         -> codes uint8 [M, Kp/2], scales, global_scale fp32 0-dim, mask uint8 [M, Kp/8]
 
 The mask has one bit an element of the rotated x, the little bit first, 1 where |x / scale| < 6:
-where the rounding did not clip. Quartet (2505.14669 v4), algorithm 1.
+where the rounding did not clip. Quartet (2505.14669 v4), algorithm 1 (appendix A.1).
 """
 
 import torch

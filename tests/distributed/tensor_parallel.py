@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,20 +32,11 @@ from training import (
     train,
 )
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from several_gpus import Redundant
+
 EAGER: dict[str, Any] = {"inner": "eager"}
-
-
-class Redundant(ParallelStyle):
-    """Every rank of the group computes the whole module."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(module: nn.Module, args: Any, mesh: DeviceMesh) -> Any:
-            return (DTensor.from_local(args[0], mesh, [Replicate()]), *args[1:])
-
-        def leave(module: nn.Module, y: Any, mesh: DeviceMesh) -> Tensor:
-            return y.to_local()
-
-        return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
 
 
 def tensor_parallel(mesh: DeviceMesh, inner: int = INNER, local: bool = True) -> Model:

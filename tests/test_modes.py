@@ -1,0 +1,102 @@
+"""Inductor's modes on a GPU: CUDA graphs whose replays draw fresh coins, searched tiles, symbolic
+sizes, and a process that has compiled no kernel yet. Losses and gradients agree in all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_model import Mlp
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2"]
+COSINE = 0.95  # FILL
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew(fresh_compiler) -> None:
+    """Each test compiles for itself."""
+
+
+def compiled_mlp(mode: str | None = None, recipe: str = "quartet2", **kwargs):
+    torch.manual_seed(0)
+    model = Mlp().to(GPU, torch.bfloat16)
+    options = {"recipe": recipe, **({"mode": mode} if mode else {})}
+    return model, torch.compile(model, backend="quartet2", options=options, **kwargs)
+
+
+def inputs(rows: int = 512) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 64, generator=generator).to(GPU, torch.bfloat16)
+
+
+def gradient(model, compiled, x, seed: int | None = None) -> torch.Tensor:
+    """That of a sum of squares, of all weights in one vector."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    model.zero_grad()
+    compiled(x).float().square().mean().backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    print("COS", torch.cosine_similarity(a, b, 0).item())
+    return torch.cosine_similarity(a, b, 0).item()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replays_of_a_cuda_graph_draw_fresh_coins(recipe) -> None:
+    """And those of torch.manual_seed. The first calls warm up and record."""
+    model, compiled = compiled_mlp("reduce-overhead", recipe)
+    x = inputs()
+    for _ in range(3):
+        gradient(model, compiled, x)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    one, other, again = (gradient(model, compiled, x, seed) for seed in (5, None, 5))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other) and cosine(one, other) > COSINE
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes_agree(mode) -> None:
+    x = inputs()
+    own = [gradient(*compiled_mlp(m), x, seed=1) for m in (None, mode)]
+    assert cosine(*own) > COSINE
+
+
+def test_symbolic_sizes_take_one_graph() -> None:
+    model, compiled = compiled_mlp(dynamic=True)
+    plain, expected = compiled_mlp()
+    sizes = (512, 200, 33, 640)
+    own = [gradient(model, compiled, inputs(rows), seed=1) for rows in sizes]
+    assert counters["stats"]["unique_graphs"] == 1
+    for one, rows in zip(own, sizes, strict=True):
+        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > COSINE
+
+
+COLD = """
+import torch
+from small_model import Mlp
+model = Mlp().to("cuda", torch.bfloat16)
+options = {"recipe": "%s", "mode": "reduce-overhead"}
+compiled = torch.compile(model, backend="quartet2", options=options)
+for _ in range(4):
+    compiled(torch.ones(256, 64, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+assert all(p.grad.isfinite().all() for p in model.parameters())
+"""
+
+
+@pytest.mark.parametrize("recipe", ["quartet2", "nvfp4"])
+def test_kernels_are_loaded_before_a_capture(recipe, tmp_path) -> None:
+    """A process that meets its first kernel while a graph is recorded could not load it there."""
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "Q2COMPILE_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    command = [sys.executable, "-c", COLD % recipe]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    assert list(tmp_path.glob("*.cubin"))
