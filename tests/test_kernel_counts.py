@@ -3,12 +3,14 @@ forward and backward, with the pass left out and with it.
 
 The code is that for an H200 (for swizzle_scales a B200), made without one (emulation/inductor.py):
 a whole training step is compiled, its Triton kernels are stubs. There a quantiser is a loop of
-Inductor's where it fuses with what computes x, and a call of our kernel elsewhere.
+Inductor's where it fuses with what computes x, and a call of our kernel elsewhere. What q2.gemm
+launches ahead of the product has the name of its .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of keep_packed and recompute_weights in test_joint_passes.py, of
-swizzle_scales in test_swizzle_scales.py, of cache_weights in test_weight_cache.py. share_rotations
-and share_saved_rotations draw other coins: test_share_rotations.py.
+swizzle_scales in test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of
+cache_weights in test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
+test_share_rotations.py.
 """
 
 from __future__ import annotations
@@ -101,10 +103,12 @@ def _pass(name: str, **program: Any) -> Row:
     return Row("post-grad", name, _left_out(names[at:]), _left_out(names[at + 1 :]), **program)
 
 
-def _joint_pass(name: str) -> Row:
-    """A joint pass that a recipe with coins in the forward asks for, among all the others: of the
-    two there are, neither does anything without the other."""
-    return Row("joint", name, {"recipe": "nvfp4", **_left_out([name])}, {"recipe": "nvfp4"})
+def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
+    """A joint pass that a recipe asks for, among all the others: of the two for coins in the forward
+    (nvfp4) neither does anything without the other."""
+    return Row(
+        "joint", name, {"recipe": recipe, **_left_out([name])}, {"recipe": recipe}, **program
+    )
 
 
 def _option(name: str, **program: Any) -> Row:
@@ -122,8 +126,8 @@ ROWS = [
     _pass("share_rotations"),
     _pass("swizzle_scales", capability=BLACKWELL),
     _pass("widen_operands"),
-    _joint_pass("share_operands"),
-    _joint_pass("share_saved_rotations"),
+    _joint_pass("share_operands", "nvfp4"),
+    _joint_pass("share_saved_rotations", "nvfp4"),
     _option("keep_packed", model=Mlp),
     _option("recompute_weights"),
     _option("cache_weights"),
