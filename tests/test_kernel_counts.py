@@ -106,7 +106,6 @@ def _pass(name: str, **program: Any) -> Row:
 def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
     """A joint pass that a recipe asks for, among all the others. Of the two for coins in the
     forward (nvfp4) neither does anything without the other."""
-
     return Row(
         "joint", name, {"recipe": recipe, **_left_out([name])}, {"recipe": recipe}, **program
     )
