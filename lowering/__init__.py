@@ -35,6 +35,7 @@ def why_not_lowered(device: torch.device, scheme: str, transform: str = "none") 
 
 def beats_kernels(scheme: str, transform: str = "none") -> bool:
     """Whether the loops are taken even where a kernel of our own serves, if something computes x.
-    The others are for GPUs that have none; they load number by number, or were never measured."""
+    The others are for GPUs that have none (compute capability below 8.0, no NVRTC); they load
+    number by number, or were never measured."""
     spec = get_scheme(scheme)
     return spec.format == "nvfp4" and spec.rounding == "rtn" and transform == "none"

@@ -139,8 +139,8 @@ SWIZZLED, WIDENED = "@32x4x4", "@bf16"
 
 @cache
 def _as_read(name: str, ending: str) -> Scheme:
-    plain, swizzled, widened = SCHEMES[name], ending == SWIZZLED, ending == WIDENED
-    return replace(plain, name=name + ending, swizzled=swizzled, widened=widened)
+    swizzled, widened = ending == SWIZZLED, ending == WIDENED
+    return replace(SCHEMES[name], name=name + ending, swizzled=swizzled, widened=widened)
 
 
 def get_scheme(name: str) -> Scheme:

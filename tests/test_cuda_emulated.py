@@ -1,17 +1,20 @@
 """The CUDA kernels on a CPU (tests/emulation), against the torch reference, bit by bit: with the
-fp4 conversions of Blackwell, and with the arithmetic that stands for them elsewhere."""
+fp4 conversions of Blackwell, and with what stands for them elsewhere, the fp8 conversions of Hopper
+or arithmetic alone."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from collections.abc import Iterator
+from itertools import product
 
 import emulation
 import pytest
 import torch
 from emulation.coins import close_to_their_coins
 
-from q2compile.runtime_kernels.cuda import dequantize, gemm, plan, quest, rotation
+from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, quest, rotation
 from q2compile.runtime_kernels.cuda.launch import Launch
 from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
@@ -24,17 +27,20 @@ POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 
 
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
+
+
 @pytest.fixture
-def hw_fp4() -> bool:
-    return False
+def architecture() -> str:
+    return HOPPER
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(hw_fp4, monkeypatch) -> Iterator[None]:
+def on_cpu(architecture, monkeypatch) -> Iterator[None]:
     """Launches go to the emulation, of a GPU with two multiprocessors."""
 
     def run(launch, index, grid, *values):
-        emulation.emulate(launch, hw_fp4, grid, *values)
+        emulation.emulate(launch, architecture, grid, *values)
 
     def empty(size, stride, dtype):
         return torch.empty_strided(size, stride, dtype=dtype)
@@ -70,9 +76,9 @@ def assert_same_bits(got, want) -> None:
         assert wrong == 0, f"result {i}: {wrong} bytes of {b.numel()} numbers differ"
 
 
-@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("shape", [(128, 128), (300, 200), (33, 517), (1, 1)])
-def test_rht_quantize_both(hw_fp4, shape) -> None:
+def test_rht_quantize_both(shape) -> None:
     x = matrix(*shape)
     args = (x, *SEEDS, POW2, "rht128", 3)
     assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
@@ -118,16 +124,17 @@ def test_empty(shape) -> None:
     assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
-@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"])
 @pytest.mark.parametrize("scheme", [POW2, EXACT])
-def test_requantize(hw_fp4, source, scheme) -> None:
+def test_requantize(source, scheme) -> None:
     x = matrix(145, 200)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
     args = (*q2.quantize(x, amax, None, source, 0), SEEDS[0], source, scheme, "rht128", 200, 1)
     assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
 
 
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
 @pytest.mark.parametrize("scheme", ["nvfp4_46", "nvfp4_16x16_pow2", "mxfp4_rtn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dequantize(scheme, dtype) -> None:
@@ -160,15 +167,17 @@ QUANTISERS = [
 
 
 @pytest.mark.parametrize(
-    "scheme, transform, hw_fp4",
-    [(*case, False) for case in QUANTISERS] + [(*QUANTISERS[i], True) for i in (0, 3, 6, 7)],
+    "scheme, transform, architecture",
+    [(*case, HOPPER) for case in QUANTISERS]
+    + [(*QUANTISERS[i], other) for i in (0, 3, 6, 7) for other in (AMPERE, BLACKWELL)],
 )
-def test_other_schemes(scheme, transform, hw_fp4) -> None:
+def test_other_schemes(scheme, transform) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
         args = (x, *SEEDS, scheme, transform, 3)
         assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_poison_of_other_schemes(scheme, value) -> None:
@@ -188,9 +197,14 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
     assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
 
 
-@pytest.mark.parametrize("hw_fp4", [False, True])
-@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae_pow2"])
-def test_four_over_six(scheme, hw_fp4) -> None:
+@pytest.mark.parametrize(
+    "scheme, architecture",
+    [
+        *product(["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae_pow2"], [HOPPER, BLACKWELL]),
+        ("nvfp4_46", AMPERE),
+    ],
+)
+def test_four_over_six(scheme) -> None:
     x = matrix(64, 200)
     x[40:] = torch.randn((24, 200), generator=torch.Generator().manual_seed(3)).bfloat16()
     x[50] *= 1e-37
@@ -216,15 +230,15 @@ def next_to_the_grid() -> torch.Tensor:
     return torch.cat([torch.full((48, 1), 6.0), x], dim=1).view(12, 64)
 
 
-@pytest.mark.parametrize("hw_fp4", [False, True])
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("scheme", ["nvfp4_pow2", "nvfp4_ms_eden_pow2"])
-def test_rounding_next_to_the_grid(scheme, hw_fp4) -> None:
+def test_rounding_next_to_the_grid(scheme) -> None:
     args = (next_to_the_grid(), SEEDS[0], scheme, "none", False, 0)
     assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
 
 
-@pytest.mark.parametrize("hw_fp4", [False, True])
-def test_stochastic_rounding_between_close_coins(hw_fp4) -> None:
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
+def test_stochastic_rounding_between_close_coins() -> None:
     x = close_to_their_coins(SEEDS[0], 8, 64)
     args = (x, None, SEEDS[0], "nvfp4_sr_pow2", 1)
     assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
@@ -370,7 +384,10 @@ WIDENED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("scheme, transform", WIDENED_CASES)
+@pytest.mark.parametrize(
+    "scheme, transform, architecture",
+    [*((*case, HOPPER) for case in WIDENED_CASES), (*WIDENED_CASES[0], AMPERE)],
+)
 @pytest.mark.parametrize("shape", [(300, 200), (33, 517)])
 def test_values_instead_of_codes(scheme, transform, shape) -> None:
     args = (matrix(*shape), *SEEDS, scheme + WIDENED, transform, 3)
@@ -405,3 +422,43 @@ def test_poisoned_values() -> None:
     x[77, 88] = float("inf")
     results = rotation.rht_quantize_both(x, *SEEDS, POW2 + WIDENED, "rht128", 0)
     assert all(r.isnan().all() for i, r in enumerate(results) if i % 3 != 1)
+
+
+CONVERSIONS = """
+#include "numbers.cuh"
+extern "C" void to_e4m3(const float* x, u32* bytes, int n) {
+  for (int i = 0; i < n; ++i, x += 4) bytes[i] = to_e4m3x4(x[0], x[1], x[2], x[3]);
+}
+extern "C" void from_e4m3(const u16* bytes, u32* words, int n) {
+  for (int i = 0; i < n; ++i) words[i] = e4m3x2_to_f16x2(bytes[i]);
+}
+"""
+
+
+def convert(name: str, x: torch.Tensor, n: int) -> torch.Tensor:
+    """int32 [n] by a function of CONVERSIONS, without conversion instructions."""
+    out = torch.empty(n, dtype=torch.int32)
+    function = getattr(emulation.library(CONVERSIONS, nvrtc.conversions(AMPERE)), name)
+    function(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), n)
+    return out
+
+
+def test_to_e4m3_by_arithmetic() -> None:
+    """All numbers with a mantissa of 7 bits, among them every tie (e4m3 has 3 bits), and their
+    neighbours. What PTX says of the instruction is torch's cast of what has been clamped."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    x = torch.cat([upper + step for step in (0, 1, 2**15, 2**16 - 1)]).view(torch.float32)
+    got = convert("to_e4m3", x, x.numel() // 4).view(torch.uint8)
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    nan = x.isnan()
+    assert torch.equal(got[~nan], want[~nan]) and (got[nan] == 0x7F).all()
+
+
+def test_from_e4m3_by_arithmetic() -> None:
+    """All pairs of bytes; f16 holds every e4m3 exactly."""
+    pairs = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    got = convert("from_e4m3", pairs, 2**16).view(torch.float16)
+    want = pairs.view(torch.float8_e4m3fn).to(torch.float16)
+    nan = want.isnan()
+    assert torch.equal(got[~nan].view(torch.int16), want[~nan].view(torch.int16))
+    assert got[nan].isnan().all()

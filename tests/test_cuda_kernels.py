@@ -3,6 +3,8 @@ derived error. tests/test_cuda_emulated.py holds the same kernels to the same bi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulation.coins import close_to_their_coins
@@ -341,6 +343,37 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
 def test_selfcheck_agrees(op, scheme) -> None:
     name = "cuda_bf16" if op == "gemm" else "cuda"
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
+
+
+@pytest.fixture
+def as_on_ampere(monkeypatch) -> None:
+    """Kernels without conversion instructions, as sm_80 gets them, launched one after the other."""
+    ampere, loaded = nvrtc.conversions("sm_80"), {}
+
+    def run(self, index, grid, *values) -> None:
+        if self not in loaded:
+            loaded[self] = launch._load(replace(self, overlaps=False), index)
+        loaded[self].run(grid, torch._C._cuda_getCurrentRawStream(index), values)
+
+    monkeypatch.setattr(nvrtc, "conversions", lambda architecture: ampere)
+    monkeypatch.setattr(launch.Launch, "__call__", run)
+
+
+@pytest.mark.parametrize(
+    "op, scheme",
+    [(op, s) for op in selfcheck.CHECKED if op != "rht_quantize" for s in selfcheck.CHECKED[op]],
+)
+def test_without_conversion_instructions(op, scheme, as_on_ampere) -> None:
+    """rht_quantize is half of rht_quantize_both; of gemm the operands are made by dequantize.cu."""
+    name = "cuda_bf16" if op == "gemm" else "cuda"
+    assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
+
+
+def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
+    for kind in ("outliers", "tiny", "ties", "zeros"):
+        x = matrix((520, 392), torch.bfloat16, kind)
+        for scheme in (EXACT, POW2 + WIDENED):
+            assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, scheme, "rht128", 0))
 
 
 def test_this_gpu_is_served() -> None:

@@ -19,7 +19,7 @@ from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import launch, nvrtc
+from q2compile.runtime_kernels.cuda import launch, nvrtc, selfcheck
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -93,23 +93,41 @@ def test_without_triton_and_nvrtc_a_cpu_trains_the_same():
 def gpu(monkeypatch):
     """Arguments of q2::rht_quantize on a GPU that is not there, and a way to choose which it is."""
 
+    def forget():
+        for known in (launch.unsupported, selfcheck._proven, selfcheck._refusal):
+            known.cache_clear()
+
     def of(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
-        launch.unsupported.cache_clear()
+        forget()
         with FakeTensorMode():
             x = torch.empty(32, 64, device="cuda:0", dtype=torch.bfloat16)
             seed = torch.empty((), device="cuda:0", dtype=torch.int64)
         return x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0
 
     yield of
-    launch.unsupported.cache_clear()
+    forget()
 
 
 def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
     arguments = gpu((7, 5))
     assert registry.serving("rht_quantize", arguments).name == "reference"
-    with pytest.raises(ValueError, match="capability 9.0, .*, not for 7.5"):
+    with pytest.raises(ValueError, match="capability 8.0, .*, not for 7.5"):
         registry.select("rht_quantize", arguments, "cuda")
+
+
+@pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("wrong", [None, "1 of 9 codes differ from the reference"])
+def test_where_nobody_ran_the_kernels_each_is_checked_once(gpu, monkeypatch, capability, wrong):
+    checks = []
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what) or wrong)
+    arguments = gpu(capability)
+    served = {registry.serving("rht_quantize", arguments).name for _ in range(2)}
+    tried = capability == (9, 0)
+    assert served == {"cuda" if tried or wrong is None else "reference"}
+    device = torch.device("cuda", 0)
+    assert checks == ([] if tried else [("rht_quantize", "cuda", device, "nvfp4_ms_eden_pow2")])
 
 
 def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, monkeypatch):

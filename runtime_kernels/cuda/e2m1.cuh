@@ -38,7 +38,7 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&)[16], Pair (&
     for (int i = 0; i < 8; ++i) rounded[8 * half + i].b = d[i];
   }
 }
-#else
+#elif Q2_HW_FP8
 // Eight magnitudes on the e2m1 grid times 2^-6, and the floats whose signs they get, to eight
 // codes. A byte of e4m3 then holds the code's magnitude in bits 2-4: .5 * 2^-6 is an e4m3
 // subnormal, 2^-6 its smallest normal. The conversion of the signed floats is for their sign bits
@@ -51,7 +51,29 @@ Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
   u32 signs = (odd_signs & 0x80808080u) | ((even_signs >> 4) & 0x08080808u);
   return ((even >> 2) + odd * 4) | signs;
 }
+#else
+// The top bytes of four words.
+Q2_INLINE u32 top_bytes(u32 w0, u32 w1, u32 w2, u32 w3) {
+  return __byte_perm(__byte_perm(w0, w1, 0x0073), __byte_perm(w2, w3, 0x0073), 0x5410);
+}
 
+// The same. A code's magnitude, times 2^-126, is an fp32 whose bits from the 22nd on are the code: .5
+// is a subnormal there, and 1 the smallest normal.
+Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
+  u32 two[4], s[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)  // in the top byte
+    two[i] = 4 * __float_as_uint(magnitude[2 * i] * 0x1p-120f) +
+             64 * __float_as_uint(magnitude[2 * i + 1] * 0x1p-120f);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) s[i] = __float_as_uint(sign[i]);
+  u32 even_signs = top_bytes(s[0], s[2], s[4], s[6]), odd_signs = top_bytes(s[1], s[3], s[5], s[7]);
+  u32 signs = (odd_signs & 0x80808080u) | ((even_signs >> 4) & 0x08080808u);
+  return top_bytes(two[0], two[1], two[2], two[3]) | signs;
+}
+#endif
+
+#if !Q2_HW_FP4
 // Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does
 // `rounded`.
 //

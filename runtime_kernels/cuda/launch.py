@@ -36,7 +36,8 @@ class Launch:
     layout: format of the kernel's parameter struct, for Python's struct module.
     threads: of a thread block.  shared: bytes of dynamic shared memory.
     overlaps: may begin while the kernel ahead of it in the stream is still running
-        (programmatic dependent launch); it then waits for that one by itself, in its code.
+        (programmatic dependent launch, from compute capability 9.0 on); it then waits for that one
+        by itself, in its code.
     """
 
     variant: Variant
@@ -130,7 +131,7 @@ class _Config(ctypes.Structure):
 class _Loaded:
     """A launch's kernel on one device."""
 
-    def __init__(self, launch: Launch, function: int, context) -> None:
+    def __init__(self, launch: Launch, function: int, context, overlaps: bool) -> None:
         self._launch, self._context = launch, context
         self._enqueue = _driver().cuLaunchKernelEx
         self._pack_into = struct.Struct("@" + launch.layout).pack_into
@@ -139,7 +140,7 @@ class _Loaded:
             grid=(1, 1, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
         )
         self._grid = self._config.grid
-        if launch.overlaps:
+        if overlaps:
             self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
             self._attribute.value[0] = 1
             self._config.attributes = ctypes.pointer(self._attribute)
@@ -191,7 +192,8 @@ def _load(launch: Launch, index: int) -> _Loaded:
     if launch.shared > _ALWAYS_ALLOWED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
-    return _Loaded(launch, int(function), context)
+    overlaps = launch.overlaps and torch.cuda.get_device_capability(index) >= (9, 0)
+    return _Loaded(launch, int(function), context, overlaps)
 
 
 @functools.cache

@@ -5,10 +5,10 @@
 // (runtime_kernels/nvfp4.py), whose bits these kernels reproduce.
 #pragma once
 
-// 1: the fp4 conversions of Blackwell; 0: the same numbers from float arithmetic and the fp8
-// conversions of Hopper.
-#ifndef Q2_HW_FP4
-#error "define Q2_HW_FP4 as 0 or 1"
+// Q2_HW_FP4: the fp4 conversions of Blackwell. Q2_HW_FP8: the fp8 conversions that began with sm_89;
+// without fp4 ones these do part of their work. 0: the same numbers by arithmetic.
+#if !defined(Q2_HW_FP4) || !defined(Q2_HW_FP8) || Q2_HW_FP4 > Q2_HW_FP8
+#error "define Q2_HW_FP4 and Q2_HW_FP8 as 0 or 1; fp4 conversions come with those of fp8"
 #endif
 
 #include "ptx.cuh"
@@ -28,6 +28,31 @@ Q2_INLINE void e2m1x8_to_f16x2(u32 codes, u32 (&words)[4]) {
     words[i] = (top & 0x80008000u) | ((top >> 3) & 0x0E000E00u);
   }
 }
+
+#if !Q2_HW_FP8
+// As ptx.cuh has them. The seven low bits of an e4m3 at the top of an f16's 15 but for one mean the
+// number times 2^-8, subnormals too; 0x7F is NaN.
+Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
+  u32 apart = (bytes & 0xFFu) | (bytes & 0xFF00u) << 8, low = apart & 0x007F007Fu;
+  u32 nan = (low + 0x00010001u) >> 7 & 0x00010001u;
+  return (apart & 0x00800080u) << 8 | mul_f16x2(low << 7, 0x5C005C00u) | nan * 0x7FFFu;
+}
+
+// To the nearest, ties to even. From 2^-6 on the upper bits of an fp32 count e4m3's steps; below, the
+// sum with 2^14, whose last bit weighs 2^-9, does.
+Q2_INLINE u32 to_e4m3_by_arithmetic(float x) {
+  u32 sign = __float_as_uint(x) >> 24 & 0x80u;
+  float magnitude = fminf(fabsf(x), 448.0f);
+  u32 bits = __float_as_uint(magnitude);
+  u32 normal = ((bits + 0x7FFFFu + (bits >> 20 & 1)) >> 20) - (120u << 3);
+  u32 subnormal = __float_as_uint(magnitude + 0x1p14f) - __float_as_uint(0x1p14f);
+  return x == x ? sign | (magnitude < 0x1p-6f ? subnormal : normal) : 0x7F;
+}
+Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
+  return to_e4m3_by_arithmetic(x0) | to_e4m3_by_arithmetic(x1) << 8 |
+         to_e4m3_by_arithmetic(x2) << 16 | to_e4m3_by_arithmetic(x3) << 24;
+}
+#endif
 
 Q2_INLINE float from_e4m3(u32 byte) {
   return from_f16x2(e4m3x2_to_f16x2(byte)).a;

@@ -22,13 +22,16 @@ SOURCES = Path(__file__).parent
 # The architecture for a compute capability. The suffix a is needed: plain sm_100 and sm_120 have no
 # fp4 conversions.
 ARCHITECTURES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
     (9, 0): "sm_90a",
     (10, 0): "sm_100a",
     (10, 3): "sm_103a",
     (12, 0): "sm_120a",
     (12, 1): "sm_121a",
 }
-_WITHOUT_FP4 = ("sm_90a",)
 # No contraction of a * b + c: every operation rounds by itself, as in the reference.
 _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
 
@@ -119,6 +122,13 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
+def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
+    """The defines that say which conversion instructions an architecture has; without them the
+    sources make the same numbers by arithmetic (numbers.cuh)."""
+    number = int(architecture.strip("sm_a"))
+    return ("Q2_HW_FP8", int(number >= 89)), ("Q2_HW_FP4", int(number >= 100))
+
+
 def cache_dir() -> Path:
     """Where cubins are kept."""
     if folder := os.environ.get("Q2COMPILE_CACHE_DIR"):
@@ -127,8 +137,7 @@ def cache_dir() -> Path:
 
 
 def _options(variant: Variant, architecture: str) -> tuple[str, ...]:
-    fp4 = int(architecture not in _WITHOUT_FP4)
-    defines = (*variant.defines, ("Q2_HW_FP4", fp4))
+    defines = (*variant.defines, *conversions(architecture))
     return (
         f"--gpu-architecture={architecture}",
         *_OPTIONS,

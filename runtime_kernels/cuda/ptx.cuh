@@ -114,6 +114,7 @@ Q2_INLINE u32 to_f16x2(float low, float high) {
   return z;
 }
 
+#if Q2_HW_FP8
 // Two bytes of e4m3 (the lower 16 bits) as two f16: exact.
 Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
   u32 z;
@@ -131,6 +132,7 @@ Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return z;
 }
+#endif
 
 #if Q2_HW_FP4
 // Eight floats to eight e2m1 codes (nearest even, saturating, the sign of zero kept), the first in
@@ -175,13 +177,17 @@ Q2_INLINE void await_copies() {
   asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
-// For a launch that may begin before the kernel ahead of it in the stream has ended: waits for that
-// end, and for all it wrote. Without such a launch it does nothing.
+// For a launch that may begin before the kernel ahead of it in the stream has ended (from sm_90 on):
+// waits for that end, and for all it wrote. Without such a launch it does nothing.
 Q2_INLINE void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Lets such a launch begin as soon as every thread block has said so.
 Q2_INLINE void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }

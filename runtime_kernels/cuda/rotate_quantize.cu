@@ -245,6 +245,40 @@ Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Results& made)
   }
 }
 
+// Q2_VALUES: what quantize_along_rows has rounded.
+Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Pair (&x)[2][16],
+                                    const Results& made, const Common& common) {
+  int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;
+  Staged staged(shared_tiles, out, common);
+  u32 coins[2][2] = {};
+  if constexpr (kRule == MS_EDEN) coins_along_row(out, tile.row + row, block, coins);
+  u32 at = staged.place(row % kStagedRows, 64 * side);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int group = i / 2, half = i % 2;
+    staged.put(at, 8 * half + 2 * group, x[group], half, made.stored[group][half],
+               coins[group][half]);
+  }
+  staged.store(tile.row + row / kStagedRows * kStagedRows, block);
+}
+
+// And quantize_along_cols.
+Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
+                                    const Pair (&x)[2][16], const Results& made,
+                                    const Common& common) {
+  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, block = tile.row / kBlock;
+  Staged staged(shared_tiles, out, common);
+  u32 coins[2][2] = {};
+  if constexpr (kRule == MS_EDEN) coins_along_cols(out, first, second, block, coins);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int group = i / 2, column = i % 2;
+    u32 at = staged.place((column ? second : first) % kStagedRows, 32 * quarter);
+    staged.put(at, 8 * group, x[group], column, made.stored[group][column], coins[group][column]);
+  }
+  staged.store(tile.col + kStagedRows * warp, block);
+}
+
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
@@ -295,18 +329,7 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
   Results made;
   round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) {
-    Staged staged(shared_tiles, p.along_rows, common);
-    if constexpr (kDraws) staged.draw_along_row(tile.row + row, tile.col / kBlock);
-    u32 at = staged.place(row % kStagedRows, 64 * side);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int group = i / 2, half = i % 2;
-      staged.put(at, 8 * half + 2 * group, x[group], half, made.stored[group][half],
-                 staged.coins[group][half]);
-    }
-    staged.store(tile.row + row / kStagedRows * kStagedRows, tile.col / kBlock);
-  }
+  if constexpr (kValues) store_values_of_rows(p.along_rows, tile, x, made, common);
   if constexpr (!kValues || kWorths) store_along_rows(p, tile, made);
 }
 
@@ -353,18 +376,8 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   round_groups<true>(x, common, p.along_cols, coins_at(p.along_cols, first, block),
                      coins_at(p.along_cols, second, block), 16, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) {
-    Staged staged(shared_tiles, p.along_cols, common);
-    if constexpr (kDraws) staged.draw_along_cols(first, second, tile.row / kBlock);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int group = i / 2, column = i % 2;
-      u32 at = staged.place((column ? second : first) % kStagedRows, 32 * quarter);
-      staged.put(at, 8 * group, x[group], column, made.stored[group][column],
-                 staged.coins[group][column]);
-    }
-    staged.store(tile.col + kStagedRows * warp, tile.row / kBlock);
-  }
+  if constexpr (kValues)
+    store_values_of_cols(p.along_cols, tile, first, second, x, made, common);
   if constexpr (kValues && !kWorths) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {

@@ -16,7 +16,6 @@
 constexpr int kStagedRows = 16;
 constexpr int kStagedRowBytes = 256;
 constexpr int kStagedBytes = kStagedRows * kStagedRowBytes;  // of a warp
-constexpr bool kDraws = kValues && kRule == MS_EDEN;         // coins of scales
 
 constexpr Q2_INLINE u32 spread(int row) {
   return 16 * (((row ^ row >> 2) & 1) | (row & 2) | (row >> 3 & 1) << 2);
@@ -28,14 +27,12 @@ struct Staged {
   u32 base;  // of the warp's rows, after the tiles
   const Output& out;
   const Common& common;
-  u32 coins[2][2];  // of the lane's scales: group, member
 
   Q2_INLINE Staged(u8* shared, const Output& out, const Common& common)
       : shared(shared),
         base(kStages * kTileBytes + threadIdx.x / 32 * kStagedBytes),
         out(out),
-        common(common),
-        coins{} {}
+        common(common) {}
 
   // Where byte `byte` of a row goes, for put.
   Q2_INLINE u32 place(int row, int byte) const {
@@ -83,41 +80,43 @@ struct Staged {
     }
     __syncwarp();
   }
-
-  // Coins of the scales of the four blocks that a lane has along a row: the lanes of a row make a
-  // Philox block each, and swap halves.
-  Q2_INLINE void draw_along_row(int row, int block) {
-    int side = threadIdx.x % 2;
-    uint4 drawn[1];
-    philox(*out.seed, ((u64)row * out.blocks + block) / 4 + side, out.stream, COINS, drawn);
-    uint4 c = drawn[0];
-    u32 keep[2] = {side ? c.z : c.x, side ? c.w : c.y};
-    u32 give[2] = {side ? c.x : c.z, side ? c.y : c.w};
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      u32 got = __shfl_xor_sync(~0u, give[group], 1);
-      coins[group][0] = side ? got : keep[group];
-      coins[group][1] = side ? keep[group] : got;
-    }
-  }
-
-  // The same along a pair of columns, whose four lanes make a Philox block each and transpose them.
-  Q2_INLINE void draw_along_cols(int first, int second, int block) {
-    int quarter = threadIdx.x / 8 % 4;
-    uint4 drawn[1];
-    u64 index = ((u64)(quarter < 2 ? first : second) * out.blocks + block) / 4 + quarter % 2;
-    philox(*out.seed, index, out.stream, COINS, drawn);
-    u32 w[4] = {drawn[0].x, drawn[0].y, drawn[0].z, drawn[0].w};
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      bool upper = quarter & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        u32 got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + bit], 8 * bit);
-        (upper ? w[i] : w[i + bit]) = got;
-      }
-    }
-    coins[0][0] = w[0], coins[1][0] = w[1], coins[0][1] = w[2], coins[1][1] = w[3];
-  }
 };
+
+// Coins of the scales of the four blocks that a lane has along a row, [group][half]: the lanes of a
+// row make a Philox block each, and swap halves.
+Q2_INLINE void coins_along_row(const Output& out, int row, int block, u32 (&coins)[2][2]) {
+  int side = threadIdx.x % 2;
+  uint4 drawn[1];
+  philox(*out.seed, ((u64)row * out.blocks + block) / 4 + side, out.stream, COINS, drawn);
+  uint4 c = drawn[0];
+  u32 keep[2] = {side ? c.z : c.x, side ? c.w : c.y};
+  u32 give[2] = {side ? c.x : c.z, side ? c.y : c.w};
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    u32 got = __shfl_xor_sync(~0u, give[group], 1);
+    coins[group][0] = side ? got : keep[group];
+    coins[group][1] = side ? keep[group] : got;
+  }
+}
+
+// The same along a pair of columns, [group][column], whose four lanes make a Philox block each and
+// transpose them.
+Q2_INLINE void coins_along_cols(const Output& out, int first, int second, int block,
+                                u32 (&coins)[2][2]) {
+  int quarter = threadIdx.x / 8 % 4;
+  uint4 drawn[1];
+  u64 index = ((u64)(quarter < 2 ? first : second) * out.blocks + block) / 4 + quarter % 2;
+  philox(*out.seed, index, out.stream, COINS, drawn);
+  u32 w[4] = {drawn[0].x, drawn[0].y, drawn[0].z, drawn[0].w};
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    bool upper = quarter & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      u32 got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + bit], 8 * bit);
+      (upper ? w[i] : w[i + bit]) = got;
+    }
+  }
+  coins[0][0] = w[0], coins[1][0] = w[1], coins[0][1] = w[2], coins[1][1] = w[3];
+}

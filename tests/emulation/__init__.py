@@ -29,11 +29,12 @@ extern "C" void run(const void* params, int grid_x, int grid_y) {{
 """
 
 
-def emulate(launch: Launch, hw_fp4: bool, grid: tuple[int, int], *values) -> None:
-    """Runs a launch on CPU memory, with Blackwell's fp4 conversions or without."""
+def emulate(launch: Launch, architecture: str, grid: tuple[int, int], *values) -> None:
+    """Runs a launch on CPU memory, with the conversion instructions of an architecture."""
     parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
     struct.pack_into("@" + launch.layout, parameters, 0, *values)
-    _library(launch.variant, launch.threads, hw_fp4).run(parameters, *grid)
+    converts = nvrtc.conversions(architecture)
+    _kernel(launch.variant, launch.threads, converts).run(parameters, *grid)
 
 
 @functools.cache
@@ -42,21 +43,24 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def _library(variant: nvrtc.Variant, threads: int, hw_fp4: bool) -> ctypes.CDLL:
-    number = _library.cache_info().misses
-    folder = Path(_folder().name) / str(number)
-    folder.mkdir()
-    for source in (*nvrtc.SOURCES.glob("*.cuh"), *HERE.glob("*.h"), HERE / "ptx.cuh"):
-        (folder / source.name).write_bytes(source.read_bytes())
+def _kernel(variant: nvrtc.Variant, threads: int, converts: tuple) -> ctypes.CDLL:
     source = (nvrtc.SOURCES / variant.file).read_text()
     # Dynamic shared memory is one array; a multiprocessor has no more than this.
     dynamic = "extern __shared__ __align__(128) u8 shared_tiles[];"
     source = source.replace(dynamic, "static __align__(128) u8 shared_tiles[228 * 1024];")
     main = _MAIN.format(entry=variant.entry, threads=threads)
-    (folder / "main.cpp").write_text(f'#include "cuda.h"\n{source}\n{main}')
-    defines = [
-        f"-D{name}={value}" for name, value in (*variant.defines, ("Q2_HW_FP4", int(hw_fp4)))
-    ]
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", *defines]
+    return library(source + main, (*variant.defines, *converts))
+
+
+@functools.cache
+def library(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """Compiles what may include the .cuh files of runtime_kernels/cuda, for the CPU."""
+    folder = Path(_folder().name) / str(library.cache_info().misses)
+    folder.mkdir()
+    for file in (*nvrtc.SOURCES.glob("*.cuh"), *HERE.glob("*.h"), HERE / "ptx.cuh"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "main.cpp").write_text(f'#include "cuda.h"\n{source}')
+    options = [f"-D{name}={value}" for name, value in defines]
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", *options]
     subprocess.run([*command, "main.cpp", "-o", "kernel.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))

@@ -63,6 +63,14 @@ inline float __uint_as_float(unsigned x) {
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return (unsigned)(((uint64_t)a * b) >> 32);
 }
+// Byte i of the result is byte (selector >> 4 * i) & 7 of y:x.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  uint64_t both = (uint64_t)y << 32 | x;
+  unsigned z = 0;
+  for (int i = 0; i < 4; ++i)
+    z |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return z;
+}
 inline float __fmaf_rn(float a, float b, float c) {
   return fmaf(a, b, c);
 }

@@ -22,7 +22,9 @@ from triton.runtime import driver
 
 from q2compile import lowering
 from q2compile.lowering import fp32
-from q2compile.runtime_kernels.cuda import sass
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import dequantize, gemm, rotation, sass, split_scales
+from q2compile.runtime_kernels.cuda.launch import Launch
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
 
@@ -88,10 +90,9 @@ def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     lowering.register()
 
 
-def triton_kernels(
-    monkeypatch: pytest.MonkeyPatch, capability: int, function: Callable, *args: Any
-) -> list[Kernel]:
-    """The kernels that torch.compile(function) launches for CUDA, in order of definition."""
+def emulate(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[str]:
+    """Lets Inductor write for a GPU of this compute capability (90: 9.0). Returns a list to which
+    the source of each graph it compiles is added. To be used with INDUCTOR_OPTIONS."""
     from torch._inductor.graph import GraphLowering
 
     lower_on_cpu(monkeypatch)
@@ -104,8 +105,19 @@ def triton_kernels(
     monkeypatch.setattr(driver, "_active", _Driver(capability))
     monkeypatch.setattr(AsyncCompile, "triton", lambda self, *args, **kwargs: _Stub())
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(sources.append))
+    return sources
+
+
+INDUCTOR_OPTIONS = {"cpu_backend": "triton", "force_disable_caches": True}
+
+
+def triton_kernels(
+    monkeypatch: pytest.MonkeyPatch, capability: int, function: Callable, *args: Any
+) -> list[Kernel]:
+    """The kernels that torch.compile(function) launches for CUDA, in order of definition."""
+    sources = emulate(monkeypatch, capability)
     torch._dynamo.reset()
-    with inductor_config.patch(cpu_backend="triton", force_disable_caches=True):
+    with inductor_config.patch(INDUCTOR_OPTIONS):
         torch.compile(function)(*args)
     return [
         Kernel(name, code)
@@ -114,3 +126,18 @@ def triton_kernels(
             r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)'''", source, re.S | re.M
         )
     ]
+
+
+def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """Passes and lowerings are told of the kernels that such a GPU has. Ops that are run are still
+    served on the CPU, by the reference."""
+
+    def why_not(kernel: registry.Kernel, *args: Any) -> str | None:
+        return kernel.refuses(*args) if kernel.device_type in (None, "cuda") else "not of CUDA"
+
+    monkeypatch.setattr(registry.Kernel, "why_not", why_not)
+    monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
+    for module in (rotation, dequantize, gemm, split_scales):
+        monkeypatch.setattr(module, "refusal", lambda *names: None)
+    found = divmod(capability, 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)

@@ -104,12 +104,14 @@ Q2_INLINE float decode_e4m3(u32 byte) {
 Q2_INLINE u32 encode_e4m3(float x) {
   return std::isnan(x) ? 0x7F : bits_of(round_to(x, 3, -6, 448), 3, -6, 8);
 }
+#if Q2_HW_FP8
 Q2_INLINE u32 e4m3x2_to_f16x2(u32 bytes) {
   return to_f16x2(decode_e4m3(bytes & 0xFF), decode_e4m3(bytes >> 8 & 0xFF));
 }
 Q2_INLINE u32 to_e4m3x4(float x0, float x1, float x2, float x3) {
   return encode_e4m3(x0) | encode_e4m3(x1) << 8 | encode_e4m3(x2) << 16 | encode_e4m3(x3) << 24;
 }
+#endif
 
 // NaN becomes +6 (PTX: satfinite, as the format has no NaN).
 Q2_INLINE u32 to_e2m1x8(const float (&x)[8]) {

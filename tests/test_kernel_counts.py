@@ -1,0 +1,286 @@
+"""What each pass does to the code that Inductor writes for a GPU: the calls of the generated
+forward and backward, with the pass left out and with it.
+
+The code is that for an H200 (for swizzle_scales a B200), made without one (emulation/inductor.py):
+a whole training step is compiled, its Triton kernels are stubs. There a quantiser is a loop of
+Inductor's where it fuses with what computes x, and a call of our kernel elsewhere. What q2.gemm
+launches ahead of the product has the name of its .cu file.
+
+That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
+pair_directions in test_passes.py, of keep_packed and recompute_weights in test_joint_passes.py, of
+swizzle_scales in test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of
+cache_weights in test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
+test_share_rotations.py.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+from expecttest import TestCase
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from q2compile.passes import PASSES
+from q2compile.passes.joint import JOINT_PASSES
+from q2compile.runtime_kernels.cuda import gemm
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
+
+HOPPER, BLACKWELL = 90, 100
+# What q2.gemm launches there for each operand whose scheme does not end so; see the second test.
+BEFORE_A_GEMM = {HOPPER: ("dequantize.cu", WIDENED), BLACKWELL: ("swizzle_scales.cu", SWIZZLED)}
+WIDTH = 64
+
+
+class Heads(nn.Module):
+    """q, k and v of one x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (_linear() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) + self.k(x) * self.v(x)
+
+
+class Behind(Heads):
+    """The same behind another linear, so that x needs a gradient and is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(-self.inner(x))
+
+
+class Mlp(nn.Module):
+    """Two linears, computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pass, a program that it has something to do in, and the backend's options without the pass
+    and with it. where: post-grad, joint, or option."""
+
+    where: str
+    name: str
+    without: dict[str, Any]
+    with_: dict[str, Any]
+    model: type[nn.Module] = Behind
+    training: bool = True
+    capability: int = HOPPER
+
+
+def _pass(name: str, **program: Any) -> Row:
+    """A pass of the post-grad list, after those ahead of it in the list alone."""
+    names = list(PASSES)
+    at = names.index(name)
+    return Row("post-grad", name, _left_out(names[at:]), _left_out(names[at + 1 :]), **program)
+
+
+def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
+    """A joint pass that a recipe asks for, among all the others. Of the two for coins in the
+    forward (nvfp4) neither does anything without the other."""
+    return Row(
+        "joint", name, {"recipe": recipe, **_left_out([name])}, {"recipe": recipe}, **program
+    )
+
+
+def _option(name: str, **program: Any) -> Row:
+    return Row("option", name, {}, {name: True}, **program)
+
+
+def _left_out(names: list[str]) -> dict[str, Any]:
+    return {"disable_passes": tuple(names)}
+
+
+ROWS = [
+    _pass("share_operands", model=Heads, training=False),
+    _pass("merge_seeds"),
+    _pass("pair_directions"),
+    _pass("share_rotations"),
+    _pass("swizzle_scales", capability=BLACKWELL),
+    _pass("widen_operands"),
+    _joint_pass("share_operands", "nvfp4"),
+    _joint_pass("share_saved_rotations", "nvfp4"),
+    _option("keep_packed", model=Mlp),
+    _option("recompute_weights"),
+    _option("cache_weights"),
+]
+
+
+def test_every_pass_has_a_row() -> None:
+    """cache_weights is no pass over a graph, but has the effect of one."""
+    assert [row.name for row in ROWS] == [*PASSES, *JOINT_PASSES, "cache_weights"]
+
+
+Graphs = dict[str, Counter[str]]
+_CALL = re.compile(
+    r"= torch\.ops\.(\w+\.\w+)\.\w+\(|\b(triton_)\w+\.run\(|\bextern_kernels\.(\w+)\("
+)
+_GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\(.*'(\S+)', '(\S+)', ")
+
+
+def calls(source: str, capability: int) -> Counter[str]:
+    """What a graph's generated code launches, by name: ops, Triton kernels together, torch's GEMMs.
+    And its inputs: in backward the tensors that were saved, and the gradients."""
+    body = source[source.index("def call(") :]
+    found = Counter(
+        "triton" if triton else op or extern for op, triton, extern in _CALL.findall(body)
+    )
+    del found["aten.view"]  # no kernel
+    inputs = re.search(r"^ +(.*) = args$", body, re.M)
+    assert inputs
+    found["inputs"] = len([name for name in inputs[1].split(", ") if name])
+    schemes = [scheme for pair in _GEMM.findall(body) for scheme in pair]
+    kernel, as_wanted = BEFORE_A_GEMM[capability]
+    found[kernel] = sum(not scheme.endswith(as_wanted) for scheme in schemes)
+    return found
+
+
+def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    monkeypatch.setattr(gemm, "_swizzled", lambda *args: launches.append("swizzle_scales.cu"))
+    monkeypatch.setattr(gemm, "dequantize", lambda *args: launches.append("dequantize.cu"))
+    codes, scales = torch.zeros(128, 32), torch.zeros(128, 4).to(torch.float8_e4m3fn)
+    scheme = "nvfp4_ms_eden_pow2"
+    for name in (scheme, scheme + SWIZZLED):
+        gemm.swizzled(scales, 128, get_scheme(name))
+    for name in (scheme, scheme + WIDENED):
+        gemm._bf16(codes, scales, None, get_scheme(name))
+    assert launches == ["swizzle_scales.cu", "dequantize.cu"]
+
+
+@cache
+def graphs_of(
+    options: tuple[tuple[str, Any], ...], model: type[nn.Module], training: bool, capability: int
+) -> Graphs:
+    """The calls of each graph: forward, backward, and what quantises weights apart from them."""
+    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(INDUCTOR_OPTIONS):
+        sources = emulate(patch, capability)
+        serve_as_on(patch, capability)
+        torch._dynamo.reset()
+        x = torch.zeros(2, WIDTH, WIDTH, dtype=torch.bfloat16)
+        step = torch.compile(model(), backend="quartet2", options=dict(options))
+        with torch.set_grad_enabled(training):
+            y = step(x)
+        if training:
+            y.sum().backward()
+    graphs: Graphs = {}
+    for source in sources:
+        kind = "backward" if "tangents_" in source else "weights" if graphs else "forward"
+        graphs[kind] = graphs.get(kind, Counter()) + calls(source, capability)
+    return graphs
+
+
+def line(before: Counter[str], after: Counter[str]) -> str:
+    """Counts by name, what changes first; a name and its count stay together in wrapping."""
+    names = sorted({*before, *after}, key=lambda name: (before[name] == after[name], name))
+    return ", ".join(
+        f"{name}~{before[name]}" + (f"~->~{after[name]}" if before[name] != after[name] else "")
+        for name in names
+    )
+
+
+def table() -> str:
+    lines = []
+    for row in ROWS:
+        program = (row.model, row.training, row.capability)
+        before, after = (graphs_of(tuple(o.items()), *program) for o in (row.without, row.with_))
+        lines += ["", f"{row.name} ({row.where})"]
+        for graph in after:
+            text = line(before.get(graph, Counter()), after[graph])
+            lines += textwrap.wrap(
+                text, 98, initial_indent=f"  {graph:10}", subsequent_indent=" " * 12
+            )
+    return "\n".join(lines[1:]).replace("~", " ")
+
+
+class TestKernelCounts(TestCase):
+    def test_of_each_pass(self) -> None:
+        self.assertExpectedInline(
+            table(),
+            """\
+share_operands (post-grad)
+  forward   q2.quantize 6 -> 4, dequantize.cu 6, inputs 4, q2.gemm 3, triton 1
+
+merge_seeds (post-grad)
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, dequantize.cu 14, inputs 18, q2.gemm 7,
+            q2.requantize 7, q2.rht_quantize 7, triton 2
+
+pair_directions (post-grad)
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.rht_quantize 7 -> 1, q2.rht_quantize_both 0 -> 3, aten.randint 1, dequantize.cu 14,
+            inputs 18, q2.gemm 7, q2.requantize 7, triton 2
+
+share_rotations (post-grad)
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.requantize 7 -> 5, aten.randint 1, dequantize.cu 14, inputs 18, q2.gemm 7,
+            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+
+swizzle_scales (post-grad)
+  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, swizzle_scales.cu 8, triton 2
+  backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
+            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+
+widen_operands (post-grad)
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  dequantize.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
+            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+
+share_operands (joint)
+  forward   q2.rht_quantize 4 -> 2, aten.randint 1, dequantize.cu 8, inputs 5, q2.gemm 4,
+            q2.quantize 1, q2.split_scales 5, q2.transpose 3, triton 10
+  backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
+            q2.rht_quantize 4, triton 2
+
+share_saved_rotations (joint)
+  forward   q2.rht_quantize 4 -> 2, aten.randint 1, dequantize.cu 8, inputs 5, q2.gemm 4,
+            q2.quantize 1, q2.split_scales 5, q2.transpose 3, triton 10
+  backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
+            q2.rht_quantize 4, triton 2
+
+keep_packed (option)
+  forward   dequantize.cu 4, inputs 3, q2.gemm 2, q2.quantize 3, q2.split_scales 1, triton 1
+  backward  inputs 4 -> 13, q2.quantize 3 -> 0, q2.split_scales 1 -> 0, aten.randint 1,
+            dequantize.cu 2, q2.gemm 4, q2.requantize 3, q2.rht_quantize 1,
+            q2.rht_quantize_both 1, triton 1
+
+recompute_weights (option)
+  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  inputs 18 -> 12, q2.quantize 0 -> 3, aten.randint 1, q2.gemm 7, q2.requantize 5,
+            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+
+cache_weights (option)
+  forward   inputs 5 -> 17, q2.quantize 5 -> 1, dequantize.cu 8, q2.gemm 4, q2.split_scales 1,
+            triton 2
+  weights   inputs 0 -> 1, q2.quantize 0 -> 1
+  backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
+            q2.rht_quantize_both 3, triton 2""",
+        )
