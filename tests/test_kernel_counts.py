@@ -8,7 +8,8 @@ launches ahead of the product has the name of its .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of keep_packed and recompute_weights in test_joint_passes.py, of
-swizzle_scales in test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of
+the two for swizzled scales in test_swizzle_scales.py, of widen_operands in
+test_widen_operands.py, of
 cache_weights in test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
 test_share_rotations.py.
 """
@@ -128,6 +129,7 @@ ROWS = [
     _pass("widen_operands"),
     _joint_pass("share_operands", "nvfp4"),
     _joint_pass("share_saved_rotations", "nvfp4"),
+    _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
     _option("keep_packed", model=Mlp),
     _option("recompute_weights"),
     _option("cache_weights"),
@@ -245,7 +247,7 @@ share_rotations (post-grad)
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 swizzle_scales (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, swizzle_scales.cu 8, triton 2
+  forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
   backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
@@ -265,6 +267,12 @@ share_saved_rotations (joint)
             q2.quantize 1, q2.split_scales 5, q2.transpose 3, triton 10
   backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
             q2.rht_quantize 4, triton 2
+
+swizzle_saved_scales (joint)
+  forward   swizzle_scales.cu 7 -> 0, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1,
+            triton 2
+  backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
+            q2.rht_quantize_both 3, triton 2
 
 keep_packed (option)
   forward   dequantize.cu 4, inputs 3, q2.gemm 2, q2.quantize 3, q2.split_scales 1, triton 1

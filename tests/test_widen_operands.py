@@ -11,7 +11,7 @@ from expecttest import TestCase
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.dump import readable
-from q2compile.passes import swizzle_scales, widen_operands
+from q2compile.passes import graphs
 from q2compile.passes.graphs import q2_nodes
 from q2compile.passes.spec import check_spec
 from q2compile.passes.widen_operands import widen_operands_pass
@@ -47,10 +47,12 @@ def hopper(monkeypatch) -> None:
     def serving(op, args):
         if op == "gemm":
             return SimpleNamespace(name="cuda_bf16")
+        if op not in ("rht_quantize", "rht_quantize_both", "requantize"):
+            return SimpleNamespace(name="cuda")
         scheme, transform = (a for a in args if isinstance(a, str) and a != SOURCE)
         return SimpleNamespace(name="reference" if not_served(scheme, transform) else "cuda")
 
-    monkeypatch.setattr(widen_operands, "serving", serving)
+    monkeypatch.setattr(graphs, "serving", serving)
 
 
 def run(graph_module, inputs):
@@ -124,7 +126,7 @@ def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
 @pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])
 def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
     gm, _ = traced()
-    monkeypatch.setattr(widen_operands, "serving", lambda *a: SimpleNamespace(name=gemm))
+    monkeypatch.setattr(graphs, "serving", lambda *a: SimpleNamespace(name=gemm))
     assert widen_operands_pass(gm.graph) == 0
 
 
@@ -160,16 +162,8 @@ def test_errors_say_what_came() -> None:
         q2.gemm(*packed, *packed, None, SOURCE + WIDENED, SOURCE, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["widen_operands", "swizzle_scales"])
-def test_operands_of_another_shape_get_through_inductor(name, monkeypatch) -> None:
-    """Trap: Inductor gave an operand the strides that it had in tracing, and numbers overlapped."""
-
-    def fp4(op, args):
-        return SimpleNamespace(name="cublaslt_fp4" if op == "gemm" else "cuda")
-
-    if name == "swizzle_scales":
-        monkeypatch.setattr(swizzle_scales, "serving", fp4)
-        monkeypatch.setattr(widen_operands, "serving", fp4)
+def test_inductor_takes_widened_operands_as_they_are() -> None:
+    """Trap: it gave them the strides that codes had in tracing, and numbers overlapped."""
 
     def gradient(options) -> torch.Tensor:
         torch.manual_seed(0)
@@ -180,4 +174,4 @@ def test_operands_of_another_shape_get_through_inductor(name, monkeypatch) -> No
             torch.compile(layer, backend="quartet2", options=options)(x).backward(dy)
         return layer.weight.grad
 
-    assert torch.equal(gradient({}), gradient({"disable_passes": [name]}))
+    assert torch.equal(gradient({}), gradient({"disable_passes": ["widen_operands"]}))

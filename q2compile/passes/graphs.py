@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
+
+from q2compile.runtime_kernels.registry import serving
 
 Q2 = "q2"
 GEMM_OPS = ("gemm", "grouped_gemm")  # six arguments are their operands: a's three parts, then b's
@@ -40,6 +43,21 @@ def op_counts(graph: fx.Graph) -> Counter[str]:
 
 def device_of(node: fx.Node) -> torch.device:
     return node.meta["val"].device
+
+
+def serving_kernel(node: fx.Node, args: Any) -> str:
+    """Name of the kernel that would run the op of ``node`` on these arguments."""
+    name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
+    return serving(name, map_arg(args, lambda n: n.meta["val"])).name
+
+
+def update_outputs(node: fx.Node) -> None:
+    """Note what comes out of an op whose arguments have changed, by its fake."""
+    target: Any = node.target
+    node.meta["val"] = target(*map_arg(node.args, lambda n: n.meta["val"]))
+    for output in node.users:
+        assert output.target is operator.getitem
+        output.meta["val"] = node.meta["val"][output.args[1]]
 
 
 def producer(node: fx.Node) -> Any:

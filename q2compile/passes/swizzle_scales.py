@@ -6,16 +6,18 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
-from torch.fx.node import map_arg
 
-from q2compile.passes.graphs import depending_on_tangents, is_q2, q2_nodes
+from q2compile.passes.graphs import (
+    depending_on_tangents,
+    is_q2,
+    q2_nodes,
+    serving_kernel,
+    update_outputs,
+)
 from q2compile.passes.spec import named_arguments
 from q2compile.runtime_kernels.cuda.gemm import FP4
 from q2compile.runtime_kernels.cuda.rotation import NAME as CUDA
-from q2compile.runtime_kernels.layout import scales_shape
-from q2compile.runtime_kernels.registry import serving
 from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
 
 _QUANTISING = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
@@ -31,9 +33,9 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
         a = rht_quantize(dy, s, S, R, False, 0)           a = rht_quantize(dy, s, S@32x4x4, R, ...)
         gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@32x4x4, ...)
 
-    Preconditions: all users of the scales are q2.gemm nodes that cuBLASLt's fp4 kernel serves, or
-    q2.requantize nodes whose CUDA kernel reads them swizzled, too; blocks have one row (those of
-    16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled scales of this
+    Preconditions: all users of the scales are q2.gemm nodes that cuBLASLt's fp4 kernel serves, and
+    maybe q2.requantize nodes whose CUDA kernel reads them swizzled, too; blocks have one row (those
+    of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled scales of this
     scheme. A pair of directions has one scheme, so all must hold for both.
 
     Exact: the same numbers in other places.
@@ -66,16 +68,17 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         at = list(named_arguments(node)).index("scheme")
         scheme: Any = node.args[at]
         spec = get_scheme(scheme)
-        if not readers or spec.swizzled or spec.widened or spec.block[0] > 1:
+        if spec.swizzled or spec.widened or spec.block[0] > 1:
+            continue
+        if not any(is_q2(reader, "gemm") for reader, _ in readers):
             continue
         args = (*node.args[:at], scheme + SWIZZLED, *node.args[at + 1 :])
-        if _kernel(node, args) != CUDA or not all(_served(*reader) for reader in readers):
+        if serving_kernel(node, args) != CUDA or not all(_served(*reader) for reader in readers):
             continue
         node.args = args
-        for output in scales:
-            _swizzle_meta(node, output, scheme)
+        update_outputs(node)
         for reader, output in readers:
-            _read_swizzled(reader, output)
+            reader.args = _with_swizzled(reader, _schemes_of(reader, output)[0])
         matches += 1
     return matches
 
@@ -84,11 +87,6 @@ def _index(output: fx.Node) -> int:
     index = output.args[1]
     assert isinstance(index, int)
     return index
-
-
-def _kernel(node: fx.Node, args: Any) -> str:
-    name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
-    return serving(name, map_arg(args, lambda n: n.meta["val"])).name
 
 
 def _schemes_of(reader: fx.Node, scales: fx.Node) -> tuple[dict[int, int], str]:
@@ -110,26 +108,4 @@ def _with_swizzled(reader: fx.Node, places: dict[int, int]) -> tuple[Any, ...]:
 
 def _served(reader: fx.Node, scales: fx.Node) -> bool:
     places, kernel = _schemes_of(reader, scales)
-    return bool(places) and _kernel(reader, _with_swizzled(reader, places)) == kernel
-
-
-def _read_swizzled(reader: fx.Node, scales: fx.Node) -> None:
-    """Names the scheme in the reader; and what Inductor shall lay its arguments out like, which it
-    noted when the graph was traced, gets the new shape."""
-    places, _ = _schemes_of(reader, scales)
-    reader.args = _with_swizzled(reader, places)
-    if "eager_input_vals" in reader.meta:
-        args, kwargs = reader.meta["eager_input_vals"]
-        values = (scales.meta["val"] if i in places else arg for i, arg in enumerate(args))
-        reader.meta["eager_input_vals"] = (tuple(values), kwargs)
-
-
-def _swizzle_meta(node: fx.Node, output: fx.Node, scheme: str) -> None:
-    """The shape of swizzled scales, where the graph says what comes out of the op."""
-    plain: torch.Tensor = output.meta["val"]
-    rows, blocks = plain.shape
-    shape = scales_shape(rows, blocks, get_scheme(scheme + SWIZZLED))
-    output.meta["val"] = plain.new_empty(shape)
-    outputs = list(node.meta["val"])
-    outputs[_index(output)] = output.meta["val"]
-    node.meta["val"] = tuple(outputs)
+    return bool(places) and serving_kernel(reader, _with_swizzled(reader, places)) == kernel

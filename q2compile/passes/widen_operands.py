@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import fx
-from torch.fx.node import map_arg
 
-from q2compile.passes.graphs import is_q2, q2_nodes
+from q2compile.passes.graphs import is_q2, q2_nodes, serving_kernel, update_outputs
 from q2compile.passes.spec import named_arguments
 from q2compile.runtime_kernels.cuda.gemm import BF16
 from q2compile.runtime_kernels.cuda.rotation import NAME as CUDA
-from q2compile.runtime_kernels.registry import serving
 from q2compile.runtime_kernels.schemes import WIDENED
 
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of q2.gemm, of a and b
@@ -42,10 +39,10 @@ def widen_operands_pass(graph: fx.Graph) -> int:
         if "@" in scheme or not readers or not all(_is_bf16(gemm) for gemm in readers):
             continue
         args = (*node.args[:at], scheme + WIDENED, *node.args[at + 1 :])
-        if _kernel(node, args) != CUDA:
+        if serving_kernel(node, args) != CUDA:
             continue
         node.args = args
-        _update_meta(node)
+        update_outputs(node)
         for gemm in readers:
             for codes, of_scheme in zip(_CODES, _SCHEMES, strict=True):
                 operand = gemm.args[codes]
@@ -56,19 +53,4 @@ def widen_operands_pass(graph: fx.Graph) -> int:
 
 
 def _is_bf16(node: fx.Node) -> bool:
-    return is_q2(node, "gemm") and _kernel(node, node.args) == BF16
-
-
-def _kernel(node: fx.Node, args: Any) -> str:
-    name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
-    return serving(name, map_arg(args, lambda n: n.meta["val"])).name
-
-
-def _update_meta(node: fx.Node) -> None:
-    """What the op and its outputs are now, from its fake."""
-    target: Any = node.target
-    node.meta["val"] = target(*map_arg(node.args, lambda n: n.meta["val"]))
-    for output in node.users:
-        assert output.target is operator.getitem
-        index: Any = output.args[1]
-        output.meta["val"] = node.meta["val"][index]
+    return is_q2(node, "gemm") and serving_kernel(node, node.args) == BF16

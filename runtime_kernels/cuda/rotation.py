@@ -25,7 +25,7 @@ from q2compile.runtime_kernels.quantize.op import checked as checked_without_rot
 from q2compile.runtime_kernels.quantize_masked.op import checked as checked_masked
 from q2compile.runtime_kernels.registry import kernel
 from q2compile.runtime_kernels.rht_quantize.op import checked
-from q2compile.runtime_kernels.schemes import SWIZZLED, Scheme, get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
 from q2compile.runtime_kernels.transforms import get_transform
 
 NAME = "cuda"
@@ -179,7 +179,8 @@ def _refuses_requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> str | None:
     if get_scheme(source_scheme).swizzled and not get_scheme(scheme).swizzled:
-        scheme += SWIZZLED  # whose self-check has a source with swizzled scales, too
+        # Whose self-check has a source with swizzled scales, too.
+        scheme = scheme.removesuffix(WIDENED) + SWIZZLED
     return refuses("requantize", codes, scheme, transform)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from q2compile.runtime_kernels.cuda.launch import unsupported
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
 
 FAILED = "it failed its self-check on this GPU"
 # Where the kernels have been run, not only compiled.
@@ -148,12 +148,15 @@ _ROTATED = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
     *("mxfp4_sr", "mxfp4_rtn34"),
 )
+_WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
     "quantize": _with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
-    "rht_quantize": _ROTATED,
-    "rht_quantize_both": _ROTATED,
-    "requantize": _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"),
+    "rht_quantize": _ROTATED + _WIDENED,
+    "rht_quantize_both": _ROTATED + _WIDENED,
+    "requantize": (
+        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34") + _WIDENED
+    ),
     "quantize_masked": _with_swizzled("mxfp4_quest"),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(_OF_FORMAT.values()),
