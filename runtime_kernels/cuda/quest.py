@@ -76,7 +76,7 @@ def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> t
 
 @on_device
 def _masked_unrotate(index: int, grad, mask, norm: float) -> torch.Tensor:
-    out = empty(grad.shape, grad.stride(), grad.dtype)
+    out = empty(tuple(grad.shape), grad.stride(), grad.dtype)
     chunks = grad.numel() // _CHUNK
     if chunks:
         unrotate_launch(grad.dtype)(
