@@ -79,7 +79,7 @@ def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
     monkeypatch.setattr(
         Launch,
         "__call__",
-        lambda launch, index, grid, *values: emulation.emulate(launch, False, grid, *values),
+        lambda launch, index, grid, *values: emulation.emulate(launch, "sm_90a", grid, *values),
     )
     monkeypatch.setattr(on_cuda, "multiprocessors", lambda index: 2)
     monkeypatch.setattr(

@@ -246,8 +246,9 @@ def train(model, cache, steps=2, micro_batches=2, device="cpu", **options):
                 loss = (compiled(x) - x).float().square().mean()
             loss.backward()
             losses.append(loss.detach().clone())
-            for p in model.parameters():  # or the next replay of a CUDA graph would overwrite it
-                p.grad = p.grad.clone()
+            for p in model.parameters():
+                if p.grad is not None:  # or the next replay of a CUDA graph would overwrite it
+                    p.grad = p.grad.clone()
         optimizer.step()
         optimizer.zero_grad()
     return losses, [p.detach().clone() for p in model.parameters()]
