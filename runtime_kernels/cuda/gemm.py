@@ -5,7 +5,8 @@ The fp4 GEMM is torch.nn.functional.scaled_mm, inside our own op. It takes block
 32x4x4 layout, and quantisers write them so for operands that only it and requantisations read (pass
 swizzle_scales). For others swizzle_scales.cu does it on the way, over 1/16 of the elements:
 
-    weights in 16x16 blocks, and what q2::transpose makes of them (recipe nvfp4)
+    weights in 16x16 blocks, and what q2::transpose makes of them (recipe nvfp4): they are saved for
+        backward with one scale for 16 rows, the tensor cores read 16 copies of it
     codes that a graph takes as inputs: the option cache_weights
     what dequantize, grouped_gemm or the caller of the graph reads as well
     calls outside of a compiled graph
