@@ -74,7 +74,7 @@ def test_modes_agree(mode) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_widened_operands_change_no_bit(recipe) -> None:
-    """Rows of the gradient from 1e-12 to 1: scales of many of its blocks are e4m3 subnormals."""
+    """Rows of x from 1e-12 to 1. For subnormal scales see test_cuda_kernels.py."""
     x = inputs() * torch.logspace(-12, 0, 512, device=GPU, dtype=torch.bfloat16)[:, None]
     plain = compiled_mlp(recipe=recipe, leave_out=["widen_operands"])
     own = [gradient(*mlp, x, seed=1) for mlp in (compiled_mlp(recipe=recipe), plain)]
