@@ -32,7 +32,7 @@ struct Params {
   int blocks[2];
 #endif
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
 
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {

@@ -110,6 +110,18 @@ Q2_INLINE long long swizzled_at(u32 row, u32 block, u32 across) {
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
 }
 
+// The largest of a thread block's numbers, one a thread.
+template <int kThreads>
+Q2_INLINE u32 block_largest(u32 value) {
+  __shared__ u32 of_warp[kThreads / 32];
+  value = __reduce_max_sync(~0u, value);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
+  __syncthreads();
+  return value;
+}
+
 // Philox4x32-10 (runtime_kernels/philox.py): key = the seed, counter = (index, stream, purpose).
 
 enum Purpose { SIGNS = 1, COINS = 2 };

@@ -131,7 +131,7 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
       results.stored[group][0] = stored.x, results.stored[group][1] = stored.y;
     }
   }
-  if constexpr (kRule == MS_EDEN || kRule == POW2) {
+  if constexpr (kWorths) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       u32 worth = results.stored[i / 2][i % 2];
@@ -403,17 +403,6 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   }
 }
 
-// The largest of the thread block's numbers.
-Q2_INLINE u32 block_largest(u32 value) {
-  __shared__ u32 of_warp[kThreads / 32];
-  value = __reduce_max_sync(~0u, value);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();
-  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
-  __syncthreads();
-  return value;
-}
-
 // What the numbers of one direction have in common. EXACT: thread block 0 writes the global scale.
 Q2_INLINE Common common_of(const Params& p, const Output& out) {
   Common common = {};
@@ -421,7 +410,7 @@ Q2_INLINE Common common_of(const Params& p, const Output& out) {
   if constexpr (kRule == EXACT) {
     u32 largest = 0;
     for (int i = threadIdx.x; i < out.parts; i += kThreads) largest = max(largest, out.largest[i]);
-    common.unit = exact_unit(block_largest(largest), common.factor);
+    common.unit = exact_unit(block_largest<kThreads>(largest), common.factor);
     common.inverse_unit = __frcp_rn(common.unit);
     if (blockIdx.x == 0 && threadIdx.x == 0) *out.global_scale = common.unit;
   }
@@ -430,10 +419,10 @@ Q2_INLINE Common common_of(const Params& p, const Output& out) {
 
 Q2_INLINE void finish(const Output& out, Extent extent) {
   if constexpr (kRule == EXACT) return;
-  extent.largest = block_largest(extent.largest);
+  extent.largest = block_largest<kThreads>(extent.largest);
   if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
   if constexpr (kValues && kWorths) {
-    extent.smallest = ~block_largest(~extent.smallest);
+    extent.smallest = ~block_largest<kThreads>(~extent.smallest);
     if (threadIdx.x == 0) out.largest[gridDim.x + blockIdx.x] = extent.smallest;
   }
 }

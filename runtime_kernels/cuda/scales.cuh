@@ -18,15 +18,9 @@ struct Side {
 
 // The largest of `count` numbers, each exclusive or flip.
 Q2_INLINE u32 largest_of(const u32* numbers, int count, u32 flip = 0) {
-  __shared__ u32 of_warp[kThreads / 32];
   u32 value = 0;
   for (int i = threadIdx.x; i < count; i += kThreads) value = max(value, numbers[i] ^ flip);
-  value = __reduce_max_sync(~0u, value);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();
-  for (int i = 0; i < kThreads / 32; ++i) value = max(value, of_warp[i]);
-  __syncthreads();
-  return value;
+  return block_largest<kThreads>(value);
 }
 
 Q2_INLINE float largest_worth(const Side& side) {

@@ -60,7 +60,7 @@ struct Params {
   u32* mask;
 #endif
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in rotation.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
 
 struct __align__(16) Masks {
   u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
