@@ -41,7 +41,7 @@ from torch.nn.functional import rms_norm, silu
 import q2compile
 from q2compile import lowering
 
-OUT = Path(__file__).parent / "results" / "models.json"
+RESULTS = Path(__file__).parent / "results"
 TOKENS = 16384
 ROWS, COLUMNS = 8192, 4096
 LLAMA: dict[str, Any] = {
@@ -208,26 +208,32 @@ BENCHMARKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(BENCHMARKS))
-    parser.add_argument("--out", type=Path, default=OUT)
+def record(script: str, description: str, benchmarks: dict[str, Callable[[], Any]]) -> None:
+    """The command line of a script of this folder: runs its benchmarks, or those named by --only,
+    prints their rows, and writes them to results/."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--only", default=",".join(benchmarks))
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{script}.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("examples/benchmarks/models.py needs a CUDA device, and torch sees none.")
+        sys.exit(f"examples/benchmarks/{script}.py needs a CUDA device, and torch sees none.")
     about = {
         "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "date": datetime.date.today().isoformat(),
-        "command": "python examples/benchmarks/models.py",
+        "command": f"python examples/benchmarks/{script}.py",
     }
     results = []
     for name in args.only.split(","):
-        for result in BENCHMARKS[name]():
+        for result in benchmarks[name]():
             results.append({**result, **about})
             print(result, flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    record("models", __doc__, BENCHMARKS)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,12 @@ The peak is what a step allocates at most, parameters and gradients included.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from models import BATCH, GPU, LLAMA, SEQUENCE, Step, in_turns
+from models import BATCH, GPU, LLAMA, SEQUENCE, Step, in_turns, record
 
-OUT = Path(__file__).parent / "results" / "options.json"
 LAYERS = 4
 PASSES = ("share_operands", "pair_directions", "share_rotations", "widen_operands")
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
@@ -93,25 +88,7 @@ def measure(group: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(GROUPS))
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("examples/benchmarks/options.py needs a CUDA device, and torch sees none.")
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "date": datetime.date.today().isoformat(),
-        "command": "python examples/benchmarks/options.py",
-    }
-    results = []
-    for group in args.only.split(","):
-        for result in measure(group):
-            results.append({**result, **about})
-            print(result, flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    record("options", __doc__, {group: partial(measure, group) for group in GROUPS})
 
 
 if __name__ == "__main__":
