@@ -5,11 +5,12 @@ import operator
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops
 
 q2 = torch.ops.q2
-EDEN = "nvfp4_ms_eden_pow2"
+EDEN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
 
 
 class Builder:
@@ -38,3 +39,27 @@ class Builder:
     def done(self, *outputs):
         self.graph.output(outputs)
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def backward(dy, codes, scales, global_scale):
+    """dgrad and wgrad with one quantisation of the gradient in both directions."""
+    s, t = q2.seed(dy, 0), q2.seed(dy, 1)
+    both = q2.rht_quantize_both(dy, s, t, EDEN, "rht128", 0)
+    w = q2.requantize(codes, scales, global_scale, s, SOURCE, EDEN, "rht128", 72, 1)
+    x = q2.requantize(codes, scales, global_scale, t, SOURCE, EDEN, "rht128", 72, 1)
+    dx = q2.gemm(*both[:3], *w, None, EDEN, EDEN, torch.bfloat16)
+    dw = q2.gemm(*both[3:], *x, None, EDEN, EDEN, torch.bfloat16)
+    return dx, dw
+
+
+def traced(function=backward, tracing_mode="fake"):
+    """The graph of a function of a gradient [40, 40] and a saved operand [40, 72], and inputs."""
+    dy = torch.randn(40, 40).bfloat16()
+    packed = q2.quantize(torch.randn(40, 72).bfloat16(), None, None, SOURCE, 0)
+    inputs = (dy, *packed)
+    return make_fx(function, tracing_mode=tracing_mode)(*inputs), inputs
+
+
+def run(graph_module, inputs):
+    torch.manual_seed(1)
+    return graph_module(*inputs)

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from graph_builder import EDEN, Builder, q2
+from graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from torch import fx, nn
 from torch._dynamo.utils import counters
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import q2compile.linear  # noqa: F401  registers q2::linear
@@ -26,7 +25,7 @@ from q2compile.recipes import resolve
 from q2compile.runtime_kernels.cuda import gemm, quest, rotation
 from q2compile.runtime_kernels.registry import kernels
 
-SOURCE, SR = "nvfp4_46_pow2", "nvfp4_sr_pow2"
+SR = "nvfp4_sr_pow2"
 AT = "@32x4x4"
 
 
@@ -41,29 +40,6 @@ def blackwell(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
     for module in (gemm, quest, rotation):
         monkeypatch.setattr(module, "refusal", lambda *check: None)
-
-
-def backward(dy, codes, scales, global_scale):
-    """dgrad and wgrad with one quantisation of the gradient in both directions."""
-    s, t = q2.seed(dy, 0), q2.seed(dy, 1)
-    both = q2.rht_quantize_both(dy, s, t, EDEN, "rht128", 0)
-    w = q2.requantize(codes, scales, global_scale, s, SOURCE, EDEN, "rht128", 72, 1)
-    x = q2.requantize(codes, scales, global_scale, t, SOURCE, EDEN, "rht128", 72, 1)
-    dx = q2.gemm(*both[:3], *w, None, EDEN, EDEN, torch.bfloat16)
-    dw = q2.gemm(*both[3:], *x, None, EDEN, EDEN, torch.bfloat16)
-    return dx, dw
-
-
-def traced(function=backward):
-    dy = torch.randn(40, 40).bfloat16()
-    packed = q2.quantize(torch.randn(40, 72).bfloat16(), None, None, SOURCE, 0)
-    inputs = (dy, *packed)
-    return make_fx(function, tracing_mode="fake")(*inputs), inputs
-
-
-def run(graph_module, inputs):
-    torch.manual_seed(1)
-    return graph_module(*inputs)
 
 
 def test_operands_of_gemms_alone_are_made_swizzled() -> None:

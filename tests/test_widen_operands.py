@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expecttest import TestCase
-from torch.fx.experimental.proxy_tensor import make_fx
+from graph_builder import EDEN, SOURCE, q2, run, traced
 
 from q2compile.dump import readable
 from q2compile.passes import graphs
@@ -17,27 +17,6 @@ from q2compile.passes.spec import check_spec
 from q2compile.passes.widen_operands import widen_operands_pass
 from q2compile.runtime_kernels.cuda.plan import not_served
 from q2compile.runtime_kernels.schemes import WIDENED, get_scheme
-
-q2 = torch.ops.q2
-EDEN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
-
-
-def backward(dy, codes, scales, global_scale):
-    """dgrad and wgrad with one quantisation of the gradient in both directions."""
-    s, t = q2.seed(dy, 0), q2.seed(dy, 1)
-    both = q2.rht_quantize_both(dy, s, t, EDEN, "rht128", 0)
-    w = q2.requantize(codes, scales, global_scale, s, SOURCE, EDEN, "rht128", 72, 1)
-    x = q2.requantize(codes, scales, global_scale, t, SOURCE, EDEN, "rht128", 72, 1)
-    dx = q2.gemm(*both[:3], *w, None, EDEN, EDEN, torch.bfloat16)
-    dw = q2.gemm(*both[3:], *x, None, EDEN, EDEN, torch.bfloat16)
-    return dx, dw
-
-
-def traced(function=backward, tracing_mode="fake"):
-    dy = torch.randn(40, 40).bfloat16()
-    packed = q2.quantize(torch.randn(40, 72).bfloat16(), None, None, SOURCE, 0)
-    inputs = (dy, *packed)
-    return make_fx(function, tracing_mode=tracing_mode)(*inputs), inputs
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +32,6 @@ def hopper(monkeypatch) -> None:
         return SimpleNamespace(name="reference" if not_served(scheme, transform) else "cuda")
 
     monkeypatch.setattr(graphs, "serving", serving)
-
-
-def run(graph_module, inputs):
-    torch.manual_seed(1)
-    return graph_module(*inputs)
 
 
 class TestGolden(TestCase):
