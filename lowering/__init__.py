@@ -1,41 +1,21 @@
-"""Inductor lowerings of the q2 ops. An op without one is an extern kernel: the registry's."""
+"""Loops of Inductor in the place of q2 ops, so that they fuse with what computes their operand. May
+import runtime_kernels.
 
-import torch
+quantize.py          the lowerings: of q2::quantize and q2::rht_quantize
+support.py           for which schemes, and when instead of a kernel's call
+rounding.py          the rounding rules, once, in Inductor's `ops`; nvfp4.py, mxfp4.py the formats'
+blocks.py            a matrix in blocks: reduction_blocks.py as a reduction, register_blocks.py held
+                     by a thread, for rotations and coins
+tile_config.py       how many blocks a program takes
+fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 
-from q2compile.runtime_kernels.schemes import get_scheme
-from q2compile.runtime_kernels.transforms import get_transform
-
-LARGEST_CHUNK = 32  # of a rotation: two blocks of 16
+An op without a lowering is an extern kernel: the registry's.
+"""
 
 
 def register() -> None:
     """Tell Inductor how to lower the q2 ops. Apart from the import of this package, because it
     imports Inductor."""
-    from q2compile.lowering import quantize  # noqa: F401
+    from q2compile.lowering import nan_asserts, quantize  # noqa: F401
 
-
-def why_not_lowered(device: torch.device, scheme: str, transform: str = "none") -> str | None:
-    """None when Inductor can compile `q2::quantize` of this scheme, or `q2::rht_quantize`, to loops
-    of its own, otherwise the reason in words."""
-    spec, size = get_scheme(scheme), get_transform(transform).size
-    if device.type != "cuda":
-        return f"on {device.type} the reference compiles faster than loops"
-    if spec.widened:
-        return f"{scheme} has numbers instead of codes"
-    if spec.masked:
-        return f"{scheme} has a trust mask"
-    if spec.rounding == "ms_eden":
-        return f"{scheme} corrects its scales by sums of fp32 in a fixed order"
-    if spec.stochastic and spec.select:
-        return f"{scheme} draws coins for two candidates"
-    if size > LARGEST_CHUNK:
-        return f"the chunks of {size} of {transform} are too long for the registers of a thread"
-    return None
-
-
-def beats_kernels(scheme: str, transform: str = "none") -> bool:
-    """Whether the loops are taken even where a kernel of our own serves, if something computes x.
-    The others are for GPUs that have none (compute capability below 8.0, no NVRTC); they load
-    number by number, or were never measured."""
-    spec = get_scheme(scheme)
-    return spec.format == "nvfp4" and spec.rounding == "rtn" and transform == "none"
+    nan_asserts.register()

@@ -21,9 +21,9 @@ from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.fp32 import Value, integer, magnitude_bits
-from q2compile.runtime_kernels.layout import ceil_div
-from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.lowering.fp32 import Value, magnitude_bits
+from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
@@ -137,7 +137,7 @@ class Blocks(ABC):
         return reinterpreted(bytes_, torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu)
 
     def _swizzled(self, bytes_: ir.TensorBox) -> ir.TensorBox:
-        """[rows, blocks] -> [tiles, 512] (runtime_kernels/swizzle.py)."""
+        """[rows, blocks] -> [tiles, 512] (runtime_kernels/numerics/swizzle.py)."""
         rows, blocks = self.grid
         across = ceil_div(blocks, 4)
         load = bytes_.make_loader()
@@ -185,45 +185,6 @@ class Blocks(ABC):
         )
         box.realize()
         return box
-
-
-class ReducedBlocks(Blocks):
-    """Blocks that are reductions: those of the module's docstring. They draw no coins."""
-
-    def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
-        super().__init__(x, block, block[1])
-
-    def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
-        def inner(place: Index, offset: Index) -> Value:
-            *down, across = offset
-            row = place[0] * self.height + (down[0] if down else 0)
-            return fn(self.load(row, place[1] * self.width + across), place)
-
-        sizes = [self.height, self.width] if self.height > 1 else [self.width]
-        return self._reduction(kind, inner, self.grid, sizes)
-
-    def pack(self, code: Code) -> ir.TensorBox:
-        """Sums of code * 16^position in int32, one for each 8 codes: products and sums are one
-        instruction of the multiply-add pipe, where shifts would wait for the integer pipe.
-        """
-        per_row = [self.rows, self.grid[1]]
-
-        def word(number: int) -> PerBlock:
-            def inner(place: Index, offset: Index) -> Value:
-                row, block = place
-                x = self.load(row, block * self.width + offset[0])
-                position = ops.index_expr(offset[0], torch.int32)
-                nibble = ops.bitwise_and(position, integer(NIBBLES - 1))
-                weight = ops.bitwise_left_shift(
-                    integer(1), ops.bitwise_left_shift(nibble, integer(2))
-                )
-                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(number))
-                weight = ops.where(here, weight, integer(0))
-                return ops.mul(code(x, [row // self.height, block], None), weight)
-
-            return self._reduction("sum", inner, per_row, [self.width]).make_loader()
-
-        return self._joined([word(number) for number in range(self.width // NIBBLES)])
 
 
 def _side_by_side(boxes: Sequence[ir.TensorBox]) -> ir.TensorBox:

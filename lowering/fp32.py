@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
-from q2compile.runtime_kernels.schemes import E2M1_MAX
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX
 
 Value = Any  # torch has no type for ops values that survives its virtualised handlers
 
@@ -119,8 +119,8 @@ def round_e2m1(v: Value) -> Value:
     """`formats.round_e2m1` of 0 <= v < 7, by the float adder.
 
     m = max(v, 1 + 2^-21) times 2^22 is a whole number of steps of the grid around v, and v less
-    that has a last mantissa bit that weighs one step (runtime_kernels/cuda/e2m1.cuh has the proof).
-    The products are exact: contracting them into fmas changes nothing.
+    that has a last mantissa bit that weighs one step (e2m1.cuh has the proof). The
+    products are exact: contracting them into fmas changes nothing.
     """
     m = float_of(ops.maximum(bits_of(v), integer(_ABOVE_ONE)))
     steps = ops.mul(m, number(2.0**22))

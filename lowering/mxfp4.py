@@ -13,7 +13,7 @@ from q2compile.lowering import fp32
 from q2compile.lowering.blocks import Blocks, Index, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import Quantized, Rounding
-from q2compile.runtime_kernels.schemes import E2M1_MAX, Scheme
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
 _LARGEST_BYTE = 253  # 2^126, whose reciprocal is normal
 

@@ -18,7 +18,7 @@ from q2compile.lowering import fp32
 from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import ComparedScales, FourOverSix, Quantized, Rounding
-from q2compile.runtime_kernels.schemes import E2M1_MAX, E4M3_MAX, Scheme
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX, Scheme
 
 _NAN_BYTE = 0x7F  # of e4m3
 _NORMAL = 8  # the least top bits of a normal fp32

@@ -6,7 +6,7 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering.fp32 import Value
-from q2compile.runtime_kernels.philox import MULTIPLIERS, WEYL
+from q2compile.runtime_kernels.numerics.philox import MULTIPLIERS, WEYL
 
 _LOW = 0xFFFFFFFF
 

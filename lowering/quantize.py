@@ -10,15 +10,15 @@ from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
-from q2compile import lowering
-from q2compile.lowering import mxfp4, nvfp4, tiles
-from q2compile.lowering.blocks import Blocks, PerBlock, ReducedBlocks, largest_of_all
+from q2compile.lowering import mxfp4, nvfp4, support, tile_config
+from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import float_of
-from q2compile.lowering.held import Draws, HeldBlocks
+from q2compile.lowering.reduction_blocks import ReducedBlocks
+from q2compile.lowering.register_blocks import Draws, HeldBlocks
 from q2compile.lowering.rounding import Quantized
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.registry import REFERENCE, serving
-from q2compile.runtime_kernels.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import get_transform
 
 QUANTIZE = torch.ops.q2.quantize.default
 RHT_QUANTIZE = torch.ops.q2.rht_quantize.default
@@ -28,7 +28,7 @@ RHT_QUANTIZE = torch.ops.q2.rht_quantize.default
 def quantize(
     x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
 ) -> Any:
-    """See runtime_kernels/quantize/op.py."""
+    """See runtime_kernels/ops/quantize.py."""
     if not _lowered("quantize", x, name, "none"):
         return _call(QUANTIZE, x, amax, seed, name, stream)
     scheme = get_scheme(name)
@@ -37,7 +37,7 @@ def quantize(
         draws = Draws(_loader(seed), stream)
         held = HeldBlocks(x, scheme, get_transform("none"), draws, transpose=False)
         return _rounded(held, load_amax, scheme)
-    tiles.install()
+    tile_config.install()
     return _rounded(ReducedBlocks(x, scheme.block), load_amax, scheme)
 
 
@@ -50,7 +50,7 @@ def rht_quantize(
     transpose: bool,
     stream: int,
 ) -> Any:
-    """See runtime_kernels/rht_quantize/op.py."""
+    """See runtime_kernels/ops/rht_quantize.py."""
     if not _lowered("rht_quantize", x, name, transform):
         return _call(RHT_QUANTIZE, x, seed, name, transform, transpose, stream)
     scheme = get_scheme(name)
@@ -76,11 +76,11 @@ def _loader(scalar: ir.TensorBox | None) -> PerBlock | None:
 
 
 def _lowered(op: str, x: ir.TensorBox, scheme: str, transform: str) -> bool:
-    if lowering.why_not_lowered(x.get_device_or_error(), scheme, transform) is not None:
+    if support.why_not_lowered(x.get_device_or_error(), scheme, transform) is not None:
         return False
     if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
         return False  # there is no largest number
-    fuses = lowering.beats_kernels(scheme, transform) and _computed(x)
+    fuses = support.beats_kernels(scheme, transform) and _computed(x)
     return fuses or _served_by_reference_alone(op)
 
 

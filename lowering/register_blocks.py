@@ -19,9 +19,9 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from q2compile.lowering.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
 from q2compile.lowering.fp32 import Value, integer, number, shifted_left
 from q2compile.lowering.philox import philox4x32
-from q2compile.runtime_kernels.philox import COINS, SIGNS
-from q2compile.runtime_kernels.schemes import Scheme
-from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform
+from q2compile.runtime_kernels.numerics.philox import COINS, SIGNS
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch._inductor.virtualized import ops
 from q2compile.lowering import fp32
 from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
-from q2compile.runtime_kernels.nvfp4 import ERROR_OFFSET
-from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.numerics.nvfp4 import ERROR_OFFSET
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 Quantized = tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]
 _ERROR_OFFSET_BITS = 0x43000000  # of the fp32 128

@@ -10,22 +10,23 @@ q2compile.forget_weights  under cache_weights: a weight was changed behind autog
 
 from typing import TYPE_CHECKING, Any
 
+from q2compile.version import __version__
+
 if TYPE_CHECKING:
     from q2compile.config import Config as Config
-    from q2compile.explanation import explain as explain
-    from q2compile.numerics import QuantizedTensor as QuantizedTensor
-    from q2compile.numerics import quantize as quantize
-    from q2compile.weight_cache import forget_weights as forget_weights
+    from q2compile.tools.explain import explain as explain
+    from q2compile.tools.quantize import QuantizedTensor as QuantizedTensor
+    from q2compile.tools.quantize import quantize as quantize
+    from q2compile.weight_cache.cache import forget_weights as forget_weights
 
-__version__ = "0.1.0"
-__all__ = ["Config", "QuantizedTensor", "explain", "forget_weights", "quantize"]
+__all__ = ["Config", "QuantizedTensor", "__version__", "explain", "forget_weights", "quantize"]
 
 _HOMES = {
     "Config": "q2compile.config",
-    "explain": "q2compile.explanation",
-    "forget_weights": "q2compile.weight_cache",
-    "quantize": "q2compile.numerics",
-    "QuantizedTensor": "q2compile.numerics",
+    "explain": "q2compile.tools.explain",
+    "forget_weights": "q2compile.weight_cache.cache",
+    "quantize": "q2compile.tools.quantize",
+    "QuantizedTensor": "q2compile.tools.quantize",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -12,10 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from q2compile import compat
-from q2compile.errors import ConfigError
-from q2compile.policy import Policy
-from q2compile.suggest import one_of
+from q2compile.errors import ConfigError, naming, one_of, shown
+from q2compile.recipes.policy import Policy
+from q2compile.torch_internals.inductor import (
+    JOINT_PASS_SLOT,
+    PASS_SLOT,
+    check_inductor_option,
+    inductor_options_of_mode,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,11 +28,20 @@ else:
 CONFIG_FILE_VARIABLE = "Q2COMPILE_CONFIG"
 
 
-class _Frozen(Mapping[str, Any]):
-    """A mapping that can't be changed and whose order counts: the last match of a policy wins."""
+# How deep an option's mappings and lists may stand in one another; settings of Inductor have three.
+_DEPTH = 20
 
-    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
-        self._items = copy.deepcopy(dict(items or {}))
+
+class _Frozen(Mapping[str, Any]):
+    """A mapping that can't be changed.
+
+    Equal are mappings of the same items, of the same types, in the same order, at every depth: the
+    last match of a policy wins, and Inductor runs some settings in the order they stand in.
+    """
+
+    def __init__(self, items: Mapping[str, Any] | None = None, option: str = "options") -> None:
+        self._items: dict[str, Any] = _copied(items or {}, option)
+        self._meaning = _meaning(self._items)
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -46,10 +58,31 @@ class _Frozen(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return list(self.items()) == list(other.items())
+        return self._meaning == (other if isinstance(other, _Frozen) else _Frozen(other))._meaning
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+
+def _copied(value: Any, option: str, depth: int = 0) -> Any:
+    """``value`` with its mappings and lists copied, so that it does not follow the user's. What is
+    in them (a pass for Inductor, say) stays the same object."""
+    if depth > _DEPTH:
+        raise ConfigError(f"{option}: nested more than {_DEPTH} deep; no option has so many levels")
+    if isinstance(value, Mapping):
+        return {key: _copied(v, option, depth + 1) for key, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v, option, depth + 1) for v in value)
+    return value
+
+
+def _meaning(value: Any) -> Any:
+    """What tells ``value`` from others: Python's == takes dicts in any order, and 1 for True."""
+    if isinstance(value, dict):
+        return (dict, *((_meaning(key), _meaning(v)) for key, v in value.items()))
+    if type(value) in (list, tuple):
+        return (type(value), *map(_meaning, value))
+    return type(value), value
 
 
 @dataclass(frozen=True)
@@ -95,18 +128,18 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("policy", "inductor"):
             if not isinstance(getattr(self, name), Mapping):
-                raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: a mapping")
+                raise ConfigError(f"{name}: got {shown(getattr(self, name))}; allowed: a mapping")
         for name in ("recipe", "policy", "inductor"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
-                object.__setattr__(self, name, _Frozen(value))
+                object.__setattr__(self, name, _Frozen(value, name))
         if isinstance(self.dump, os.PathLike):
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if not (self.dump is None or isinstance(self.dump, str) and self.dump):
-            raise ConfigError(f"dump: got {self.dump!r}; allowed: a folder's path or None")
+            raise ConfigError(f"dump: got {shown(self.dump)}; allowed: a folder's path or None")
         for name in ("strict", "keep_packed", "cache_weights", "recompute_weights"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: got {getattr(self, name)!r}; allowed: True, False")
+                raise ConfigError(f"{name}: got {shown(getattr(self, name))}; allowed: True, False")
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
         one_of("inner", self.inner, ("inductor", "eager"))
         one_of("on_error", self.on_error, ("raise", "bf16"))
@@ -125,17 +158,15 @@ class Config:
         _ = self.resolved_policy
 
     def _check_inductor(self) -> None:
-        compat.inductor_options_of_mode(self.mode)
-        for slot in (compat.PASS_SLOT, compat.JOINT_PASS_SLOT):
+        inductor_options_of_mode(self.mode)
+        for slot in (PASS_SLOT, JOINT_PASS_SLOT):
             if slot in self.inductor:
                 raise ConfigError(
                     f"inductor: {slot} is q2compile's own place; set yours in "
                     "torch._inductor.config and it will run before q2compile's passes"
                 )
-        if self.inductor:
-            known = compat.inductor_options()
-            for key in self.inductor:
-                one_of("setting of Inductor", key, known)
+        for key, value in self.inductor.items():
+            check_inductor_option(key, value)
         if self.inner == "eager" and (self.mode or self.inductor):
             raise ConfigError(
                 "inner='eager' runs without Inductor, so 'mode' and 'inductor' can't apply; "
@@ -143,15 +174,14 @@ class Config:
             )
 
     def _check_passes(self) -> None:
-        from q2compile.passes import PASSES
-        from q2compile.passes.joint import JOINT_PASSES
+        from q2compile.passes import JOINT_PASSES, PASSES
 
-        if isinstance(self.disable_passes, str):
+        if not isinstance(self.disable_passes, list | tuple):
             raise ConfigError(
-                f"disable_passes: got {self.disable_passes!r}; allowed: a list of names"
+                f"disable_passes: got {shown(self.disable_passes)}; allowed: a list of names"
             )
         for name in self.disable_passes:
-            one_of("pass", name, [*PASSES, *JOINT_PASSES])
+            one_of("pass in disable_passes", name, [*PASSES, *JOINT_PASSES])
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
 
     @cached_property
@@ -170,12 +200,55 @@ class Config:
         """
         if isinstance(options, Config):
             return options
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"options: got {shown(options)}; allowed: a mapping or a Config")
         given = {**_read_config_file(), **(options or {})}
         for key in given:
             one_of("option", key, [f.name for f in fields(cls)])
         if mode is not None:
             given["mode"] = mode
         return cls(**given)
+
+
+class CallArguments(Mapping[str, Any]):
+    """The arguments of one torch.compile call, as the backend read them: {"options": a Config}.
+
+    Dynamo runs a graph again that an equal call compiled, and calls are equal if their arguments
+    are. As torch keeps them these are the user's own dicts: equal in any order, changed when the
+    user changes them, and silent about the file that Q2COMPILE_CONFIG names. These ones are equal
+    to the arguments that mean the same now.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def __getitem__(self, key: str) -> Config:
+        return {"options": self._config}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("options",))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        try:
+            config = Config.from_options(other.get("options"), other.get("mode"))
+        except ConfigError:
+            return False  # Dynamo calls the backend then, and that raises it
+        if config is not self._config and config != self._config:
+            return False
+        if isinstance(other, dict):  # what it means is settled, and need not be read at every call
+            other.pop("mode", None)
+            other["options"] = self._config
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # torch shows it where it says why it compiles again
+        return repr(dict(self))
 
 
 def _read_config_file() -> Mapping[str, Any]:
@@ -185,18 +258,32 @@ def _read_config_file() -> Mapping[str, Any]:
         return {}
     path = Path(path_text)
     where = f"{CONFIG_FILE_VARIABLE}={path_text}"
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            loaded = tomllib.loads(text)
-        elif path.suffix == ".json":
-            loaded = json.loads(text)
-        else:
-            raise ConfigError(f"{where}: the name must end in .toml or .json")
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    except ValueError as error:  # tomllib.TOMLDecodeError is a ValueError
-        raise ConfigError(f"{where}: {error}") from None
-    if not isinstance(loaded, Mapping):
-        raise ConfigError(f"{where}: got a {type(loaded).__name__}; allowed: a table of options")
+    with naming(where):
+        try:
+            text = path.read_text(encoding="utf-8")
+            if path.suffix == ".toml":
+                loaded = tomllib.loads(text)
+            elif path.suffix == ".json":
+                loaded = json.loads(text, object_pairs_hook=_without_duplicates)
+            else:
+                raise ConfigError("the name must end in .toml or .json")
+        except ConfigError:
+            raise
+        except RecursionError:
+            raise ConfigError("nested too deep") from None
+        except (OSError, ValueError) as error:  # what json, tomllib and decoding raise
+            raise ConfigError(str(error)) from None
+        if not isinstance(loaded, Mapping):
+            raise ConfigError(f"got a {type(loaded).__name__}; allowed: a table of options")
     return loaded
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict. A key that is there twice would keep its first place and take its
+    last value, so that another line of a policy would win than the last; TOML refuses it, too."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(f"the key {shown(twice)} is there twice")
+    return found

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import reprlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 from torch._dynamo.exc import ShortenTraceback
 
 
@@ -34,3 +39,39 @@ class StageError(BackendError, RuntimeError):
     def __init__(self, message: str, stage: str, graph: str, reproducer: str | None) -> None:
         super().__init__(message)
         self.stage, self.graph, self.reproducer = stage, graph, reproducer
+
+
+def one_of(what: str, got: object, allowed: Collection[str]) -> str:
+    """``got`` if it is one of ``allowed``.
+
+    Raises ValueError saying what came, the nearest right name and what is allowed (up to 24 names).
+    """
+    if isinstance(got, str) and got in allowed:
+        return got
+    word = got[:200] if isinstance(got, str) else shown(got)
+    near = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    first = list(allowed)[:24]
+    more = f" and {len(allowed) - len(first)} more" if len(allowed) > len(first) else ""
+    raise ConfigError(f"unknown {what} {shown(got)}{hint} Allowed: {', '.join(first)}{more}.")
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
+
+
+def shown(got: object) -> str:
+    """What came, for a message: short, whatever it is, and whatever its own repr does."""
+    try:
+        return _REPR.repr(got)
+    except Exception:  # an int of 5000 digits, a class whose metaclass raises
+        return f"<{type(got).__name__}>"
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """A ConfigError that is raised inside begins with ``where`` it was found."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

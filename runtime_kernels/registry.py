@@ -5,16 +5,28 @@
 and accepts the arguments, newest registration first; the torch reference, which serves every
 device, is behind them all. `select` returns one implementation by name, and never another in its
 place.
+
+A kernel that fails, while it is prepared, in its self-check or when it runs, is given up for calls
+of that kind, with a KernelWarning, and the next one serves them.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 LIBRARY = torch.library.Library("q2", "DEF")
 
+# Names of kernels, as reports show them and `select` takes them.
 REFERENCE = "reference"
+CUDA = "cuda"
+CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
+FAILED = "it failed"  # how the reason begins why a kernel was given up
+
+
+class KernelWarning(RuntimeWarning):
+    """A kernel failed, and another runs in its place."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,17 @@ class Kernel:
         device = device_of(args)
         if self.device_type not in (None, device.type):
             return f"it runs on {self.device_type}, the operands are on {device.type}"
-        return self.refuses(*args)
+        return self.declines(args)
+
+    def declines(self, args: Sequence) -> str | None:
+        """The same for arguments on a device of this kernel's."""
+        return (_FAILURES and _FAILURES.get(_kind(self, args))) or self.refuses(*args)
 
 
 _KERNELS: dict[str, list[Kernel]] = {}
+_FAILURES: dict[Hashable, str] = {}  # kind of call -> why the kernel was given up for it
+_MOST_FAILURES = 4096  # of a program whose shapes never repeat
+_SAID: set[tuple[str, str, torch.device]] = set()
 
 
 def _nothing(*args) -> None:
@@ -62,16 +81,89 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     candidates = _KERNELS.setdefault(name, [])
 
     def call(*args):
-        device_type = device_of(args).type
-        for kernel in candidates:
-            if kernel.device_type in (None, device_type) and kernel.refuses(*args) is None:
-                return kernel.function(*args)
-        raise AssertionError(f"q2::{name} has no reference")
+        return _run(candidates, args)
 
     own = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"q2::{name}", fake, lib=LIBRARY)
+
+
+def _run(candidates: Sequence[Kernel], args: tuple):
+    """The result of the first of the kernels that serves the arguments and does not fail.
+
+    When none can, what the first one raised: the fault is the caller's then, or the device's.
+    """
+    device_type = device_of(args).type
+    for kernel in candidates:
+        if kernel.device_type in (None, device_type) and kernel.declines(args) is None:
+            try:
+                return kernel.function(*args)
+            except Exception as error:
+                if kernel.name == REFERENCE or not kernels_own(error, device_of(args)):
+                    raise
+                others = candidates[candidates.index(kernel) + 1 :]
+                return _instead(kernel, others, args, error)
+    raise AssertionError("an op has no reference")
+
+
+def _instead(failed: Kernel, others: Sequence[Kernel], args: tuple, error: Exception):
+    """What other kernels make of a call that one raised ``error`` at."""
+    try:
+        result = _run(others, args)
+    except Exception:
+        raise error  # noqa: B904  what the others raised is its context
+    give_up(failed, args, error)
+    return result
+
+
+def kernels_own(error: Exception, device: torch.device) -> bool:
+    """Whether a kernel that raised this is to be given up: not for want of memory, which may be
+    there the next time, nor in a CUDA graph capture, which has lost its graph."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _kind(kernel: Kernel, args: Sequence) -> Hashable:
+    """What calls have in common that a kernel is given up for."""
+    return (
+        kernel.op,
+        kernel.name,
+        *(
+            (a.device, a.dtype, *map(str, a.shape), *map(str, a.stride()))
+            if isinstance(a, torch.Tensor)
+            else str(a)
+            for a in args
+        ),
+    )
+
+
+def give_up(kernel: Kernel, args: Sequence, error: Exception) -> None:
+    """Has other kernels serve calls like this one from now on, and says so."""
+    reason = failure_text(error)
+    if len(_FAILURES) >= _MOST_FAILURES:
+        _FAILURES.clear()
+    _FAILURES[_kind(kernel, args)] = reason
+    warn_of_failure(kernel.op, kernel.name, device_of(args), reason)
+
+
+def failure_text(error: Exception) -> str:
+    """The reason why a kernel that raised this is given up."""
+    return f"{FAILED}: {type(error).__name__}: {error}"[:2000].rstrip()
+
+
+def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
+    """Warns that a kernel was given up, once a kernel and device."""
+    if (op, name, device) not in _SAID:
+        _SAID.add((op, name, device))
+        warnings.warn(
+            f"q2compile: kernel {name!r} of q2::{op} is given up on {device}: {reason}\n"
+            "Another runs in its place, slower. `q2compile doctor` checks all kernels of this "
+            "machine.",
+            KernelWarning,
+            stacklevel=2,
+        )
 
 
 def kernel(
@@ -117,7 +209,15 @@ def serving(op: str, args: Sequence) -> Kernel:
 def warm_up(op: str, args: Sequence) -> None:
     """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
     nothing is left to be loaded inside a CUDA graph capture."""
-    serving(op, args).prepare(*args)
+    for candidate in kernels(op):
+        if candidate.why_not(*args) is None:
+            try:
+                candidate.prepare(*args)
+                return
+            except Exception as error:
+                if not kernels_own(error, device_of(args)):
+                    raise
+                give_up(candidate, args, error)
 
 
 def select(op: str, args: Sequence, name: str | None = None) -> Callable:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from q2compile.dump import DumpFolder
+from q2compile.report.dump_folder import DumpFolder
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from kernels import CASES, Case
 
-from q2compile.runtime_kernels.cuda import nvrtc, plan, sass
-from q2compile.runtime_kernels.cuda.launch import Launch
-from q2compile.runtime_kernels.schemes import get_scheme
-from q2compile.runtime_kernels.transforms import get_transform
+from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 OUT = Path(__file__).parent / "results" / "kernel_instructions.json"
 ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
@@ -57,9 +58,9 @@ DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
 def main_launch(case: Case) -> Launch:
     """The launch of a case that makes the codes."""
     scheme = None if case.source == "bf16" else get_scheme(case.source)
-    source = plan.SOURCES[scheme.format if scheme else torch.bfloat16]
+    source = SOURCES[scheme.format if scheme else torch.bfloat16]
     directions = DIRECTIONS["col" if case.kind == "requantize" else case.kind]
-    return plan.rotate_launch(
+    return rotate_launch(
         source, get_transform(case.transform), get_scheme(case.scheme), *directions
     )
 
@@ -67,7 +68,7 @@ def main_launch(case: Case) -> Launch:
 def count(name: str, architecture: str) -> tuple[float, dict[str, float]]:
     """Instructions an element: all, and of the commonest kinds."""
     variant = main_launch(CASES[name]).variant
-    loop = sass.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
+    loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)
     common = {kind: round(n / ELEMENTS_A_THREAD, 2) for kind, n in loop.most_common(8)}
     return sum(loop.values()) / ELEMENTS_A_THREAD, common
 

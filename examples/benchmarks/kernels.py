@@ -27,9 +27,11 @@ from pathlib import Path
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cuda import gemm, nvrtc, rotation
 from q2compile.runtime_kernels.cuda.dequantize import dequantize
-from q2compile.runtime_kernels.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzle_launch
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 
 assert runtime_kernels  # importing it registers the ops
 OUT = Path(__file__).parent / "results" / "kernels.json"
@@ -105,14 +107,14 @@ def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
         if case.kind == "requantize":
             operand = packed[case.source][i]
             args = (seeds[1], case.source, scheme, transform, cols, STREAM)
-            return lambda: rotation.requantize(*operand, *args)
+            return lambda: rotating_ops.requantize(*operand, *args)
         x = xs[i]
         if case.kind == "both":
-            return lambda: rotation.rht_quantize_both(x, *seeds, scheme, transform, STREAM)
+            return lambda: rotating_ops.rht_quantize_both(x, *seeds, scheme, transform, STREAM)
         if transform == "none":
-            return lambda: rotation.quantize(x, None, seeds[0], scheme, STREAM)
+            return lambda: rotating_ops.quantize(x, None, seeds[0], scheme, STREAM)
         transpose = case.kind == "col"
-        return lambda: rotation.rht_quantize(x, seeds[0], scheme, transform, transpose, STREAM)
+        return lambda: rotating_ops.rht_quantize(x, seeds[0], scheme, transform, transpose, STREAM)
 
     def widen(i: int):
         operand = packed[DEQUANTIZED][i]
@@ -172,7 +174,7 @@ def host_calls() -> dict[str, Callable[[], object]]:
     x = torch.randn(256, 256, device=device).bfloat16()
     y, seed = torch.empty_like(x), torch.tensor(1, device=device)
     packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
-    launch, at = gemm.swizzle_launch(), packed[1].data_ptr()
+    launch, at = swizzle_launch(), packed[1].data_ptr()
     return {
         "host_launch": lambda: launch(device.index, (1, 1), at, at, 0, 0, 0, 1, 0),
         "host_copy": lambda: torch.ops.aten.copy_(y, x),

@@ -62,7 +62,7 @@ def run_demo(recipe: str, size: str, steps: int, folder: Path) -> Sample:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
-    with open(out / "losses.csv", newline="", encoding="utf-8") as file:
+    with open(out / f"{recipe}-seed0" / "losses.csv", newline="", encoding="utf-8") as file:
         seconds = [float(r["seconds"]) for r in csv.DictReader(file) if r["split"] == "train"]
     step = statistics.median(seconds[WARM_UP_STEPS:])
     return Sample(step=step, compile=seconds[0] - step)

@@ -16,20 +16,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.matmuls import (
-    Call,
-    Left,
-    Matmul,
-    View,
+from q2compile.capture.call import Call
+from q2compile.capture.matmul import Matmul, NotTaken, View
+from q2compile.capture.views import (
+    argument,
+    called,
     example,
     is_view_or_cast,
     transposes,
+    viewed,
 )
 
 _MT: tuple[View, ...] = (("transpose", (-2, -1)),)
 
 
-def grouped(call: Call) -> Matmul | Left:
+def grouped(call: Call) -> Matmul | NotTaken:
     """torch._grouped_mm and calls with the same arguments."""
     x, w, offs = call.args["a"], call.args["b"], call.args.get("offs")
     parameter = call.scope.parameter(w)
@@ -46,14 +47,16 @@ def grouped(call: Call) -> Matmul | Left:
     return call.taken(parameter, x, w, w_views=_MT, op="grouped_linear", groups=offs)
 
 
-def batched(call: Call, a: fx.Node, b: fx.Node, y_views: tuple[View, ...]) -> Matmul | Left | None:
+def batched(
+    call: Call, a: fx.Node, b: fx.Node, y_views: tuple[View, ...]
+) -> Matmul | NotTaken | None:
     """a @ b where one is a stack of weights; None when neither is."""
     if call.scope.parameter(a) is not None or call.scope.parameter(b) is not None:
         return _batched(call, a, b, y_views)
     return _indexed(call, a, b, y_views)
 
 
-def _batched(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Matmul | Left:
+def _batched(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Matmul | NotTaken:
     """x [E, T, K] @ w [E, K, N], or w [E, N, K] @ x [E, K, T] as the transpose of xᵀ wᵀ."""
     flipped = call.scope.parameter(b) is None
     w, x = (a, b) if flipped else (b, a)
@@ -74,7 +77,9 @@ def _batched(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Mat
     return call.taken(parameter, x, w, op="batched_linear", **views)
 
 
-def _indexed(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Matmul | Left | None:
+def _indexed(
+    call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]
+) -> Matmul | NotTaken | None:
     """x [T, 1, K] @ w[index] [T, K, N], or w[index] [T, N, K] @ x [T, K, 1]."""
     found, x, size = _look_up(call, b), a, -2
     flipped = found is None
@@ -87,6 +92,12 @@ def _indexed(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Mat
     assert parameter is not None
     if example(x).ndim != 3 or example(x).shape[size] != 1:
         return call.left("weights looked up by an index, with more than one row each", parameter)
+    rows, weights = str(example(x).shape[0]), str(example(index).shape[0])
+    if rows != weights:
+        return call.left(
+            f"{rows} activation(s) for {weights} weights looked up: matmul broadcasts, q2 does not",
+            parameter,
+        )
     return call.taken(
         parameter,
         x,
@@ -129,21 +140,27 @@ def _look_up(call: Call, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     """
     transposed = False
     while is_view_or_cast(node) and transposes(node):
-        transposed, node = not transposed, node.args[0]  # type: ignore[assignment]
+        transposed, node = not transposed, viewed(node)
     if not is_look_up(node):
         return None
-    w: Any = node.args[0]
-    index: Any = node.args[-1]
+    w, index = viewed(node), _index_of(node)
     matrices = call.scope.parameter(w) is not None and example(w).ndim == 3
     return (w, index, transposed) if matrices and example(index).ndim == 1 else None
 
 
 def is_look_up(node: fx.Node) -> bool:
     """Whether ``node`` is w[index] or w.index_select(0, index), with a tensor of integers."""
-    if node.target in (torch.index_select, "index_select"):
-        return node.args[1:2] == (0,) and len(node.args) == 3
+    if called(node) in _SELECTS:
+        return bool(argument(node, 1, "dim") == 0)
     index = node.args[1] if node.target is operator.getitem else None
     if not isinstance(index, fx.Node):
         return False
     value = index.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+_SELECTS = (torch.index_select, "index_select", torch.ops.aten.index_select)
+
+
+def _index_of(look_up: fx.Node) -> Any:
+    return argument(look_up, 2, "index") if called(look_up) in _SELECTS else look_up.args[1]

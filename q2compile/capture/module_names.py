@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
 
-from q2compile.compat import in_compiled_autograd, parameter_of, source_text
+from q2compile.capture.callers import models_in_sight, unwrapped
+from q2compile.capture.frames import has_variable, look
+from q2compile.torch_internals.aot_autograd import in_compiled_autograd
+from q2compile.torch_internals.dynamo import parameter_of, source_text
 
 # Components that wrappers put into names and that the user never wrote.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -42,22 +45,12 @@ def modules_on_stack() -> Iterator[nn.Module]:
     found: list[nn.Module] = []
     frame = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not any(owner is m for m in found):
-            found.append(owner)
+        if has_variable(frame, "self"):
+            owner = look(frame, lambda variables: variables.get("self"))
+            if isinstance(owner, nn.Module) and not any(owner is m for m in found):
+                found.append(owner)
         frame = frame.f_back  # type: ignore[assignment]
     return reversed(found)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's and DistributedDataParallel's wrappers."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
 
 
 @dataclass
@@ -70,36 +63,65 @@ class Names:
     held      the parameters that the graph holds
     prefix    where the compiled frame's own module stands in root ("" for the whole model, None
               when the frame's parameters show no common place)
+    label     what the names of root's parameters begin with: "teacher", where a function runs
+              several models (see `callers`), else ""
+    sites     every name that a policy could match, in all models of the function; [] if not known
+    served    id(parameter) -> sites of equal layers that Dynamo will run with the same graph
     """
 
     root: nn.Module | None = None
     by_id: dict[int, list[str]] = field(default_factory=dict)
     held: list[nn.Parameter] = field(default_factory=list)
     prefix: str | None = ""
+    label: str = ""
+    sites: list[str] = field(default_factory=list)
+    served: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of_graph(cls, gm: fx.GraphModule) -> Names:
-        """Names for the parameters among the placeholders of a Dynamo graph, found at compile
-        time.
+        """Names for the parameters among the inputs and constants of a Dynamo graph, found at
+        compile time.
         """
         sources: dict[int, str] = {}
         held = []
-        for node in gm.graph.find_nodes(op="placeholder"):
+        nodes = gm.graph.find_nodes
+        for node in (*nodes(op="placeholder"), *nodes(op="get_attr")):
             parameter = parameter_of(node)
             if parameter is not None:
                 sources[id(parameter)] = _path_in_frame(node)
                 held.append(parameter)
         # Compiled autograd runs a module of its own making, whose frame has no user's module in it.
-        modules = [] if in_compiled_autograd() else [_unwrapped(m) for m in modules_on_stack()]
+        modules = [] if in_compiled_autograd() else [unwrapped(m) for m in modules_on_stack()]
         if modules and not sources:  # what is left of a model whose linears Dynamo skipped
             return cls(modules[0], prefix=None)
         for root in modules:
-            by_id: dict[int, list[str]] = {}
-            for name, parameter in root.named_parameters(remove_duplicate=False):
-                by_id.setdefault(id(parameter), []).append(name)
-            if any(key in by_id for key in sources):
-                return cls(root, by_id, held, _common_prefix(sources, by_id))
-        return cls(None, {key: [path] for key, path in sources.items()}, held, None)
+            if any(id(p) in sources for p in root.parameters()):
+                return cls._in_model(root, held, sources)
+        by_path = {key: [path] for key, path in sources.items()}
+        models = {} if in_compiled_autograd() else models_in_sight(None)
+        by_id = _names_by_id(models)
+        sites = _sites(models) if by_path.keys() <= by_id.keys() else []
+        return cls(None, by_path | by_id if len(models) > 1 else by_path, held, None, sites=sites)
+
+    @classmethod
+    def _in_model(cls, root: nn.Module, held: list[nn.Parameter], sources: dict[int, str]) -> Names:
+        models = models_in_sight(root)
+        label = _label(root, models)
+        if not label:
+            models = {"": root}
+        by_id = _names_by_id({label: root})
+        prefix = _common_prefix(sources, by_id, label)
+        names = cls(root, by_id, held, prefix, label, _sites(models))
+        # A whole model has a graph of its own, unless a function runs another one of its class.
+        if prefix or prefix == "" and label:
+            own = root.get_submodule(prefix)
+            names.served = {id(p): _served(p, own, by_id, names.place, models) for p in held}
+        return names
+
+    @property
+    def place(self) -> str:
+        """Where the compiled frame's own module stands, by the name that its sites begin with."""
+        return _under(self.label, self.prefix or "")
 
     def of(self, parameter: nn.Parameter, node: fx.Node) -> str:
         """The site's name: of a tied parameter's names, the one that the calling module ends in."""
@@ -115,43 +137,51 @@ class Names:
         return names[0]
 
     def served_too(self, parameter: nn.Parameter) -> list[str]:
-        """Sites of equal layers that Dynamo will run with the graph compiled for this one.
-
-        When the compiled frame is not the whole model's, Dynamo takes parameters as inputs and runs
-        every module of the same class with the same code: those whose parameter of the same path
-        has the same shape.
-        """
-        if self.root is None or not self.prefix:
-            return []
-        own = self.root.get_submodule(self.prefix)
-        dot = self.prefix + "."
-        tails = [n[len(dot) :] for n in self.by_id.get(id(parameter), []) if n.startswith(dot)]
-        found = []
-        for name, module in self.root.named_modules():
-            if type(module) is not type(own) or module is own:
-                continue
-            found += [
-                site_name(f"{name}.{tail}")
-                for tail in tails
-                if _shape_at(module, tail) == parameter.shape
-            ]
-        return found
+        """Sites of equal layers that Dynamo will run with the graph compiled for this one."""
+        return self.served.get(id(parameter), [])
 
 
-def _shape_at(module: nn.Module, path: str) -> torch.Size | None:
-    """The shape of the parameter at ``path``, as the module tree has it: a checkpoint wrapper's
-    named_parameters leaves its own component out."""
+def _served(
+    parameter: nn.Parameter,
+    own: nn.Module,
+    by_id: Mapping[int, list[str]],
+    place: str,
+    models: Mapping[str, nn.Module],
+) -> list[str]:
+    """Sites of layers equal to the one that has ``parameter``, in ``own``, a module at ``place``.
+
+    When the compiled frame is not the whole model's, Dynamo takes parameters as inputs and runs
+    every module of the same class with the same code: those whose parameter of the same path looks
+    the same to its guards.
+    """
+    dot = f"{place}."
+    tails = [n[len(dot) :] for n in by_id.get(id(parameter), []) if n.startswith(dot)]
+    return [
+        site_name(_under(label, _under(name, tail)))
+        for label, model in models.items()
+        for name, module in model.named_modules()
+        if type(module) is type(own) and module is not own
+        for tail in tails
+        if _looks_like(parameter, module, tail)
+    ]
+
+
+def _looks_like(parameter: nn.Parameter, module: nn.Module, path: str) -> bool:
+    """Whether Dynamo's guards on ``parameter`` hold for the one at ``path``, as the module tree has
+    it: a checkpoint wrapper's named_parameters leaves its own component out."""
     try:
-        return module.get_parameter(path).shape
+        other = module.get_parameter(path)
     except AttributeError:
-        return None
+        return False
+    seen = ("shape", "dtype", "device", "requires_grad")
+    return all(getattr(parameter, what) == getattr(other, what) for what in seen)
 
 
-def expected_sites(root: nn.Module) -> dict[str, torch.Size]:
+def expected_sites(root: nn.Module, label: str = "") -> dict[str, torch.Size]:
     """The matmuls that the modules of ``root`` are known to do: {site name: weight's shape}.
 
     nn.Linear and its subclasses, Hugging Face's Conv1D, the projections of nn.MultiheadAttention,
-    and nn.LSTM, nn.GRU and nn.RNN, each by its first weight.
+    and nn.LSTM, nn.GRU and nn.RNN, each by its first weight. ``label``: see `Names`.
     """
     found = {}
     for name, module in root.named_modules():
@@ -159,17 +189,17 @@ def expected_sites(root: nn.Module) -> dict[str, torch.Size]:
         for leaf in ("weight",) if is_linear else ("in_proj_weight", "weight_ih_l0"):
             weight = getattr(module, leaf, None)
             if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-                found[site_name(f"{name}.{leaf}" if name else leaf)] = weight.shape
+                found[site_name(_under(label, _under(name, leaf)))] = weight.shape
     return found
 
 
-def loose_weights(root: nn.Module) -> dict[str, torch.Size]:
+def loose_weights(root: nn.Module, label: str = "") -> dict[str, torch.Size]:
     """The weights outside torch's own modules: {site name: shape}. Experts are such, one 3-D
     parameter for all; whether they are multiplied, only a graph that holds them can tell.
     """
     no_matmul = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
     return {
-        site_name(f"{name}.{leaf}" if name else leaf): parameter.shape
+        site_name(_under(label, _under(name, leaf))): parameter.shape
         for name, module in root.named_modules()
         if not isinstance(module, (nn.Linear, nn.RNNBase, *no_matmul))
         for leaf, parameter in module.named_parameters(recurse=False)
@@ -177,10 +207,36 @@ def loose_weights(root: nn.Module) -> dict[str, torch.Size]:
     }
 
 
-def site_names(root: nn.Module) -> list[str]:
+def site_names(root: nn.Module, label: str = "") -> list[str]:
     """Every name that a matmul with a parameter of ``root`` could have."""
     named = root.named_parameters(remove_duplicate=False)
-    return [site_name(name) for name, p in named if p.ndim >= 2]
+    return [site_name(_under(label, name)) for name, p in named if p.ndim >= 2]
+
+
+def _under(label: str, name: str) -> str:
+    return f"{label}.{name}" if label and name else label or name
+
+
+def _label(root: nn.Module, models: Mapping[str, nn.Module]) -> str:
+    """What the function calls ``root``, a model of its or a part of one; "" for an only model."""
+    if len(models) > 1:
+        for label, model in models.items():
+            for name, module in model.named_modules():
+                if module is root:
+                    return _under(label, name)
+    return ""
+
+
+def _names_by_id(models: Mapping[str, nn.Module]) -> dict[int, list[str]]:
+    by_id: dict[int, list[str]] = {}
+    for label, model in models.items():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            by_id.setdefault(id(parameter), []).append(_under(label, name))
+    return by_id
+
+
+def _sites(models: Mapping[str, nn.Module]) -> list[str]:
+    return [site for label, model in models.items() for site in site_names(model, label)]
 
 
 def _path_in_frame(node: fx.Node) -> str:
@@ -188,6 +244,8 @@ def _path_in_frame(node: fx.Node) -> str:
 
     In a module with a __getattr__ of its own it is L['self'].__dict__['_modules']['a'] and so on.
     """
+    if node.op == "get_attr":  # Dynamo has made a name of the path
+        return str(node.target)
     text = source_text(node.meta["grapharg"])
     parts = [a or b or c for a, b, c in re.findall(r"\['(.*?)'\]|\.(\w+)|\[(\d+)\]", text)]
     inner = ("__dict__", "_modules", "_parameters")
@@ -199,12 +257,13 @@ def _strip_root(path: str) -> str:
     return path.split("].", 1)[1] if "]." in path else ""
 
 
-def _common_prefix(sources: dict[int, str], by_id: dict[int, list[str]]) -> str | None:
-    """Where the frame's module stands: what is before the frame's path in the absolute names."""
+def _common_prefix(sources: dict[int, str], by_id: dict[int, list[str]], label: str) -> str | None:
+    """Where the frame's module stands in the model that is called ``label``: what is before the
+    frame's path in the absolute names."""
     prefixes: set[str] | None = None
     for key, path in sources.items():
         here = {
-            name[: len(name) - len(path)].rstrip(".")
+            name[len(label) : len(name) - len(path)].strip(".")
             for name in by_id.get(key, [])
             if name == path or name.endswith("." + path)
         }

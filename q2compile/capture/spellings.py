@@ -1,15 +1,9 @@
-"""Find every matmul of a Dynamo graph, and say of each what it multiplies.
-
-A matmul of activation × parameter, however spelled, is brought to one form, `Matmul`: y = x wᵀ +
-bias with the views that lead there. Everything else that multiplies matrices is a `Left` with the
-reason.
-"""
+"""The spellings of a matmul: for each, what its arguments are called, and whether it is taken."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,48 +11,69 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from q2compile import capture_experts
-from q2compile.compat import parameter_of
-from q2compile.matmuls import Call, Left, Matmul, Scope, View, attribute, example
+from q2compile.capture import expert_spellings
+from q2compile.capture.call import Call, Scope
+from q2compile.capture.matmul import Matmul, NotTaken, View
+from q2compile.capture.views import called, example
 
 aten = torch.ops.aten
-
-# ---- the spellings: each handler gives a Matmul or the reason why not
-# --------------------------------
-
 
 _TRANSPOSED: tuple[View, ...] = (("transpose", (0, 1)),)
 _COMPUTED = "the weight is computed, not a parameter or a view of one"
 
 
-def _linear(call: Call) -> Matmul | Left:
+def _linear(call: Call) -> Matmul | NotTaken:
     x, w, bias = call.args["input"], call.args["weight"], call.args.get("bias")
     parameter = call.scope.parameter(w)
     if parameter is None and w.op == "placeholder":
         return call.left("the weight is an input of the graph, and no nn.Parameter")
     if parameter is None:
         return call.left(_COMPUTED, call.scope.computed_from(w))
-    return call.taken(parameter, x, w, bias=bias)
+    bias, y_views = _bias_or_added(call, bias, example(w).shape[:-1])
+    return call.taken(parameter, x, w, bias=bias, y_views=y_views)
 
 
-def _matmul(call: Call) -> Matmul | Left:
+def _bias_or_added(
+    call: Call, summand: fx.Node | None, rows: Sequence[Any]
+) -> tuple[fx.Node | None, tuple[View, ...]]:
+    """A summand as the bias, [N], of a weight with these rows; or else as views of the result."""
+    if summand is not None and tuple(example(summand).shape) == tuple(rows):
+        return summand, ()
+    return None, _added(call, summand)
+
+
+def _added(call: Call, summand: fx.Node | None) -> tuple[View, ...]:
+    """The addition of a summand of any shape that broadcasts. Under autocast torch casts a summand
+    before it is added, so the sum is of the result's dtype.
+    """
+    if summand is None:
+        return ()
+    dtype = example(call.node).dtype
+    cast = () if example(summand).dtype == dtype else (("to", (dtype,)),)
+    return (("add", (summand,)), *cast)
+
+
+def _matmul(call: Call) -> Matmul | NotTaken:
     """x @ p, or p @ x as (xᵀ pᵀ)ᵀ; as addmm with a 1-D bias, or another summand added after."""
-    a, b, summand = call.args["a"], call.args["b"], call.args.get("input")
+    a, b, summand = call.args.get("a"), call.args.get("b"), call.args.get("input")
+    if not all(isinstance(n, fx.Node) for n in (a, b, *([] if summand is None else [summand]))):
+        return call.left("addmm in the old form, with beta before its operands", call.weight())
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     if summand is not None and (call.args.get("beta", 1), call.args.get("alpha", 1)) != (1, 1):
         return call.left("addmm with beta or alpha other than 1", call.weight())
+    if call.args.get("out_dtype") is not None:
+        return call.left("a product with an out_dtype of its own", call.weight())
     left, right = call.scope.parameter(a), call.scope.parameter(b)
     if left is not None and right is not None:
         return call.left("parameter × parameter: no activation to quantise", right)
-    added: tuple[View, ...] = () if summand is None else (("add", (summand,)),)
     if right is not None and example(b).ndim == 2:
-        is_bias = summand is not None and example(summand).shape == example(b).shape[-1:]
-        bias = summand if is_bias else None
-        y_views = () if is_bias else added
-        return call.taken(right, a, b, bias=bias, w_views=_TRANSPOSED, y_views=y_views)
+        bias, added = _bias_or_added(call, summand, example(b).shape[-1:])
+        return call.taken(right, a, b, bias=bias, w_views=_TRANSPOSED, y_views=added)
+    added = _added(call, summand)
     if left is not None and example(a).ndim == 2 and example(b).ndim >= 2:
         flip = (("transpose", (-2, -1)),)
         return call.taken(left, b, a, x_views=flip, y_views=(*flip, *added))
-    experts = capture_experts.batched(call, a, b, added)
+    experts = expert_spellings.batched(call, a, b, added)
     if experts is not None:
         return experts
     for operand in (b, a):
@@ -68,7 +83,7 @@ def _matmul(call: Call) -> Matmul | Left:
     return call.left("activation × activation")
 
 
-def _einsum(call: Call) -> Matmul | Left:
+def _einsum(call: Call) -> Matmul | NotTaken:
     """Two operands, one a parameter with one index to contract: a matrix, or a stack of them with
     a matrix of activations for each.
     """
@@ -89,7 +104,14 @@ def _einsum(call: Call) -> Matmul | Left:
         x, w, xs, ws = w, x, ws, xs
     parameter = flags[0] if flags[0] is not None else flags[1]
     assert parameter is not None
-    stack = capture_experts.einsum_views(xs, ws, out)
+    # As text, since comparing a symbol with a number would be a guard.
+    x_sizes = dict(zip(_spelt_out(xs, example(x).ndim), map(str, example(x).shape), strict=True))
+    w_sizes = dict(zip(ws, map(str, example(w).shape), strict=False))
+    for index, size in w_sizes.items():
+        if x_sizes.get(index, size) != size:
+            why = f"einsum {equation!r} broadcasts {index!r}, {x_sizes[index]} in x and {size} in w"
+            return call.left(why, parameter)
+    stack = expert_spellings.einsum_views(xs, ws, out)
     views = stack or _einsum_views(xs, ws, out, example(x).ndim)
     if views is None:
         why = (
@@ -108,8 +130,7 @@ def _einsum_views(
 
     "btk,nk->btn": none.  "bkt,kn->btn": x.movedim(1, -1), w.transpose(0, 1).
     """
-    batch = "".join(chr(0x100 + i) for i in range(x_ndim - len(xs.replace("...", ""))))
-    xs, out = xs.replace("...", batch), out.replace("...", batch)
+    xs, out = _spelt_out(xs, x_ndim), out.replace("...", _spelt_out("...", x_ndim - _letters(xs)))
     shared = set(xs) & set(ws)
     if (
         len(ws) != 2
@@ -130,7 +151,17 @@ def _einsum_views(
     return x_views, w_views, y_views
 
 
-_Handler = Callable[[Call], Matmul | Left]
+def _letters(subscripts: str) -> int:
+    return len(subscripts.replace("...", ""))
+
+
+def _spelt_out(subscripts: str, ndim: int) -> str:
+    """The ellipsis as letters that no equation has, one for each dimension that it stands for."""
+    batch = "".join(chr(0x100 + i) for i in range(ndim - _letters(subscripts)))
+    return subscripts.replace("...", batch)
+
+
+_Handler = Callable[[Call], Matmul | NotTaken]
 
 
 def _never(why: str) -> _Handler:
@@ -141,26 +172,31 @@ def _never(why: str) -> _Handler:
 _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
     (
         "linear",
-        (F.linear, torch._C._nn.linear, aten.linear.default),
+        (F.linear, torch._C._nn.linear, aten.linear),
         ("input", "weight", "bias"),
         _linear,
     ),
     (
         "matmul",
         (torch.matmul, operator.matmul, operator.imatmul, "matmul", "__matmul__")
-        + (torch.linalg.matmul, aten.matmul.default),
+        + (torch.linalg.matmul, aten.matmul),
         ("a", "b"),
         _matmul,
     ),
     ("matmul", ("__rmatmul__",), ("b", "a"), _matmul),
-    ("mm", (torch.mm, "mm", aten.mm.default), ("a", "b"), _matmul),
-    ("addmm", (torch.addmm, "addmm", aten.addmm.default), ("input", "a", "b"), _matmul),
-    ("bmm", (torch.bmm, "bmm", aten.bmm.default), ("a", "b"), _matmul),
-    ("baddbmm", (torch.baddbmm, "baddbmm"), ("input", "a", "b"), _matmul),
-    ("einsum", (torch.einsum,), ("equation", "operands"), _einsum),
+    ("mm", (torch.mm, "mm", aten.mm), ("a", "b", "out_dtype"), _matmul),
+    ("addmm", (torch.addmm, "addmm", aten.addmm), ("input", "a", "b", "out_dtype"), _matmul),
+    ("bmm", (torch.bmm, "bmm", aten.bmm), ("a", "b", "out_dtype"), _matmul),
+    (
+        "baddbmm",
+        (torch.baddbmm, "baddbmm", aten.baddbmm),
+        ("input", "a", "b", "out_dtype"),
+        _matmul,
+    ),
+    ("einsum", (torch.einsum, aten.einsum), ("equation", "operands"), _einsum),
     (
         "attention",
-        (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default),
+        (F.scaled_dot_product_attention, aten.scaled_dot_product_attention),
         (),
         lambda call: call.left("attention: activation × activation"),
     ),
@@ -174,8 +210,10 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
     ),
     (
         "other product",
-        (torch.inner, "inner", torch.tensordot, torch.mv, "mv", torch.addmv, "addmv")
-        + (torch.addbmm, "addbmm", torch.chain_matmul, torch.linalg.multi_dot),
+        (torch.inner, "inner", torch.tensordot, torch.mv, "mv", torch.addmv, "addmv", "addmv_")
+        + (torch.addbmm, "addbmm", "addbmm_", "addmm_", "baddbmm_", aten.addmm_, aten.baddbmm_)
+        + (aten.mv, aten.addmv, aten.addbmm, torch.chain_matmul, torch.linalg.multi_dot)
+        + (torch._addmm_activation, aten._addmm_activation),
         (),
         _never("a product in a form that is not taken; F.linear, @ and matmul are"),
     ),
@@ -183,7 +221,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         "grouped_mm",
         (torch._grouped_mm, F.grouped_mm),
         ("a", "b", "offs", "bias", "out_dtype"),
-        capture_experts.grouped,
+        expert_spellings.grouped,
     ),
     (
         "scaled_grouped_mm",
@@ -210,17 +248,17 @@ _FOREIGN = {
     "transformers.grouped_mm_fallback": (
         "transformers.grouped_mm_fallback",
         ("a", "b", "offs"),
-        capture_experts.grouped,
+        expert_spellings.grouped,
     )
 }
 
 _RENAMED = {
-    **dict.fromkeys(("self", "mat1", "mat_a", "batch1"), "a"),
+    **dict.fromkeys(("mat1", "mat_a", "batch1"), "a"),
     **dict.fromkeys(("other", "mat2", "mat_b", "batch2", "weight"), "b"),
 }
 
 
-def _call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
+def call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     if node.op == "call_module":
         module = scope.gm.get_submodule(str(node.target))
         if isinstance(module, nn.Linear):
@@ -230,18 +268,20 @@ def _call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     if node.op not in ("call_function", "call_method"):
         return None
     name = str(node.target).removesuffix(".default")
-    if node.target not in _SPELLINGS and name not in _FOREIGN:
+    if called(node) not in _SPELLINGS and name not in _FOREIGN:
         return _foreign_call(scope, node)
-    spelling, names, handler = _SPELLINGS.get(node.target) or _FOREIGN[name]
+    spelling, names, handler = _SPELLINGS.get(called(node)) or _FOREIGN[name]
     positional = node.args
     if handler is _einsum and len(positional) > 2:
         positional = (positional[0], positional[1:])
     args = dict(zip(names, positional, strict=False))
     for key, value in node.kwargs.items():
-        renamed = key if key in names else _RENAMED.get(key, key)
-        if key == "input" and "input" not in names:
-            renamed = "a"
-        args[renamed] = value
+        if names and key in (
+            "input",
+            "self",
+        ):  # the first argument, of torch's functions and of aten's
+            key = names[0]
+        args[key if key in names else _RENAMED.get(key, key)] = value
     call = Call(scope, node, spelling, args)
     if args.get("out") is not None:
         return call, _never("writes into an out= tensor")
@@ -270,61 +310,3 @@ def _foreign_call(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     if not takes_activation or call.weight() is None:
         return None
     return call, _never(f"{name} is a custom op: what it does with its weight is not known")
-
-
-# ---- the walk
-# ----------------------------------------------------------------------------------------
-
-
-def find_matmuls(gm: fx.GraphModule) -> Iterator[Matmul | Left]:
-    """Every matmul of ``gm`` and of the graphs inside it (checkpoint bodies and other higher-order
-    ops), in order of execution."""
-    parameters = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        parameter = parameter_of(node)
-        if parameter is not None:
-            parameters[node] = parameter
-    yield from _walk(Scope(gm, parameters))
-
-
-def _walk(scope: Scope) -> Iterator[Matmul | Left]:
-    outside, depth = scope, 0  # of torch.func's transforms, which stand in the graph as brackets
-    inside = replace(scope, opaque="inside torch.func (vmap, grad, ...), for which q2 has no rules")
-    for node in list(scope.gm.graph.nodes):
-        name = getattr(node.target, "__name__", "")
-        depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
-        scope = inside if depth else outside
-        found = _call_of(scope, node)
-        if found is not None:
-            call, handler = found
-            yield handler(call)
-        elif node.op == "call_function":
-            for body, inner in _inner_scopes(scope, node):
-                assert body is inner.gm
-                yield from _walk(inner)
-
-
-def _inner_scopes(scope: Scope, node: fx.Node) -> Iterator[tuple[fx.GraphModule, Scope]]:
-    """The graphs that a higher-order op calls, each with the parameters among its inputs.
-
-    The inputs are the last arguments of the op, one for each placeholder of the body.
-    """
-    flat = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
-    bodies = [n for n in flat if n.op == "get_attr"]
-    for body in bodies:
-        gm = attribute(scope.gm, str(body.target))
-        if not isinstance(gm, fx.GraphModule):
-            continue
-        inputs = [n for n in flat if n.op != "get_attr" or n not in bodies]
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        inner = Scope(gm, opaque=scope.opaque)
-        if "autograd_function" in str(node.target):
-            inner.opaque = "inside a custom autograd.Function, which has its own backward"
-        elif len(inputs) < len(placeholders):
-            inner.opaque = f"inside {node.target}, whose inputs could not be followed"
-        else:
-            for placeholder, value in zip(placeholders, inputs[-len(placeholders) :], strict=False):
-                parameter = scope.parameter(value)
-                if parameter is not None:
-                    inner.parameters[placeholder] = parameter
-        yield gm, inner

@@ -1,36 +1,17 @@
-"""Passes over the joint graph, forward and backward in one, before the partitioner cuts it.
-
-The last two change nothing that is computed. They tag nodes with torch's CheckpointPolicy, in
-``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the partitioner what to save
-and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11 to 2.13. The min-cut
-partitioner looks at the op, the default one at the getitems, so both carry the tag.
-"""
+"""The runner of the joint passes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
-from q2compile.passes.keep_packed import keep_packed_pass
-from q2compile.passes.manager import PassRecord, source_hash
-from q2compile.passes.recompute_weights import recompute_weights_pass
-from q2compile.passes.share_operands import share_operands_pass
-from q2compile.passes.share_rotations import share_saved_rotations_pass
-from q2compile.passes.swizzle_scales import swizzle_saved_scales_pass
-
-JOINT_PASSES: dict[str, Callable[[fx.Graph], int]] = {
-    "share_operands": share_operands_pass,  # for the next one: views of one x become one
-    "share_saved_rotations": share_saved_rotations_pass,
-    "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
-    # In this order: asked for both, the packed activations are kept and the weights' codes are not.
-    "keep_packed": keep_packed_pass,
-    "recompute_weights": recompute_weights_pass,
-}
+from q2compile.passes import JOINT_PASSES
+from q2compile.passes.record import PassRecord
 
 
 class JointPasses(CustomGraphPass):
@@ -64,7 +45,7 @@ class JointPasses(CustomGraphPass):
             self.records.append(PassRecord("joint", name, matches, time.perf_counter() - start))
 
     def uuid(self) -> Any:
-        """See `PassManager.uuid`."""
+        """See `PostGradPasses.uuid`."""
         own = f"{source_hash()}:{','.join(self.names)}"
         if self.first is None:
             return own

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.compat import CustomGraphPass, graph_kind
+from q2compile.compiler.cache_key import source_hash
+from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.errors import BackendError
-from q2compile.faults import copied
 from q2compile.passes import PASSES
-from q2compile.passes.graphs import op_counts, q2_nodes
-from q2compile.passes.spec import check_spec
+from q2compile.passes.graph_queries import op_counts, q2_nodes
+from q2compile.passes.record import PassRecord
+from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.registry import ops, warm_up
+from q2compile.torch_internals.aot_autograd import graph_kind
+from q2compile.torch_internals.dynamo import copied
+from q2compile.torch_internals.inductor import CustomGraphPass
+
+Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
 
-@dataclass
-class PassRecord:
-    """What one pass did to one graph."""
-
-    graph: str
-    name: str
-    matches: int
-    seconds: float
-    ops: dict[str, int] = field(default_factory=dict)  # op -> change of its count
-    note: str = ""
-
-
-class PassManager(CustomGraphPass):
-    """Runs PASSES over a graph, checking the spec at entry and at exit.
+class PostGradPasses(CustomGraphPass):
+    """Runs PASSES over a graph, verifying it at entry and at exit.
 
     config     names the passes to leave out
+    watcher    told of each graph before and after
     first      a pass that was in Inductor's slot before us; it runs first
-    observe    called with (graph, kind, "before" | "after") for dumps and the report
     fault      called when a pass or a check raises, with (what did, kind, the graph as it came,
                the error); what it returns is raised
     records    a PassRecord for each pass and graph, zero matches included
@@ -49,13 +39,13 @@ class PassManager(CustomGraphPass):
     def __init__(
         self,
         config: Config,
-        observe: Callable[[fx.Graph, str, str], None] | None = None,
+        watcher: Watcher | None = None,
         first: Any = None,
-        fault: Callable[[str, str, fx.GraphModule, Exception], Exception] | None = None,
+        fault: Fault | None = None,
     ) -> None:
         self.config = config
+        self.watcher = watcher
         self.first = first
-        self.observe = observe
         self.fault = fault
         self.records: list[PassRecord] = []
 
@@ -69,7 +59,7 @@ class PassManager(CustomGraphPass):
         if self.fault is None:
             self._run(graph, kind)
             return
-        came = copied(graph.owning_module)
+        came = copied(_module(graph))
         try:
             self._run(graph, kind)
         except BackendError:
@@ -81,8 +71,8 @@ class PassManager(CustomGraphPass):
         random_forward = self.config.resolved_policy.random_forward
         self.running = "the check before the passes"
         check_spec(graph, kind, f"{kind} graph before the passes", random_forward)
-        if self.observe:
-            self.observe(graph, kind, "before")
+        if self.watcher is not None:
+            self.watcher.before_passes(_module(graph), kind)
         for name, one_pass in PASSES.items():
             if name in self.config.disable_passes:
                 self.records.append(PassRecord(kind, name, 0, 0.0, note="disabled"))
@@ -100,8 +90,8 @@ class PassManager(CustomGraphPass):
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
         self.running = "the loading of kernels"
         _load_kernels(graph)
-        if self.observe:
-            self.observe(graph, kind, "after")
+        if self.watcher is not None:
+            self.watcher.after_passes(_module(graph), kind, self.records)
 
     def uuid(self) -> Any:
         """What Inductor's cache keys on: our sources, and the options that change graphs after the
@@ -114,6 +104,12 @@ class PassManager(CustomGraphPass):
         return None if other is None else (own, other)
 
 
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    gm = graph.owning_module
+    assert gm is not None
+    return gm
+
+
 def _load_kernels(graph: fx.Graph) -> None:
     """Compiles and loads what the graph's ops will launch, now rather than at their first call,
     which may stand in a CUDA graph capture."""
@@ -121,20 +117,3 @@ def _load_kernels(graph: fx.Graph) -> None:
         name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
         if name in ops():
             warm_up(name, map_arg(node.args, lambda n: n.meta["val"]))
-
-
-@cache
-def source_hash() -> str:
-    """SHA-256 over every .py and .cu file of the installed package, read once a process."""
-    digest = hashlib.sha256()
-    for package in ("q2compile", "q2compile.lowering", "q2compile.runtime_kernels"):
-        _update(digest, files(package))
-    return digest.hexdigest()
-
-
-def _update(digest: Any, folder: Any) -> None:
-    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
-        if entry.is_dir() and not entry.name.startswith((".", "__")):
-            _update(digest, entry)
-        elif entry.name.endswith((".py", ".cu", ".cuh")):
-            digest.update(entry.name.encode() + b"\0" + entry.read_bytes())

@@ -20,77 +20,20 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
-
-from q2compile.config import Config
-from q2compile.matmuls import Matmul
-from q2compile.recipes import GEMMS, Gemm, Operand, Recipe
-from q2compile.runtime_kernels.schemes import SCHEMES
-from q2compile.runtime_kernels.transforms import TRANSFORMS
-
-# Of the dense peak that a large GEMM reaches. With half in FP4 the largest layers come out where
-# the Quartet II authors report them: 4.2 times BF16 on an RTX 5090, up to 2.5 times on a B200.
-GEMM_SHARE = {"bf16": 0.8, "fp4": 0.5}
-MEMORY_SHARE = 0.85  # of the bandwidth that a kernel reaches
-ISSUE_SHARE = 0.75  # of the issue slots that the quantisers fill; so on an H200 (KERNEL_LOG.md)
-KERNEL_SECONDS = 2e-6  # from the end of one kernel's work to the start of the next one's
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU by its data sheet: dense FLOP/s, bytes/s, and instructions a second over all lanes.
-
-    instructions: for an element of each rotating op, counted in its machine code
-    (``examples/benchmarks/instructions.py``); the other ops are bound by memory before that.
-    """
-
-    name: str
-    column: str
-    capability: int
-    flops: dict[str, float]
-    bandwidth: float
-    issue: float
-    instructions: dict[str, float]
-
-
-DEVICES = (
-    # HGX B200 (NVIDIA data sheet, one of eight GPUs): 9 and 2.25 PFLOP/s dense, 8 TB/s; 148 SMs.
-    Device(
-        "B200",
-        "b200",
-        10,
-        {"fp4": 9.0e15, "bf16": 2.25e15},
-        8.0e12,
-        148 * 128 * 1.85e9,
-        {"rht_quantize": 16.0, "rht_quantize_both": 30.0, "requantize": 19.0},
-    ),
-    # RTX 5090 (NVIDIA RTX Blackwell white paper): 1676 and 209.5 TFLOP/s dense with fp32
-    # accumulation, 1.792 TB/s; 170 SMs.
-    Device(
-        "RTX 5090",
-        "rtx5090",
-        12,
-        {"fp4": 1.676e15, "bf16": 2.095e14},
-        1.792e12,
-        170 * 128 * 2.41e9,
-        {"rht_quantize": 21.5, "rht_quantize_both": 41.0, "requantize": 25.0},
-    ),
+from q2compile.cost_model.devices import (
+    GEMM_SHARE,
+    ISSUE_SHARE,
+    KERNEL_SECONDS,
+    MEMORY_SHARE,
+    Device,
 )
-ASSUMPTIONS = (
-    "predicted by data sheet, not measured: "
-    + "; ".join(
-        f"{d.name} {d.flops['fp4'] / 1e12:.0f} TFLOP/s FP4, {d.flops['bf16'] / 1e12:.4g} BF16, "
-        f"{d.bandwidth / 1e12:.4g} TB/s"
-        for d in DEVICES
-    )
-    + f"; a GEMM reaches {GEMM_SHARE['fp4']:.0%} of that in FP4 and {GEMM_SHARE['bf16']:.0%} in "
-    f"BF16, a quantiser {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the issue "
-    f"slots; {KERNEL_SECONDS * 1e6:.0f} us between kernels; forward quantisers fused"
-)
+from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 
 @dataclass(frozen=True)
@@ -121,7 +64,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are made in
     a forward and backward.
     """
@@ -157,18 +100,18 @@ def packed_bits(scheme: str) -> Fraction:
     return 4 + Fraction(8, rows * columns) + SCHEMES[scheme].masked
 
 
-def bf16_steps(layer: _Layer, gemms: Iterable[str]) -> list[Step]:
+def bf16_steps(layer: Layer, gemms: Iterable[str]) -> list[Step]:
     """The GEMMs of a plain linear."""
     return [_plain_gemm(layer, name) for name in gemms]
 
 
-def _plain_gemm(layer: _Layer, name: str) -> Step:
+def _plain_gemm(layer: Layer, name: str) -> Step:
     roles = (*GEMMS[name], _RESULT[name])
     bits = _HIGH * sum(layer.elements(role) for role in roles)
     return Step(name, "gemm", bits, layer.flops)
 
 
-def recipe_steps(recipe: Recipe, layer: _Layer, gemms: Iterable[str]) -> list[Step]:
+def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Step]:
     """The kernels of a quantised linear, for those of its GEMMs that are wanted."""
     steps: list[Step] = []
     gemms = list(gemms)
@@ -203,7 +146,7 @@ def _paired(recipe: Recipe, gemms: list[str]) -> bool:
     return recipe.dgrad.a == recipe.wgrad.a and recipe.dgrad.a.transform != "none"
 
 
-def _both_directions(layer: _Layer, operand: Operand) -> Step:
+def _both_directions(layer: Layer, operand: Operand) -> Step:
     elements = layer.elements("dy")
     bits = (_HIGH + 2 * _written(operand)) * elements
     kernels = 1 + _scales_after(operand)
@@ -211,7 +154,7 @@ def _both_directions(layer: _Layer, operand: Operand) -> Step:
     return Step("dgrad", "quantize dy both ways", bits, op=op, elements=elements, kernels=kernels)
 
 
-def _quantiser(recipe: Recipe, layer: _Layer, name: str, role: str, operand: Operand) -> list[Step]:
+def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Operand) -> list[Step]:
     """One operand's way from where it lies to codes."""
     elements = layer.elements(role)
     if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
@@ -257,122 +200,3 @@ def _written(operand: Operand) -> Fraction:
     scheme = SCHEMES[operand.scheme]
     block = scheme.block[0] * scheme.block[1]
     return packed_bits(operand.scheme) + _scales_after(operand) * Fraction(2 * 32, block)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What one layer moves and multiplies under a recipe, and its time beside BF16's.
-
-    flops, bytes: numbers, or sympy expressions where a size is symbolic
-    seconds, bf16_seconds: by `Device.column`, at the hint of a symbolic size
-    at: {symbol: hint} of what was put in for symbols
-    """
-
-    flops: Any
-    bytes: Any
-    seconds: dict[str, float]
-    bf16_seconds: dict[str, float]
-    at: dict[str, int] = field(default_factory=dict)
-
-    def speed(self, device: Device) -> float:
-        """How many times as fast as BF16."""
-        return self.bf16_seconds[device.column] / self.seconds[device.column]
-
-    def plain(self) -> tuple[int | str, int | str, dict[str, dict[str, float]]]:
-        """FLOPs, bytes and times for a `report.Row`; text where a size is symbolic."""
-        exact = [self.flops, self.bytes]
-        if not self.at:
-            exact = [int(n) for n in exact]
-        times = {
-            d.column: {
-                "speed": round(self.speed(d), 3),
-                "microseconds": round(1e6 * self.seconds[d.column], 2),
-                "bf16_microseconds": round(1e6 * self.bf16_seconds[d.column], 2),
-            }
-            for d in DEVICES
-        }
-        flops, bytes_ = (n if isinstance(n, int) else str(n) for n in exact)
-        return flops, bytes_, times
-
-
-def predict(
-    recipe: Recipe,
-    shape: tuple[Any, ...],
-    gemms: Iterable[str] = tuple(GEMMS),
-    x_users: int = 1,
-    w_quantised: int = 1,
-) -> Prediction | None:
-    """The cost of a layer of ``shape`` (T, N, K), or (E, T, N, K) for experts.
-
-    Sizes are ints, SymInts or sympy symbols with hints. A symbolic size is read by its hint, and no
-    guard is added: another size would be predicted otherwise, and runs in the same graph. None if a
-    symbol has no hint, or the layer has no rows: nothing can be said.
-    """
-    gemms = list(gemms)
-    experts = shape[0] if len(shape) == 4 else 1
-    hints = [_hint(n) for n in shape[-3:]]
-    if None in hints or 0 in hints:
-        return None
-    t, n, k = map(_expression, shape[-3:])
-    layer = _Layer(t, n, k, experts, x_users, w_quantised)
-    concrete = replace(layer, **dict(zip("tnk", hints, strict=True)))
-    steps = recipe_steps(recipe, layer, gemms)
-    at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
-    return Prediction(
-        flops=sum(s.flops for s in steps),
-        bytes=sum(s.bits / s.shared_by for s in steps) / 8,
-        seconds=_by_device(recipe_steps(recipe, concrete, gemms)),
-        bf16_seconds=_by_device(bf16_steps(concrete, gemms)),
-        at=at,
-    )
-
-
-def _by_device(steps: list[Step]) -> dict[str, float]:
-    return {d.column: sum(s.seconds(d) for s in steps) for d in DEVICES}
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
-
-
-def deciding_device() -> Device:
-    """The device whose times decide under "auto": the Blackwell present, or else a B200."""
-    if torch.cuda.is_available():
-        major, _ = torch.cuda.get_device_capability()
-        for device in DEVICES:
-            if device.capability == major:
-                return device
-    return DEVICES[0]
-
-
-def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction | None:
-    """The prediction for a matmul of a Dynamo graph, for the GEMMs that it will run: without
-    gradients fprop alone, for a frozen weight no wgrad. A weight whose codes are cached is not
-    quantised.
-    """
-    x, _, _ = found.operands()
-    gemms = ["fprop"]
-    if torch.is_grad_enabled():
-        gemms += ["dgrad"] * x.requires_grad + ["wgrad"] * found.parameter.requires_grad
-    kin = (found.node.target, getattr(torch.ops.q2, found.op).default)  # those already rewritten
-    x_users = 1 if found.x_views else sum(user.target in kin for user in found.x.users)
-    again = config.recompute_weights and "dgrad" in gemms
-    w_quantised = 0 if config.cache_weights else 1 + again
-    return predict(recipe, found.shape, gemms, max(x_users, 1), w_quantised)
-
-
-def why_left(prediction: Prediction | None) -> str:
-    """Why "auto" leaves a layer in BF16; "" if it is taken, as one is of which nothing is known."""
-    if prediction is None:
-        return ""
-    device = deciding_device()
-    speed = prediction.speed(device)
-    if speed >= 1:
-        return ""
-    at = ", ".join(f"{symbol} = {hint}" for symbol, hint in prediction.at.items())
-    where = f" for {at}, the size it was compiled with" if at else ""
-    return f"auto: predicted {speed:.2f}x of BF16 on {device.name}{where}"

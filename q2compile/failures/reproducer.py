@@ -1,7 +1,8 @@
 """A failure as a Python file that builds the graph again and runs the stage that failed on it.
 
 One line a node: its name, what it calls, its arguments, and dtype, shape and strides of its value.
-The file needs q2compile and torch, neither the model nor its data (`replay` has what it calls).
+The file needs q2compile and torch, neither the model nor its data; what it calls is in
+`tools.replay`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-import q2compile
-from q2compile.compat import parameter_of
 from q2compile.config import Config
+from q2compile.torch_internals.dynamo import parameter_of
+from q2compile.version import __version__
 
 _HEAD = '''\
 """{what}
@@ -34,7 +35,7 @@ from math import inf, nan
 import torch
 from torch import device
 {imports}
-from q2compile.replay import Replay, tensor
+from q2compile.tools.replay import Replay, tensor
 
 CONFIG = {config}
 
@@ -55,7 +56,8 @@ def write(
     """Write reproduce_<name>.py into ``folder``, or into a new temporary one, and return its path.
 
     what     a sentence that says what failed; ``error``: what it raised
-    call     the method of `replay.Replay`, with arguments, that runs the stage: "passes('forward')"
+    call     the method of `tools.replay.Replay`, with arguments, that runs the stage:
+             "passes('forward')"
     by_id    id(parameter) -> its names in the model
     """
     folder = folder or Path(tempfile.mkdtemp(prefix="q2compile_"))
@@ -64,7 +66,7 @@ def write(
     text = _HEAD.format(
         what=_in_docstring(what),
         error=_in_docstring(error),
-        version=q2compile.__version__,
+        version=__version__,
         torch=torch.__version__,
         imports="".join(f"import {module}\n" for module in sorted(writer.modules)),
         config=_options(config),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import traceback
 import warnings
@@ -11,23 +10,9 @@ from pathlib import Path
 
 from torch import fx
 
-from q2compile import reproducer
-from q2compile.compat import carry_sources
 from q2compile.config import Config
-from q2compile.errors import StageError
-
-
-def copied(gm: fx.GraphModule | None) -> fx.GraphModule:
-    """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared."""
-    assert gm is not None
-    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
-    new.meta.update(gm.meta)
-    carry_sources(gm, new)
-    for name, inner in list(new.named_children()):
-        if isinstance(inner, fx.GraphModule):
-            setattr(new, name, copied(inner))
-    return new
-
+from q2compile.errors import BackendError, StageError
+from q2compile.failures import reproducer
 
 REWRITE = "capture and rewrite"
 COMPILE = "compilation of the rewritten graph"
@@ -51,7 +36,7 @@ class Faults:
         self.config, self.graph, self.folder, self.by_id = config, graph, folder, by_id
 
     def of_pass(self, stage: str, kind: str, graph: fx.GraphModule, error: Exception) -> StageError:
-        """For `PassManager.fault`: ``graph`` is the forward or backward graph as it came."""
+        """For `PostGradPasses`: ``graph`` is the forward or backward graph as it came."""
         hint = f" disable_passes=[{stage[5:]}] leaves it out." if stage.startswith("pass ") else ""
         where = f"the {kind} graph of {self.graph}"
         call = f"passes({kind!r}, CONFIG)"
@@ -64,6 +49,22 @@ class Faults:
             "" if stage == REWRITE else " inner='eager' runs the rewritten graph without Inductor."
         )
         return self._error(stage, self.graph, original, error, call, stage, hint)
+
+    def raise_or_warn(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
+        """What becomes of ``error``, which is being handled: raised where the user has to mend it,
+        or under on_error="raise"; else warned of and returned.
+        """
+        error = getattr(error, "inner_exception", error)  # Inductor wraps what a pass raises
+        if isinstance(error, BackendError) and not isinstance(error, StageError):
+            raise  # the user's to mend
+        if isinstance(error, StageError):
+            fault, cause = error, error.__cause__
+        else:
+            fault, cause = self.of_stage(stage, original, error), error
+        if self.config.on_error == "raise":
+            raise fault from cause
+        warn(fault)
+        return fault
 
     def _error(
         self,

@@ -1,8 +1,4 @@
-"""`q2::linear`: a linear layer whose three GEMMs are computed as a recipe says.
-
-The op is CompositeImplicitAutograd: AOTAutograd traces through it into an autograd.Function made of
-the functional ops of `q2compile.runtime_kernels`, so forward and backward graphs stay readable and
-torch's caches apply.
+"""A linear layer whose three GEMMs are computed as a recipe says, under autograd.
 
 Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of the leading sizes.
 
@@ -19,24 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
-from q2compile import recipes, tensor_parallel
-from q2compile.recipes import Gemm, Operand, Recipe
-from q2compile.runtime_kernels.schemes import SCHEMES
-from q2compile.runtime_kernels.transforms import TRANSFORMS
-
-_library = torch.library.Library("q2", "FRAGMENT")
-_library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int salt) -> Tensor"
-)
-_library.define(
-    "linear_of_codes(Tensor x, Tensor w, Tensor[] codes, Tensor? bias, str fprop, str dgrad,"
-    " str wgrad, int salt) -> Tensor"
-)
-_library.define("quantize_weight(Tensor w, str operand, ScalarType dtype) -> Tensor[]")
-
+from q2compile.recipes.recipe import Gemm, Operand, Recipe
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
 _PARTS = ("codes", "scales", "global_scale")
@@ -57,7 +40,7 @@ def _quantize(
 class OneWeight:
     """How the GEMMs of a layer multiply: here, all rows with one weight.
 
-    `q2compile.experts` has the other kind, a weight for each group of rows.
+    `q2compile.linear.experts` has the other kind, a weight for each group of rows.
     """
 
     def padded(self, gemm_name: str, x: Tensor, unit: int) -> Tensor:
@@ -90,7 +73,7 @@ class Saved(dict[str, Tensor]):
         return a, b, c
 
 
-def _forward_parts(x: Tensor, operand: Operand) -> tuple[Tensor, ...]:
+def forward_parts(x: Tensor, operand: Operand) -> tuple[Tensor, ...]:
     """x or w as fprop takes it: codes, scales, global scale, and QuEST's mask."""
     if SCHEMES[operand.scheme].masked:
         return torch.ops.q2.quantize_masked(x, operand.scheme, operand.transform)
@@ -209,8 +192,8 @@ def forward(
     if recipe.fprop is None:
         y = product.plain("fprop", x, w, bias)
     else:
-        qx = _put_forward_parts(made, "x", _forward_parts(x, recipe.fprop.a))
-        qw = _put_forward_parts(made, "w", w_parts or _forward_parts(w, recipe.fprop.b))
+        qx = _put_forward_parts(made, "x", forward_parts(x, recipe.fprop.a))
+        qw = _put_forward_parts(made, "w", w_parts or forward_parts(w, recipe.fprop.b))
         y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
     ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
     ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
@@ -233,7 +216,7 @@ def backward(
     return dx, dw
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """x [T, K], w [N, K], bias [N] or None, one floating dtype -> y [T, N] of that dtype."""
 
     @staticmethod
@@ -262,57 +245,3 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_bias:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, dbias, *(None for _ in ctx.needs_input_grad[3:])
-
-
-def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, fprop: str, dgrad: str, wgrad: str, salt: int
-) -> Tensor:
-    """y [..., N] = x [..., K] wᵀ + bias, each GEMM as its text says (`recipes.Gemm`).
-
-    Under autocast x and w are cast first, as torch's own linear would. ``salt`` tells the sites of
-    one graph apart, so that two equal layers with the same gradient do not draw the same coins.
-    """
-    return linear_of_codes(x, w, (), bias, fprop, dgrad, wgrad, salt)
-
-
-def linear_of_codes(
-    x: Tensor,
-    w: Tensor,
-    codes: Sequence[Tensor],
-    bias: Tensor | None,
-    fprop: str,
-    dgrad: str,
-    wgrad: str,
-    salt: int,
-) -> Tensor:
-    """`linear`, with what `quantize_weight` makes of w given, or () to make it here."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, w = x.to(dtype), w.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    recipe = recipes.parse(fprop, dgrad, wgrad)
-
-    def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        y = _Linear.apply(flat, w, bias, recipe, salt, *codes)
-        return y.reshape(*x.shape[:-1], w.shape[0])
-
-    with torch.autocast(device, enabled=False):
-        if isinstance(w, DTensor):
-            assert not codes, "codes are kept for plain parameters alone (weight_cache)"
-            return tensor_parallel.linear(x, w, bias, local_linear)
-        return local_linear(x, w, bias)
-
-
-def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
-    """What fprop makes of w [N, K], first cast to ``dtype``: codes, scales, global scale, and the
-    mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`).
-    """
-    with torch.autocast(w.device.type, enabled=False):
-        return list(_forward_parts(w.to(dtype), Operand.parse(operand)))
-
-
-_library.impl("linear", linear, "CompositeImplicitAutograd")
-_library.impl("linear_of_codes", linear_of_codes, "CompositeImplicitAutograd")
-_library.impl("quantize_weight", quantize_weight, "CompositeImplicitAutograd")

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from q2compile import linear, recipes
-from q2compile.linear import Codes, OneWeight, Saved
-from q2compile.recipes import Gemm, Recipe
+from q2compile.linear.autograd import Codes, OneWeight, Saved, backward, forward, unit_of
+from q2compile.recipes.recipe import Gemm, Recipe, parse
 
 _library = torch.library.Library("q2", "FRAGMENT")
 _TEXTS = "str fprop, str dgrad, str wgrad, int salt"
@@ -64,7 +63,7 @@ class Grouped(OneWeight):
     def gemm(
         self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
     ) -> Tensor:
-        offs = self._padded_offs(linear.unit_of(gemm)) if gemm_name == "wgrad" else self.offs
+        offs = self._padded_offs(unit_of(gemm)) if gemm_name == "wgrad" else self.offs
         return torch.ops.q2.grouped_gemm(
             *a, *b, offs, gemm.a.scheme, gemm.b.scheme, gemm_name, dtype
         )
@@ -81,7 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe, salt: int) -> Tensor:
-        y, saved = linear.forward(ctx, Grouped(offs), x, w, None, recipe, salt)
+        y, saved = forward(ctx, Grouped(offs), x, w, None, recipe, salt)
         ctx.save_for_backward(offs, *saved.values())
         ctx.names = tuple(saved)
         return y
@@ -91,7 +90,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         offs, *tensors = ctx.saved_tensors
         saved = Saved(zip(ctx.names, tensors, strict=True))
-        return *linear.backward(ctx, Grouped(offs), dy, saved), None, None, None
+        return *backward(ctx, Grouped(offs), dy, saved), None, None, None
 
 
 def grouped_linear(
@@ -103,7 +102,7 @@ def grouped_linear(
     give zero, and get a gradient of zero. The other arguments are q2::linear's. Autocast casts
     nothing, as it casts nothing for torch._grouped_mm.
     """
-    recipe = recipes.parse(fprop, dgrad, wgrad)
+    recipe = parse(fprop, dgrad, wgrad)
     return _GroupedLinear.apply(x, w.flatten(0, 1), offs.to(torch.int32), recipe, salt)
 
 

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from q2compile import compat
 from q2compile.errors import ConfigError
+from q2compile.torch_internals.dynamo import ASYNC_INPUTS_KEEP_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def refuse_async_inputs(inputs: Iterable[Any]) -> None:
     """Raise ConfigError for an input that is a collective under way and wants a gradient, where
     torch gets that gradient wrong.
     """
-    if compat.ASYNC_INPUTS_KEEP_GRADIENTS:
+    if ASYNC_INPUTS_KEEP_GRADIENTS:
         return
     for t in inputs:
         local = getattr(t, "_local_tensor", t)

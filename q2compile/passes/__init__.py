@@ -1,8 +1,16 @@
-"""Post-grad passes: what is done to the forward and backward graphs before Inductor lowers them.
+"""Passes over FX graphs. May import runtime_kernels alone.
 
-One table lists them all, in order. A pass is a function ``xxx_pass(graph) -> int`` that changes an
-FX graph in place and returns how often it matched; the runner (`manager`) times it, counts ops
-before and after, dumps, and leaves it out when disabled by name.
+Two tables list them all, in order: PASSES over forward and backward graphs before Inductor lowers
+them, JOINT_PASSES over both in one, before the partitioner cuts it. A pass is a function
+``xxx_pass(graph) -> int`` that changes an FX graph in place and returns how often it matched; the
+runners (`q2compile.compiler`) time it, count ops before and after, dump, and leave it out when
+disabled by name.
+
+The last two joint passes change nothing that is computed. They tag nodes with torch's
+CheckpointPolicy, in ``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the
+partitioner what to save and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11
+to 2.13. The min-cut partitioner looks at the op, the default one at the getitems, so both carry the
+tag.
 """
 
 from __future__ import annotations
@@ -11,12 +19,17 @@ from collections.abc import Callable
 
 from torch import fx
 
-from q2compile.passes.merge_seeds import merge_seeds_pass
-from q2compile.passes.pair_directions import pair_directions_pass
-from q2compile.passes.share_operands import share_operands_pass
-from q2compile.passes.share_rotations import share_rotations_pass
-from q2compile.passes.swizzle_scales import swizzle_scales_pass
-from q2compile.passes.widen_operands import widen_operands_pass
+from q2compile.passes.joint.keep_packed import keep_packed_pass
+from q2compile.passes.joint.recompute_weights import recompute_weights_pass
+from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
+from q2compile.passes.post_grad.pair_directions import pair_directions_pass
+from q2compile.passes.post_grad.share_operands import share_operands_pass
+from q2compile.passes.post_grad.share_rotations import (
+    share_rotations_pass,
+    share_saved_rotations_pass,
+)
+from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
+from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 
 Pass = Callable[[fx.Graph], int]
 
@@ -28,4 +41,13 @@ PASSES: dict[str, Pass] = {
     # Last: they name schemes that the others do not know. No GEMM is a case for both.
     "swizzle_scales": swizzle_scales_pass,
     "widen_operands": widen_operands_pass,
+}
+
+JOINT_PASSES: dict[str, Pass] = {
+    "share_operands": share_operands_pass,  # for the next one: views of one x become one
+    "share_saved_rotations": share_saved_rotations_pass,
+    "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
+    # In this order: asked for both, the packed activations are kept and the weights' codes are not.
+    "keep_packed": keep_packed_pass,
+    "recompute_weights": recompute_weights_pass,
 }

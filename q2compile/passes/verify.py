@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
 
 
 class GraphSpecError(AssertionError):
@@ -19,7 +19,9 @@ class GraphSpecError(AssertionError):
 
 @dataclass(frozen=True)
 class _Operand:
-    """Where a gemm's operand comes from: saved by another graph or made here, rotated or not."""
+    """Where a gemm's operand comes from: made here, rotated or not, or saved: by another graph, or
+    as a constant, which Inductor's freezing makes of a weight's codes.
+    """
 
     saved: bool = False
     rotated: bool = False
@@ -73,7 +75,7 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
 
 def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     """What (codes, scales, global scale) are, from the op whose outputs they must be."""
-    if triple[0].op == "placeholder":
+    if triple[0].op in ("placeholder", "get_attr"):
         return _Operand(saved=True)
     op = producer(triple[0])
     if is_q2(op, "transpose"):  # re-used codes: their global scale is the source's

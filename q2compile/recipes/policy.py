@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from q2compile import recipes
-from q2compile.errors import ConfigError
-from q2compile.recipes import Recipe
+from q2compile.errors import ConfigError, naming, shown
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import Recipe
+from q2compile.recipes.resolve import resolve
 
 AUTO = "auto"
 
@@ -54,28 +55,29 @@ class Policy:
 
         A rule that names only some GEMMs changes those of the default recipe.
         """
-        if recipe == AUTO:
+        if isinstance(recipe, str) and recipe == AUTO:
             raise ConfigError(
                 "recipe: 'auto' chooses between a recipe and bf16, matmul by matmul; name the "
                 "recipe here, and give policy={'*': 'auto'}"
             )
-        default = recipes.resolve(recipe, global_scale)
+        default = resolve(recipe, global_scale)
         rules = []
         for pattern, spec in policy.items():
             _compiled(pattern)
-            if spec == AUTO:
+            if isinstance(spec, str) and spec == AUTO:
                 rules.append(Rule(pattern, replace(default, auto=True)))
                 continue
             if isinstance(spec, Mapping) and "recipe" not in spec and "base" not in spec:
                 spec = {**_as_mapping(recipe), **spec}
-            rules.append(Rule(pattern, recipes.resolve(spec, global_scale)))
+            with naming(f"policy {shown(pattern)}"):
+                rules.append(Rule(pattern, resolve(spec, global_scale)))
         return cls(default, tuple(rules))
 
     def resolve(self, name: str, *, stacked: bool = False) -> tuple[Recipe, str]:
         for rule in reversed(self.rules):
             if rule.matches(name):
                 return rule.recipe, rule.pattern
-        return recipes.RECIPES["bf16"] if stacked else self.default, ""
+        return RECIPES["bf16"] if stacked else self.default, ""
 
     @property
     def random_forward(self) -> bool:
@@ -95,17 +97,17 @@ def _as_mapping(recipe: Any) -> Mapping[str, Any]:
 def _compiled(pattern: object) -> re.Pattern[str]:
     allowed = "allowed: a glob such as 'model.layers.[01].*', or 're:' and a regular expression"
     if not isinstance(pattern, str) or not pattern:
-        raise ConfigError(f"policy pattern: got {pattern!r}; {allowed}")
+        raise ConfigError(f"policy pattern: got {shown(pattern)}; {allowed}")
     if pattern.startswith("re:"):
         try:
             return re.compile(pattern[3:])
-        except re.error as error:
-            raise ConfigError(f"policy pattern {pattern!r}: {error}; {allowed}") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"policy pattern {shown(pattern)}: {error}; {allowed}") from None
     if pattern.startswith("!"):
         raise ConfigError(
-            f"policy pattern {pattern!r}: negation is not supported; write the exception as a "
+            f"policy pattern {shown(pattern)}: negation is not supported; write the exception as a "
             f"later pattern, the last match wins; {allowed}"
         )
     if ":" in pattern or pattern.count("[") != pattern.count("]"):
-        raise ConfigError(f"policy pattern {pattern!r}: not a glob; {allowed}")
+        raise ConfigError(f"policy pattern {shown(pattern)}: not a glob; {allowed}")
     return re.compile(fnmatch.translate(pattern))

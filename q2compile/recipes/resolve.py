@@ -1,185 +1,16 @@
-"""Recipes: what each of a linear layer's three GEMMs is computed in. A recipe is data.
-
-Shapes: x [T, K] activations, w [N, K] weight, dy [T, N] gradient of the output.
-
-    fprop   y  = x wᵀ     operands x, w      contracts K
-    dgrad   dx = dy w     operands dy, w     contracts N
-    wgrad   dw = dyᵀ x    operands dy, x     contracts T
-
-Each operand is an `Operand(scheme, transform, source)`; its text, as it stands in graphs, reports
-and options, is the path the numbers take, from source to codes:
-
-    nvfp4_46_pow2                         quantised from the high-precision tensor
-    rht128>nvfp4_ms_eden_pow2             rotated, then quantised
-    requantize>rht128>nvfp4_ms_eden_pow2  from the codes fprop saved, rotated, quantised
-    reuse>nvfp4_16x16_pow2                the codes fprop saved, transposed
-    forward>rht16>nvfp4_pow2              rotated and quantised during the forward, and saved
-
-and a GEMM's text is ``"<a> @ <b>"`` or ``"bf16"``. The schemes themselves (format, block, rounding,
-scale rule) are rows of `q2compile.runtime_kernels.schemes.SCHEMES`.
-"""
+"""From the value of an option to a recipe that can be computed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
-from q2compile.errors import ConfigError
-from q2compile.runtime_kernels.schemes import SCHEMES
-from q2compile.runtime_kernels.transforms import TRANSFORMS
-from q2compile.suggest import one_of
-
-GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-# What w in dgrad and x in wgrad are made of. "fresh", the high-precision tensor, is all that
-# fprop's operands and dy can have.
-SOURCES = ("fresh", "requantize", "reuse", "forward")
-BF16 = "bf16"
-
-
-@dataclass(frozen=True)
-class Operand:
-    """How one operand of a GEMM is quantised along that GEMM's contraction.
-
-    scheme     a row of SCHEMES
-    transform  a row of TRANSFORMS, applied along the contraction before rounding; signs are drawn
-               anew at every step, or "rht16_fixed" and the like keep one sign vector
-    source     "fresh": from the high-precision tensor; "requantize": from the codes fprop saved;
-               "reuse": those codes transposed (w in 16x16 blocks); "forward": from the
-               high-precision tensor while the forward runs, so that only the codes are saved (x)
-    """
-
-    scheme: str
-    transform: str = "none"
-    source: str = "fresh"
-
-    def __str__(self) -> str:
-        steps = [self.source] if self.source != "fresh" else []
-        steps += [self.transform] if self.transform != "none" else []
-        return ">".join([*steps, self.scheme])
-
-    @classmethod
-    def parse(cls, text: str) -> Operand:
-        *steps, scheme = text.split(">")
-        source = steps.pop(0) if steps and steps[0] in SOURCES else "fresh"
-        return cls(scheme, steps.pop(0) if steps else "none", source)
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """A quantised GEMM: its two operands, in the order of `GEMMS`."""
-
-    a: Operand
-    b: Operand
-
-    def __str__(self) -> str:
-        return f"{self.a} @ {self.b}"
-
-    @classmethod
-    def parse(cls, text: str) -> Gemm | None:
-        """The GEMM written as ``text``; None for "bf16", a GEMM left in high precision."""
-        if text == BF16:
-            return None
-        a, b = text.split(" @ ")
-        return cls(Operand.parse(a), Operand.parse(b))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The three GEMMs of a linear layer; None is a GEMM left in the tensors' own precision.
-
-    auto: a layer that the cost model (`q2compile.cost`) predicts to lose by it stays in bf16.
-    """
-
-    name: str
-    fprop: Gemm | None
-    dgrad: Gemm | None
-    wgrad: Gemm | None
-    auto: bool = False
-
-    @property
-    def quantises(self) -> bool:
-        return any((self.fprop, self.dgrad, self.wgrad))
-
-    @property
-    def random_forward(self) -> bool:
-        """Whether the forward draws a seed: x quantised for wgrad during the forward needs one."""
-        return self.wgrad is not None and self.wgrad.b.source == "forward"
-
-    def texts(self) -> tuple[str, str, str]:
-        """The three GEMMs as text, the form in which they are arguments of `q2::linear`."""
-        return tuple(str(g) if g else BF16 for g in (self.fprop, self.dgrad, self.wgrad))  # type: ignore[return-value]
-
-    def __str__(self) -> str:
-        return "  ".join(f"{g}: {t}" for g, t in zip(GEMMS, self.texts(), strict=True))
-
-
-def _recipe(name: str, fprop: str, dgrad: str, wgrad: str) -> Recipe:
-    return Recipe(name, Gemm.parse(fprop), Gemm.parse(dgrad), Gemm.parse(wgrad))
-
-
-# One screen: every recipe. Schemes are written by their paper names, with a global scale from amax;
-# the option global_scale="pow2" (the default) selects their "_pow2" rows. Q is quantisation along
-# the contraction, H the rotation with the signs of this step, M a trust mask.
-_EDEN = "rht128>nvfp4_ms_eden"
-_SR64 = "rht64>mxfp4_sr"
-RECIPES = {
-    r.name: r
-    for r in [
-        # Quartet II (arXiv 2601.22813 v2, section 5 and figure 3).
-        #   y  = Q46(x) Q46(w)ᵀ
-        #   dx = Qeden(dy H) Qeden(Q46(w)ᵀ H)ᵀ       RHT-128 along N
-        #   dw = Qeden(dyᵀ H) Qeden(Q46(x)ᵀ H)ᵀ      RHT-128 along T
-        _recipe(
-            "quartet2",
-            fprop="nvfp4_46 @ nvfp4_46",
-            dgrad=f"{_EDEN} @ requantize>{_EDEN}",
-            wgrad=f"{_EDEN} @ requantize>{_EDEN}",
-        ),
-        # NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149, section 4), with signs per step
-        # and SR that never clips (Quartet II, section 3.1). NVIDIA's library itself: transform
-        # "rht16_fixed", scheme "nvfp4_sr_clip".
-        #   y  = Q(x) Q16x16(w)ᵀ
-        #   dx = Qsr(dy) Q16x16(w)                   the same codes of w
-        #   dw = Qsr(dyᵀ H) Q(xᵀ H)ᵀ                 RHT-16 along T; x quantised in the forward
-        _recipe(
-            "nvfp4",
-            fprop="nvfp4 @ nvfp4_16x16",
-            dgrad="nvfp4_sr @ reuse>nvfp4_16x16",
-            wgrad="rht16>nvfp4_sr @ forward>rht16>nvfp4",
-        ),
-        # Quartet (arXiv 2505.14669 v4, section 4.4 and algorithm 1). The 3/4 of RTN 3/4 comes back
-        # in the operands' global scale, 4/3 each, so alpha is 16/9.
-        #   y  = Qq(x H) Qq(w H)ᵀ                    H32 without signs along K, QuEST
-        #   dx = (Mx ∘ (Q34(dy H) Q34(Qq(wH)ᵀ H)ᵀ)) H⁻¹      RHT-32 along N
-        #   dw = (Mw ∘ (Q34(dyᵀ H) Q34(Qq(xH)ᵀ H)ᵀ)) H⁻¹     RHT-32 along T
-        _recipe(
-            "quartet",
-            fprop="h32>mxfp4_quest @ h32>mxfp4_quest",
-            dgrad="rht32>mxfp4_rtn34 @ requantize>rht32>mxfp4_rtn34",
-            wgrad="rht32>mxfp4_rtn34 @ requantize>rht32>mxfp4_rtn34",
-        ),
-        # "Training LLMs with MXFP4" (arXiv 2502.20586).
-        #   y  = x wᵀ
-        #   dx = Qsr34(dy H) Qsr34(wᵀ H)ᵀ            RHT-64 along N
-        #   dw = Qsr34(dyᵀ H) Qsr34(xᵀ H)ᵀ           RHT-64 along T
-        _recipe("mxfp4", BF16, f"{_SR64} @ {_SR64}", f"{_SR64} @ {_SR64}"),
-        # TetraJet-v2, as Quartet II compares it (section 2): SR where quartet2 has MS-EDEN, RTN
-        # where it has 4/6.
-        #   y  = Q(x) Q(w)ᵀ
-        #   dx = Qsr(dy H) Qsr(Q(w)ᵀ H)ᵀ             RHT-128 along N
-        #   dw = Qsr(dyᵀ H) Qsr(Q(x)ᵀ H)ᵀ            RHT-128 along T
-        _recipe(
-            "tetrajet2",
-            fprop="nvfp4 @ nvfp4",
-            dgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
-            wgrad="rht128>nvfp4_sr @ requantize>rht128>nvfp4_sr",
-        ),
-        # The switch off: bit-identical to plain Inductor, because nothing is rewritten.
-        _recipe("bf16", BF16, BF16, BF16),
-    ]
-}
+from q2compile.errors import ConfigError, naming, one_of, shown
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import GEMMS, SOURCES, Gemm, Operand, Recipe
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 
 def resolve(spec: str | Mapping[str, Any], global_scale: str = "pow2") -> Recipe:
@@ -196,8 +27,8 @@ def resolve(spec: str | Mapping[str, Any], global_scale: str = "pow2") -> Recipe
         return _finish(RECIPES[one_of("recipe", spec, RECIPES)], global_scale)
     if not isinstance(spec, Mapping):
         raise ConfigError(
-            f"recipe: got {spec!r} ({type(spec).__name__}); allowed: a name ({', '.join(RECIPES)}) "
-            f"or a mapping with the keys base, {', '.join(GEMMS)}"
+            f"recipe: got {shown(spec)} ({type(spec).__name__}); allowed: a name "
+            f"({', '.join(RECIPES)}) or a mapping with the keys base, {', '.join(GEMMS)}"
         )
     for key in spec:
         one_of("key of a recipe", key, ("recipe", "base", *GEMMS))
@@ -205,7 +36,8 @@ def resolve(spec: str | Mapping[str, Any], global_scale: str = "pow2") -> Recipe
         raise ConfigError("a recipe takes either 'recipe' or 'base', they mean the same; got both")
     base_name = spec.get("recipe", spec.get("base", "quartet2"))
     base = RECIPES[one_of("recipe", base_name, RECIPES)]
-    changes: dict[str, Any] = {g: _changed_gemm(base, g, spec[g]) for g in GEMMS if g in spec}
+    with naming("recipe"):
+        changes: dict[str, Any] = {g: _changed_gemm(base, g, spec[g]) for g in GEMMS if g in spec}
     name = base.name if not changes else f"{base.name}+{'+'.join(changes)}"
     return _finish(replace(base, name=name, **changes), global_scale)
 
@@ -214,17 +46,20 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
     if isinstance(change, str):
         return getattr(RECIPES[one_of(f"recipe for {gemm}", change, RECIPES)], gemm)
     if not isinstance(change, Mapping):
-        raise ConfigError(f"{gemm}: got {change!r}; allowed: a recipe's name or a mapping")
+        raise ConfigError(f"{gemm}: got {shown(change)}; allowed: a recipe's name or a mapping")
     old = getattr(base, gemm)
     operands = []
     for side, role in zip("ab", GEMMS[gemm], strict=True):
         fields = change.get(role, {})
         if not isinstance(fields, Mapping):
             raise ConfigError(
-                f"{gemm}.{role}: got {fields!r}; allowed: a mapping with scheme, transform, source"
+                f"{gemm}.{role}: got {shown(fields)}; allowed: a mapping with scheme, transform, "
+                "source"
             )
-        for key in fields:
+        for key, value in fields.items():
             one_of(f"key of {gemm}.{role}", key, ("scheme", "transform", "source"))
+            if not isinstance(value, str):
+                raise ConfigError(f"{gemm}.{role}.{key}: got {shown(value)}; allowed: a name")
         if old is None and "scheme" not in fields:
             raise ConfigError(f"{gemm}.{role}: the base {base.name!r} has bf16 here: give a scheme")
         operands.append(
@@ -313,9 +148,3 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
     if scheme.block[0] != 1 and o.transform != "none":
         return "but 16x16 blocks can't be rotated along one dimension"
     return ""
-
-
-@lru_cache
-def parse(fprop: str, dgrad: str, wgrad: str) -> Recipe:
-    """The recipe that `Recipe.texts` wrote."""
-    return _recipe("", fprop, dgrad, wgrad)

@@ -1,141 +1,29 @@
-"""Dumps: every stage of every graph as text, one folder a graph.
-
-graphs/
-    report.json, report.txt
-    graph_0/
-        0_dynamo.txt               as Dynamo captured it
-        1_rewritten.txt            matmuls replaced by q2.linear
-        2_forward.txt              after AOTAutograd and the partitioner
-        3_backward.txt
-        4_after_passes_forward.txt
-        4_after_passes_backward.txt
-        5_output_code_forward.py   what Inductor generated
-        5_output_code_backward.py
-        passes.json                per pass: matches, time, change in op counts
-        reproduce_*.py             of a stage that failed: builds its graph again and runs it
-"""
+"""A graph as text, as dumps have it."""
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._dtype_abbrs import dtype_abbrs
 
-from q2compile.errors import ConfigError
-from q2compile.passes.manager import PassRecord
-from q2compile.report import Report
-from q2compile.rewrite import SITE
-
-_MARKER = ".q2compile"
+from q2compile.capture.node_meta import SITE
 
 
-class DumpFolder:
-    """The folder of one process's dumps (of one rank's, ``rank<r>`` inside it, under
-    torch.distributed).
-
-    The first use in a process removes what an earlier run left: ``graph_<n>`` folders and reports,
-    and only in a folder that q2compile itself marked.
-    """
-
-    _open: dict[Path, DumpFolder] = {}
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.report = Report()
-        _make(path)
-        if (path / _MARKER).exists():
-            for old in path.glob("graph_*"):
-                if re.fullmatch(r"graph_\d+", old.name) and old.is_dir() and not old.is_symlink():
-                    shutil.rmtree(old)
-            for name in ("report.json", "report.txt", "report.html"):
-                (path / name).unlink(missing_ok=True)
-        _write(path / _MARKER, "written by q2compile; its dumps are replaced on the next run\n")
-
-    @classmethod
-    def get(cls, path: str) -> DumpFolder:
-        folder = Path(path)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1:
-            folder = folder / f"rank{torch.distributed.get_rank()}"
-        folder = folder.resolve()
-        if folder not in cls._open:
-            cls._open[folder] = cls(folder)
-        return cls._open[folder]
-
-    def new_graph(self) -> GraphDump:
-        number = self.report.graphs
-        path = self.path / f"graph_{number}"
-        _make(path)
-        return GraphDump(path, number)
-
-    def write_report(self) -> None:
-        """report.json (the rows), report.txt (the table and the notes)."""
-        _write(self.path / "report.json", json.dumps(self.report.to_json(), indent=1) + "\n")
-        _write(self.path / "report.txt", f"{self.report}\n")
-
-
-class GraphDump:
-    """The folder of one compiled graph."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self.path = path
-        self.number = number
-
-    def write_graph(self, stage: str, gm: fx.GraphModule) -> None:
-        _write(self.path / f"{stage}.txt", readable(gm))
-
-    def write_code(self, stage: str, source: str) -> None:
-        _write(self.path / f"{stage}.py", source)
-
-    def write_passes(self, records: list[PassRecord]) -> None:
-        text = json.dumps([asdict(r) for r in records], indent=1)
-        _write(self.path / "passes.json", text + "\n")
-
-
-def _make(folder: Path) -> None:
-    """A folder, there or made now. A link is refused: it could lead out of the folder named."""
-    if folder.is_symlink():
-        raise _cannot(folder, "it is a symbolic link")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot(folder, str(error.strerror)) from None
-
-
-def _write(path: Path, text: str) -> None:
-    if path.is_symlink():
-        raise _cannot(path, "it is a symbolic link")
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _cannot(path, str(error.strerror)) from None
-
-
-def _cannot(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"dump: cannot write {path}: {why}; name a folder with room that you may write to, or "
-        "leave 'dump' out"
-    )
-
-
-def readable(gm: fx.GraphModule) -> str:
+def readable(gm: fx.GraphModule, known: Mapping[fx.GraphModule, list[str]] | None = None) -> str:
     """A graph as text: a line a node with dtype and shape, module names as comments where they
-    change, inner graphs (checkpoint bodies) after it."""
-    lines = _lines(gm.graph)
+    change, inner graphs (checkpoint bodies) after it; ``known``: lines of some of these."""
+    lines = lines_of(gm.graph)
     for name, inner in gm.named_modules():
         if name and isinstance(inner, fx.GraphModule):
-            lines += ["", f"# {name}", *_lines(inner.graph)]
+            lines += ["", f"# {name}", *((known or {}).get(inner) or lines_of(inner.graph))]
     return "\n".join(lines) + "\n"
 
 
-def _lines(graph: fx.Graph) -> list[str]:
+def lines_of(graph: fx.Graph) -> list[str]:
+    """The lines of one graph, without those that it calls."""
     lines: list[str] = []
     module = ""
     for node in graph.nodes:

@@ -1,16 +1,17 @@
-"""The report and the dump folder as one plain HTML page."""
+"""Rows and graphs as one plain HTML page."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from q2compile.errors import ConfigError
-from q2compile.report import COLUMNS, Report, Row, cells
+from q2compile.errors import ConfigError, shown
+from q2compile.report.row import COLUMNS, Row, cells
+
+T = TypeVar("T")
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1c1e21; background: #fff; }
@@ -24,47 +25,21 @@ summary { cursor: pointer; font-family: ui-monospace, monospace; }
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``q2compile report DIR``: write a dump folder's page and print where it is."""
-    parser = argparse.ArgumentParser(
-        prog="q2compile report", description="A dump folder as one HTML page."
-    )
-    parser.add_argument("folder", metavar="DIR", help="the folder given as options={'dump': DIR}")
-    parser.add_argument("-o", "--output", help="the page to write; default DIR/report.html")
-    arguments = parser.parse_args(argv)
-    page = dump_page(arguments.folder)
-    path = Path(arguments.output or Path(arguments.folder) / "report.html")
-    path.write_text(page, encoding="utf-8")
-    print(path)
-    return 0
-
-
-def report_page(report: Report) -> str:
-    """The report alone."""
-    return _page(report.summary(), _table(report.rows) + _notes(report.notes))
-
-
-def dump_page(folder: str | Path) -> str:
-    """A dump folder as one page: the table, then every graph's stages, folded.
-
-    Raises ValueError when ``folder`` holds no report.json.
-    """
-    folder = Path(folder)
-    source = folder / "report.json"
-    if not source.is_file():
-        inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
-        hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
-        raise ConfigError(
-            f"{folder}: no report.json here, so this is no dump folder{hint}. Write one with "
-            'options={"dump": "graphs/"}'
-        )
-    rows = [Row(**row) for row in json.loads(source.read_text(encoding="utf-8"))]
-    text = (folder / "report.txt").read_text(encoding="utf-8")
-    notes = [line.removeprefix("note: ") for line in text.splitlines() if line.startswith("note: ")]
-    graphs = sorted(folder.glob("graph_*"), key=lambda p: int(p.name.removeprefix("graph_")))
-    taken = sum(r.taken for r in rows)
-    title = f"{folder.name}: {taken} of {len(rows)} matmuls taken, {len(graphs)} graph(s)"
+def report_page(title: str, rows: list[Row], notes: list[str], graphs: Sequence[Path] = ()) -> str:
+    """One page: the table, the notes, then every graph's stages, folded. graphs: their folders."""
     return _page(title, _table(rows) + _notes(notes) + "".join(map(_graph, graphs)))
+
+
+def parsed(path: Path, parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of a file of a dump. Raises ValueError for one that was cut off, changed
+    or written by something else."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = str(error.strerror)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        why = f"not as q2compile writes it ({type(error).__name__}: {shown(str(error))})"
+    raise ConfigError(f'{path}: {why}; write the dump again, with options={{"dump": ...}}')
 
 
 def _page(title: str, body: str) -> str:
@@ -94,17 +69,18 @@ def _graph(folder: Path) -> str:
     parts = [f"<h2>{escape(folder.name)}</h2>\n"]
     passes = folder / "passes.json"
     if passes.is_file():
-        parts.append(_passes(json.loads(passes.read_text(encoding="utf-8"))))
+        parts.append(parsed(passes, _passes))
     for file in sorted(folder.iterdir()):
         if file.suffix in (".txt", ".py"):
-            text = escape(file.read_text(encoding="utf-8"))
+            text = parsed(file, escape)
             parts.append(
                 f"<details><summary>{escape(file.name)}</summary><pre>{text}</pre></details>\n"
             )
     return "".join(parts)
 
 
-def _passes(records: list[dict[str, Any]]) -> str:
+def _passes(text: str) -> str:
+    records = json.loads(text)
     rows = "\n".join(
         f"<tr><td>{escape(r['graph'])}</td><td>{escape(r['name'])}</td><td>{r['matches']}</td>"
         f"<td>{1e3 * r['seconds']:.2f}</td><td>{escape(_changes(r))}</td></tr>"

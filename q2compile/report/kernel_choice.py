@@ -9,9 +9,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import q2compile.experts  # noqa: F401  registers q2::linear and its kin
-from q2compile import lowering
-from q2compile.recipes import GEMMS
+import q2compile.linear.dense
+import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
+from q2compile.config import Config
+from q2compile.lowering import support
+from q2compile.recipes.recipe import GEMMS
+from q2compile.report.row import Row
 from q2compile.runtime_kernels.registry import REFERENCE, serving
 
 # Of the ops that Inductor may have loops for: where the scheme and the transform are.
@@ -35,10 +38,10 @@ class _Recorder(TorchDispatchMode):
         if namespace == "q2" and op != "seed":
             name = serving(op, args).name
             how = args[_HOW[op]] if self.lowers and op in _HOW else ()
-            if how and lowering.why_not_lowered(args[0].device, *how) is None:
+            if how and support.why_not_lowered(args[0].device, *how) is None:
                 if name == REFERENCE:
                     name = "inductor"
-                elif lowering.beats_kernels(*how):
+                elif support.beats_kernels(*how):
                     name = f"inductor or {name}"
             self.used[op] = name
         return func(*args, **(kwargs or {}))
@@ -81,3 +84,12 @@ def kernels_used(
             ops = ", ".join(f"{op}: {kernel}" for op, kernel in recorder.used.items())
             used[name] = ops if text != "bf16" else "torch"
     return used
+
+
+def kernels_of(row: Row, config: Config) -> dict[str, str]:
+    """`kernels_used` of a row that was taken."""
+    # A size that data decide, such as an expert's tokens, has no hint: one chunk then.
+    shape = tuple(size if isinstance(size, int) else size.node.hint or 128 for size in row.shape)
+    gemms = (row.fprop, row.dgrad, row.wgrad)
+    lowers = config.inner == "inductor"
+    return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device, lowers)

@@ -9,42 +9,51 @@ from typing import Any
 import torch
 from torch import nn
 
+from q2compile.capture.module_names import (
+    Names,
+    expected_sites,
+    loose_weights,
+    site_name,
+    site_names,
+)
 from q2compile.config import Config
 from q2compile.errors import ConfigError, NotTakenError
-from q2compile.names import Names, expected_sites, loose_weights, site_name, site_names
-from q2compile.report import Row
+from q2compile.report.row import Row
 
 
 class Coverage:
     """What of one model, under one Config, has reached the backend so far."""
 
-    _by_root: weakref.WeakKeyDictionary[nn.Module, dict[Config, Coverage]] = (
+    _by_root: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Config, str], Coverage]] = (
         weakref.WeakKeyDictionary()
     )
 
-    def __init__(self, root: nn.Module | None, config: Config) -> None:
+    def __init__(self, root: nn.Module | None, config: Config, label: str = "") -> None:
         self.config = config
         self.root = weakref.ref(root) if root is not None else lambda: None
+        self.label = label  # what the names of root's sites begin with
+        self.sites: set[str] = set()  # of all models that one function runs
         self.seen: set[str] = set()  # sites of matmuls
         self.held: set[str] = set()  # and of all parameters, whatever is done with them
         self.shared: dict[str, dict[str, None]] = {}  # frame -> sites of equal modules, in order
 
     @classmethod
-    def of(cls, root: nn.Module | None, config: Config) -> Coverage:
+    def of(cls, root: nn.Module | None, config: Config, label: str = "") -> Coverage:
         if root is None:
             return cls(None, config)
-        by_config = cls._by_root.setdefault(root, {})
-        return by_config.setdefault(config, cls(root, config))
+        of_root = cls._by_root.setdefault(root, {})
+        return of_root.setdefault((config, label), cls(root, config, label))
 
     def add(self, rows: list[Row], names: Names) -> None:
+        self.sites.update(names.sites)
         self.seen.update(row.module for row in rows)
         for parameter in names.held:
             own = {site_name(name) for name in names.by_id.get(id(parameter), [])}
             served = names.served_too(parameter)
             self.held.update(own, served)
-            if served and names.prefix and own & self.seen:
+            if served and own & self.seen:
                 self.seen.update(served)
-                self.shared.setdefault(names.prefix, {}).update(dict.fromkeys(served))
+                self.shared.setdefault(names.place, {}).update(dict.fromkeys(served))
 
     def not_seen(self) -> list[Row]:
         """Rows for the linears and loose weights of the model that no graph has held so far."""
@@ -60,7 +69,7 @@ class Coverage:
             "set_experts_implementation('grouped_mm') has none"
         )
         policy = self.config.resolved_policy
-        loose = {n: s for n, s in loose_weights(root).items() if n not in self.held}
+        loose = {n: s for n, s in loose_weights(root, self.label).items() if n not in self.held}
         return [
             Row(
                 name,
@@ -68,7 +77,7 @@ class Coverage:
                 why=why + loop * (len(shape) > 2),
                 wanted=policy.resolve(name, stacked=len(shape) > 2)[0].quantises,
             )
-            for name, shape in {**loose, **expected_sites(root)}.items()
+            for name, shape in {**loose, **expected_sites(root, self.label)}.items()
             if name not in self.seen
         ]
 
@@ -93,9 +102,8 @@ class Coverage:
 
     def unmatched_patterns(self) -> list[str]:
         root = self.root()
-        if root is None:
-            return []
-        return self.config.resolved_policy.unmatched({*site_names(root), *self.seen})
+        sites = self.sites.union(site_names(root, self.label) if root is not None else ())
+        return self.config.resolved_policy.unmatched(sites | self.seen) if sites else []
 
     def check_in_first_backward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled`` that raises NotTakenError in its first backward for linears that the policy

@@ -4,79 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from q2compile import cost
-from q2compile.recipes import Gemm
+from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
+from q2compile.report.html import report_page
+from q2compile.report.row import COLUMNS, Row, cells
 
 if TYPE_CHECKING:
-    from q2compile.coverage import Coverage
-
-_DEVICES = tuple(device.column for device in cost.DEVICES)
-COLUMNS = (
-    "module",
-    "shape",
-    "taken",
-    "recipe",
-    "fprop",
-    "dgrad",
-    "wgrad",
-    "saved",
-    *_DEVICES,
-    "why",
-)
-
-
-@dataclass
-class Row:
-    """One matmul.
-
-    module        absolute module name, or <node> for a matmul without a parameter
-    shape         (T, N, K) of y[T, N] = x[T, K] wᵀ, or the output's shape where there is no weight;
-                  T may be a symbol
-    spelling      how the model wrote it
-    taken, why    whether it was rewritten, and why not; ``wanted``: whether the policy asked for it
-    recipe        the recipe's name; ``pattern`` is the policy's line that chose it, "" the default
-    fprop, dgrad, wgrad   what each GEMM is computed in (`recipes`), "bf16" where it is left
-    kernels       GEMM -> the kernels that run it on ``device`` in ``dtype``
-    saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
-                  by several matmuls (x of q, k, v) count once, for the first. None until a graph
-                  with a backward was compiled. ``saved_elements``: how many numbers they stand for
-    flops, bytes  of the layer under its recipe; text where a size is symbolic
-    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
-                  by data sheet (`cost`)
-    graph         number of the compiled graph; None for a linear that never reached the backend
-    """
-
-    module: str
-    shape: tuple[Any, ...]
-    spelling: str = "linear"
-    taken: bool = False
-    wanted: bool = False
-    why: str = ""
-    recipe: str = "bf16"
-    pattern: str = ""
-    fprop: str = "bf16"
-    dgrad: str = "bf16"
-    wgrad: str = "bf16"
-    dtype: str = ""
-    device: str = ""
-    kernels: dict[str, str] = field(default_factory=dict)
-    saved_bytes: int | None = None
-    saved_elements: int | None = None
-    flops: int | str | None = None
-    bytes: int | str | None = None
-    predicted: dict[str, dict[str, float]] = field(default_factory=dict)
-    graph: int | None = None
-    salt: int | None = None
-    has_parameter: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        row = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy symbols
-        row["shape"] = [n if isinstance(n, int) else str(n) for n in self.shape]
-        return row
+    from q2compile.report.model_coverage import Coverage
 
 
 class Report:
@@ -121,8 +57,9 @@ class Report:
     def notes(self) -> list[str]:
         if self._closed is not None:
             return self._closed[1]
-        notes = self.faults + [note for c in self._coverages for note in c.notes()]
-        return notes + _predictions(self.rows)
+        # The graphs of one function know the same models, and say the same of them.
+        known = dict.fromkeys(note for c in self._coverages for note in c.notes())
+        return [*self.faults, *known, *_predictions(self.rows)]
 
     def close(self) -> None:
         """Nothing more will come: keep what is known of the model, which may go away."""
@@ -133,9 +70,7 @@ class Report:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one HTML page; written to ``path`` when given. Returns the page."""
-        from q2compile.html import report_page
-
-        page = report_page(self)
+        page = report_page(self.summary(), self.rows, self.notes)
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page
@@ -163,31 +98,14 @@ class Report:
 collector: ContextVar[Report | None] = ContextVar("q2compile_report", default=None)
 
 
-def shape_text(row: Row) -> str:
-    """ "T×N×K" for a matmul with a weight, the output's shape otherwise."""
-    return "×".join(str(n) for n in row.shape)
-
-
-def saved_text(row: Row) -> str:
-    """Bytes kept for backward, bits for each element they stand for, and "+ x" where the recipe's
-    wgrad takes x in high precision, so that x itself is kept too."""
-    if row.saved_bytes is None:
-        return ""
-    text = f"{row.saved_bytes} B"
-    if row.saved_elements:
-        text += f", {8 * row.saved_bytes / row.saved_elements:.2f} bit"
-    wgrad = Gemm.parse(row.wgrad)
-    return text if wgrad is not None and wgrad.b.source != "fresh" else f"{text} + x"
-
-
 def _predictions(rows: list[Row]) -> list[str]:
     """The predicted gain over all that is taken, and what it stands on; [] without a prediction."""
     predicted = [row for row in rows if row.predicted]
     taken = [row.predicted for row in predicted if row.taken]
-    notes = [cost.ASSUMPTIONS] if predicted else []
+    notes = [ASSUMPTIONS] if predicted else []
     if taken:
         speeds = []
-        for device in cost.DEVICES:
+        for device in DEVICES:
             bf16, own = (
                 sum(times[device.column][key] for times in taken)
                 for key in ("bf16_microseconds", "microseconds")
@@ -195,22 +113,6 @@ def _predictions(rows: list[Row]) -> list[str]:
             speeds.append(f"{bf16 / own:.2f}x of BF16 on {device.name}")
         notes.insert(0, f"predicted for the matmuls taken together: {', '.join(speeds)}")
     return notes
-
-
-def cells(row: Row) -> dict[str, str]:
-    """A row as text, by column of `COLUMNS`."""
-    gemms = {g: getattr(row, g) if row.taken else "" for g in ("fprop", "dgrad", "wgrad")}
-    return {
-        **dict.fromkeys(COLUMNS, ""),
-        "module": row.module,
-        "shape": shape_text(row),
-        "taken": "yes" if row.taken else "no",
-        "recipe": row.recipe if row.taken else "",
-        **gemms,
-        "saved": saved_text(row),
-        **{name: f"{of['speed']:.2f}x" for name, of in row.predicted.items()},
-        "why": row.why,
-    }
 
 
 def _table(rows: Iterable[Row]) -> list[str]:

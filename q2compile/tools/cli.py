@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from q2compile.errors import ConfigError
+from q2compile.errors import ConfigError, shown
 
 COMMANDS = {
-    "report": ("q2compile.html", "a dump folder as one HTML page"),
-    "tables": ("q2compile.tables.command", "the papers' numeric tables, measured here"),
-    "doctor": ("q2compile.runtime_kernels.doctor", "what this machine can run, with a self-check"),
+    "report": ("q2compile.tools.report_page", "a dump folder as one HTML page"),
+    "tables": ("q2compile.tools.paper_tables.command", "the papers' numeric tables, measured here"),
+    "doctor": ("q2compile.tools.doctor", "what this machine can run, with a self-check"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, 2 for input that can't be used."""
+    """Run a command; returns its exit status, 2 for what can't be used, read or written."""
     parser = argparse.ArgumentParser(
         prog="q2compile", description="Tools beside the torch.compile backend 'quartet2'."
     )
@@ -29,9 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _ = COMMANDS[arguments.command]
     try:
         return import_module(module).main(rest)
-    except ConfigError as error:
-        print(f"q2compile {arguments.command}: {error}", file=sys.stderr)
+    except BrokenPipeError:  # the reader of a pipe has left, and Python must not write there again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ConfigError, OSError) as error:
+        said: object = error
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{shown(str(error.filename))}: {error.strerror}"
+        print(f"q2compile {arguments.command}: {said}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

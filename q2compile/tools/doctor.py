@@ -11,11 +11,20 @@ import argparse
 import importlib.metadata
 import platform
 import time
+import warnings
 
 import torch
 
-from q2compile.runtime_kernels.cuda import launch, nvrtc, selfcheck
-from q2compile.runtime_kernels.registry import REFERENCE, Kernel, kernels, ops
+from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.registry import (
+    FAILED,
+    REFERENCE,
+    Kernel,
+    KernelWarning,
+    kernels,
+    ops,
+)
 
 _PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 
@@ -29,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 when a kernel is at fault.
     """
-    parser = argparse.ArgumentParser(prog="q2compile doctor", description=__doc__.splitlines()[0])
+    description = "What this machine can run."  # python -OO has no __doc__
+    parser = argparse.ArgumentParser(prog="q2compile doctor", description=description)
     parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
     options = parser.parse_args(argv)
     _print_versions()
@@ -38,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
         print("device    none with CUDA: every op runs as its torch reference")
         return 0
     faults = 0
-    for index in range(torch.cuda.device_count()):
-        faults += _device(index, check=not options.no_check)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KernelWarning)  # the report says it
+        for index in range(torch.cuda.device_count()):
+            faults += _device(index, check=not options.no_check)
     return 1 if faults else 0
 
 
@@ -93,20 +105,24 @@ def _kernel(kernel: Kernel, device: torch.device, check: bool) -> int:
 def _with_scheme(kernel: Kernel, device: torch.device, check: bool, scheme: str) -> tuple[str, int]:
     """A verdict on a kernel with one scheme; and 1 when it is at fault."""
     arguments = selfcheck.ARGUMENTS[kernel.op](scheme)
-    on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-    reason = kernel.why_not(*on_device)
-    if reason is not None:
-        return f"not here: {reason}", int(reason.startswith(selfcheck.FAILED))
-    if not check:
-        return "serves this device", 0
     start = time.perf_counter()
     try:
+        on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+        reason = kernel.why_not(*on_device)
+        if reason is not None:
+            return f"not here: {_on_one_line(reason)}", int(reason.startswith(FAILED))
+        if not check:
+            return "serves this device", 0
         difference = selfcheck.disagreement(kernel.op, kernel.name, device, scheme)
     except Exception as error:  # whatever a kernel does, the report goes on
-        difference = f"{type(error).__name__}: {error}"
+        difference = _on_one_line(f"{type(error).__name__}: {error}")
     took = 1e3 * (time.perf_counter() - start)
     verdict = "agrees with the reference" if difference is None else f"FAULT: {difference}"
     return f"{verdict} ({took:.0f} ms)", int(difference is not None)
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 if __name__ == "__main__":

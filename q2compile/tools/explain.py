@@ -9,8 +9,8 @@ import torch
 
 from q2compile.backend import quartet2
 from q2compile.config import Config
-from q2compile.coverage import Coverage
-from q2compile.report import Report, collector
+from q2compile.report.model_coverage import Coverage
+from q2compile.report.report import Report, collector
 
 
 def explain(

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
-from q2compile.runtime_kernels.layout import Tiling
-from q2compile.runtime_kernels.quantizer import rotate_tiles_back
-from q2compile.runtime_kernels.schemes import SCHEMES, Scheme, unknown_scheme
-from q2compile.runtime_kernels.swizzle import swizzle_32x4x4, unswizzle_32x4x4
-from q2compile.runtime_kernels.transforms import TRANSFORMS, get_transform
+from q2compile.runtime_kernels.numerics.layout import Tiling
+from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles_back
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme, unknown_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
 
 __all__ = [
     "SCHEMES",

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-import q2compile.linear  # noqa: F401  registers the ops
+import q2compile.linear.dense  # noqa: F401  registers the ops
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class Replay:
 
     def rewrite(self, options: Mapping[str, Any]) -> fx.GraphModule:
         """Rewrites the graph, one of Dynamo's, as the backend does, and returns it."""
-        from q2compile.attention import inline_attention
+        from q2compile.capture.inline_attention import inline_attention
+        from q2compile.capture.module_names import Names
         from q2compile.config import Config
-        from q2compile.names import Names
-        from q2compile.rewrite import rewrite
+        from q2compile.rewrite.rewrite_graph import rewrite
 
         gm = self.module()
         names = Names.of_graph(gm)
@@ -123,11 +123,11 @@ class Replay:
 
     def passes(self, kind: str, options: Mapping[str, Any]) -> fx.GraphModule:
         """Runs the passes over the graph, a "forward" or "backward" one, and returns it."""
+        from q2compile.compiler.post_grad_passes import PostGradPasses
         from q2compile.config import Config
-        from q2compile.passes.manager import PassManager
 
         gm = self.module()
-        PassManager(Config(**options)).run(gm.graph, kind)
+        PostGradPasses(Config(**options)).run(gm.graph, kind)
         return gm
 
     def compile(self, options: Mapping[str, Any]) -> Any:

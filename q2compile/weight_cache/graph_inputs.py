@@ -1,136 +1,26 @@
-"""The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
-
-Without it every forward quantises every weight: in each micro-batch of an accumulated gradient, and
-in each call of a model that does not train. With it the graph takes the codes as inputs, and what
-calls it makes them, before the graph and so outside of any CUDA graph:
-
-    before    y = q2.linear(x, w, b, ...)
-    after     y = q2.linear_of_codes(x, w, [codes, scales, global_scale], b, ...)
-
-Codes are kept as long as their weight lives, 4.5 bits a parameter. They are made again after
-
-    a change of the weight's version counter: every in-place change that autograd sees, by
-        optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
-    another storage, address or layout: ``p.data = other``, .to();
-    the step of any torch.optim.Optimizer, for all weights that need or have a gradient: torch's own
-        fused optimizers, and others that write through ``p.data``, leave the version as it was, and
-        some hold copies of the weights. A frozen weight stays quantised.
-
-What none of these shows is a write into the same memory behind autograd's back, outside of an
-optimizer's step: ``p.data.copy_(average)``, a raw pointer, the replay of a CUDA graph that holds a
-step. Who writes so calls `forget_weights` after it. FSDP does it in every gather, and is refused.
-"""
+"""A graph that takes the codes of its weights as inputs, and the call that brings them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-import q2compile.linear  # noqa: F401  registers the ops
-from q2compile.compat import parameter_of
+import q2compile.linear.dense  # noqa: F401  registers the ops
+from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
-from q2compile.faults import copied
-from q2compile.matmuls import example
-from q2compile.recipes import Operand, parse
-from q2compile.runtime_kernels.schemes import SCHEMES
+from q2compile.recipes.recipe import parse
+from q2compile.torch_internals.dynamo import copied, parameter_of
+from q2compile.weight_cache.cache import Form, parts_of
 
 _LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
-
-@dataclass(frozen=True)
-class Form:
-    """What is made of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
-
-    operand: str
-    dtype: torch.dtype
-    transposed: bool
-
-    def graph(self) -> fx.GraphModule:
-        """w -> its parts, for a compiler."""
-        graph = fx.Graph()
-        w = graph.placeholder("w")
-        if self.transposed:
-            w = graph.call_function(torch.ops.aten.t.default, (w,))
-        args = (w, self.operand, self.dtype)
-        parts = graph.call_function(torch.ops.q2.quantize_weight.default, args)
-        count = 3 + SCHEMES[Operand.parse(self.operand).scheme].masked
-        graph.output(tuple(graph.call_function(getitem, (parts, i)) for i in range(count)))
-        return fx.GraphModule(nn.Module(), graph)
-
-
-# ---- the cache --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Made:
-    state: Any
-    parts: Sequence[Tensor]
-
-
-_made: Any = WeakTensorKeyDictionary()  # weight -> {Form: _Made}
-
-
-def forget_weights() -> None:
-    """Make all cached codes of weights again when they are next needed.
-
-    For code that writes into a parameter in a way that autograd does not see, such as
-    ``p.data.copy_(average)``. Needed with the option ``cache_weights`` alone.
-    """
-    _made.clear()
-
-
-def _after_step(*_: Any) -> None:
-    for w in [w for w in _made if w.requires_grad or w.grad is not None]:
-        del _made[w]
-
-
-register_optimizer_step_post_hook(_after_step)
-
-
-def _state(w: Tensor) -> Any:
-    """What changes when ``w`` does. The reference keeps a freed storage's identity from being used
-    again; it does not keep its memory."""
-    memory = (StorageWeakRef(w.untyped_storage()), w.data_ptr(), w.shape, w.stride(), w.dtype)
-    return (*memory, w._version)
-
-
-def _traceable(w: Tensor) -> bool:
-    """Whether a change of ``w`` would be seen, and codes made now will be there later: not while a
-    CUDA graph is captured, which must hold the quantisation itself."""
-    if type(w) not in (Tensor, nn.Parameter) or isinstance(w, FakeTensor) or w.is_inference():
-        return False
-    return not (w.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def parts_of(w: Tensor, form: Form, make: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
-    """``make(w)``, or what it gave when ``w`` was last as it is now."""
-    if not _traceable(w):
-        return make(w)
-    state = _state(w)
-    forms: dict[Form, _Made] = {
-        f: made for f, made in _made.get(w, {}).items() if made.state == state
-    }
-    if form not in forms:
-        # Codes made in inference mode could not be saved for a backward later.
-        with torch.inference_mode(False), torch.no_grad():
-            forms[form] = _Made(state, make(w))
-    _made[w] = forms
-    return forms[form].parts
-
-
-# ---- the graph --------------------------------------------------------------------------------
 
 Site = tuple[int, Form]  # the weight's place among the graph's inputs
 
@@ -191,7 +81,7 @@ class _Inputs:
         w: Any
         x, w, bias, *texts, salt = node.args
         transposed = w not in self.weights and _is_transpose(w)
-        source: Any = w.args[0] if transposed else w
+        source: Any = viewed(w) if transposed else w
         recipe = parse(*texts)  # type: ignore[arg-type]
         if source not in self.weights or recipe.fprop is None:
             return
@@ -235,10 +125,13 @@ class _Inputs:
 
 def _is_transpose(node: Any) -> bool:
     """Of a matrix."""
-    if not isinstance(node, fx.Node) or node.op != "call_method":
-        return False
-    axes = node.target == "transpose" and node.args[1:] in ((0, 1), (1, 0))
-    return (node.target == "t" or axes) and example(node).ndim == 2
+    return (
+        isinstance(node, fx.Node)
+        and is_view_or_cast(node)
+        and isinstance(node.meta.get("example_value"), Tensor)
+        and example(node).ndim == 2
+        and transposes(node)
+    )
 
 
 def _region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
@@ -263,9 +156,6 @@ def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
         if not fine:
             return False
     return True
-
-
-# ---- the call ---------------------------------------------------------------------------------
 
 
 def with_codes(

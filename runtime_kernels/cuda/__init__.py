@@ -1,18 +1,15 @@
-"""CUDA kernels: sources without headers, NVRTC, a cubin cache, launches on torch's stream.
+"""Kernels for NVIDIA GPUs, behind the ops. Imports ops, numerics and the registry.
 
-nvrtc.py        a .cu file and its defines -> a cubin
-launch.py       a cubin on a device -> a launch
-rotation.py     quantize, rht_quantize, rht_quantize_both, requantize
-quest.py        quantize_masked, masked_unrotate
-dequantize.py   dequantize
-split_scales.py split_scales
-gemm.py         gemm: fp4 through cuBLASLt, or bf16 through cuBLAS
+jit/            a .cu file and its defines -> a cubin -> a launch
+quantize/       the quantisers: rotating or not, masked, and the scales of Inductor's loops
+gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
+dequantize.py, masked_unrotate.py
 selfcheck.py    a small tile through each kernel, against the reference
-*.cu, *.cuh     the kernels; ptx.cuh holds all their inline PTX
+csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds all their inline PTX
 
 Importing this registers the kernels; nothing of CUDA is loaded before the first call.
 """
 
-from q2compile.runtime_kernels.cuda import dequantize, gemm, quest, rotation, split_scales
+from q2compile.runtime_kernels.cuda import dequantize, gemm, masked_unrotate, quantize
 
-__all__ = ["dequantize", "gemm", "quest", "rotation", "split_scales"]
+__all__ = ["dequantize", "gemm", "masked_unrotate", "quantize"]

@@ -5,14 +5,13 @@ import functools
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.cuda.launch import Launch, empty, launch, on_device
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, launch, on_device
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.layout import ceil_div
-from q2compile.runtime_kernels.registry import kernel
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.registry import CUDA, kernel
 
-NAME = "cuda"
 THREADS = 256
 _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -29,7 +28,7 @@ def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
     if get_scheme(scheme).swizzled:
         return "dequantize.cu reads plain scales"
-    return refusal("dequantize", NAME, codes.device.index, scheme)
+    return refusal("dequantize", CUDA, codes.device.index, scheme)
 
 
 def prepare(codes, scheme: str, cols, dtype: torch.dtype) -> None:
@@ -47,7 +46,7 @@ def _prepare(codes, scales, global_scale, scheme, cols, dtype) -> None:
     prepare(codes, scheme, cols, dtype)
 
 
-@kernel("dequantize", NAME, device_type="cuda", refuses=_refuses, prepare=_prepare)
+@kernel("dequantize", CUDA, device_type="cuda", refuses=_refuses, prepare=_prepare)
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -56,7 +55,7 @@ def dequantize(
     cols: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See dequantize/op.py. global_scale None: code * scale alone."""
+    """See ops/dequantize.py. global_scale None: code * scale alone."""
     if global_scale is not None:
         check_quantized("dequantize", codes, scales, global_scale)
     codes, scales = codes.contiguous(), scales.contiguous()

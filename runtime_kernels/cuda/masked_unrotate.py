@@ -1,45 +1,18 @@
-"""QuEST on CUDA, Quartet's forward and its backward: q2::quantize_masked by rotate_quantize.cu,
-with a mask beside the codes, and q2::masked_unrotate by masked_unrotate.cu.
-"""
+"""q2::masked_unrotate on CUDA, the backward of QuEST: masked_unrotate.cu."""
 
 import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda import rotation
-from q2compile.runtime_kernels.cuda.launch import Launch, empty, launch, on_device
-from q2compile.runtime_kernels.cuda.plan import not_served
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, launch, on_device
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.layout import ceil_div
-from q2compile.runtime_kernels.masked_unrotate.reference import checked_shapes
-from q2compile.runtime_kernels.registry import kernel
+from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.ops.masked_unrotate import checked_shapes
+from q2compile.runtime_kernels.registry import CUDA, kernel
 
-NAME = "cuda"
 _THREADS = 256
 _CHUNK = 32
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
-
-def _refuses_quantize(x, scheme, transform) -> str | None:
-    why = not_served(scheme, transform, masked=True)
-    return why or refusal("quantize_masked", NAME, x.device.index, scheme)
-
-
-def _prepare_quantize(x, scheme, transform) -> None:
-    rotation.prepare(x.contiguous(), scheme, transform, (True, False))
-
-
-@kernel(
-    "quantize_masked",
-    NAME,
-    device_type="cuda",
-    refuses=_refuses_quantize,
-    prepare=_prepare_quantize,
-)
-def quantize_masked(x: torch.Tensor, scheme: str, transform: str) -> tuple[torch.Tensor, ...]:
-    """See quantize_masked/op.py."""
-    draws = ((None, 0), None)
-    return rotation.rotated("quantize_masked", x.contiguous(), scheme, transform, draws)[0]
 
 
 @functools.cache
@@ -51,7 +24,7 @@ def unrotate_launch(dtype: torch.dtype) -> Launch:
 def _refuses_unrotate(grad, mask, transform) -> str | None:
     if transform != "h32":
         return f"masked_unrotate.cu has chunks of 32 without signs, not {transform}"
-    return refusal("masked_unrotate", NAME, grad.device.index, "mxfp4_quest")
+    return refusal("masked_unrotate", CUDA, grad.device.index, "mxfp4_quest")
 
 
 def _prepare_unrotate(grad, mask, transform) -> None:
@@ -60,13 +33,13 @@ def _prepare_unrotate(grad, mask, transform) -> None:
 
 @kernel(
     "masked_unrotate",
-    NAME,
+    CUDA,
     device_type="cuda",
     refuses=_refuses_unrotate,
     prepare=_prepare_unrotate,
 )
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
-    """See masked_unrotate/op.py."""
+    """See ops/masked_unrotate.py."""
     norm = checked_shapes(grad, mask, transform).norm
     grad, mask = grad.contiguous(), mask.contiguous()
     if grad.data_ptr() % 16 or mask.data_ptr() % 4:  # views into larger tensors

@@ -11,11 +11,17 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from q2compile.runtime_kernels.cuda.launch import unsupported
-from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.registry import (
+    FAILED,
+    REFERENCE,
+    failure_text,
+    kernels_own,
+    select,
+    warn_of_failure,
+)
 
-FAILED = "it failed its self-check on this GPU"
 # Where the kernels have been run, not only compiled.
 PROVEN = {(9, 0)}
 _SHAPE = (200, 264)  # no multiple of 16 or 128, several tiles
@@ -47,12 +53,20 @@ _RUNNING: set[tuple[str, str, int, str]] = set()  # checks under way, which must
 
 @functools.cache
 def _refusal(op: str, name: str, index: int, scheme: str) -> str | None:
+    device = torch.device("cuda", index)
     _RUNNING.add((op, name, index, scheme))
     try:
-        difference = disagreement(op, name, torch.device("cuda", index), scheme)
+        reason = disagreement(op, name, device, scheme)
+        reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
+    except Exception as error:
+        if not kernels_own(error, device):
+            raise
+        reason = failure_text(error)
     finally:
         _RUNNING.discard((op, name, index, scheme))
-    return None if difference is None else f"{FAILED}: {difference}"
+    if reason is not None:
+        warn_of_failure(op, name, device, reason)
+    return reason
 
 
 def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str | None:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels import philox
-from q2compile.runtime_kernels.formats import round_e2m1, stochastic_round
-from q2compile.runtime_kernels.layout import Tiling
-from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.numerics import philox
+from q2compile.runtime_kernels.numerics.formats import round_e2m1, stochastic_round
+from q2compile.runtime_kernels.numerics.layout import Tiling
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 _HUGE = torch.finfo(torch.float32).max
 

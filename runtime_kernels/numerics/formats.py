@@ -7,7 +7,7 @@ exponents from -6, a subnormal step of 2^-9, and 448 as its maximum.
 
 import torch
 
-from q2compile.runtime_kernels.schemes import E2M1_MAX, E4M3_MAX
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX
 
 _EXPONENT = 0x7F800000  # exponent field of an fp32
 _KEPT = 0xFFF00000 - (1 << 32)  # sign, exponent and 3 mantissa bits, as an int32

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from q2compile.runtime_kernels.schemes import Scheme
-from q2compile.runtime_kernels.transforms import Transform
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform
 
 
 def ceil_div(a, b):

@@ -13,8 +13,8 @@ MXFP4", 2502.20586, with SR; Quartet, 2505.14669 v4, algorithm 1, with RTN). QuE
 
 import torch
 
-from q2compile.runtime_kernels.blocks import Blocks, Rounded, finite_or_nan, sum_neighbours
-from q2compile.runtime_kernels.formats import exponent_of, power_of_two
+from q2compile.runtime_kernels.numerics.blocks import Blocks, Rounded, finite_or_nan, sum_neighbours
+from q2compile.runtime_kernels.numerics.formats import exponent_of, power_of_two
 
 QUEST_CLIP = 2.92247856  # in units of the standard deviation, for 16 levels
 _MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # of e8m0

@@ -14,8 +14,8 @@ bits only in e4m3's subnormals, below 2^-14 of the largest.
 
 import torch
 
-from q2compile.runtime_kernels import philox
-from q2compile.runtime_kernels.blocks import (
+from q2compile.runtime_kernels.numerics import philox
+from q2compile.runtime_kernels.numerics.blocks import (
     Blocks,
     Rounded,
     finite_or_nan,
@@ -24,14 +24,14 @@ from q2compile.runtime_kernels.blocks import (
     or_one,
     sum_neighbours,
 )
-from q2compile.runtime_kernels.formats import (
+from q2compile.runtime_kernels.numerics.formats import (
     keep_4_bits,
     nearest_e4m3,
     power_of_two,
     round_e2m1,
     stochastic_e4m3,
 )
-from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 _TINY = torch.finfo(torch.float32).tiny
 ERROR_OFFSET = 128.0  # the last bit of an fp32 in [128, 256) weighs 2^-16

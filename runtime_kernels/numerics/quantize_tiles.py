@@ -3,14 +3,14 @@ share."""
 
 import torch
 
-from q2compile.runtime_kernels import mxfp4, nvfp4
-from q2compile.runtime_kernels.blocks import Blocks
-from q2compile.runtime_kernels.dequantize.reference import scaled_codes
-from q2compile.runtime_kernels.formats import encode_e2m1
-from q2compile.runtime_kernels.layout import Tiling, pack, pack_bits
-from q2compile.runtime_kernels.schemes import WIDENED, Scheme, get_scheme
-from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
-from q2compile.runtime_kernels.transforms import Transform, hadamard, signs_of
+from q2compile.runtime_kernels.numerics import mxfp4, nvfp4
+from q2compile.runtime_kernels.numerics.blocks import Blocks
+from q2compile.runtime_kernels.numerics.formats import encode_e2m1
+from q2compile.runtime_kernels.numerics.layout import Tiling, pack, pack_bits
+from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.transforms import Transform, hadamard, signs_of
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -1,12 +1,10 @@
-"""q2::dequantize in torch, and the part of it that GEMM shares."""
+"""Codes to the numbers that they stand for, but for the global scale."""
 
 import torch
 
-from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.formats import decode_e2m1
-from q2compile.runtime_kernels.registry import REFERENCE, kernel
-from q2compile.runtime_kernels.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
 
 def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -22,18 +20,3 @@ def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> t
         scale = scale.repeat_interleave(scheme.block[0], 0)[:rows]
     blocks = values.view(rows, width // scheme.width, scheme.width)
     return blocks.mul_(scale.unsqueeze(-1)).view(rows, width)
-
-
-@kernel("dequantize", REFERENCE)
-def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    scheme: str,
-    cols: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """See dequantize/op.py."""
-    check_quantized("dequantize", codes, scales, global_scale)
-    values = scaled_codes(codes, scales, get_scheme(scheme)).mul_(global_scale)
-    return values[:, :cols].to(dtype, memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ the way into the GEMM.
 
 import torch
 
-from q2compile.runtime_kernels.layout import ceil_div
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 
 
 def swizzle_32x4x4(scales: torch.Tensor) -> torch.Tensor:

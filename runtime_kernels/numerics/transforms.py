@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from q2compile.runtime_kernels import philox
+from q2compile.runtime_kernels.numerics import philox
 
 FIXED_SIGN_SEED = 0
 

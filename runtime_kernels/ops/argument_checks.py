@@ -2,8 +2,8 @@
 
 import torch
 
-from q2compile.runtime_kernels.schemes import Scheme
-from q2compile.runtime_kernels.transforms import Transform
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform
 
 
 def check_operand(op: str, x: torch.Tensor) -> None:

@@ -7,9 +7,12 @@ dtype. With a power of two as global scale the value is exact in bf16: e2m1 has 
 and e4m3 4, so the product has at most 6 and bf16 holds 8.
 """
 
-from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.schemes import get_scheme
+import torch
+
+from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def fake(codes, scales, global_scale, scheme, cols, dtype):
@@ -23,3 +26,18 @@ define(
     " ScalarType dtype) -> Tensor",
     fake=fake,
 )
+
+
+@kernel("dequantize", REFERENCE)
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    scheme: str,
+    cols: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The reference: see the top of this file."""
+    check_quantized("dequantize", codes, scales, global_scale)
+    values = scaled_codes(codes, scales, get_scheme(scheme)).mul_(global_scale)
+    return values[:, :cols].to(dtype, memory_format=torch.contiguous_format)

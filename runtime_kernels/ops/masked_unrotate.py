@@ -9,9 +9,11 @@ grad, since a rotation back needs its whole chunks. fp32 inside, rounded once to
 
 import torch
 
-from q2compile.runtime_kernels.checks import check_operand
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.transforms import Transform, get_transform
+from q2compile.runtime_kernels.numerics.layout import Tiling, unpack_bits
+from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles_back
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.ops.argument_checks import check_operand
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
@@ -43,3 +45,29 @@ def fake(grad, mask, transform):
 
 
 define("masked_unrotate(Tensor grad, Tensor mask, str transform) -> Tensor", fake=fake)
+
+
+def checked_shapes(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform:
+    """The transform by name.
+
+    Raises:
+        ValueError: as `checked`; and grad and mask do not have the same padded width, or it is not
+            whole chunks.
+    """
+    rotation = checked(grad, mask, transform)
+    width = 8 * mask.shape[1]
+    if grad.shape != (mask.shape[0], width) or width % rotation.size:
+        raise ValueError(
+            f"q2::masked_unrotate: the mask is of a padded [{mask.shape[0]}, {width}] in chunks of "
+            f"{rotation.size}, the gradient is {list(grad.shape)}: pass the padded gradient."
+        )
+    return rotation
+
+
+@kernel("masked_unrotate", REFERENCE)
+def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
+    """The reference: see the top of this file."""
+    rotation = checked_shapes(grad, mask, transform)
+    kept = torch.where(unpack_bits(mask), grad.to(torch.float32), 0.0)
+    tiling = Tiling.of(kept, rotation.size, transpose=False)
+    return tiling.join(rotate_tiles_back(tiling.cut(kept), rotation, None)).to(grad.dtype)

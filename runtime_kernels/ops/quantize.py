@@ -10,11 +10,12 @@ blocks.
 
 import torch
 
-from q2compile.runtime_kernels.checks import check_amax, check_operand, check_seed
-from q2compile.runtime_kernels.layout import empty_quantized
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import get_transform
+from q2compile.runtime_kernels.numerics.layout import Tiling, empty_quantized
+from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized, quantize_tiles
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops.argument_checks import check_amax, check_operand, check_seed
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked(
@@ -43,3 +44,23 @@ define(
     " -> (Tensor, Tensor, Tensor)",
     fake=fake,
 )
+
+
+@kernel("quantize", REFERENCE)
+def quantize(
+    x: torch.Tensor,
+    amax: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    scheme: str,
+    stream: int,
+) -> Quantized:
+    """The reference: see the top of this file."""
+    spec = checked(x, amax, seed, scheme)
+    rows = x.shape[0]
+    if rows % spec.block[0]:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -rows % spec.block[0]))
+    tiling = Tiling.of(x, spec.width, transpose=False)
+    codes, scales, global_scale, _ = quantize_tiles(
+        tiling.cut(x), tiling, spec, amax=amax, seed=seed, stream=stream
+    )
+    return codes[:rows], scales, global_scale

@@ -9,12 +9,13 @@ where the rounding did not clip. Quartet (2505.14669 v4), algorithm 1 (appendix 
 
 import torch
 
-from q2compile.runtime_kernels.checks import check_operand
-from q2compile.runtime_kernels.layout import empty_quantized, padded
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.rht_quantize.op import checked as checked_rotation
-from q2compile.runtime_kernels.schemes import SCHEMES, Scheme
-from q2compile.runtime_kernels.transforms import Transform
+from q2compile.runtime_kernels.numerics.layout import Tiling, empty_quantized, padded
+from q2compile.runtime_kernels.numerics.quantize_tiles import quantize_tiles, rotate_tiles
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform
+from q2compile.runtime_kernels.ops.argument_checks import check_operand
+from q2compile.runtime_kernels.ops.rht_quantize import checked as checked_rotation
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked(x: torch.Tensor, scheme: str, transform: str) -> tuple[Scheme, Transform]:
@@ -46,3 +47,16 @@ define(
     "quantize_masked(Tensor x, str scheme, str transform) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=fake,
 )
+
+
+@kernel("quantize_masked", REFERENCE)
+def quantize_masked(
+    x: torch.Tensor, scheme: str, transform: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reference: see the top of this file."""
+    spec, rotation = checked(x, scheme, transform)
+    tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=False)
+    tiles = rotate_tiles(tiling.cut(x), rotation, None)
+    codes, scales, global_scale, mask = quantize_tiles(tiles, tiling, spec, factor=rotation.norm)
+    assert mask is not None, "checked() lets only schemes with a mask through"
+    return codes, scales, global_scale, mask

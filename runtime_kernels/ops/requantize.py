@@ -9,10 +9,15 @@ Dequantises, drops the padding of the source ([:, :rows]), transposes, rotates a
 the source's rows T: nothing of the source need exist in more than 4 bits outside the op.
 """
 
-from q2compile.runtime_kernels.checks import check_quantized
-from q2compile.runtime_kernels.layout import empty_quantized
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.rht_quantize.op import checked
+import torch
+
+from q2compile.runtime_kernels.numerics.layout import empty_quantized
+from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized
+from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.ops.rht_quantize import checked, rotate_and_quantize
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def fake(codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream):
@@ -27,3 +32,22 @@ define(
     " -> (Tensor, Tensor, Tensor)",
     fake=fake,
 )
+
+
+@kernel("requantize", REFERENCE)
+def requantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    seed: torch.Tensor | None,
+    source_scheme: str,
+    scheme: str,
+    transform: str,
+    rows: int,
+    stream: int,
+) -> Quantized:
+    """The reference: see the top of this file."""
+    check_quantized("requantize", codes, scales, global_scale)
+    spec, rotation = checked("requantize", seed, scheme, transform)
+    source = scaled_codes(codes, scales, get_scheme(source_scheme))[:, :rows]
+    return rotate_and_quantize(source, global_scale, seed, spec, rotation, True, stream)

@@ -10,11 +10,17 @@ the op.
 
 import torch
 
-from q2compile.runtime_kernels.checks import check_operand, check_seed
-from q2compile.runtime_kernels.layout import empty_quantized
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import Transform, get_transform
+from q2compile.runtime_kernels.numerics.layout import Tiling, empty_quantized
+from q2compile.runtime_kernels.numerics.quantize_tiles import (
+    Quantized,
+    quantize_tiles,
+    rotate_tiles,
+)
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.ops.amax import amax
+from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_seed
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked(
@@ -49,3 +55,43 @@ define(
     " -> (Tensor, Tensor, Tensor)",
     fake=fake,
 )
+
+
+@kernel("rht_quantize", REFERENCE)
+def rht_quantize(
+    x: torch.Tensor,
+    seed: torch.Tensor | None,
+    scheme: str,
+    transform: str,
+    transpose: bool,
+    stream: int,
+) -> Quantized:
+    """The reference: see the top of this file."""
+    spec, rotation = checked("rht_quantize", seed, scheme, transform)
+    check_operand("rht_quantize", x)
+    return rotate_and_quantize(x, 1.0, seed, spec, rotation, transpose, stream)
+
+
+def rotate_and_quantize(
+    x: torch.Tensor,
+    factor: float | torch.Tensor,
+    seed: torch.Tensor | None,
+    spec: Scheme,
+    rotation: Transform,
+    transpose: bool,
+    stream: int,
+) -> Quantized:
+    """The same for x * factor, where the factor may be applied late (quantizer.py)."""
+    tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=transpose)
+    tiles = rotate_tiles(tiling.cut(x), rotation, seed)
+    largest = amax(tiles) if spec.takes_amax else None
+    codes, scales, global_scale, _ = quantize_tiles(
+        tiles,
+        tiling,
+        spec,
+        factor=factor * rotation.norm,
+        amax=largest,
+        seed=seed,
+        stream=stream,
+    )
+    return codes, scales, global_scale

@@ -9,10 +9,12 @@ rht_quantize(x, col_seed, ..., transpose=True, stream): a gradient is an operand
 the backward pass, and reading it twice is most of what quantising it costs.
 """
 
-from q2compile.runtime_kernels.checks import check_operand
-from q2compile.runtime_kernels.layout import empty_quantized
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.rht_quantize.op import checked
+import torch
+
+from q2compile.runtime_kernels.numerics.layout import empty_quantized
+from q2compile.runtime_kernels.ops.argument_checks import check_operand
+from q2compile.runtime_kernels.ops.rht_quantize import checked, rht_quantize
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def fake(x, row_seed, col_seed, scheme, transform, stream):
@@ -31,3 +33,19 @@ define(
     " int stream) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=fake,
 )
+
+
+@kernel("rht_quantize_both", REFERENCE)
+def rht_quantize_both(
+    x: torch.Tensor,
+    row_seed: torch.Tensor | None,
+    col_seed: torch.Tensor | None,
+    scheme: str,
+    transform: str,
+    stream: int,
+) -> tuple[torch.Tensor, ...]:
+    """The reference: see the top of this file."""
+    return (
+        *rht_quantize(x, row_seed, scheme, transform, False, stream),
+        *rht_quantize(x, col_seed, scheme, transform, True, stream),
+    )

@@ -8,7 +8,7 @@ common-subexpression elimination from merging the seeds of two sites that receiv
 
 import torch
 
-from q2compile.runtime_kernels.registry import define
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def fake(anchor, salt):
@@ -18,3 +18,9 @@ def fake(anchor, salt):
 define(
     "seed(Tensor anchor, int salt) -> Tensor", fake=fake, tags=(torch.Tag.nondeterministic_seeded,)
 )
+
+
+@kernel("seed", REFERENCE)
+def seed(anchor: torch.Tensor, salt: int) -> torch.Tensor:
+    """See above. int64, 0-dim, on anchor's device."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=anchor.device)

@@ -11,9 +11,12 @@ nearest, for loops that Inductor made of the rest (q2compile.lowering). NaN anyw
 
 import torch
 
-from q2compile.runtime_kernels.layout import scales_shape
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.formats import nearest_e4m3
+from q2compile.runtime_kernels.numerics.layout import scales_shape
+from q2compile.runtime_kernels.numerics.nvfp4 import pow2_global_scale
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked(worth: torch.Tensor, scheme: str) -> Scheme:
@@ -44,3 +47,12 @@ def fake(worth, scheme):
 
 
 define("split_scales(Tensor worth, str scheme) -> (Tensor, Tensor)", fake=fake)
+
+
+@kernel("split_scales", REFERENCE)
+def split_scales(worth: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference: see the top of this file."""
+    spec = checked(worth, scheme)
+    unit = pow2_global_scale(worth, worth, spec.cap)
+    scales = nearest_e4m3(worth / unit)
+    return swizzle_32x4x4(scales).view(-1, 512) if spec.swizzled else scales, unit

@@ -10,9 +10,9 @@ recipe quantise a weight once for fprop and dgrad. Blocks of one row cannot be r
 
 import torch
 
-from q2compile.runtime_kernels.layout import ceil_div
-from q2compile.runtime_kernels.registry import define
-from q2compile.runtime_kernels.schemes import SCHEMES, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.layout import ceil_div, unpack
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme, get_scheme
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def checked(scheme: str) -> Scheme:
@@ -44,3 +44,15 @@ define(
     "transpose(Tensor codes, Tensor scales, str scheme, SymInt rows) -> (Tensor, Tensor)",
     fake=fake,
 )
+
+
+@kernel("transpose", REFERENCE)
+def transpose(
+    codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference: see the top of this file."""
+    side = checked(scheme).width
+    turned = unpack(codes)[:, :rows].t()
+    turned = torch.nn.functional.pad(turned, (0, -codes.shape[0] % side))
+    packed = turned[:, 0::2] | (turned[:, 1::2] << 4)
+    return packed.contiguous(), scales[:, : ceil_div(rows, side)].t().contiguous()

@@ -1,7 +1,9 @@
 """Random small graphs, policies, shapes and strides (hypothesis): what runs without q2compile runs
 with it, and with every policy bf16 the results are the same bits.
 
-    Q2COMPILE_FUZZ=2000 .venv/bin/python -m pytest tests/test_fuzz.py     more cases of each
+    Q2COMPILE_FUZZ=2000 .venv/bin/python -m pytest tests/end_to_end/test_fuzz.py
+
+runs more cases of each.
 """
 
 import os
@@ -12,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from q2compile import compat, explain
+from q2compile import explain
 from q2compile.errors import BackendError
-from q2compile.recipes import RECIPES
+from q2compile.recipes.published import RECIPES
+from q2compile.torch_internals.aot_autograd import aot_eager_compile
 
 CASES = int(os.environ.get("Q2COMPILE_FUZZ", "25"))
 FUZZ = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
@@ -249,7 +252,7 @@ def assert_never_crashes(case, inner, **kwargs):
 
 def plain_eager(gm, inputs):
     """AOTAutograd as inner="eager" runs it, without q2compile."""
-    return compat.aot_eager_compile(gm, inputs, lambda graph: None)
+    return aot_eager_compile(gm, inputs, lambda graph: None)
 
 
 def assert_bf16_changes_no_bit(case, inner):

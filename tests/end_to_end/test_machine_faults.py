@@ -19,12 +19,13 @@ from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import launch, nvrtc, selfcheck
+from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 EAGER = {"inner": "eager"}
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Net(nn.Module):
@@ -202,8 +203,8 @@ def test_a_corrupt_cubin_is_never_loaded(cache, content):
 BUILD = """
 import sys, time
 from pathlib import Path
-from q2compile.runtime_kernels.cuda import launch, nvrtc
-from q2compile.runtime_kernels.cuda.gemm import swizzle_launch
+from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzle_launch
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 variant, started = swizzle_launch().variant, nvrtc.compile_variant
 def meet(*arguments):  # neither finds the other's file
     Path({folder!r}, "at-" + {me!r}).touch()

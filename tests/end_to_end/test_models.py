@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-model_zoo = pytest.importorskip("model_zoo", reason="most models are transformers' (extra: train)")
-import model_matrix  # noqa: E402  it imports model_zoo
+pytest.importorskip("transformers", reason="most models are its own (extra: train)")
+from tests.support import model_matrix, model_zoo
 
 # Rounding two N(0, 1) operands with 4/6 gives an fprop GEMM a relative error of sqrt(2 * 0.0075) =
 # 0.12, MS-EDEN a backward one sqrt(2 * 0.0094) = 0.14 (q2compile tables). The errors of GEMMs are

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
-from small_model import Mlp
 from torch._dynamo.utils import counters
+
+from tests.support.small_model import Mlp
 
 pytestmark = pytest.mark.gpu
 

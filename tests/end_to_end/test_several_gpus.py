@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from several_gpus import Team  # noqa: E402
@@ -42,11 +42,12 @@ def train(corpus: Path, out: Path, processes: int, *how: str) -> dict[tuple[str,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("reading") == 1  # one process speaks
-    with open(out / "losses.csv", newline="") as file:
-        return {
-            (row["recipe"], row["split"], int(row["step"])): float(row["loss"])
-            for row in csv.DictReader(file)
-        }
+    losses = {}
+    for recipe in ("bf16", "quartet2"):
+        with open(out / f"{recipe}-seed0" / "losses.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                losses[recipe, row["split"], int(row["step"])] = float(row["loss"])
+    return losses
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_model import assert_close, gradients, new_model
 
 from q2compile.config import CONFIG_FILE_VARIABLE
+from tests.support.small_model import assert_close, gradients, new_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

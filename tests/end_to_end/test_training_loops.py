@@ -6,7 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from small_model import (
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from q2compile import explain
+from tests.support.small_model import (
     EAGER,
     assert_close,
     assert_same,
@@ -16,14 +24,6 @@ from small_model import (
     new_model,
     quantised,
 )
-from torch._dynamo.utils import counters
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-
-from q2compile import explain
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

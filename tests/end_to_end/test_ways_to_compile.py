@@ -3,7 +3,11 @@ shapes, under torch.func and torch.export. Loops around it are in test_training_
 
 import pytest
 import torch
-from small_model import (
+from torch import nn
+from torch._dynamo.utils import counters
+
+from q2compile import explain
+from tests.support.small_model import (
     EAGER,
     LINEARS,
     WIDTH,
@@ -16,10 +20,6 @@ from small_model import (
     new_model,
     quantised,
 )
-from torch import nn
-from torch._dynamo.utils import counters
-
-from q2compile import explain
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

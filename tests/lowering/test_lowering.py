@@ -6,14 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from emulation.inductor import lower_on_cpu, triton_kernels
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import rms_norm, silu
 
 import q2compile
-from q2compile import kernels_used, lowering
+from q2compile import lowering
+from q2compile.lowering.support import beats_kernels, why_not_lowered
+from q2compile.report import kernel_choice
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.schemes import SCHEMES, SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
+from tests.support.emulation.inductor import lower_on_cpu, triton_kernels
 
 FOUR_SIX = "nvfp4_46_pow2"
 
@@ -152,18 +154,18 @@ def test_what_is_lowered() -> None:
     """On CUDA: what needs no sum of fp32, in chunks up to 32. Of that, NVFP4 to nearest is loops
     even where the registry has a kernel. On a CPU nothing is."""
     cuda = torch.device("cuda")
-    lowered = {name for name in SCHEMES if lowering.why_not_lowered(cuda, name) is None}
+    lowered = {name for name in SCHEMES if why_not_lowered(cuda, name) is None}
     assert lowered == {
         name
         for name, s in SCHEMES.items()
         if s.rounding == "rtn" or (s.rounding == "sr" and not s.select)
     }
-    preferred = {name for name in SCHEMES if lowering.beats_kernels(name)}
+    preferred = {name for name in SCHEMES if beats_kernels(name)}
     assert preferred == {name for name in lowered if "mxfp4" not in name and "sr" not in name}
-    assert not lowering.beats_kernels("nvfp4", "rht16")
-    assert "draws coins" in str(lowering.why_not_lowered(cuda, "nvfp4_sr_46"))
-    assert "chunks of 64" in str(lowering.why_not_lowered(cuda, "nvfp4_sr", "rht64"))
-    assert "on cpu" in str(lowering.why_not_lowered(torch.device("cpu"), "nvfp4"))
+    assert not beats_kernels("nvfp4", "rht16")
+    assert "draws coins" in str(why_not_lowered(cuda, "nvfp4_sr_46"))
+    assert "chunks of 64" in str(why_not_lowered(cuda, "nvfp4_sr", "rht64"))
+    assert "on cpu" in str(why_not_lowered(torch.device("cpu"), "nvfp4"))
 
 
 @pytest.fixture
@@ -250,8 +252,8 @@ def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monke
 
 def test_the_report_names_the_loops(monkeypatch) -> None:
     lower_on_cpu(monkeypatch)
-    kernels_used.kernels_used.cache_clear()
+    kernel_choice.kernels_used.cache_clear()
     report = q2compile.explain(torch.nn.Linear(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16())
     (row,) = report.to_json()
     assert row["kernels"]["fprop"] == "quantize: inductor, gemm: reference"
-    kernels_used.kernels_used.cache_clear()
+    kernel_choice.kernels_used.cache_clear()

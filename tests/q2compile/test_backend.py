@@ -18,7 +18,7 @@ from q2compile import explain
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 EAGER = {"inner": "eager"}
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Attention(nn.Module):

@@ -7,6 +7,13 @@ import torch
 
 from q2compile import Config
 from q2compile.config import CONFIG_FILE_VARIABLE
+from q2compile.errors import ConfigError
+
+
+def cyclic():
+    value = {}
+    value["*"] = value
+    return value
 
 
 def test_defaults_are_the_contract():
@@ -46,13 +53,32 @@ def test_what_is_wrong_is_said(options, said):
     assert said in str(error.value)
 
 
-def test_a_wrong_option_is_a_value_error_through_torch_compile():
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recip": "x"}, "unknown option 'recip'; did you mean 'recipe'"),
+        (["recipe"], "options: got ['recipe']"),
+        ({"mode": ["x"]}, "unknown mode ['x']"),
+        ({"disable_passes": 3}, "disable_passes: got 3; allowed: a list"),
+        ({"disable_passes": None}, "disable_passes: got None"),
+        ({"disable_passes": [["x"]]}, "unknown pass in disable_passes ['x']"),
+        ({"dump": "a\0b"}, "dump: cannot write a\\x00b: "),
+        ({"dump": "a\ud800b"}, "dump: cannot write "),
+        ({"dump": "a" * 5000}, "File name too long"),
+        ({"dump": "a/" * 5000}, "File name too long"),
+        ({"inductor": {"max_autotune": "yes"}}, "max_autotune got 'yes'; allowed: bool"),
+        ({"policy": {"*": {"fprop": {"x": {"scheme": []}}}}}, "fprop.x.scheme: got []"),
+        ({"policy": cyclic()}, "policy: nested more than"),
+    ],
+)
+def test_a_wrong_option_is_a_value_error_through_torch_compile(options, said):
     """Dynamo wraps a backend's exceptions in BackendCompilerFailed; the user must see a
     ValueError.
     """
-    compiled = torch.compile(torch.nn.Linear(16, 16), backend="quartet2", options={"recip": "x"})
-    with pytest.raises(ValueError, match="did you mean 'recipe'"):
+    compiled = torch.compile(torch.nn.Linear(16, 16), backend="quartet2", options=options)
+    with pytest.raises(ConfigError) as error:
         compiled(torch.randn(2, 16))
+    assert said in str(error.value)
 
 
 def test_equal_options_are_equal_configs_and_order_counts():

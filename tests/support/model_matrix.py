@@ -1,6 +1,6 @@
 """The models of `model_zoo`, one training step each under the backend beside the model's own.
 
-    python tests/model_matrix.py [MODEL ...] [--inductor] [--write]
+    python -m tests.support.model_matrix [MODEL ...] [--inductor] [--write]
 
 prints a row of the table in `tests/MODELS.md` for each model (all by default), or writes that file
 anew. With --inductor the step runs under plain Inductor, too, and the rewritten graphs under
@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from q2compile.report import Report, Row, collector
+from q2compile.report.report import Report, collector
+from q2compile.report.row import Row
+from tests.support import model_zoo
 
 # Experts are taken where a pattern asks for them: here, in four of the six models that have some.
 WITH_EXPERTS = ("qwen3_moe_bf16", "deepseek_v3", "gpt_oss", "llama4")
 POLICIES = dict.fromkeys(WITH_EXPERTS, {"*.experts.*": "quartet2"})
-TABLE = Path(__file__).with_name("MODELS.md")
+TABLE = Path(__file__).resolve().parents[1] / "MODELS.md"
 
 
 def step(model: nn.Module, inputs: dict[str, Any], call: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -138,16 +139,17 @@ def header(inner: str) -> str:
     plain = " Plain `torch.compile` ran each of them, too." if inner == "inductor" else ""
     return f"""# Unmodified models
 
-One training step of each model of `tests/model_zoo.py` (random weights, tiny sizes, CPU) under
-`torch.compile(model, backend="quartet2")` beside the step of the model itself. Written by
-`python {" ".join(["tests/model_matrix.py", *sys.argv[1:]])}` on {today}, torch {torch.__version__},
-transformers {transformers.__version__}, rewritten graphs run by {inner}.{plain}
+One training step of each model of `tests/support/model_zoo.py` (random weights, tiny sizes, CPU)
+under `torch.compile(model, backend="quartet2")` beside the step of the model itself. Written by
+`python {" ".join(["-m tests.support.model_matrix", *sys.argv[1:]])}` on {today},
+torch {torch.__version__}, transformers {transformers.__version__}, rewritten graphs run by
+{inner}.{plain}
 
 "Taken" counts the matmuls with a weight that are quantised, of all that there are; "left" says why
 the others are not, and the products of activations. A policy asks for the experts of
 {", ".join(WITH_EXPERTS)}. The loss is compared with the model's own, the gradients by their cosine:
 of all weights together, and the lowest of any weight. What a cosine must be is derived in
-`tests/test_models.py`, which checks all but the exact figures in every run.
+`tests/end_to_end/test_models.py`, which checks all but the exact figures in every run.
 
 | model | taken | left | loss differs | gradients' cosine | lowest of one weight |
 |---|---|---|---|---|---|

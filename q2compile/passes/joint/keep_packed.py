@@ -7,7 +7,7 @@ import operator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graphs import q2_nodes
+from q2compile.passes.graph_queries import q2_nodes
 
 AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -27,8 +27,8 @@ def keep_packed_pass(graph: fx.Graph) -> int:
     each of those numbers. For the inputs of a Llama block of width d and MLP 4d that is
     4.5 * (d + d + d + 4d) = 31.5 d bits a token, twice the 16 d bits of the block's input that
     checkpointing keeps; of the time it saves about 4% (d = 2048, 16384 tokens, B200, by
-    `q2compile.cost`: 108 us of quantisers out of 2.8 ms for the block with its forward repeated).
-    So it is an option, for those who have the memory: who checkpoints asks for memory.
+    `q2compile.cost_model`: 108 us of quantisers out of 2.8 ms for the block with its forward
+    repeated). So it is an option, for those who have the memory: who checkpoints asks for memory.
 
     Precondition: the joint graph, with the tags that torch.utils.checkpoint left.
 

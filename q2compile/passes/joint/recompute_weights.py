@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graphs import (
+from q2compile.passes.graph_queries import (
     GEMM_OPS,
     VIEWS_AND_CASTS,
     depending_on_tangents,
@@ -32,9 +32,9 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
     An option, and not the default: 4.5 bits are little beside the 128 of an fp32 parameter with its
     gradient and Adam's two states, and the second quantisation is paid in every micro-batch. Of the
-    time of a 4096x4096 linear on a B200, by `q2compile.cost`, it is 11% at 2048 tokens, 2% at 16384
-    and 0.6% at 65536. It pays for large frozen models, and for large micro-batches at the limit of
-    memory.
+    time of a 4096x4096 linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at
+    16384 and 0.6% at 65536. It pays for large frozen models, and for large micro-batches at the
+    limit of memory.
 
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
     global scale, is one number and stays saved.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from q2compile.passes.graphs import device_of
+from q2compile.passes.graph_queries import device_of
 
 
 def merge_seeds_pass(graph: fx.Graph) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graphs import q2_nodes
-from q2compile.passes.spec import named_arguments
+from q2compile.passes.graph_queries import q2_nodes
+from q2compile.passes.verify import named_arguments
 
 
 def pair_directions_pass(graph: fx.Graph) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import VIEWS_AND_CASTS, is_q2
+from q2compile.passes.graph_queries import VIEWS_AND_CASTS, is_q2
 
 _QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "requantize", "transpose")
 

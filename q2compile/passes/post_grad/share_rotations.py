@@ -7,8 +7,14 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import GEMM_OPS, depending_on_tangents, is_q2, producer, q2_nodes
-from q2compile.passes.spec import named_arguments
+from q2compile.passes.graph_queries import (
+    GEMM_OPS,
+    depending_on_tangents,
+    is_q2,
+    producer,
+    q2_nodes,
+)
+from q2compile.passes.verify import named_arguments
 
 
 def share_rotations_pass(graph: fx.Graph) -> int:

@@ -8,22 +8,21 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import (
+from q2compile.passes.graph_queries import (
     depending_on_tangents,
     is_q2,
     q2_nodes,
     serving_kernel,
     update_outputs,
 )
-from q2compile.passes.spec import named_arguments
-from q2compile.runtime_kernels.cuda.gemm import FP4
-from q2compile.runtime_kernels.cuda.rotation import NAME as CUDA
-from q2compile.runtime_kernels.schemes import SWIZZLED, get_scheme
+from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA
 
 _QUANTISING = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
 # Which arguments of an op are scales, each with the one that names their scheme, and the kernel of
 # the op that reads them swizzled.
-_GEMM, _REQUANTIZE = ({1: 7, 4: 8}, FP4), ({1: 4}, CUDA)
+_GEMM, _REQUANTIZE = ({1: 7, 4: 8}, CUBLASLT_FP4), ({1: 4}, CUDA)
 
 
 def swizzle_scales_pass(graph: fx.Graph) -> int:

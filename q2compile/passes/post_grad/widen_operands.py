@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graphs import is_q2, q2_nodes, serving_kernel, update_outputs
-from q2compile.passes.spec import named_arguments
-from q2compile.runtime_kernels.cuda.gemm import BF16
-from q2compile.runtime_kernels.cuda.rotation import NAME as CUDA
-from q2compile.runtime_kernels.schemes import WIDENED
+from q2compile.passes.graph_queries import is_q2, q2_nodes, serving_kernel, update_outputs
+from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of q2.gemm, of a and b
 
@@ -53,4 +52,4 @@ def widen_operands_pass(graph: fx.Graph) -> int:
 
 
 def _is_bf16(node: fx.Node) -> bool:
-    return is_q2(node, "gemm") and serving_kernel(node, node.args) == BF16
+    return is_q2(node, "gemm") and serving_kernel(node, node.args) == CUDA_BF16

@@ -7,6 +7,6 @@ output.py       text, CSV, JSON and a plot
 command.py      the subcommand
 """
 
-from q2compile.tables.command import main
+from q2compile.tools.paper_tables.command import main
 
 __all__ = ["main"]

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from q2compile.tables import output
-from q2compile.tables.gradients import measure_concentration, measure_layer
-from q2compile.tables.schemes import measure_requantised, measure_schemes
+from q2compile.errors import ConfigError
+from q2compile.tools.paper_tables import output
+from q2compile.tools.paper_tables.gradients import measure_concentration, measure_layer
+from q2compile.tools.paper_tables.schemes import measure_requantised, measure_schemes
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     effort = FULL if arguments.full else DEFAULT
-    device, scale = arguments.device, arguments.global_scale
+    device, scale = _device(arguments.device), arguments.global_scale
+    arguments.out.mkdir(parents=True, exist_ok=True)  # what can't be written is said first
     start = time.monotonic()
 
     schemes = measure_schemes(effort.samples, device)
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = {
         **asdict(effort),
         "global_scale": scale,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "device": platform.machine() if device == "cpu" else torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - start, 1),
     }
@@ -85,6 +87,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
     print(f"{about['seconds']} s, wrote " + ", ".join(str(p) for p in paths))
     return 0
+
+
+def _device(name: str) -> str:
+    """``name``, if tables can be measured there: "cpu", or a CUDA device that this machine has."""
+    kind, _, index = name.partition(":")
+    count = torch.cuda.device_count()
+    if name == "cpu" or kind == "cuda" and (index or "0") in map(str, range(count)):
+        return name
+    raise ConfigError(
+        f"--device: got {name!r}; allowed: cpu, and cuda or cuda:<index>, of which there are "
+        f"{count} here"
+    )
 
 
 def _progress(recipe: str) -> None:

@@ -15,29 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import q2compile.linear  # noqa: F401  registers q2::linear
-from q2compile import recipes
-from q2compile.numerics import QuantizedTensor, quantize
-from q2compile.recipes import Recipe
-from q2compile.tables.schemes import effective_bits
+import q2compile.linear.dense  # noqa: F401  registers q2::linear
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import GEMMS, Recipe
+from q2compile.recipes.resolve import resolve
+from q2compile.tools.paper_tables.schemes import effective_bits
+from q2compile.tools.quantize import QuantizedTensor, quantize
 
 WIDTH = 256  # of the MLP, and its tokens
 LAYERS = 3
 
 # Beside the published systems, what each of their choices is for: the same with one of them undone.
 VARIANTS: dict[str, Any] = {
-    **{name: name for name in recipes.RECIPES if name != "bf16"},
+    **{name: name for name in RECIPES if name != "bf16"},
     "quartet2, fixed signs": {
         "base": "quartet2",
         **{
-            gemm: {role: {"transform": "rht128_fixed"} for role in recipes.GEMMS[gemm]}
+            gemm: {role: {"transform": "rht128_fixed"} for role in GEMMS[gemm]}
             for gemm in ("dgrad", "wgrad")
         },
     },
     "tetrajet2, 4/6 in backward": {
         "base": "tetrajet2",
         **{
-            gemm: {role: {"scheme": "nvfp4_sr_46"} for role in recipes.GEMMS[gemm]}
+            gemm: {role: {"scheme": "nvfp4_sr_46"} for role in GEMMS[gemm]}
             for gemm in ("dgrad", "wgrad")
         },
     },
@@ -103,7 +104,7 @@ def measure_layer(global_scale: str, size: int, device: str, seed: int = 0) -> l
     x, w, dy = (torch.randn(size, size, generator=generator, device=device) for _ in range(3))
     rows = []
     for name, spec in VARIANTS.items():
-        recipe = recipes.resolve(spec, global_scale)
+        recipe = resolve(spec, global_scale)
         torch.manual_seed(seed)
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = linear(*leaves, recipe)
@@ -160,7 +161,7 @@ def measure_concentration(
     rows = []
     for name, spec in VARIANTS.items():
         progress(name)
-        recipe = recipes.resolve(spec, global_scale)
+        recipe = resolve(spec, global_scale)
         torch.manual_seed(seed)
         means = _Means(gradients(recipe, _ExactBackward.apply), draws)
         for _ in range(draws):

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from q2compile.tables import paper
-from q2compile.tables.gradients import ConcentrationRow, LayerRow
-from q2compile.tables.schemes import RequantisedRow, SchemeRow
+from q2compile.tools.paper_tables import paper
+from q2compile.tools.paper_tables.gradients import ConcentrationRow, LayerRow
+from q2compile.tools.paper_tables.schemes import RequantisedRow, SchemeRow
 
 
 def scheme_table(rows: Sequence[SchemeRow]) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from q2compile.numerics import quantize
-from q2compile.runtime_kernels.schemes import SCHEMES, Scheme
-from q2compile.tables import paper
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.tools.paper_tables import paper
+from q2compile.tools.quantize import quantize
 
 OCTAVE = 8  # tensor scales within an octave, for schemes whose scales are powers of two
 

@@ -19,7 +19,7 @@
 // while that is still running. Bytes a block: 4 read, 1 written.
 //
 // Q2_MX: there are no worths (n = 0), and g is `norm`.
-// Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (runtime_kernels/swizzle.py), with
+// Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
 // zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
 
 #include "scales.cuh"

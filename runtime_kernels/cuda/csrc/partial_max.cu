@@ -16,7 +16,7 @@ struct Params {
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in split_scales.py");
 
-extern "C" __global__ void __launch_bounds__(kThreads) largest(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads) partial_max(const __grid_constant__ Params p) {
   allow_next_kernel();
   __shared__ u32 of_warp[kThreads / 32];
   u32 value = 0;

@@ -7,13 +7,13 @@
 //   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
 //   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
-//               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (runtime_kernels/swizzle.py),
+//               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (numerics/swizzle.py),
 //               with zeros to the end of the last tiles, which the tiles of x cover
 //   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
-//   Q2_VALUES   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
-//               scales (values.cuh); after `largest` the smallest worths that are not 0, less 1
+//   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
+//               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -26,12 +26,12 @@
 // registers. Along rows so do h = 16, 64, and h = 32 goes between two lanes; along columns so does
 // h = 64, and h = 16, 32 go between four lanes. Blocks are worked on in pairs.
 //
-// Order of operations: runtime_kernels/transforms.py:hadamard. Rounding: nearest even. The bits are
+// Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits are
 // the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
 // Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
 // values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
-#include "values.cuh"
+#include "widened.cuh"
 
 extern __shared__ __align__(128) u8 shared_tiles[];
 
@@ -245,7 +245,7 @@ Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Results& made)
   }
 }
 
-// Q2_VALUES: what quantize_along_rows has rounded.
+// Q2_WIDENED: what quantize_along_rows has rounded.
 Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Pair (&x)[2][16],
                                     const Results& made, const Common& common) {
   int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;

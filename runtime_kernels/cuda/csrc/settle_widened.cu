@@ -1,5 +1,5 @@
-// The second phase of rotate_quantize.cu with Q2_VALUES, where that made numbers from worths
-// (values.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
+// The second phase of rotate_quantize.cu with Q2_WIDENED, where that made numbers from worths
+// (widened.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
 // made again. Mostly there are none, which the smallest worth shows, and nothing is read.
 //
 //   worth, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
@@ -45,7 +45,7 @@ Q2_INLINE u32 made_again(u32 word, Scales scales, float global_scale) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    settle_values(const __grid_constant__ Params p) {
+    settle_widened(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
   await_previous_kernel();
   float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);

@@ -1,5 +1,5 @@
 // Block scales into the layout that Blackwell's tensor cores read: tiles of 128 rows x 4 blocks
-// (runtime_kernels/swizzle.py).
+// (numerics/swizzle.py).
 //
 //   scales  u8 [rows, blocks]; for blocks of 16x16 (row_shift 4) [rows / 16, blocks], each row of
 //           them standing for 16

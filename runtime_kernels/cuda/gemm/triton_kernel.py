@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from q2compile.runtime_kernels.schemes import Scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 TILE = 128
 _GROUP = 8

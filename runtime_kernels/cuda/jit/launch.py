@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from q2compile.runtime_kernels.cuda import nvrtc
-from q2compile.runtime_kernels.cuda.nvrtc import Variant
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.nvrtc import Variant
 
 _LOCK = threading.Lock()  # the driver reads a parameter buffer with Python's global lock released
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -57,6 +58,7 @@ class Launch:
 
         Raises:
             LaunchError: the driver refuses, or the first use falls into a CUDA graph capture.
+            torch.OutOfMemoryError: the driver has no memory for it.
         """
         loaded = self.loaded.get(index)
         if loaded is None:
@@ -163,7 +165,7 @@ class _Loaded:
                 driver.cuCtxSetCurrent(self._context)
                 status = self._enqueue(*self._arguments)
         if status:
-            raise LaunchError(f"cannot launch {self._launch.variant}: {_message(status)}")
+            raise _error(f"cannot launch {self._launch.variant}", status)
 
 
 @functools.cache
@@ -212,7 +214,7 @@ def unsupported(index: int) -> str | None:
         return f"there are kernels for compute capability {known}, not for {got}"
     try:
         nvrtc.version()
-    except ImportError as error:
+    except Exception as error:  # whatever is wrong with the installation, the references run
         return str(error)
     return None
 
@@ -226,13 +228,14 @@ def multiprocessors(index: int) -> int:
 def _checked(result: tuple, launch: Launch):
     status, *values = result
     if status != type(status).CUDA_SUCCESS:
-        raise LaunchError(f"cannot load {launch.variant}: {_message(int(status))}")
+        raise _error(f"cannot load {launch.variant}", int(status))
     return values[0] if values else None
 
 
-def _message(status: int) -> str:
+def _error(what: str, status: int) -> RuntimeError:
     from cuda.bindings import driver
 
     error = driver.CUresult(status)
     _, text = driver.cuGetErrorString(error)
-    return f"{error.name}, {text.decode() if text else 'unknown error'}"
+    kind = torch.OutOfMemoryError if status == _OUT_OF_MEMORY else LaunchError
+    return kind(f"{what}: {error.name}, {text.decode() if text else 'unknown error'}")

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parents[1] / "csrc"
+HEADERS = SOURCES / "include"
 
 # The architecture for a compute capability. The suffix a is needed: plain sm_100 and sm_120 have no
 # fp4 conversions.
@@ -67,11 +68,20 @@ def cubin(variant: Variant, architecture: str) -> bytes:
         CompileError: the source does not compile.
     """
     path = _cache_path(variant, architecture)
+    if path.name in _refused:
+        raise CompileError(_refused[path.name])
     code = _read(path)
     if code is None:
-        code, _ = compile_variant(variant, architecture)
+        try:
+            code, _ = compile_variant(variant, architecture)
+        except CompileError as error:
+            _refused[path.name] = str(error)
+            raise
         _write(path, code)
     return code
+
+
+_refused: dict[str, str] = {}  # name of a cubin -> what NVRTC says each time, after seconds
 
 
 def compile_variant(
@@ -190,7 +200,7 @@ def _source(file: str) -> str:
 
 @functools.cache
 def _headers() -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(SOURCES.glob("*.cuh"))}
+    return {path.name: path.read_text() for path in sorted(HEADERS.glob("*.cuh"))}
 
 
 def _output(size_of: Any, get: Any, program: Any) -> bytes:

@@ -10,189 +10,38 @@ there rotate_quantize.cu goes over the operand twice.
     MX        codes and scales; global scale
     EXACT     AMAX; codes, scales and global scale. No AMAX where the caller has it.
 
-A scheme that ends in @bf16 gets values instead of codes and scales; what is made of worths then is
-values again, those whose scales turn out to be e4m3 subnormals (settle_values.cu).
+A scheme that ends in @bf16 is widened: numbers instead of codes and scales. What is made of worths
+then is numbers again, those whose scales turn out to be e4m3 subnormals (settle_widened.cu).
 """
 
 import functools
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.launch import (
-    Launch,
-    empty,
-    launch,
-    multiprocessors,
-    on_device,
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, multiprocessors, on_device
+from q2compile.runtime_kernels.cuda.quantize.align_scales import (
+    NO_SIDE,
+    align_end,
+    align_grid,
+    align_launch,
 )
-from q2compile.runtime_kernels.layout import ceil_div, padded, scales_shape
-from q2compile.runtime_kernels.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED, Transform, get_transform
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    NO_OUTPUT,
+    SOURCES,
+    TILE,
+    rotate_launch,
+    thread_shape,
+)
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
 
-# Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
-# scales are.
-SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
-SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
-_FP32 = SOURCES[torch.float32]
-_TILE = 128
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
-_STAGED = 16 * 256  # bytes of a warp (values.cuh)
-_SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
-# The parameter structs, for Python's struct module.
-_OUTPUT = "PPPPPPiiIi"
-_ROTATE = f"PPP{_OUTPUT}{_OUTPUT}qiiiiiif"
-_SIDE = "PPPPPqIi"
-_ALIGN = f"{_SIDE}{_SIDE}Pf"
-_NO_OUTPUT = (0,) * 10
-_NO_SIDE = (0,) * 8
 
 Quantized = tuple[torch.Tensor, ...]  # codes, scales, global scale, and a mask where there is one
 Draw = tuple[torch.Tensor | None, int]  # of a direction: the seed of its signs and coins, a stream
-
-
-class Rule(IntEnum):
-    """Q2_RULE of rotate_quantize.cu."""
-
-    MS_EDEN = 0
-    POW2 = 1
-    EXACT = 2
-    MX = 3
-    AMAX = 4
-
-    @staticmethod
-    def of(spec: Scheme) -> "Rule":
-        if spec.rounding == "ms_eden":
-            return Rule.MS_EDEN
-        if spec.format == "mxfp4":
-            return Rule.MX
-        return Rule.EXACT if spec.global_scale == "exact" else Rule.POW2
-
-
-_WORTHS = (Rule.MS_EDEN, Rule.POW2)  # whose scales align_scales.cu makes
-_SCALES = (Rule.EXACT, Rule.MX)  # whose scales rotate_quantize.cu makes
-
-
-@functools.cache
-def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | None:
-    """None when rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for the
-    op with a trust mask."""
-    spec = get_scheme(scheme)
-    if spec.widened and spec.folds and Rule.of(spec) not in _WORTHS:
-        return f"settle_values.cu folds global scales of nvfp4, not that of {scheme}"
-    if spec.widened and Rule.of(spec) == Rule.MS_EDEN and not _settles(scheme, transform):
-        return "values.cuh draws the coins of scales of chunks of 128 with a power of two alone"
-    if spec.select is not None and spec.rounding != "rtn":
-        return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
-    if spec.masked and not masked:
-        return f"scheme {scheme} wants a trust mask, which q2::quantize_masked alone writes"
-    if spec.block[0] != 1:
-        return f"rotate_quantize.cu has blocks of one row, scheme {scheme} has square ones"
-    return None
-
-
-def _settles(scheme: str, transform: str) -> bool:
-    return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
-
-
-def rotate_launch(
-    source: int,
-    rotation: Transform,
-    spec: Scheme,
-    rows: bool,
-    cols: bool,
-    *,
-    vectors: bool = True,
-    amax: bool = False,
-    overlaps: bool = False,
-) -> Launch:
-    """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
-
-    vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
-    overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
-    """
-    rule = Rule.AMAX if amax else Rule.of(spec)
-    rounds = rule not in (Rule.MS_EDEN, Rule.AMAX)
-    stochastic = rounds and spec.rounding == "sr"
-    # How far above the largest code a block's largest can come out, and what rounds that down.
-    clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
-    clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
-    values = spec.widened and not amax
-    threads, blocks_per_multiprocessor = _shape(spec, rows)
-    tiles = _TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2)
-    return _rotate_launch(
-        threads,
-        tiles + values * threads // 32 * _STAGED,
-        overlaps,
-        Q2_THREADS=threads,
-        Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
-        Q2_SOURCE=source,
-        Q2_SIZE=rotation.size,
-        Q2_SIGNED=int(rotation.signs != "none"),
-        Q2_ROWS=int(rows),
-        Q2_COLS=int(cols),
-        Q2_VECTORS=int(vectors),
-        Q2_VALUES=int(values),
-        Q2_RULE=int(rule),
-        Q2_STOCHASTIC=int(stochastic),
-        Q2_CLIPS=int(clips),
-        Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
-        Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
-        Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
-        Q2_SWIZZLED=int(spec.swizzled and rule in _SCALES),
-        Q2_MASKED=int(spec.masked),
-    )
-
-
-@functools.cache
-def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) -> Launch:
-    file = "rotate_quantize.cu"
-    layout = _ROTATE + "P" * defines["Q2_MASKED"]
-    return launch(file, layout, threads, shared, overlaps=overlaps, defines=defines)
-
-
-def align_launch(spec: Scheme, interleaved: bool) -> Launch:
-    """align_scales.cu, or for numbers instead of codes settle_values.cu. interleaved: of chunks of
-    128."""
-    rule = Rule.of(spec)
-    if spec.widened and rule in _WORTHS:
-        return _settle_launch(
-            Q2_POW2=1,
-            Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
-            Q2_MX=0,
-            Q2_INTERLEAVED=int(interleaved),
-        )
-    return _align_launch(
-        Q2_POW2=int(spec.global_scale == "pow2"),
-        Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
-        Q2_MX=int(rule == Rule.MX),
-        Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
-        Q2_SWIZZLED=int(spec.swizzled and rule in _WORTHS),
-    )
-
-
-@functools.cache
-def _align_launch(**defines: int) -> Launch:
-    layout = _ALIGN + "ii" * defines["Q2_SWIZZLED"]
-    return launch("align_scales.cu", layout, threads=256, overlaps=True, defines=defines)
-
-
-@functools.cache
-def _settle_launch(**defines: int) -> Launch:
-    return launch("settle_values.cu", _ALIGN, threads=256, overlaps=True, defines=defines)
-
-
-def _shape(spec: Scheme, rows: bool) -> tuple[int, int]:
-    """Threads of a thread block, and thread blocks on a multiprocessor at once.
-
-    A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor;
-    with coins beside them it needs more, and along columns alone fewer threads are as fast. A tile
-    has half as many columns as a block has threads; along rows it must hold a chunk of 128.
-    """
-    if rows:
-        return 256, 2
-    return 128, 3 if spec.rounding == "sr" else 4
 
 
 def launches(
@@ -225,22 +74,6 @@ class _Side(NamedTuple):
     @property
     def worths(self) -> int:
         return self.rows * self.blocks
-
-
-def align_end(spec: Scheme, *blocks: int) -> tuple[int, ...]:
-    """What align_scales.cu's Params end with: the blocks in a row of both directions."""
-    swizzles = spec.swizzled and Rule.of(spec) in _WORTHS
-    return tuple(max(1, n) for n in blocks) if swizzles else ()
-
-
-def align_grid(spec: Scheme, *sizes: tuple[int, int]) -> tuple[int, int]:
-    """Thread blocks of align_scales.cu for the rows and the blocks in a row of each direction."""
-    most = 0
-    for rows, blocks in sizes:
-        if spec.swizzled:  # eights of a row each, and all rows of the last tile
-            rows, blocks = ceil_div(rows, 128) * 128, ceil_div(blocks, 8) * 8
-        most = max(most, rows * blocks)
-    return max(1, ceil_div(most, _SCALES_PER_BLOCK)), len(sizes)
 
 
 class Plan(NamedTuple):
@@ -277,12 +110,12 @@ def make_plan(
     directions: along rows, along columns.
     """
     _, m, k, *_ = extents
-    threads, blocks_per_multiprocessor = _shape(spec, directions[0])
+    threads, blocks_per_multiprocessor = thread_shape(spec, directions[0])
     rule = Rule.of(spec)
     # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
-    whole = _TILE if spec.swizzled and rule in _SCALES else threads // 2
+    whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
-    tiles = ceil_div(m, _TILE) * across
+    tiles = ceil_div(m, TILE) * across
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
     sides = tuple(
         _Side(rows, width // 16, scales_shape(rows, width // spec.width, spec), dtype, spec.widened)
@@ -300,10 +133,10 @@ def make_plan(
             "numbers of one operand; quantise it in parts."
         )
     order = [*present, None][:2]
-    worths = rule in _WORTHS
+    worths = rule in SCALED_AFTERWARDS
     sizes = [(side.rows, side.blocks) if worths else (0, 0) for side in present]
     made_by, of_sides = align_grid(spec, *sizes)
-    if spec.widened:  # thread blocks of settle_values.cu stay for more, or mostly leave at once
+    if spec.widened:  # thread blocks of settle_widened.cu stay for more, or mostly leave at once
         made_by = min(made_by, 2 * multiprocessors(index))
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
@@ -330,7 +163,7 @@ def _run(
 ) -> list[Quantized]:
     sides = [(s, d) for s, d in zip(plan.sides, draws, strict=True) if s]
     parts = plan.parts
-    # Of each side the largest, and with settle_values.cu the smallest.
+    # Of each side the largest, and with settle_widened.cu the smallest.
     extents = parts * (2 if plan.room and sides[0][0].widened else 1)
     workspace = empty((plan.room + extents * len(sides),), (1,), torch.float32)
     worths = workspace.data_ptr()
@@ -358,8 +191,8 @@ def _run(
         ends += (worths, largest, seed_at, settled_at, unit_at, count, stream, parts)
         worths, largest = worths + 4 * ceil_div(count, 4) * 4, largest + 4 * extents
     if len(sides) == 1:
-        both = (*outputs[0], *_NO_OUTPUT) if plan.sides[0] else (*_NO_OUTPUT, *outputs[0])
-        ends += _NO_SIDE
+        both = (*outputs[0], *NO_OUTPUT) if plan.sides[0] else (*NO_OUTPUT, *outputs[0])
+        ends += NO_SIDE
     else:
         both = (*outputs[0], *outputs[1])
     values = (*operand, *both, *plan.walk)

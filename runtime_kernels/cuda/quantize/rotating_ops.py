@@ -9,26 +9,23 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.runtime_kernels.checks import check_operand, check_quantized
-from q2compile.runtime_kernels.cuda.plan import (
-    SOURCES,
+from q2compile.runtime_kernels.cuda.quantize.plan import (
     Draw,
     Plan,
     Quantized,
     launches,
     make_plan,
-    not_served,
     run,
 )
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, not_served
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.quantize.op import checked as checked_without_rotation
-from q2compile.runtime_kernels.quantize_masked.op import checked as checked_masked
-from q2compile.runtime_kernels.registry import kernel
-from q2compile.runtime_kernels.rht_quantize.op import checked
-from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
-from q2compile.runtime_kernels.transforms import get_transform
-
-NAME = "cuda"
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_quantized
+from q2compile.runtime_kernels.ops.quantize import checked as checked_without_rotation
+from q2compile.runtime_kernels.ops.quantize_masked import checked as checked_masked
+from q2compile.runtime_kernels.ops.rht_quantize import checked
+from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 4096  # of a program whose shapes never repeat
@@ -78,12 +75,12 @@ def prepare(
 
 def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None:
     """None when the kernels serve this scheme on x's device, otherwise the reason in words."""
-    return not_served(scheme, transform) or refusal(op, NAME, x.device.index, scheme)
+    return not_served(scheme, transform) or refusal(op, CUDA, x.device.index, scheme)
 
 
 @kernel(
     "rht_quantize",
-    NAME,
+    CUDA,
     device_type="cuda",
     refuses=lambda x, seed, scheme, transform, *rest: refuses("rht_quantize", x, scheme, transform),
     prepare=lambda x, seed, scheme, transform, transpose, stream: prepare(
@@ -91,7 +88,7 @@ def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None
     ),
 )
 def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
-    """See rht_quantize/op.py."""
+    """See ops/rht_quantize.py."""
     draw = (seed, stream)
     draws = (None, draw) if transpose else (draw, None)
     return rotated("rht_quantize", x, scheme, transform, draws)[0]
@@ -99,7 +96,7 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
 
 @kernel(
     "rht_quantize_both",
-    NAME,
+    CUDA,
     device_type="cuda",
     refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(
         "rht_quantize_both", x, scheme, transform
@@ -109,7 +106,7 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
     ),
 )
 def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
-    """See rht_quantize_both/op.py."""
+    """See ops/rht_quantize_both.py."""
     draws = ((row_seed, stream), (col_seed, stream))
     along_rows, along_cols = rotated("rht_quantize_both", x, scheme, transform, draws)
     return (*along_rows, *along_cols)
@@ -117,13 +114,13 @@ def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
 
 @kernel(
     "quantize",
-    NAME,
+    CUDA,
     device_type="cuda",
     refuses=lambda x, amax, seed, scheme, stream: refuses("quantize", x, scheme, "none"),
     prepare=lambda x, amax, seed, scheme, stream: prepare(x, scheme, "none", (True, False), amax),
 )
 def quantize(x, amax, seed, scheme, stream) -> Quantized:
-    """See quantize/op.py."""
+    """See ops/quantize.py."""
     return rotated("quantize", x, scheme, "none", ((seed, stream), None), amax)[0]
 
 
@@ -195,7 +192,7 @@ def _prepare_requantize(
 
 @kernel(
     "requantize",
-    NAME,
+    CUDA,
     device_type="cuda",
     refuses=_refuses_requantize,
     prepare=_prepare_requantize,
@@ -203,7 +200,7 @@ def _prepare_requantize(
 def requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> Quantized:
-    """See requantize/op.py. The source is dequantised on its way into shared memory."""
+    """See ops/requantize.py. The source is dequantised on its way into shared memory."""
     codes, scales = codes.contiguous(), scales.contiguous()
     index, shape = codes.device.index, codes.shape
     operands = (codes.dtype, shape, scales.dtype, scales.shape, _kind(global_scale))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from training import LAYERS, Model, Result, batches, gradients, loss_of, new_model, run_scenarios
 
-from q2compile.report import Report, collector
+from q2compile.report.report import Report, collector
 
 MICRO_BATCHES = 2
 

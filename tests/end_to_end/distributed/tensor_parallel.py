@@ -32,7 +32,7 @@ from training import (
     train,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from several_gpus import Redundant
 

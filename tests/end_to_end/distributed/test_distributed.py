@@ -1,6 +1,6 @@
 """DDP, FSDP2, tensor, sequence and pipeline parallel: gloo ranks against one process.
 
-The workers of `tests/distributed` train the same small model on the same batches from the same
+The workers in this folder train the same small model on the same batches from the same
 weights; what they recorded is compared here. Three things are known of the numbers:
 
 - Codes are made block by block, so a rank's codes are one process's codes wherever its shards end
@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-WORKERS = Path(__file__).parent / "distributed"
+WORKERS = Path(__file__).parent
 sys.path.insert(0, str(WORKERS))
 
 from training import INNER, STEPS, UNEVEN, Result, new_model, train  # noqa: E402

@@ -1,7 +1,7 @@
 """What the workers and their test share: a small model, its training, and what is recorded of it.
 
 A worker runs under torchrun, as every rank, and writes one file a scenario and rank into the folder
-named by its argument; `tests/test_distributed.py` starts it and reads them. In one process the same
+named by its argument; `test_distributed.py` starts it and reads them. In one process the same
 functions give what the ranks are compared with.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from q2compile.report import Report, collector
+from q2compile.report.report import Report, collector
 
 VOCAB, HIDDEN, INNER, LAYERS = 96, 64, 128, 2
 UNEVEN = 131  # an inner width that two ranks can't share equally

@@ -9,11 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from q2compile import explain
-from q2compile.attention import inline_attention
-from q2compile.capture import Left, Matmul, find_matmuls
-from q2compile.config import Config
-from q2compile.names import Names
-from q2compile.rewrite import rewrite
+from q2compile.capture.find_matmuls import find_matmuls
+from q2compile.capture.spellings import Matmul, NotTaken
+from tests.support.rewritten import rewritten
 
 K, N = 32, 48
 
@@ -34,36 +32,14 @@ class Spelled(nn.Module):
         return self.run(self, x)
 
 
-def rewritten(model, *inputs, **options):
-    """The output of the model with every matmul rewritten to q2::linear, and the report's rows.
-
-    The rewritten graph is then run with the recipe's GEMMs all in bf16 text, so that only the
-    rewrite itself, its views and its bias, is under test: the numbers must be the model's own.
-    """
-    rows = []
-
-    def backend(gm, example_inputs):
-        inline_attention(gm)
-        rows.extend(rewrite(gm, Config(**options), Names.of_graph(gm)))
-        for module in gm.modules():
-            for node in module.graph.nodes if hasattr(module, "graph") else ():
-                if node.target is torch.ops.q2.linear.default:
-                    node.args = (*node.args[:3], "bf16", "bf16", "bf16", node.args[6])
-            if hasattr(module, "recompile"):
-                module.recompile()
-        gm.graph.lint()
-        return gm
-
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend)(*inputs), rows
-
-
 SPELLINGS = {
     "F.linear by position": lambda m, x: F.linear(x, m.w, m.b),
     "F.linear by keyword": lambda m, x: F.linear(input=x, weight=m.w),
     "@ w.t()": lambda m, x: x @ m.w.t(),
     "@ w.mT": lambda m, x: x @ m.w.mT,
     "@ w.T": lambda m, x: x @ m.w.T,
+    "@ w.H": lambda m, x: x @ m.w.H,
+    "@ w.data.mT": lambda m, x: x @ m.w.data.mT,
     "@ v": lambda m, x: x @ m.v,
     "x.matmul(v)": lambda m, x: x.matmul(m.v),
     "torch.matmul by keyword": lambda m, x: torch.matmul(input=x, other=m.v),
@@ -261,7 +237,7 @@ def test_find_matmuls_gives_the_shape():
     )
     first, second = found
     assert isinstance(first, Matmul) and first.shape == (10, N, K)
-    assert isinstance(second, Left) and second.why == "activation × activation"
+    assert isinstance(second, NotTaken) and second.why == "activation × activation"
 
 
 def test_hugging_faces_conv1d():

@@ -7,14 +7,17 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import q2compile
-from q2compile import cost, recipes
-from q2compile.cost import DEVICES, Step, predict
-from q2compile.names import Names
-from q2compile.policy import Policy
-from q2compile.rewrite import rewrite
+from q2compile.capture.module_names import Names
+from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES, deciding_device
+from q2compile.cost_model.predict import predict
+from q2compile.cost_model.steps import Layer, Step, bf16_steps, recipe_steps
+from q2compile.recipes.policy import Policy
+from q2compile.recipes.resolve import resolve
+from q2compile.rewrite.decide import why_left
+from q2compile.rewrite.rewrite_graph import rewrite
 
 B200, RTX5090 = DEVICES
-QUARTET2 = recipes.resolve("quartet2")
+QUARTET2 = resolve("quartet2")
 ALL = ("fprop", "dgrad", "wgrad")
 T, N, K = 1024, 512, 256
 
@@ -29,7 +32,7 @@ def test_bytes_and_flops_of_quartet2_by_hand():
     prediction = predict(QUARTET2, (T, N, K))
     assert prediction.bytes == (forward + dgrad + wgrad) / 8
     assert prediction.flops == 3 * 2 * T * N * K
-    bf16 = cost.bf16_steps(cost._Layer(T, N, K), ALL)
+    bf16 = bf16_steps(Layer(T, N, K), ALL)
     assert [s.bits for s in bf16] == 3 * [16 * (x + w + dy)]
 
 
@@ -61,19 +64,17 @@ OTHER = {
 def test_bytes_of_other_recipes_by_hand(recipe):
     x, w, dy = OTHER[recipe]
     expected = (x * T * K + w * N * K + dy * T * N) / 8
-    assert predict(recipes.resolve(recipe), (T, N, K)).bytes == expected
+    assert predict(resolve(recipe), (T, N, K)).bytes == expected
 
 
 def test_an_exact_global_scale_reads_twice():
     """w, dy along each dimension by the same op, and x where it does not come from a producer: the
     amax is found first. MS-EDEN finds its own from the scales."""
-    exact = recipes.resolve("tetrajet2", global_scale="exact")
-    pow2 = recipes.resolve("tetrajet2")
+    exact = resolve("tetrajet2", global_scale="exact")
+    pow2 = resolve("tetrajet2")
 
     def bits(recipe, what):
-        (step,) = [
-            s for s in cost.recipe_steps(recipe, cost._Layer(T, N, K), ALL) if s.what == what
-        ]
+        (step,) = [s for s in recipe_steps(recipe, Layer(T, N, K), ALL) if s.what == what]
         return step.bits
 
     assert bits(pow2, "quantize w") == (16 + 8.5) * N * K
@@ -83,7 +84,7 @@ def test_an_exact_global_scale_reads_twice():
 
 def test_a_symbolic_size_gives_expressions_that_agree_with_numbers():
     t = sympy.Symbol("t", positive=True, integer=True)
-    steps = cost.recipe_steps(QUARTET2, cost._Layer(t, N, K, x_users=3), ALL)
+    steps = recipe_steps(QUARTET2, Layer(t, N, K, x_users=3), ALL)
     flops, bytes_ = sum(s.flops for s in steps), sum(s.bits / s.shared_by for s in steps) / 8
     number = predict(QUARTET2, (T, N, K), x_users=3)
     assert (flops.subs(t, T), bytes_.subs(t, T)) == (number.flops, number.bytes)
@@ -155,7 +156,7 @@ def test_experts_have_a_weight_each():
 
 def test_nothing_is_said_without_rows():
     assert predict(QUARTET2, (0, N, K)) is None
-    assert cost.why_left(None) == ""
+    assert why_left(None) == ""
 
 
 class Net(nn.Module):
@@ -263,15 +264,15 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     assert text[0].split()[-3:] == ["b200", "rtx5090", "why"]
     speeds = [f"{r.predicted[d.column]['speed']:.2f}x" for r in report.rows for d in DEVICES]
     assert [word for line in text[2:4] for word in line.split()[-2:]] == speeds
-    assert text[-1] == f"note: {cost.ASSUMPTIONS}"
+    assert text[-1] == f"note: {ASSUMPTIONS}"
     assert text[-2].startswith("note: predicted for the matmuls taken together: ")
     page = report.to_html(tmp_path / "report.html")
-    assert "<th>b200</th>" in page and cost.ASSUMPTIONS in page
+    assert "<th>b200</th>" in page and ASSUMPTIONS in page
     for number in (
         "9000 TFLOP/s FP4, 2250 BF16, 8 TB/s",
         "1676 TFLOP/s FP4, 209.5 BF16, 1.792 TB/s",
     ):
-        assert number in cost.ASSUMPTIONS
+        assert number in ASSUMPTIONS
 
 
 def test_wrong_uses_of_auto():
@@ -286,4 +287,4 @@ def test_the_device_that_decides(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, name in (((9, 0), "B200"), ((10, 3), "B200"), ((12, 0), "RTX 5090")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        assert cost.deciding_device().name == name
+        assert deciding_device().name == name

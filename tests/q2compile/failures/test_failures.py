@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from q2compile import explain
-from q2compile.dump import readable
 from q2compile.errors import StageError
-from q2compile.faults import FaultWarning
+from q2compile.failures.stage_error import FaultWarning
 from q2compile.passes import PASSES
-from q2compile.passes.graphs import q2_nodes
+from q2compile.passes.graph_queries import q2_nodes
+from q2compile.report.graph_text import readable
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -71,12 +71,12 @@ def broken(request, monkeypatch):
         op = "requantize" if "backward" in stage else "quantize"
         monkeypatch.setitem(PASSES, "merge_seeds", fails_on(op))
     elif stage.startswith("the check"):
-        monkeypatch.setattr("q2compile.passes.manager.check_spec", fails)
+        monkeypatch.setattr("q2compile.compiler.post_grad_passes.check_spec", fails)
     elif stage.startswith("capture"):
-        monkeypatch.setattr("q2compile.rewrite.replace_by_linear", fails)
+        monkeypatch.setattr("q2compile.rewrite.rewrite_graph.replace_by_linear", fails)
     else:
-        monkeypatch.setattr("q2compile.backend.kernels_used", lambda *_: {})
-        monkeypatch.setattr("q2compile.linear._Linear.forward", staticmethod(fails))
+        monkeypatch.setattr("q2compile.report.graph_log.kernels_of", lambda *_: {})
+        monkeypatch.setattr("q2compile.linear.autograd.LinearFunction.forward", staticmethod(fails))
     return stage
 
 
@@ -97,7 +97,7 @@ def test_the_user_gets_graph_stage_reproducer_and_the_choice(broken, tmp_path):
         step(Net(), torch.randn(2, 8, 32), **EAGER, dump=str(tmp_path))
     message, error = str(caught.value), caught.value
     assert f"{broken}" in message and "graph 0/0 of Net" in message
-    assert "on_error='bf16'" in message and "test_faults.py:" in message
+    assert "on_error='bf16'" in message and "test_failures.py:" in message
     path = tmp_path / "graph_0" / f"reproduce_{STAGES[broken]}.py"
     assert error.reproducer == str(path) and error.stage in broken and error.graph in message
     assert "disable_passes=['merge_seeds']" in message or not broken.startswith("pass")
@@ -130,7 +130,7 @@ def test_a_reproducer_builds_the_very_graph(tmp_path, monkeypatch, dynamic):
             if stage == "pass":
                 patch.setitem(PASSES, "merge_seeds", fails_on("requantize"))
             else:
-                patch.setattr("q2compile.rewrite.replace_by_linear", fails)
+                patch.setattr("q2compile.rewrite.rewrite_graph.replace_by_linear", fails)
             model = torch.compile(
                 Net(), backend="quartet2", options={**EAGER, "dump": str(folder)}, dynamic=dynamic
             )
@@ -232,7 +232,7 @@ def test_what_the_user_can_mend_is_no_fault():
 
 def test_a_reproducer_that_cannot_be_written_does_not_hide_the_error(monkeypatch):
     monkeypatch.setitem(PASSES, "merge_seeds", fails_on("quantize"))
-    monkeypatch.setattr("q2compile.reproducer.write", fails)
+    monkeypatch.setattr("q2compile.failures.reproducer.write", fails)
     with pytest.raises(StageError, match="(?s)'merge_seeds' failed.*No reproducer could") as caught:
         step(Net(), torch.randn(2, 8, 32), **EAGER)
     assert caught.value.reproducer is None

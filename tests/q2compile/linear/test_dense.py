@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import q2compile.linear  # noqa: F401  registers q2::linear
-from q2compile import recipes
+import q2compile.linear.dense  # noqa: F401  registers q2::linear
+from q2compile.recipes.resolve import resolve
 
-QUARTET2 = recipes.resolve("quartet2").texts()
+QUARTET2 = resolve("quartet2").texts()
 q2 = torch.ops.q2
 
 
@@ -44,7 +44,7 @@ def test_forward_is_the_product_of_the_dequantised_operands(global_scale):
     expected.
     """
     x, w, _ = operands()
-    recipe = recipes.resolve("quartet2", global_scale)
+    recipe = resolve("quartet2", global_scale)
     y = q2.linear(x, w, None, *recipe.texts(), 0)
     expected = dequantized(x, recipe.fprop.a.scheme) @ dequantized(w, recipe.fprop.b.scheme).t()
     assert relative(y - expected, expected) < 2e-6
@@ -57,7 +57,7 @@ def mean_errors(recipe, expected, draws=(1, 16, 256)):
     sums = [torch.zeros_like(g) for g in expected]
     errors = {}
     for b in range(1, max(draws) + 1):
-        _, grads = gradients(x, w, dy, recipes.resolve(recipe).texts())
+        _, grads = gradients(x, w, dy, resolve(recipe).texts())
         for total, grad in zip(sums, grads, strict=True):
             total += grad
         if b in draws:
@@ -245,7 +245,7 @@ def test_leading_dimensions_and_expanded_gradients():
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 def test_a_gemm_left_in_bf16_is_exact(gemm):
-    recipe = recipes.resolve({"base": "quartet2", gemm: "bf16"}).texts()
+    recipe = resolve({"base": "quartet2", gemm: "bf16"}).texts()
     x, w, dy = operands()
     y, (dx, dw) = gradients(x, w, dy, recipe)
     exact = {"fprop": (y, x @ w.t()), "dgrad": (dx, dy @ w), "wgrad": (dw, dy.t() @ x)}

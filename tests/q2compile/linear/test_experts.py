@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import q2compile.experts  # noqa: F401  registers the ops
+import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile import explain
+from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.errors import NotTakenError
-from q2compile.passes.graphs import op_counts
-from q2compile.passes.manager import PassManager
-from q2compile.report import Report, collector
+from q2compile.passes.graph_queries import op_counts
+from q2compile.report.report import Report, collector
 
 E, K, N = 4, 32, 48
 
@@ -284,7 +284,7 @@ LEFT = {
     "both sizes must be multiples of 16": lambda x, w, ids: torch.bmm(
         x.view(E, -1, K), w[:, :40].mT
     ),
-    "1 activation(s) for 4 experts": lambda x, w, ids: torch.einsum("etk,enk->etn", x[None], w),
+    "broadcasts 'e', 1 in x and 4 in w": lambda x, w, ids: torch.einsum("etk,enk->etn", x[None], w),
     "is not activation × parameter, or × one for each": lambda x, w, ids: torch.einsum(
         "tk,enk->ten", x, w
     ),
@@ -317,15 +317,15 @@ def test_what_is_left_has_its_reason(why: str) -> None:
 def test_graphs(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The op counts of a step: T and nothing else is padded, and no seed stands in the forward."""
     counts: dict[str, Counter[str]] = {}
-    run = PassManager.__call__
+    run = PostGradPasses.__call__
 
-    def counted(self: PassManager, graph: torch.fx.Graph) -> None:
+    def counted(self: PostGradPasses, graph: torch.fx.Graph) -> None:
         run(self, graph)
         kind = "backward" if any(n.name.startswith("tangents") for n in graph.nodes) else "forward"
         ours = op_counts(graph).items()
         counts[kind] = Counter({k.split(".")[1]: n for k, n in ours if k.startswith("q2.")})
 
-    monkeypatch.setattr(PassManager, "__call__", counted)
+    monkeypatch.setattr(PostGradPasses, "__call__", counted)
     model, (x, ids) = built(layer), tokens(layer)
     call, _ = compiled(model)
     call(x, ids).sum().backward()

@@ -24,8 +24,8 @@ from torch.distributed.tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from q2compile import explain
-from q2compile.report import Report
-from q2compile.tensor_parallel import Plan, smallest_part
+from q2compile.linear.tensor_parallel import Plan, smallest_part
+from q2compile.report.report import Report
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -4,16 +4,17 @@ import operator
 
 import pytest
 import torch
-from graph_builder import Builder, q2
-from small_model import Mlp, quantised
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile import Config
-from q2compile.passes.joint import JOINT_PASSES, JointPasses
-from q2compile.passes.keep_packed import keep_packed_pass
-from q2compile.passes.recompute_weights import recompute_weights_pass
+from q2compile.compiler.joint_passes import JointPasses
+from q2compile.passes import JOINT_PASSES
+from q2compile.passes.joint.keep_packed import keep_packed_pass
+from q2compile.passes.joint.recompute_weights import recompute_weights_pass
+from tests.support.graph_builder import Builder, q2
+from tests.support.small_model import Mlp, quantised
 
 SCHEME = "nvfp4_46_pow2"
 AGAIN, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE

@@ -3,17 +3,18 @@
 import pytest
 import torch
 from expecttest import TestCase
-from graph_builder import EDEN, Builder, q2
 from torch import nn
 
+from q2compile.compiler.cache_key import source_hash
+from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
-from q2compile.dump import readable
 from q2compile.passes import PASSES
-from q2compile.passes.manager import PassManager, source_hash
-from q2compile.passes.merge_seeds import merge_seeds_pass
-from q2compile.passes.pair_directions import pair_directions_pass
-from q2compile.passes.share_operands import share_operands_pass
-from q2compile.passes.spec import GraphSpecError, check_spec
+from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
+from q2compile.passes.post_grad.pair_directions import pair_directions_pass
+from q2compile.passes.post_grad.share_operands import share_operands_pass
+from q2compile.passes.verify import GraphSpecError, check_spec
+from q2compile.report.graph_text import readable
+from tests.support.graph_builder import EDEN, Builder, q2
 
 
 def dgrad(b, dy, codes, seed_a, seed_b, streams=(0, 1), transform_b="rht128"):
@@ -219,7 +220,7 @@ def test_a_pair_computes_the_same_bits():
 
 def test_the_runner_records_every_pass_and_zero_matches_too():
     gm = backward_graph(3)
-    manager = PassManager(Config())
+    manager = PostGradPasses(Config())
     manager(gm.graph)
     _, merge, pair, *_ = manager.records
     assert (merge.graph, merge.name, merge.matches) == ("backward", "merge_seeds", 3)
@@ -231,7 +232,7 @@ def test_the_runner_records_every_pass_and_zero_matches_too():
 
 def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
-    manager = PassManager(Config(disable_passes=["merge_seeds"]))
+    manager = PostGradPasses(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
     assert [r.note for r in manager.records] == ["", "disabled"] + 4 * [""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
@@ -240,17 +241,17 @@ def test_a_pass_is_left_out_by_name():
 def test_a_pass_that_was_in_inductors_slot_runs_first():
     seen = []
     gm = backward_graph()
-    PassManager(Config(), first=lambda graph: seen.append(len(graph.nodes)))(gm.graph)
+    PostGradPasses(Config(), first=lambda graph: seen.append(len(graph.nodes)))(gm.graph)
     assert len(seen) == 1
-    assert PassManager(Config(), first=lambda graph: None).uuid() is None  # no uuid: no caching
+    assert PostGradPasses(Config(), first=lambda graph: None).uuid() is None  # no uuid: no caching
 
 
 def test_uuid_follows_sources_and_options(monkeypatch):
     """Trap: a stale graph was served after an edit, so the sources are part of the key."""
     assert len(source_hash()) == 64
-    plain = PassManager(Config()).uuid()
-    assert plain == PassManager(Config(dump="elsewhere")).uuid()
-    assert plain != PassManager(Config(disable_passes=["merge_seeds"])).uuid()
+    plain = PostGradPasses(Config()).uuid()
+    assert plain == PostGradPasses(Config(dump="elsewhere")).uuid()
+    assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
     first = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
     assert list(PASSES) == [*first, "swizzle_scales", "widen_operands"]
 

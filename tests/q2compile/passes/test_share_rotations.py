@@ -3,15 +3,18 @@
 import pytest
 import torch
 from expecttest import TestCase
-from graph_builder import EDEN, Builder, q2
 from torch import nn
 
 from q2compile import explain
-from q2compile.dump import readable
-from q2compile.passes.merge_seeds import merge_seeds_pass
-from q2compile.passes.pair_directions import pair_directions_pass
-from q2compile.passes.share_rotations import share_rotations_pass, share_saved_rotations_pass
-from q2compile.passes.spec import check_spec
+from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
+from q2compile.passes.post_grad.pair_directions import pair_directions_pass
+from q2compile.passes.post_grad.share_rotations import (
+    share_rotations_pass,
+    share_saved_rotations_pass,
+)
+from q2compile.passes.verify import check_spec
+from q2compile.report.graph_text import readable
+from tests.support.graph_builder import EDEN, Builder, q2
 
 T, N, K = 48, 32, 64
 SOURCE = "nvfp4_46_pow2"

@@ -8,22 +8,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-import q2compile.linear  # noqa: F401  registers q2::linear
-from q2compile import Config, compat
-from q2compile.passes import graphs
-from q2compile.passes.graphs import q2_nodes
-from q2compile.passes.joint import JointPasses
-from q2compile.passes.manager import PassManager
-from q2compile.passes.spec import check_spec, named_arguments
-from q2compile.passes.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
-from q2compile.recipes import resolve
-from q2compile.runtime_kernels.cuda import gemm, quest, rotation
+import q2compile.linear.dense  # noqa: F401  registers q2::linear
+from q2compile import Config
+from q2compile.compiler.joint_passes import JointPasses
+from q2compile.compiler.post_grad_passes import PostGradPasses
+from q2compile.passes import graph_queries
+from q2compile.passes.graph_queries import q2_nodes
+from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
+from q2compile.passes.verify import check_spec, named_arguments
+from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.cuda import masked_unrotate
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
+from q2compile.runtime_kernels.cuda.quantize import quantize_masked, rotating_ops
 from q2compile.runtime_kernels.registry import kernels
+from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once, graph_kind
+from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 
 SR = "nvfp4_sr_pow2"
 AT = "@32x4x4"
@@ -36,9 +39,16 @@ def blackwell(monkeypatch) -> None:
     def serving(op, args):
         return next(k for k in kernels(op) if k.refuses(*args) is None)
 
-    monkeypatch.setattr(graphs, "serving", serving)
+    monkeypatch.setattr(graph_queries, "serving", serving)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
-    for module in (gemm, quest, rotation):
+    for module in (
+        cublaslt_fp4,
+        cuda_bf16,
+        triton_fp4,
+        masked_unrotate,
+        quantize_masked,
+        rotating_ops,
+    ):
         monkeypatch.setattr(module, "refusal", lambda *check: None)
 
 
@@ -91,7 +101,7 @@ def test_what_others_read_stays_plain() -> None:
 
 def test_another_kernel_gets_plain_scales(monkeypatch) -> None:
     gm, _ = traced()
-    monkeypatch.setattr(graphs, "serving", lambda *a: SimpleNamespace(name="cuda_bf16"))
+    monkeypatch.setattr(graph_queries, "serving", lambda *a: SimpleNamespace(name="cuda_bf16"))
     assert swizzle_scales_pass(gm.graph) == 0
 
 
@@ -203,7 +213,7 @@ def compiled_graphs(recipe: str, train: bool, **options) -> list[fx.Graph]:
     """After all passes: of the forward and the backward of a linear, or of its inference."""
     graphs: list[fx.Graph] = []
     config = Config(recipe=recipe, inner="eager", **options)
-    manager = PassManager(config)
+    manager = PostGradPasses(config)
 
     def on_graph(gm: fx.GraphModule) -> None:
         manager(gm.graph)
@@ -211,14 +221,14 @@ def compiled_graphs(recipe: str, train: bool, **options) -> list[fx.Graph]:
 
     inputs = [torch.randn(s).bfloat16().requires_grad_(train) for s in ((150, 200), (72, 200))]
     gm = fx.symbolic_trace(Layer(recipe, **options))
-    with compat.backward_at_once(train), torch.set_grad_enabled(train):
-        compat.aot_eager_compile(gm, inputs, on_graph, JointPasses(config, []))
+    with backward_at_once(train), torch.set_grad_enabled(train):
+        aot_eager_compile(gm, inputs, on_graph, JointPasses(config, []))
     return graphs
 
 
 def operands(graph: fx.Graph) -> dict[str, tuple[str, str]]:
     """Of each GEMM of a graph: the op that made it, or "saved", and its scheme."""
-    names = iter(OPERANDS[:2] if compat.graph_kind(graph) == "forward" else OPERANDS[2:])
+    names = iter(OPERANDS[:2] if graph_kind(graph) == "forward" else OPERANDS[2:])
     found = {}
     # dgrad before wgrad: only the latter quantises along the gradient's other dimension.
     gemms = sorted(q2_nodes(graph, "gemm"), key=lambda n: n.meta["val"].shape[0] == 72)

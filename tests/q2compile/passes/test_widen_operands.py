@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expecttest import TestCase
-from graph_builder import EDEN, SOURCE, q2, run, traced
 
-from q2compile.dump import readable
-from q2compile.passes import graphs
-from q2compile.passes.graphs import q2_nodes
-from q2compile.passes.spec import check_spec
-from q2compile.passes.widen_operands import widen_operands_pass
-from q2compile.runtime_kernels.cuda.plan import not_served
-from q2compile.runtime_kernels.schemes import WIDENED, get_scheme
+from q2compile.passes import graph_queries
+from q2compile.passes.graph_queries import q2_nodes
+from q2compile.passes.post_grad.widen_operands import widen_operands_pass
+from q2compile.passes.verify import check_spec
+from q2compile.report.graph_text import readable
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from tests.support.graph_builder import EDEN, SOURCE, q2, run, traced
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def hopper(monkeypatch) -> None:
         scheme, transform = (a for a in args if isinstance(a, str) and a != SOURCE)
         return SimpleNamespace(name="reference" if not_served(scheme, transform) else "cuda")
 
-    monkeypatch.setattr(graphs, "serving", serving)
+    monkeypatch.setattr(graph_queries, "serving", serving)
 
 
 class TestGolden(TestCase):
@@ -100,7 +100,7 @@ def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
 @pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])
 def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
     gm, _ = traced()
-    monkeypatch.setattr(graphs, "serving", lambda *a: SimpleNamespace(name=gemm))
+    monkeypatch.setattr(graph_queries, "serving", lambda *a: SimpleNamespace(name=gemm))
     assert widen_operands_pass(gm.graph) == 0
 
 

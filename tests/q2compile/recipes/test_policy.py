@@ -2,7 +2,7 @@
 
 import pytest
 
-from q2compile.policy import Policy
+from q2compile.recipes.policy import Policy
 
 
 def recipe_of(policy, name, default="quartet2"):

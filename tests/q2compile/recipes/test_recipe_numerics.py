@@ -3,18 +3,19 @@
 import pytest
 import torch
 
-from q2compile import recipes
-from q2compile.tables import gradients
-from q2compile.tables.gradients import linear, measure_concentration
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.resolve import resolve
+from q2compile.tools.paper_tables import gradients
+from q2compile.tools.paper_tables.gradients import linear, measure_concentration
 
-RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
+RECIPES = [name for name in RECIPES if name != "bf16"]
 
 
 def run(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, global_scale="pow2"):
     """y, dx and dw, with the same coins at every call."""
     torch.manual_seed(5)
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = linear(*leaves, recipes.resolve(recipe, global_scale))
+    y = linear(*leaves, resolve(recipe, global_scale))
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 

@@ -2,18 +2,19 @@
 
 import pytest
 
-from q2compile import recipes
-from q2compile.recipes import GEMMS, RECIPES, Gemm
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import GEMMS, Gemm, parse
+from q2compile.recipes.resolve import resolve
 
 
 def test_quartet2_as_text():
-    recipe = recipes.resolve("quartet2")
+    recipe = resolve("quartet2")
     second = "rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2"
     assert recipe.texts() == ("nvfp4_46_pow2 @ nvfp4_46_pow2", second, second)
 
 
 def test_exact_global_scale_selects_the_papers_schemes():
-    recipe = recipes.resolve("quartet2", "exact")
+    recipe = resolve("quartet2", "exact")
     assert recipe.texts()[0] == "nvfp4_46 @ nvfp4_46"
     assert str(recipe.dgrad.a) == "rht128>nvfp4_ms_eden"
 
@@ -21,20 +22,20 @@ def test_exact_global_scale_selects_the_papers_schemes():
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("global_scale", ["pow2", "exact"])
 def test_text_and_back(name, global_scale):
-    recipe = recipes.resolve(name, global_scale)
-    back = recipes.parse(*recipe.texts())
+    recipe = resolve(name, global_scale)
+    back = parse(*recipe.texts())
     assert (back.fprop, back.dgrad, back.wgrad) == (recipe.fprop, recipe.dgrad, recipe.wgrad)
 
 
 def test_bf16_fprop_leaves_nothing_to_requantise():
     """Backward then quantises the high-precision operand, whose product fprop computed."""
-    recipe = recipes.resolve({"base": "quartet2", "fprop": "bf16"})
+    recipe = resolve({"base": "quartet2", "fprop": "bf16"})
     assert recipe.fprop is None
     assert recipe.dgrad.b.source == recipe.wgrad.b.source == "fresh"
 
 
 def test_an_operand_of_ones_own():
-    recipe = recipes.resolve(
+    recipe = resolve(
         {"base": "quartet2", "wgrad": {"dy": {"transform": "rht32"}, "x": {"transform": "rht32"}}}
     )
     assert str(recipe.wgrad) == ("rht32>nvfp4_ms_eden_pow2 @ requantize>rht32>nvfp4_ms_eden_pow2")
@@ -69,7 +70,7 @@ def test_an_operand_of_ones_own():
 )
 def test_illegal_combinations_are_refused_by_name(spec, said):
     with pytest.raises(ValueError) as error:
-        recipes.resolve(spec)
+        resolve(spec)
     assert said in str(error.value)
 
 

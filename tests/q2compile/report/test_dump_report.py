@@ -11,9 +11,9 @@ from expecttest import TestCase
 from torch import nn
 
 import q2compile
-from q2compile import cli
-from q2compile.dump import DumpFolder
-from q2compile.report import Report
+from q2compile.report.dump_folder import DumpFolder
+from q2compile.report.report import Report
+from q2compile.tools import cli
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         h = F.silu(self.up(x))
-        return self.head(torch.softmax(h @ h.mT, -1) @ h) + self.tiny(h).sum()
+        return self.head(torch.softmax(h @ h.t(), -1) @ h) + self.tiny(h).sum()
 
 
 def explained(**options):
@@ -93,8 +93,8 @@ linear_default: f32[5, 48] = q2.linear(l_x_, l_self_modules_up_parameters_weight
 
 # no module
 h: f32[5, 48] = silu(linear_default)
-getattr_1: f32[48, 5] = getattr(h, 'mT')
-matmul: f32[5, 5] = matmul(h, getattr_1)
+t: f32[48, 5] = h.t()
+matmul: f32[5, 5] = matmul(h, t)
 softmax: f32[5, 5] = softmax(matmul, -1)
 matmul_1: f32[5, 48] = matmul(softmax, h)
 
@@ -226,7 +226,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
 
 def test_the_console_script_is_installed():
     done = subprocess.run(
-        [sys.executable, "-m", "q2compile.cli", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "q2compile.tools.cli", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0 and "report" in done.stdout
 

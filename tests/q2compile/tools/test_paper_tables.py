@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from oracle import relative_error
 
-from q2compile import recipes
-from q2compile.tables import command, gradients, output, schemes
-from q2compile.tables.gradients import ConcentrationRow
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.resolve import resolve
+from q2compile.tools.paper_tables import command, gradients, output, schemes
+from q2compile.tools.paper_tables.gradients import ConcentrationRow
+from tests.support.oracle import relative_error
 
 
 def test_scheme_rows():
@@ -27,16 +28,16 @@ def test_scheme_rows():
 
 def test_a_layer_of_each_recipe():
     rows = {r.recipe: r for r in gradients.measure_layer("pow2", 256, "cpu")}
-    assert set(recipes.RECIPES) - {"bf16"} <= set(rows)
+    assert set(RECIPES) - {"bf16"} <= set(rows)
     assert rows["quartet2"].y > 2.8, "the authors' floor"
     assert rows["quartet2"].dx > rows["tetrajet2"].dx > 2
     assert rows["mxfp4"].y == float("inf"), "its forward is exact"
     assert "exact" in output.layer_table(list(rows.values()))
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.RECIPES if name != "bf16"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
 def test_the_truth_is_what_draws_average_to(name):
-    recipe = recipes.resolve(name)
+    recipe = resolve(name)
     x, w, dy = (torch.randn(64, 64) for _ in range(3))
     mean = [torch.zeros(64, 64, dtype=torch.float64) for _ in range(2)]
     for _ in range(32):

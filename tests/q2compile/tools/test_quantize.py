@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from oracle import relative_error
 
 import q2compile
 from q2compile import QuantizedTensor, quantize
-from q2compile.numerics import swizzle_32x4x4
-from q2compile.runtime_kernels.layout import unpack, unpack_bits
-from q2compile.runtime_kernels.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.layout import unpack, unpack_bits
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.tools.quantize import swizzle_32x4x4
+from tests.support.oracle import relative_error
 
 q2 = torch.ops.q2
 

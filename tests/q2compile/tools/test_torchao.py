@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from q2compile import quantize
-from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 
 pytest.importorskip("torchao", reason="torchao is in the extra 'dev'")
 

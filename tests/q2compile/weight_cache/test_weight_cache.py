@@ -1,21 +1,18 @@
-"""Codes of weights that are made once: never stale, and the same bits as without."""
+"""Models whose weights' codes are made once: never stale, and the same bits as without."""
 
 import contextlib
-import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from small_model import Mlp, quantised
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 import q2compile
-from q2compile import weight_cache
-from q2compile.weight_cache import Form, parts_of
-
-FORM = Form("nvfp4_46_pow2", torch.float32, False)
+from q2compile.weight_cache import graph_inputs
+from q2compile.weight_cache.cache import parts_of
+from tests.q2compile.weight_cache.test_cache import FORM, Counting
+from tests.support.small_model import Mlp, quantised
 
 
 @pytest.fixture(autouse=True)
@@ -23,202 +20,11 @@ def fresh(fresh_compiler):
     q2compile.forget_weights()
 
 
-class Counting:
-    """A maker of codes that counts, and whose codes are the weight as it was."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, w):
-        self.calls += 1
-        return [w.detach().clone()]
-
-
-def is_made_again(w, change):
-    """Whether codes made before ``change()`` are made again after it."""
-    q2compile.forget_weights()
-    make = Counting()
-    for _ in range(2):
-        (codes,) = parts_of(w, FORM, make)
-        assert make.calls == 1 and torch.equal(codes, w)
-    change()
-    (codes,) = parts_of(w, FORM, make)
-    again = make.calls == 2
-    assert torch.equal(codes, w) or not again
-    return again
-
-
-def weight():
-    return nn.Parameter(torch.randn(16, 16))
-
-
-def under(context, change):
-    def run(w):
-        with context():
-            change(w)
-
-    return run
-
-
-def replace_data(w):
-    w.data = w.data + 1
-
-
-CHANGES = {
-    "add_": under(torch.no_grad, lambda w: w.add_(1)),
-    "inference_mode": under(torch.inference_mode, lambda w: w.copy_(w + 1)),
-    "foreach": under(torch.no_grad, lambda w: torch._foreach_add_([w], 1.0)),
-    "a view": under(torch.no_grad, lambda w: w[3].zero_()),
-    "detach": lambda w: w.detach().mul_(2),
-    "init": lambda w: nn.init.ones_(w),
-    "data =": replace_data,
-    "transposed": lambda w: setattr(w, "data", w.data.t()),
-    "dtype": lambda w: setattr(w, "data", w.data.double()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change):
-    w = weight()
-    assert is_made_again(w, lambda: CHANGES[change](w))
-
-
-def test_loading_a_state_is_seen():
-    linear, other = nn.Linear(16, 16), nn.Linear(16, 16)
-    assert is_made_again(linear.weight, lambda: linear.load_state_dict(other.state_dict()))
-    old = linear.weight
-    linear.load_state_dict(nn.Linear(16, 16).state_dict(), assign=True)
-    make = Counting()
-    parts_of(linear.weight, FORM, make)
-    assert linear.weight is not old and make.calls == 1
-
-
-OPTIMIZERS = {
-    f"{cls.__name__} {kind}": (cls, {kind: True} if kind != "plain" else {"foreach": False})
-    for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad)
-    for kind in ("plain", "foreach", "fused")
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_step_is_seen(name):
-    """Trap: torch's fused optimizers leave the version counter of what they change as it was."""
-    cls, options = OPTIMIZERS[name]
-    w = weight()
-    w.grad = torch.randn_like(w)
-    optimizer = cls([w], lr=0.1, **options)
-    version, before = w._version, w.detach().clone()
-    assert is_made_again(w, optimizer.step)
-    assert not torch.equal(before, w)
-    if name == "AdamW fused":
-        assert w._version == version, "the trap is gone: this test can go, too"
-
-
-class ThroughData(torch.optim.Optimizer):
-    """As old ones do, and those that keep master copies: here of the weights given to it."""
-
-    def __init__(self, weights):
-        self.weights = weights
-        super().__init__([torch.nn.Parameter(w.detach().clone()) for w in weights], {})
-
-    def step(self, closure=None):
-        for w in self.weights:
-            w.data.add_(1)
-
-
-def test_an_optimizer_that_writes_through_data_is_seen():
-    w = weight()
-    assert is_made_again(w, ThroughData([w]).step)
-
-
-def test_a_compiled_step_is_seen():
-    w = weight()
-    w.grad = torch.randn_like(w)
-    optimizer = torch.optim.AdamW([w], lr=torch.tensor(0.1))
-    assert is_made_again(w, torch.compile(lambda: optimizer.step(), backend="eager"))
-
-
-def test_a_frozen_weight_is_not_made_again_by_the_steps_of_others():
-    frozen, adapter = weight().requires_grad_(False), weight()
-    adapter.grad = torch.ones_like(adapter)
-    optimizer = torch.optim.SGD([adapter], lr=0.1, fused=True)
-    assert not is_made_again(frozen, optimizer.step)
-    thawed = torch.optim.SGD([frozen, adapter], lr=0.1, fused=True)
-    frozen.grad = torch.ones_like(frozen)
-    assert is_made_again(frozen, thawed.step)
-
-
-UNCHANGED = {
-    "read": lambda w: w.sum(),
-    "gradient": lambda w: (w * 2).sum().backward(),
-    "frozen": lambda w: w.requires_grad_(False),
-    "zero_grad": lambda w: setattr(w, "grad", None),
-}
-
-
-@pytest.mark.parametrize("name", UNCHANGED)
-def test_what_is_no_change(name):
-    w = weight()
-    assert not is_made_again(w, lambda: UNCHANGED[name](w))
-
-
-def test_a_write_behind_autograds_back_needs_forget_weights():
-    """The one thing that is not seen, as the docstring says."""
-    w = weight()
-    assert not is_made_again(w, lambda: w.data.add_(1))
-    q2compile.forget_weights()
-    make = Counting()
-    assert torch.equal(parts_of(w, FORM, make)[0], w) and make.calls == 1
-
-
-def test_a_weight_that_dies_takes_its_codes_along():
-    w = weight()
-    parts_of(w, FORM, Counting())
-    assert len(weight_cache._made) == 1
-    del w
-    gc.collect()
-    assert len(weight_cache._made) == 0
-
-
-def test_memory_that_is_used_again_is_not_the_same_weight():
-    """A new storage at the address of a freed one, with the version counter as it was."""
-    w = weight()
-    make = Counting()
-    parts_of(w, FORM, make)
-    for _ in range(4):
-        w.data = torch.randn(16, 16)
-        gc.collect()
-        assert torch.equal(parts_of(w, FORM, make)[0], w)
-
-
-def test_what_is_made_in_inference_mode_can_be_saved_for_backward():
-    w = weight()
-    with torch.inference_mode():
-        (codes,) = parts_of(w, FORM, Counting())
-    assert not codes.is_inference()
-
-
-def test_tensors_whose_changes_cannot_be_seen_are_not_cached():
-    with torch.inference_mode():
-        inference = torch.randn(16, 16)  # has no version counter
-    with FakeTensorMode():
-        fake = torch.randn(16, 16)
-
-    class Subclass(torch.Tensor):
-        pass
-
-    for w in (inference, fake, torch.randn(16, 16).as_subclass(Subclass)):
-        make = Counting()
-        parts_of(w, FORM, make)
-        parts_of(w, FORM, make)
-        assert make.calls == 2 and len(weight_cache._made) == 0
-
-
 @contextlib.contextmanager
 def counted():
     """How often codes are made by compiled models."""
     making = Counting()
-    plain = weight_cache.parts_of
+    plain = parts_of
 
     def counting(w, form, make):
         def counted_make(w):
@@ -228,7 +34,7 @@ def counted():
         return plain(w, form, counted_make)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_cache, "parts_of", counting)
+        patch.setattr(graph_inputs, "parts_of", counting)
         yield making
 
 

@@ -1,6 +1,6 @@
-"""The CUDA kernels on a CPU (tests/emulation), against the torch reference, bit by bit: with the
-fp4 conversions of Blackwell, and with what stands for them elsewhere, the fp8 conversions of Hopper
-or arithmetic alone."""
+"""The CUDA kernels on a CPU (tests/support/emulation), against the torch reference, bit by bit:
+with the fp4 conversions of Blackwell, and with what stands for them elsewhere, the fp8 conversions
+of Hopper or arithmetic alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import shutil
 from collections.abc import Iterator
 from itertools import product
 
-import emulation
 import pytest
 import torch
-from emulation.coins import close_to_their_coins
 
-from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, quest, rotation
-from q2compile.runtime_kernels.cuda.launch import Launch
-from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
-from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
-from q2compile.runtime_kernels.transforms import FIXED_SIGN_SEED
+from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
+from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzled
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED
+from tests.support import emulation
+from tests.support.emulation.coins import close_to_their_coins
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -49,13 +54,13 @@ def on_cpu(architecture, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
     fixed = torch.tensor(FIXED_SIGN_SEED)
     monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
-    functions = ((plan, "_run"), (dequantize, "_dequantize"), (gemm, "_swizzled"))
-    for module, function in (*functions, (quest, "_masked_unrotate")):
+    functions = ((plan, "_run"), (dequantize, "_dequantize"), (cublaslt_fp4, "_swizzled"))
+    for module, function in (*functions, (masked_unrotate, "_masked_unrotate")):
         monkeypatch.setattr(module, "empty", empty)
         monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)
-    rotation._PLANS.clear()
+    rotating_ops._PLANS.clear()
     yield
-    rotation._PLANS.clear()
+    rotating_ops._PLANS.clear()
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -81,47 +86,47 @@ def assert_same_bits(got, want) -> None:
 def test_rht_quantize_both(shape) -> None:
     x = matrix(*shape)
     args = (x, *SEEDS, POW2, "rht128", 3)
-    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
 def test_rht_quantize(transpose) -> None:
     for x in (matrix(140, 136), matrix(136, 140).t(), matrix(1, 136).expand(140, 136)):
         args = (x, SEEDS[0], EXACT, "rht128", transpose, 0)
-        assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
+        assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype) -> None:
     args = (matrix(130, 140, dtype), *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 @pytest.mark.parametrize("transform", ["none", "rht32_fixed", "rht64"])
 def test_other_transforms(transform) -> None:
     args = (matrix(136, 136), *SEEDS, POW2, transform, 0)
-    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 def test_tiny_numbers() -> None:
     """Scales down to e4m3's subnormals, and blocks that count as zeros."""
     x = matrix(128, 128, torch.float32) * torch.logspace(-38, -3, 128)
     args = (x, SEEDS[0], POW2, "none", False, 0)
-    assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_poison(value) -> None:
     x = matrix(130, 140)
     x[77, 88] = value
-    results = rotation.rht_quantize_both(x, *SEEDS, POW2, "rht128", 0)
+    results = rotating_ops.rht_quantize_both(x, *SEEDS, POW2, "rht128", 0)
     assert results[2].isnan() and results[5].isnan()
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
 def test_empty(shape) -> None:
     args = (torch.empty(shape, dtype=torch.bfloat16), *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
@@ -131,7 +136,7 @@ def test_requantize(source, scheme) -> None:
     x = matrix(145, 200)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
     args = (*q2.quantize(x, amax, None, source, 0), SEEDS[0], source, scheme, "rht128", 200, 1)
-    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+    assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
@@ -149,9 +154,9 @@ def test_dequantize(scheme, dtype) -> None:
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (200, 9)])
 def test_swizzled_scales(rows, blocks) -> None:
     scales = torch.randint(0, 127, (rows, blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    got = gemm.swizzled(scales, rows, get_scheme("nvfp4"))
+    got = swizzled(scales, rows, get_scheme("nvfp4"))
     assert_same_bits((got,), (swizzle_32x4x4(scales),))
-    shared = gemm.swizzled(scales, 16 * rows, get_scheme("nvfp4_16x16"))
+    shared = swizzled(scales, 16 * rows, get_scheme("nvfp4_16x16"))
     repeated = scales.view(torch.uint8).repeat_interleave(16, 0).view(scales.dtype)
     assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 
@@ -174,7 +179,7 @@ QUANTISERS = [
 def test_other_schemes(scheme, transform) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
         args = (x, *SEEDS, scheme, transform, 3)
-        assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+        assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
@@ -184,7 +189,7 @@ def test_poison_of_other_schemes(scheme, value) -> None:
     x = matrix(40, 72)
     x[17, 30] = value
     for transform in ("none", "rht32"):
-        results = rotation.rht_quantize_both(x, *SEEDS, scheme, transform, 0)
+        results = rotating_ops.rht_quantize_both(x, *SEEDS, scheme, transform, 0)
         assert results[2].isnan() and results[5].isnan()
 
 
@@ -194,7 +199,7 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
     x = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
     x[:, 64:96] = 0
     args = (x, SEEDS[0], scheme, "rht16", False, 0)
-    assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def test_four_over_six(scheme) -> None:
     x[40:] = torch.randn((24, 200), generator=torch.Generator().manual_seed(3)).bfloat16()
     x[50] *= 1e-37
     args = (x, q2.amax(x) if get_scheme(scheme).takes_amax else None, None, scheme, 0)
-    assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
+    assert_same_bits(rotating_ops.quantize(*args), q2.quantize(*args))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr"])
@@ -217,7 +222,7 @@ def test_quantize(scheme) -> None:
     x = matrix(30, 200)
     amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
     args = (x, amax, SEEDS[0], scheme, 5)
-    assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
+    assert_same_bits(rotating_ops.quantize(*args), q2.quantize(*args))
 
 
 def next_to_the_grid() -> torch.Tensor:
@@ -234,14 +239,14 @@ def next_to_the_grid() -> torch.Tensor:
 @pytest.mark.parametrize("scheme", ["nvfp4_pow2", "nvfp4_ms_eden_pow2"])
 def test_rounding_next_to_the_grid(scheme) -> None:
     args = (next_to_the_grid(), SEEDS[0], scheme, "none", False, 0)
-    assert_same_bits(rotation.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 def test_stochastic_rounding_between_close_coins() -> None:
     x = close_to_their_coins(SEEDS[0], 8, 64)
     args = (x, None, SEEDS[0], "nvfp4_sr_pow2", 1)
-    assert_same_bits(rotation.quantize(*args), q2.quantize(*args))
+    assert_same_bits(rotating_ops.quantize(*args), q2.quantize(*args))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +266,7 @@ def test_requantize_to_other_schemes(source, scheme, transform) -> None:
         else q2.quantize(x, q2.amax(x) if spec.takes_amax else None, None, source, 0)
     )
     args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
-    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+    assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
 
 
 # Scales swizzled where they are made: by align_scales.cu in chunks of 128 and in others, of rows of
@@ -283,7 +288,7 @@ def test_scales_are_written_swizzled(scheme, transform) -> None:
     for shape in RAGGED:
         x = matrix(*shape)
         args = (x, *SEEDS, scheme + SWIZZLED, transform, 3)
-        got = rotation.rht_quantize_both(*args)
+        got = rotating_ops.rht_quantize_both(*args)
         assert_same_bits(got, q2.rht_quantize_both(*args))
         plain = q2.rht_quantize_both(x, *SEEDS, scheme, transform, 3)
         want = [swizzle_32x4x4(s) for s in plain[1::3]]
@@ -291,14 +296,14 @@ def test_scales_are_written_swizzled(scheme, transform) -> None:
         for transpose in (False, True):
             one = (x, SEEDS[transpose], scheme + SWIZZLED, transform, transpose, 3)
             side = got[3:] if transpose else got[:3]
-            assert_same_bits(rotation.rht_quantize(*one), side)
+            assert_same_bits(rotating_ops.rht_quantize(*one), side)
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
 @pytest.mark.parametrize("scheme", [POW2, "nvfp4_sr", "mxfp4_sr"])
 def test_empty_with_swizzled_scales(scheme, shape) -> None:
     args = (torch.empty(shape, dtype=torch.bfloat16), *SEEDS, scheme + SWIZZLED, "rht16", 0)
-    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "mxfp4_sr"])
@@ -306,7 +311,7 @@ def test_quantize_with_swizzled_scales(scheme) -> None:
     for shape in RAGGED:
         x = matrix(*shape)
         amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
-        got = rotation.quantize(x, amax, SEEDS[0], scheme + SWIZZLED, 0)
+        got = rotating_ops.quantize(x, amax, SEEDS[0], scheme + SWIZZLED, 0)
         codes, scales, global_scale = q2.quantize(x, amax, SEEDS[0], scheme, 0)
         assert_same_bits(got, (codes, swizzle_32x4x4(scales).view(-1, 512), global_scale))
 
@@ -331,7 +336,7 @@ def test_requantize_with_swizzled_scales(source, scheme, transform) -> None:
             args = (*packed, SEEDS[0], *names, shape[1], 1)
             plain = q2.quantize(x, amax, None, source, 0)
             want = q2.requantize(*plain, SEEDS[0], source, *names[1:], shape[1], 1)
-            assert_same_bits(rotation.requantize(*args), want)
+            assert_same_bits(rotating_ops.requantize(*args), want)
             assert_same_bits(q2.requantize(*args), want)
 
 
@@ -339,7 +344,7 @@ def test_padding_is_zero_where_a_source_has_more_columns() -> None:
     """Of the source's columns only the first `rows` become rows of the result."""
     packed = q2.quantize(matrix(130, 200), None, None, "nvfp4_46_pow2", 0)
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", "nvfp4_sr_pow2" + SWIZZLED, "rht16", 72, 1)
-    got = rotation.requantize(*args)
+    got = rotating_ops.requantize(*args)
     assert got[1].view(torch.uint8).view(3, 32, 4, 4)[:, 8:, 2].sum() == 0
 
 
@@ -350,20 +355,20 @@ def test_quantize_masked(scheme, hw_fp4) -> None:
     tiny = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
     for x in (matrix(130, 200), matrix(33, 517), matrix(200, 130).t(), tiny):
         args = (x, scheme, "h32")
-        assert_same_bits(quest.quantize_masked(*args), q2.quantize_masked(*args))
+        assert_same_bits(quantize_masked(*args), q2.quantize_masked(*args))
 
 
 @pytest.mark.parametrize("transform", ["none", "rht16_fixed", "rht128_fixed"])
 def test_quantize_masked_of_other_transforms(transform) -> None:
     args = (matrix(130, 200, torch.float16), "mxfp4_quest", transform)
-    assert_same_bits(quest.quantize_masked(*args), q2.quantize_masked(*args))
+    assert_same_bits(quantize_masked(*args), q2.quantize_masked(*args))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_poison_of_quantize_masked(value) -> None:
     x = matrix(40, 72)
     x[17, 30] = value
-    assert quest.quantize_masked(x, "mxfp4_quest", "h32")[2].isnan()
+    assert quantize_masked(x, "mxfp4_quest", "h32")[2].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -372,7 +377,7 @@ def test_masked_unrotate(dtype) -> None:
         *_, mask = q2.quantize_masked(matrix(*shape), "mxfp4_quest", "h32")
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
         args = (grad, mask, "h32")
-        assert_same_bits((quest.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
+        assert_same_bits((masked_unrotate.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
 
 
 WIDENED_CASES = [
@@ -391,7 +396,7 @@ WIDENED_CASES = [
 @pytest.mark.parametrize("shape", [(300, 200), (33, 517)])
 def test_values_instead_of_codes(scheme, transform, shape) -> None:
     args = (matrix(*shape), *SEEDS, scheme + WIDENED, transform, 3)
-    assert_same_bits(rotation.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -403,7 +408,7 @@ def test_values_of_subnormal_scales(scheme, transpose) -> None:
     sizes = torch.logspace(-38, -3, 144)
     x = matrix(144, 144, torch.float32) * (sizes if transpose else sizes[:, None])
     args = (x, SEEDS[0], scheme + WIDENED, transform, transpose, 0)
-    got, want = rotation.rht_quantize(*args), q2.rht_quantize(*args)
+    got, want = rotating_ops.rht_quantize(*args), q2.rht_quantize(*args)
     assert_same_bits(got, want)
     plain = q2.rht_quantize(x, SEEDS[0], scheme, transform, transpose, 0)
     subnormal = (plain[1].float() < 2.0**-6) & (plain[1].float() > 0)
@@ -414,13 +419,13 @@ def test_values_of_a_requantised_operand() -> None:
     x = matrix(145, 200)
     packed = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1)
-    assert_same_bits(rotation.requantize(*args), q2.requantize(*args))
+    assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
 
 
 def test_poisoned_values() -> None:
     x = matrix(130, 140)
     x[77, 88] = float("inf")
-    results = rotation.rht_quantize_both(x, *SEEDS, POW2 + WIDENED, "rht128", 0)
+    results = rotating_ops.rht_quantize_both(x, *SEEDS, POW2 + WIDENED, "rht128", 0)
     assert all(r.isnan().all() for i, r in enumerate(results) if i % 3 != 1)
 
 

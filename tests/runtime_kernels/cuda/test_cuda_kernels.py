@@ -1,5 +1,5 @@
 """CUDA kernels on a GPU, against the torch reference on the CPU: the same bits, or for GEMMs a
-derived error. tests/test_cuda_emulated.py holds the same kernels to the same bits without a GPU."""
+derived error. test_cuda_emulated.py holds the same kernels to the same bits without a GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulation.coins import close_to_their_coins
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels import doctor
-from q2compile.runtime_kernels.cuda import launch, nvrtc, rotation, selfcheck
+from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.runtime_kernels.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.tools import doctor
+from tests.support.emulation.coins import close_to_their_coins
 
 assert runtime_kernels  # importing it registers the ops
 pytestmark = pytest.mark.gpu
@@ -155,7 +157,7 @@ def test_strides(layout) -> None:
     }[layout]()
     assert on_gpu.stride() == x.stride()
     seeds = [s.cuda() for s in SEEDS]
-    got = rotation.rht_quantize_both(on_gpu, *seeds, POW2, "rht128", 0)
+    got = rotating_ops.rht_quantize_both(on_gpu, *seeds, POW2, "rht128", 0)
     _, want = run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0)
     assert_same_bits(tuple(t.cpu() for t in got), want)
 
@@ -299,10 +301,10 @@ def test_gemm(scheme, biased, dtype) -> None:
 def test_a_captured_graph_draws_fresh_coins() -> None:
     x = matrix((300, 200), torch.bfloat16).cuda()
     seeds = [s.cuda() for s in SEEDS]
-    rotation.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
+    rotating_ops.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = rotation.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
+        results = rotating_ops.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
     for value in (7, 8, 7):
         seeds[0].fill_(value)
         graph.replay()
@@ -316,12 +318,12 @@ def test_runs_on_the_current_stream() -> None:
     x, seed = matrix((300, 200), torch.bfloat16), SEEDS[0].cuda()
     late, big = torch.zeros_like(x, device="cuda"), torch.randn(8192, 8192, device="cuda")
     filled = x.cuda()
-    rotation.rht_quantize(late, seed, POW2, "rht128", True, 0)
+    rotating_ops.rht_quantize(late, seed, POW2, "rht128", True, 0)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         big @ big
         late.copy_(filled)
-        got = rotation.rht_quantize(late, seed, POW2, "rht128", True, 0)
+        got = rotating_ops.rht_quantize(late, seed, POW2, "rht128", True, 0)
     torch.cuda.synchronize()
     _, want = run_both("rht_quantize", x, SEEDS[0], POW2, "rht128", True, 0)
     assert_same_bits(tuple(t.cpu() for t in got), want)

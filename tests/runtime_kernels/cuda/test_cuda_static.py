@@ -13,32 +13,45 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from q2compile.recipes import RECIPES, resolve
-from q2compile.runtime_kernels import doctor
-from q2compile.runtime_kernels.cuda import dequantize, gemm, nvrtc, plan, quest, rotation, sass
-from q2compile.runtime_kernels.cuda.launch import Launch, params_bytes
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
+from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import scaled_mm_arguments, swizzle_launch
+from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
+from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
+from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
+from q2compile.runtime_kernels.cuda.quantize.plan import make_plan
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    not_served,
+    rotate_launch,
+)
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
-from q2compile.runtime_kernels.schemes import SWIZZLED, WIDENED, get_scheme
-from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
-from q2compile.runtime_kernels.transforms import get_transform
+from q2compile.tools import doctor
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89")  # and Ada, the last
 BLACKWELL = [a for a in nvrtc.ARCHITECTURES.values() if a not in (*AMPERE, "sm_90a")]
-BF16, FP16, FP32 = (plan.SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.float32))
-NVFP4, MXFP4 = plan.SOURCES["nvfp4"], plan.SOURCES["mxfp4"]
+BF16, FP16, FP32 = (SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.float32))
+NVFP4, MXFP4 = SOURCES["nvfp4"], SOURCES["mxfp4"]
 ROW, COL, BOTH = (True, False), (False, True), (True, True)
 EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
 
 
 def rotate(source: int, transform: str, scheme: str, directions: tuple, **options) -> Launch:
     spec = get_scheme(scheme)
-    return plan.rotate_launch(source, get_transform(transform), spec, *directions, **options)
+    return rotate_launch(source, get_transform(transform), spec, *directions, **options)
 
 
 def align(scheme: str, interleaved: bool) -> Launch:
-    return plan.align_launch(get_scheme(scheme), interleaved)
+    return align_launch(get_scheme(scheme), interleaved)
 
 
 # The kernels of the backward passes of the recipes.
@@ -64,7 +77,7 @@ HOT = {
     "quartet both swizzled": rotate(BF16, "rht32", "mxfp4_rtn34" + SWIZZLED, BOTH),
     "exact both swizzled": rotate(BF16, "rht128", "nvfp4_sr" + SWIZZLED, BOTH),
     "exact col swizzled": rotate(BF16, "rht16", "nvfp4_sr" + SWIZZLED, COL),
-    "requantize swizzled": rotate(plan.SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
+    "requantize swizzled": rotate(SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
 }
 OTHERS = {
     "float16": rotate(FP16, "rht64", EDEN, BOTH),
@@ -83,16 +96,16 @@ OTHERS = {
     "align swizzled": align(EDEN + SWIZZLED, True),
     "align swizzled of any rows": align(EDEN + SWIZZLED, False),
     "quartet requantize swizzled": rotate(
-        plan.SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
+        SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
     ),
     "settle eden": align(EDEN + WIDENED, True),
     "settle sr": align(SR + WIDENED, False),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
-    "swizzle": gemm.swizzle_launch(),
-    "masked unrotate": quest.unrotate_launch(torch.bfloat16),
-    "masked unrotate fp32": quest.unrotate_launch(torch.float32),
+    "swizzle": swizzle_launch(),
+    "masked unrotate": unrotate_launch(torch.bfloat16),
+    "masked unrotate fp32": unrotate_launch(torch.float32),
 }
 
 
@@ -123,9 +136,9 @@ CASES += [*product(SAMPLE, ["sm_80"]), *product(SAMPLE[:2], ["sm_86", "sm_87", "
 
 
 @cache
-def disassembled(launch: Launch, architecture: str) -> sass.Code:
+def disassembled(launch: Launch, architecture: str) -> disassemble.Code:
     try:
-        return sass.disassemble(nvrtc.cubin(launch.variant, architecture))
+        return disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
@@ -242,7 +255,7 @@ def test_errors_name_the_file_and_carry_the_log(tmp_path, monkeypatch) -> None:
 
 def test_a_corrupt_cubin_is_compiled_again(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    variant = gemm.swizzle_launch().variant
+    variant = swizzle_launch().variant
     code = nvrtc.cubin(variant, "sm_90a")
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
@@ -253,7 +266,7 @@ def test_a_corrupt_cubin_is_compiled_again(tmp_path, monkeypatch) -> None:
 
 def test_a_good_cubin_is_not_compiled_again(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    variant = gemm.swizzle_launch().variant
+    variant = swizzle_launch().variant
     code = nvrtc.cubin(variant, "sm_90a")
     monkeypatch.setattr(nvrtc, "compile_variant", None)
     assert nvrtc.cubin(variant, "sm_90a") == code
@@ -274,13 +287,13 @@ def test_what_keys_a_cubin(monkeypatch) -> None:
 
 def test_an_unwritable_cache_costs_only_time(monkeypatch) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
-    assert nvrtc.cubin(gemm.swizzle_launch().variant, "sm_90a")
+    assert nvrtc.cubin(swizzle_launch().variant, "sm_90a")
 
 
 def test_a_compilation_leaves_the_objects_of_python_alone() -> None:
     """Bytes of length one are objects that the whole process shares, and an empty log is one NUL:
     written into b" ", it made torch.load take each size of 32 (0x20) for 0."""
-    _, log = nvrtc.compile_variant(gemm.swizzle_launch().variant, "sm_90a")
+    _, log = nvrtc.compile_variant(swizzle_launch().variant, "sm_90a")
     assert log == ""
     assert [bytes([i])[0] for i in range(256)] == list(range(256))
     file, weight = io.BytesIO(), torch.ones(32)
@@ -322,7 +335,7 @@ def test_every_quantiser_of_a_recipe_has_a_kernel() -> None:
             for gemm_ in filter(None, (resolved.fprop, resolved.dgrad, resolved.wgrad)):
                 for operand in (gemm_.a, gemm_.b):
                     spec = get_scheme(operand.scheme)
-                    why = plan.not_served(spec.name, operand.transform, masked=spec.masked)
+                    why = not_served(spec.name, operand.transform, masked=spec.masked)
                     assert (why is None) == (spec.block[0] == 1)
 
 
@@ -331,7 +344,7 @@ def test_every_quantiser_of_a_recipe_has_a_kernel() -> None:
     [("nvfp4_sr_46", "draws coins"), ("mxfp4_quest", "trust mask"), ("nvfp4_16x16", "square")],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
-    why = rotation.refuses("rht_quantize", torch.empty(1), scheme, "rht128")
+    why = rotating_ops.refuses("rht_quantize", torch.empty(1), scheme, "rht128")
     assert why is not None and reason in why
 
 
@@ -339,7 +352,7 @@ def loaded_by(monkeypatch, op: str, *args) -> list[Launch]:
     """What warm_up loads for fake arguments, as if their device were there."""
     loaded: list[Launch] = []
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
-    for module in (rotation, dequantize, gemm):
+    for module in (rotating_ops, dequantize, cublaslt_fp4, cuda_bf16, triton_fp4):
         monkeypatch.setattr(module, "refusal", lambda *names: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     warm_up(op, args)
@@ -388,7 +401,7 @@ def test_scaled_mm_accepts_our_arguments(m, n, k, scheme, monkeypatch) -> None:
         rows_of_scales = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
         return codes, swizzle_32x4x4(rows_of_scales.view(scales.dtype)), global_scale
 
-    arguments = gemm.scaled_mm_arguments(*operand(m), *operand(n), spec)
+    arguments = scaled_mm_arguments(*operand(m), *operand(n), spec)
     # As if on a CUDA device: torch checks less on a CPU.
     monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
     out = torch.nn.functional.scaled_mm(**{k: on_meta(v) for k, v in arguments.items()})
@@ -404,7 +417,7 @@ def on_meta(value):
 def test_padding_the_codes_adds_only_zeros() -> None:
     x = torch.randn(5, 48)
     packed = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
-    arguments = gemm.scaled_mm_arguments(*packed, *packed, get_scheme("nvfp4_46_pow2"))
+    arguments = scaled_mm_arguments(*packed, *packed, get_scheme("nvfp4_46_pow2"))
     a = arguments["mat_a"].view(torch.uint8)
     b = arguments["mat_b"].t().view(torch.uint8)
     assert a.shape == (5, 32) and b.shape == (16, 32)
@@ -427,8 +440,8 @@ def test_more_coins_than_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
     half = (1 << 17, 1 << 17, 1 << 17, 0, 0)
     for scheme in (SR, EDEN):
-        plan.make_plan(0, BF16, get_scheme(scheme), get_transform("rht128"), half, ROW)
+        make_plan(0, BF16, get_scheme(scheme), get_transform("rht128"), half, ROW)
     too_many = (1 << 17, (1 << 17) + 1, 1 << 17, 0, 0)
-    plan.make_plan(0, BF16, get_scheme(EDEN), get_transform("rht128"), too_many, ROW)
+    make_plan(0, BF16, get_scheme(EDEN), get_transform("rht128"), too_many, ROW)
     with pytest.raises(ValueError, match="at most 2.34 numbers"):
-        plan.make_plan(0, BF16, get_scheme(SR), get_transform("rht128"), too_many, ROW)
+        make_plan(0, BF16, get_scheme(SR), get_transform("rht128"), too_many, ROW)

@@ -1,18 +1,18 @@
 """q2::split_scales: by hand, against the quantiser whose last step it is, and its CUDA kernel on a
-CPU (tests/emulation)."""
+CPU (tests/support/emulation)."""
 
 from __future__ import annotations
 
 import shutil
 
-import emulation
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import split_scales as on_cuda
-from q2compile.runtime_kernels.cuda.launch import Launch
-from q2compile.runtime_kernels.schemes import SWIZZLED
-from q2compile.runtime_kernels.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize import split_scales as on_cuda
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from tests.support import emulation
 
 SCHEMES = ("nvfp4_46_pow2", "nvfp4_pow2")
 ON_CUDA = (*SCHEMES, "nvfp4_16x16_pow2", *(scheme + SWIZZLED for scheme in SCHEMES))

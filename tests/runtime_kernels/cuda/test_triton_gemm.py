@@ -15,8 +15,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from q2compile.runtime_kernels.cuda import sass  # noqa: E402
-from q2compile.runtime_kernels.gemm import triton as gemm  # noqa: E402
+from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm  # noqa: E402
+from q2compile.runtime_kernels.cuda.jit import disassemble  # noqa: E402
 
 POINTERS = {
     "a": "*u8",
@@ -48,13 +48,13 @@ def test_cross_compiled(capability, warps, instruction) -> None:
     aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 7, 8, 9, 10)}
     source = ASTSource(gemm._gemm_fp4, signature, CONSTANTS, aligned)
     kernel = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
-    code = sass.disassemble(kernel.asm["cubin"])
+    code = disassemble.disassemble(kernel.asm["cubin"])
     assert code.count(instruction)
     assert code.count("LDL") == code.count("STL") == 0
 
 
 def test_interpreted() -> None:
-    script = Path(__file__).parent / "emulation" / "triton_gemm.py"
+    script = Path(__file__).parents[2] / "support" / "emulation" / "triton_gemm.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True

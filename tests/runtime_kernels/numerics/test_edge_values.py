@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from q2compile import quantize
-from q2compile.runtime_kernels.formats import decode_e2m1
-from q2compile.runtime_kernels.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 
 ALL = pytest.mark.parametrize("name", SCHEMES)
 NVFP4 = [name for name, s in SCHEMES.items() if s.format == "nvfp4"]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from oracle import E2M1, E4M3, nearest, neighbours
 
-from q2compile.runtime_kernels import formats, philox
+from q2compile.runtime_kernels.numerics import formats, philox
+from tests.support.oracle import E2M1, E4M3, nearest, neighbours
 
 # Every bf16 number in e2m1's range and a little above, both signs: ties and all.
 EVERY_BF16 = torch.arange(0x4110, dtype=torch.int16).view(torch.bfloat16).float()

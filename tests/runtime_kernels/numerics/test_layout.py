@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from q2compile.runtime_kernels import layout, swizzle
+from q2compile.runtime_kernels.numerics import layout, swizzle
 
 
 @pytest.mark.parametrize(("rows", "contraction"), [(5, 64), (5, 40), (1, 1), (0, 40), (5, 0)])

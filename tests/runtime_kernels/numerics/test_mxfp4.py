@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from oracle import E2M1, nearest
 
 from q2compile import quantize
-from q2compile.runtime_kernels.formats import decode_e2m1
-from q2compile.runtime_kernels.layout import unpack_bits
-from q2compile.runtime_kernels.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.layout import unpack_bits
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from tests.support.oracle import E2M1, nearest
 
 MXFP4 = [name for name, s in SCHEMES.items() if s.format == "mxfp4"]
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from oracle import E2M1, E4M3, nearest
 
 from q2compile import quantize
-from q2compile.runtime_kernels import nvfp4
-from q2compile.runtime_kernels.formats import decode_e2m1
-from q2compile.runtime_kernels.schemes import MS_EDEN_CLIP, SCHEMES, get_scheme
+from q2compile.runtime_kernels.numerics import nvfp4
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.schemes import MS_EDEN_CLIP, SCHEMES, get_scheme
+from tests.support.oracle import E2M1, E4M3, nearest
 
 NVFP4 = [name for name, s in SCHEMES.items() if s.format == "nvfp4"]
 NEAREST = [name for name in NVFP4 if SCHEMES[name].rounding == "rtn"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from q2compile.runtime_kernels import philox
+from q2compile.runtime_kernels.numerics import philox
 
 # kat_vectors of Random123 1.14 (Salmon et al.), philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from q2compile import quantize
-from q2compile.runtime_kernels import transforms
-from q2compile.runtime_kernels.layout import Tiling
-from q2compile.runtime_kernels.quantizer import rotate_tiles, rotate_tiles_back
-from q2compile.runtime_kernels.transforms import TRANSFORMS, get_transform, signs_of
+from q2compile.runtime_kernels.numerics import transforms
+from q2compile.runtime_kernels.numerics.layout import Tiling
+from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles, rotate_tiles_back
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform, signs_of
 
 ROTATIONS = [t for t in TRANSFORMS.values() if t.size > 1]
 SEED = torch.tensor(11)

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from oracle import relative_error
 
 from q2compile import quantize
-from q2compile.runtime_kernels.schemes import SCHEMES, get_scheme
-from q2compile.tables import paper
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, get_scheme
+from q2compile.tools.paper_tables import paper
+from tests.support.oracle import relative_error
 
 STOCHASTIC = [name for name, s in SCHEMES.items() if s.stochastic]
 

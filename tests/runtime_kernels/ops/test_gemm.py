@@ -5,7 +5,7 @@ import torch
 
 import q2compile.runtime_kernels  # noqa: F401
 from q2compile import quantize
-from q2compile.runtime_kernels.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 
 q2 = torch.ops.q2
 

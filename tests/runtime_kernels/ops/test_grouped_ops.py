@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import relative_error
 from torch import Tensor
 
-import q2compile.experts  # noqa: F401  registers the ops
-from q2compile import recipes
+import q2compile.linear.experts  # noqa: F401  registers the ops
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.resolve import resolve
+from tests.support.oracle import relative_error
 
 E, K, N = 4, 32, 48
 
@@ -93,10 +94,10 @@ def grouped_step(recipe: Any, dtype: torch.dtype, offs: list[int], n: int = N) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("global_scale", ["pow2", "exact"])
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe(name: str, global_scale: str, dtype: torch.dtype) -> None:
     """With an empty group, one smaller than a block, rows of no group, and N of no whole chunk."""
-    recipe = recipes.resolve(name, global_scale)
+    recipe = resolve(name, global_scale)
     ours, own = grouped_step(recipe, dtype, [7, 7, 150, 190], n=80)
     for got, right in zip(ours, own, strict=True):
         assert got.dtype == dtype
@@ -107,17 +108,17 @@ def test_every_recipe(name: str, global_scale: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("offs", [[0, 0, 0, 0], [200, 200, 200, 200], [50, 100, 150, 200]])
 def test_extreme_groups(offs: list[int]) -> None:
-    ours, own = grouped_step(recipes.resolve("quartet2"), torch.float32, offs)
+    ours, own = grouped_step(resolve("quartet2"), torch.float32, offs)
     for got, right in zip(ours, own, strict=True):
         assert got.isfinite().all() and (got[right == 0] == 0).all()
         assert not right.any() or relative_error(got, right) < 0.05
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_linear_without_rows(name: str) -> None:
     """The loop's empty expert."""
     x, w, bias = (torch.randn(s, requires_grad=True) for s in ((0, K), (N, K), (N,)))
-    y = torch.ops.q2.linear(x, w, bias, *recipes.resolve(name).texts(), 0)
+    y = torch.ops.q2.linear(x, w, bias, *resolve(name).texts(), 0)
     dx, dw, dbias = torch.autograd.grad(y.sum(), (x, w, bias))
     assert (y.shape, dx.shape) == ((0, N), (0, K))
     assert dw.shape == (N, K) and not dw.any() and not dbias.any()
@@ -125,7 +126,7 @@ def test_a_linear_without_rows(name: str) -> None:
 
 def mean_error(sizes: list[int], runs: int) -> list[tuple[float, float]]:
     """For each group: the relative error of the mean of so many wgrads, and of one of them."""
-    offs, recipe = torch.tensor(sizes).cumsum(0), recipes.resolve("quartet2")
+    offs, recipe = torch.tensor(sizes).cumsum(0), resolve("quartet2")
     x, w = torch.randn(200, K), torch.randn(E, N, K, requires_grad=True)
     y, dy = torch.ops.q2.grouped_linear(x, w, offs, *recipe.texts(), 0), torch.randn(200, N)
     q = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
@@ -157,7 +158,7 @@ def test_the_mean_of_wgrad_is_the_gradient_of_the_quantised_forward() -> None:
 
 @pytest.mark.gpu
 def test_cuda_gives_what_the_cpu_gives() -> None:
-    recipe = recipes.resolve("quartet2")
+    recipe = resolve("quartet2")
     tensors = torch.randn(200, K), torch.randn(E, N, K), torch.randn(200, N)
     results = []
     for device in ("cpu", "cuda"):

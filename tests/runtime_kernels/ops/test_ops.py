@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import q2compile.runtime_kernels  # noqa: F401
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 
 q2 = torch.ops.q2
 SEED = torch.tensor(5)

@@ -2,7 +2,7 @@
 
 import torch
 
-from q2compile.runtime_kernels import philox
+from q2compile.runtime_kernels.numerics import philox
 
 
 def close_to_their_coins(seed: torch.Tensor, rows: int, cols: int, stream: int = 1) -> torch.Tensor:

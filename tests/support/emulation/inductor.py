@@ -21,10 +21,13 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from q2compile import lowering
-from q2compile.lowering import fp32
+from q2compile.lowering import fp32, support
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import dequantize, gemm, rotation, sass, split_scales
-from q2compile.runtime_kernels.cuda.launch import Launch
+from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
+from q2compile.runtime_kernels.cuda.jit import disassemble
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize import rotating_ops, split_scales
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
 
@@ -56,7 +59,7 @@ class Kernel:
         assert found
         return found.group()
 
-    def compiled(self, capability: int, folder: Any) -> sass.Code:
+    def compiled(self, capability: int, folder: Any) -> disassemble.Code:
         """Its machine code with the tile that is fixed in it."""
         fixed = re.search(r"config=(\{.*?\})", self.config)
         assert fixed, "no fixed tile"
@@ -79,14 +82,14 @@ class Kernel:
         source = ASTSource(scope[self.name], signature, constexprs=constants, attrs=aligned)
         target = GPUTarget("cuda", capability, 32)
         built = triton.compile(source, target=target, options={"num_warps": tile["num_warps"]})
-        return sass.disassemble(built.asm["cubin"])
+        return disassemble.disassemble(built.asm["cubin"])
 
 
 def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quantising ops become loops on a CPU as well."""
-    why_not = lowering.why_not_lowered
+    why_not = support.why_not_lowered
     cuda = torch.device("cuda")
-    monkeypatch.setattr(lowering, "why_not_lowered", lambda device, *names: why_not(cuda, *names))
+    monkeypatch.setattr(support, "why_not_lowered", lambda device, *names: why_not(cuda, *names))
     lowering.register()
 
 
@@ -137,7 +140,8 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 
     monkeypatch.setattr(registry.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
-    for module in (rotation, dequantize, gemm, split_scales):
+    gemms = (cublaslt_fp4, cuda_bf16, triton_fp4)
+    for module in (rotating_ops, dequantize, *gemms, split_scales):
         monkeypatch.setattr(module, "refusal", lambda *names: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)

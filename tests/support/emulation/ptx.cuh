@@ -1,4 +1,4 @@
-// Stands in for runtime_kernels/cuda/ptx.cuh on a CPU: the same functions in plain C++, from the
+// Stands in for ptx.cuh of runtime_kernels on a CPU: the same functions in plain C++, from the
 // PTX manual's words.
 #pragma once
 

@@ -1,7 +1,7 @@
 """Runs the Triton fp4 GEMM under Triton's interpreter, which must be chosen before Triton is
-imported: a program of its own, for tests/test_triton_gemm.py.
+imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.py.
 
-    TRITON_INTERPRET=1 python tests/emulation/triton_gemm.py
+    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py
 
 The interpreter has no dot_scaled; there is one here, on what the kernel loaded.
 """
@@ -14,8 +14,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.gemm import triton as gemm
-from q2compile.runtime_kernels.schemes import get_scheme
+from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 assert runtime_kernels  # importing it registers the ops
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

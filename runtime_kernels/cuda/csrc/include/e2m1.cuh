@@ -1,5 +1,5 @@
 // Rounding to e2m1 of blocks of 16 in registers, two at a time, one in each half of the pairs: the
-// arithmetic of runtime_kernels/formats.py, to the bit.
+// arithmetic of numerics/formats.py, to the bit.
 //
 // What is rounded has been divided by its block's scale, and is below 7 in magnitude. Without fp4
 // conversions it is held as a magnitude times 2^-6 (kUnit), beside the numbers whose signs count.

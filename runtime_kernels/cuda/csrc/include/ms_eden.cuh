@@ -1,4 +1,4 @@
-// MS-EDEN on blocks of 16 in registers: the arithmetic of runtime_kernels/blocks.py:_ms_eden, to
+// MS-EDEN on blocks of 16 in registers: the arithmetic of numerics/nvfp4.py:_ms_eden, to
 // the bit.
 #pragma once
 #include "e2m1.cuh"

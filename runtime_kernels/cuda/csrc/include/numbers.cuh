@@ -2,7 +2,7 @@
 //
 // No header is included, so that NVRTC needs none. Compiled with --fmad=false: a product and a sum
 // round one after the other unless fma says otherwise, as in the torch reference
-// (runtime_kernels/nvfp4.py), whose bits these kernels reproduce.
+// (numerics/nvfp4.py), whose bits these kernels reproduce.
 #pragma once
 
 // Q2_HW_FP4: the fp4 conversions of Blackwell. Q2_HW_FP8: the fp8 conversions that began with sm_89;
@@ -104,7 +104,7 @@ Q2_INLINE float divide(float a, float b) {
 }
 
 // Where scale (row, block) lies in the layout of Blackwell's tensor cores, `across` tiles of 4 blocks
-// wide (runtime_kernels/swizzle.py). The four of a tile's row are one word.
+// wide (numerics/swizzle.py). The four of a tile's row are one word.
 Q2_INLINE long long swizzled_at(u32 row, u32 block, u32 across) {
   long long tile = (long long)(row / 128) * across + block / 4;
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
@@ -122,7 +122,7 @@ Q2_INLINE u32 block_largest(u32 value) {
   return value;
 }
 
-// Philox4x32-10 (runtime_kernels/philox.py): key = the seed, counter = (index, stream, purpose).
+// Philox4x32-10 (numerics/philox.py): key = the seed, counter = (index, stream, purpose).
 
 enum Purpose { SIGNS = 1, COINS = 2 };
 

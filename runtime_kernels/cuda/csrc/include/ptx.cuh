@@ -1,6 +1,6 @@
 // Every instruction that C++ cannot name, one function each. Nothing else in this folder contains
 // inline PTX, so that a test can put plain C++ in this file's place and run the kernels on a CPU
-// (tests/emulation/ptx.cuh).
+// (tests/support/emulation/ptx.cuh).
 #pragma once
 
 typedef unsigned char u8;

@@ -1,5 +1,5 @@
 // Rounding rules for two blocks of 16 in registers, one in each half of the pairs: those of
-// runtime_kernels/nvfp4.py and mxfp4.py, to the bit.
+// numerics/nvfp4.py and mxfp4.py, to the bit.
 //
 //   MS_EDEN  codes and a worth from the block alone; the norm comes later     ms_eden.cuh
 //   POW2     p = largest / vmax to 4 significant bits, code = round(x / p); the worth is p

@@ -1,5 +1,5 @@
 // From the worths that rotate_quantize.cu left, and the largest of them, to block scales: what
-// align_scales.cu and settle_values.cu share. Their headers say what the defines mean.
+// align_scales.cu and settle_widened.cu share. Their headers say what the defines mean.
 #pragma once
 #include "numbers.cuh"
 

@@ -27,7 +27,7 @@ constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = kSource == F32 ? 1 : 2;  // tiles in shared memory
 constexpr int kBlock = 16;
 // What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
-constexpr bool kValues = Q2_VALUES;
+constexpr bool kValues = Q2_WIDENED;
 
 // Where codes of one direction go, and what rounding them takes (rounding.cuh).
 struct Output {

@@ -1,9 +1,9 @@
-// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_VALUES: code * scale, and
+// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_WIDENED: code * scale, and
 // where the global scale is a power of two times that too. 6 significant bits, so exact.
 //
 // With worths (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
 // wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the worth alone
-// gives. So the numbers are made with those (numbers.cuh, provisional), and settle_values.cu mends
+// gives. So the numbers are made with those (numbers.cuh, provisional), and settle_widened.cu mends
 // the others.
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers

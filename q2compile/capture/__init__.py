@@ -1,0 +1,3 @@
+"""A Dynamo graph's matmuls, and the names of their modules. May import linear.tensor_parallel and
+torch_internals.
+"""

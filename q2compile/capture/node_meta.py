@@ -1,0 +1,4 @@
+"""What q2compile notes on the nodes of a graph."""
+
+# Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.
+SITE, SALT = "q2_site", "q2_salt"

@@ -1,0 +1,3 @@
+"""A rewritten graph through AOTAutograd, our passes and Inductor. May import passes, weight_cache,
+lowering and torch_internals; knows of reports only that somebody may watch.
+"""

@@ -1,0 +1,93 @@
+"""Compile a rewritten graph: AOTAutograd, the passes, and Inductor or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import fx, nn
+
+from q2compile import lowering
+from q2compile.compiler.joint_passes import JointPasses
+from q2compile.compiler.post_grad_passes import Fault, PostGradPasses
+from q2compile.compiler.watcher import Watcher
+from q2compile.config import Config
+from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once
+from q2compile.torch_internals.inductor import (
+    JOINT_PASS_SLOT,
+    inductor_compile,
+    inductor_options_of_mode,
+    pass_in_slot,
+    pass_slot,
+)
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config: Config,
+    root: nn.Module | None,
+    watcher: Watcher | None = None,
+    fault: Fault | None = None,
+) -> Callable[..., Any]:
+    """Compile a rewritten graph; its backward at once, too, when a failure there still counts.
+
+    root     the model that the graph belongs to, None if it is not known
+    watcher  told of every stage; the caches are off then, since a hit would skip the stages
+    fault    see `PostGradPasses`
+    """
+    with backward_at_once(config.on_error == "bf16"):
+        if not config.cache_weights:
+            return _compiled(gm, example_inputs, config, watcher, fault)
+        from q2compile.weight_cache.graph_inputs import take_codes, with_codes
+
+        gm, inputs, sites = take_codes(gm, example_inputs, root)
+        if watcher is not None:
+            watcher.graph("1_rewritten", gm)
+        compiled = _compiled(gm, inputs, config, watcher, fault)
+        return with_codes(compiled, sites, partial(_compiled_form, config))
+
+
+def compile_plain(
+    gm: fx.GraphModule, example_inputs: list[Any], config: Config
+) -> Callable[..., Any]:
+    """Compile Dynamo's graph as it came, without q2compile."""
+    if config.inner == "eager":
+        return aot_eager_compile(gm, example_inputs, lambda g: None)
+    return inductor_compile(gm, example_inputs, _patches(config))
+
+
+def _patches(config: Config) -> dict[str, Any]:
+    return {**inductor_options_of_mode(config.mode), **config.inductor}
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config: Config,
+    watcher: Watcher | None,
+    fault: Fault | None,
+) -> Callable[..., Any]:
+    passes = PostGradPasses(config, watcher, pass_in_slot(), fault)
+    joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))
+    if config.inner == "eager":
+        return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint)
+    lowering.register()
+    patches = {**_patches(config), **pass_slot(passes)}
+    if joint.names:
+        patches[JOINT_PASS_SLOT] = joint
+    if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown
+        patches["fx_graph_cache"] = False
+        return inductor_compile(gm, example_inputs, patches, watcher.output_code)
+    return inductor_compile(gm, example_inputs, patches)
+
+
+def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What makes a weight's codes. What it returns is kept, so not in a CUDA graph's memory."""
+    passes = PostGradPasses(config)
+    if config.inner == "eager":
+        return aot_eager_compile(gm, inputs, lambda g: passes(g.graph))
+    lowering.register()
+    patches = {**_patches(config), **pass_slot(passes), "triton.cudagraphs": False}
+    return inductor_compile(gm, inputs, patches)

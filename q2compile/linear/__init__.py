@@ -1,0 +1,3 @@
+"""`q2::linear` and its kin for experts: the three GEMMs of a recipe under autograd. May import
+recipes, runtime_kernels and torch_internals.
+"""

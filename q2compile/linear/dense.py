@@ -1,0 +1,87 @@
+"""The ops q2::linear, q2::linear_of_codes and q2::quantize_weight.
+
+They are CompositeImplicitAutograd: AOTAutograd traces through them into an autograd.Function made
+of the functional ops of `q2compile.runtime_kernels`, so forward and backward graphs stay readable
+and torch's caches apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
+from q2compile.linear import tensor_parallel
+from q2compile.linear.autograd import LinearFunction, forward_parts
+from q2compile.recipes.recipe import Operand, parse
+from q2compile.torch_internals.jagged import jagged_like
+
+_library = torch.library.Library("q2", "FRAGMENT")
+_library.define(
+    "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int salt) -> Tensor"
+)
+_library.define(
+    "linear_of_codes(Tensor x, Tensor w, Tensor[] codes, Tensor? bias, str fprop, str dgrad,"
+    " str wgrad, int salt) -> Tensor"
+)
+_library.define("quantize_weight(Tensor w, str operand, ScalarType dtype) -> Tensor[]")
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, fprop: str, dgrad: str, wgrad: str, salt: int
+) -> Tensor:
+    """y [..., N] = x [..., K] wᵀ + bias, each GEMM as its text says (`recipes.Gemm`).
+
+    x may be a jagged nested tensor [B, j, ..., K]. Under autocast x and w are cast first, as
+    torch's own linear would. ``salt`` tells the sites of one graph apart, so that two equal layers
+    with the same gradient do not draw the same coins.
+    """
+    return linear_of_codes(x, w, (), bias, fprop, dgrad, wgrad, salt)
+
+
+def linear_of_codes(
+    x: Tensor,
+    w: Tensor,
+    codes: Sequence[Tensor],
+    bias: Tensor | None,
+    fprop: str,
+    dgrad: str,
+    wgrad: str,
+    salt: int,
+) -> Tensor:
+    """`linear`, with what `quantize_weight` makes of w given, or () to make it here."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, w = x.to(dtype), w.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    recipe = parse(fprop, dgrad, wgrad)
+
+    def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y = LinearFunction.apply(flat, w, bias, recipe, salt, *codes)
+        return y.reshape(*x.shape[:-1], w.shape[0])
+
+    with torch.autocast(device, enabled=False):
+        if x.is_nested:  # the values of a jagged tensor are its rows
+            return jagged_like(x, local_linear(x.values(), w, bias))
+        if isinstance(w, DTensor):
+            assert not codes, "codes are kept for plain parameters alone (weight_cache)"
+            return tensor_parallel.linear(x, w, bias, local_linear)
+        return local_linear(x, w, bias)
+
+
+def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
+    """What fprop makes of w [N, K], first cast to ``dtype``: codes, scales, global scale, and the
+    mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`).
+    """
+    with torch.autocast(w.device.type, enabled=False):
+        return list(forward_parts(w.to(dtype), Operand.parse(operand)))
+
+
+_library.impl("linear", linear, "CompositeImplicitAutograd")
+_library.impl("linear_of_codes", linear_of_codes, "CompositeImplicitAutograd")
+_library.impl("quantize_weight", quantize_weight, "CompositeImplicitAutograd")

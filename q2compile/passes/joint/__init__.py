@@ -1,0 +1,1 @@
+"""Passes over the joint graph that say what is kept for the backward; see `q2compile.passes`."""

@@ -1,0 +1,2 @@
+"""Passes over forward and backward graphs, and those twins of theirs that see both; see
+`q2compile.passes`."""

@@ -1,0 +1,8 @@
+"""The format of each GEMM, as data, and which module gets which. May import
+runtime_kernels.numerics.
+
+recipe.py      what a recipe is made of
+published.py   every recipe, on one screen
+resolve.py     an option's value -> a checked recipe
+policy.py      module name -> recipe
+"""

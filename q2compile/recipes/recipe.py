@@ -1,0 +1,119 @@
+"""Recipes: what each of a linear layer's three GEMMs is computed in. A recipe is data.
+
+Shapes: x [T, K] activations, w [N, K] weight, dy [T, N] gradient of the output.
+
+    fprop   y  = x wᵀ     operands x, w      contracts K
+    dgrad   dx = dy w     operands dy, w     contracts N
+    wgrad   dw = dyᵀ x    operands dy, x     contracts T
+
+Each operand is an `Operand(scheme, transform, source)`; its text, as it stands in graphs, reports
+and options, is the path the numbers take, from source to codes:
+
+    nvfp4_46_pow2                         quantised from the high-precision tensor
+    rht128>nvfp4_ms_eden_pow2             rotated, then quantised
+    requantize>rht128>nvfp4_ms_eden_pow2  from the codes fprop saved, rotated, quantised
+    reuse>nvfp4_16x16_pow2                the codes fprop saved, transposed
+    forward>rht16>nvfp4_pow2              rotated and quantised during the forward, and saved
+
+and a GEMM's text is ``"<a> @ <b>"`` or ``"bf16"``. The schemes themselves (format, block, rounding,
+scale rule) are rows of `q2compile.runtime_kernels.schemes.SCHEMES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+# What w in dgrad and x in wgrad are made of. "fresh", the high-precision tensor, is all that
+# fprop's operands and dy can have.
+SOURCES = ("fresh", "requantize", "reuse", "forward")
+BF16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand of a GEMM is quantised along that GEMM's contraction.
+
+    scheme     a row of SCHEMES
+    transform  a row of TRANSFORMS, applied along the contraction before rounding; signs are drawn
+               anew at every step, or "rht16_fixed" and the like keep one sign vector
+    source     "fresh": from the high-precision tensor; "requantize": from the codes fprop saved;
+               "reuse": those codes transposed (w in 16x16 blocks); "forward": from the
+               high-precision tensor while the forward runs, so that only the codes are saved (x)
+    """
+
+    scheme: str
+    transform: str = "none"
+    source: str = "fresh"
+
+    def __str__(self) -> str:
+        steps = [self.source] if self.source != "fresh" else []
+        steps += [self.transform] if self.transform != "none" else []
+        return ">".join([*steps, self.scheme])
+
+    @classmethod
+    def parse(cls, text: str) -> Operand:
+        *steps, scheme = text.split(">")
+        source = steps.pop(0) if steps and steps[0] in SOURCES else "fresh"
+        return cls(scheme, steps.pop(0) if steps else "none", source)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A quantised GEMM: its two operands, in the order of `GEMMS`."""
+
+    a: Operand
+    b: Operand
+
+    def __str__(self) -> str:
+        return f"{self.a} @ {self.b}"
+
+    @classmethod
+    def parse(cls, text: str) -> Gemm | None:
+        """The GEMM written as ``text``; None for "bf16", a GEMM left in high precision."""
+        if text == BF16:
+            return None
+        a, b = text.split(" @ ")
+        return cls(Operand.parse(a), Operand.parse(b))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three GEMMs of a linear layer; None is a GEMM left in the tensors' own precision.
+
+    auto: a layer that the cost model (`q2compile.cost_model`) predicts to lose by it stays in bf16.
+    """
+
+    name: str
+    fprop: Gemm | None
+    dgrad: Gemm | None
+    wgrad: Gemm | None
+    auto: bool = False
+
+    @classmethod
+    def parse(cls, name: str, fprop: str, dgrad: str, wgrad: str) -> Recipe:
+        """The recipe of three GEMMs written as text (`Gemm.parse`)."""
+        return cls(name, Gemm.parse(fprop), Gemm.parse(dgrad), Gemm.parse(wgrad))
+
+    @property
+    def quantises(self) -> bool:
+        return any((self.fprop, self.dgrad, self.wgrad))
+
+    @property
+    def random_forward(self) -> bool:
+        """Whether the forward draws a seed: x quantised for wgrad during the forward needs one."""
+        return self.wgrad is not None and self.wgrad.b.source == "forward"
+
+    def texts(self) -> tuple[str, str, str]:
+        """The three GEMMs as text, the form in which they are arguments of `q2::linear`."""
+        return tuple(str(g) if g else BF16 for g in (self.fprop, self.dgrad, self.wgrad))  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        return "  ".join(f"{g}: {t}" for g, t in zip(GEMMS, self.texts(), strict=True))
+
+
+@lru_cache
+def parse(fprop: str, dgrad: str, wgrad: str) -> Recipe:
+    """The recipe that `Recipe.texts` wrote."""
+    return Recipe.parse("", fprop, dgrad, wgrad)

@@ -1,0 +1,236 @@
+"""Dumps: every stage of every graph as text, one folder a graph.
+
+graphs/
+    report.json, report.txt
+    graph_0/
+        0_dynamo.txt               as Dynamo captured it
+        1_rewritten.txt            matmuls replaced by q2.linear
+        2_forward.txt              after AOTAutograd and the partitioner
+        3_backward.txt
+        4_after_passes_forward.txt
+        4_after_passes_backward.txt
+        5_output_code_forward.py   what Inductor generated
+        5_output_code_backward.py
+        passes.json                per pass: matches, time, change in op counts
+        reproduce_*.py             of a stage that failed: builds its graph again and runs it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from q2compile.errors import ConfigError, shown
+from q2compile.passes.record import PassRecord
+from q2compile.report.graph_text import lines_of, readable
+from q2compile.report.report import Report
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_MARKER = ".q2compile"
+_REPORTS = ("report.json", "report.txt", "report.html")
+
+
+class DumpFolder:
+    """The folder of one process's dumps: the one named, or ``rank<r>`` inside it where there are
+    several ranks, or ``process<pid>`` while another process dumps into it.
+
+    The first use in a process removes what an earlier run left: ``graph_<n>`` folders and reports,
+    and only in a folder that q2compile itself marked. Files of these names in a folder that it did
+    not mark are the user's, and refused.
+    """
+
+    # A forked process inherits the table, not the folders.
+    _open: dict[tuple[int, Path], DumpFolder] = {}
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report = Report()
+        _make(path)
+        ours = _linkless(path / _MARKER).exists()
+        theirs = [name for name in _REPORTS if not ours and _linkless(path / name).exists()]
+        if theirs:
+            raise ConfigError(
+                f"dump: {path} holds {', '.join(theirs)}, which q2compile did not write and would "
+                "replace; name another folder, or move it away"
+            )
+        self._lock = _locked(path / _MARKER)
+        if self._lock is None:
+            self.path = path = path / f"process{os.getpid()}"
+            warnings.warn(
+                f"q2compile: another process dumps into {path.parent}; this one goes to {path}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            _make(path)
+            self._lock = _locked(path / _MARKER)
+        elif ours:
+            _remove_old(path)
+
+    @classmethod
+    def get(cls, path: str) -> DumpFolder:
+        folder = Path(path, *_rank())
+        with _refused(folder):
+            folder = folder.resolve()
+        key = os.getpid(), folder
+        if key not in cls._open:
+            cls._open[key] = cls(folder)
+        return cls._open[key]
+
+    def new_graph(self) -> GraphDump:
+        number = self.report.graphs
+        path = self.path / f"graph_{number}"
+        _make(path)
+        if not _is_dump(path):
+            raise ConfigError(
+                f"dump: {path} holds files that q2compile did not write; name another folder, or "
+                "move it away"
+            )
+        return GraphDump(path, number)
+
+    def write_report(self) -> None:
+        """report.json (the rows), report.txt (the table and the notes)."""
+        _replace(self.path / "report.json", json.dumps(self.report.to_json(), indent=1) + "\n")
+        _replace(self.path / "report.txt", f"{self.report}\n")
+
+
+class GraphDump:
+    """The folder of one compiled graph."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.path = path
+        self.number = number
+        self._written: dict[str, WeakKeyDictionary[fx.GraphModule, list[str]]] = {}
+
+    def write_graph(self, stage: str, gm: fx.GraphModule) -> None:
+        """A graph and those that it calls. One that has been written alone at this stage, as the
+        passes see them, those that are called first, is shown as it was then.
+        """
+        written = self._written.setdefault(stage, WeakKeyDictionary())
+        _write(self.path / f"{stage}.txt", readable(gm, written))
+        written[gm] = lines_of(gm.graph)
+
+    def write_code(self, stage: str, source: str) -> None:
+        _write(self.path / f"{stage}.py", source)
+
+    def write_passes(self, records: list[PassRecord]) -> None:
+        text = json.dumps([asdict(r) for r in records], indent=1)
+        _write(self.path / "passes.json", text + "\n")
+
+
+def _rank() -> tuple[str, ...]:
+    """The folder of this rank, if it is one of several: torch.distributed knows, or torchrun's
+    environment before torch.distributed does."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks, rank = str(torch.distributed.get_world_size()), str(torch.distributed.get_rank())
+    else:
+        ranks, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
+    several = ranks.isdigit() and rank.isdigit() and int(ranks) > 1
+    return (f"rank{rank}",) if several else ()
+
+
+def _is_dump(folder: Path) -> bool:
+    """Whether the folder of a graph is empty, or holds what a dump begins with."""
+    return (folder / "0_dynamo.txt").exists() or not any(folder.iterdir())
+
+
+def _remove_old(path: Path) -> None:
+    """What earlier runs left: reports, graphs, and the folders of processes that are gone."""
+    for old in path.iterdir():
+        if old.is_symlink() or not old.is_dir():
+            continue
+        if re.fullmatch(r"graph_\d+", old.name) and _is_dump(old):
+            shutil.rmtree(old)
+        elif re.fullmatch(r"process\d+", old.name) and (old / _MARKER).exists():
+            lock = _locked(old / _MARKER)
+            if lock is not None:
+                shutil.rmtree(old)
+                lock.close()
+    for name in _REPORTS:
+        (path / name).unlink(missing_ok=True)
+
+
+def _locked(marker: Path) -> TextIO | None:
+    """The open file, locked for as long as this process lives; None if another process has it.
+
+    A lock of the POSIX kind: a forked process does not inherit it, a killed one loses it, and so
+    does one that opens and closes the file again.
+    """
+    with _refused(marker):
+        file = _linkless(marker).open("a", encoding="utf-8")
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        return None
+    except OSError:  # a file system without locks: nothing can be told
+        pass
+    with _refused(marker):
+        if file.tell() == 0:
+            file.write("written by q2compile; its dumps are replaced on the next run\n")
+            file.flush()
+    return file
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """What the file system says against a path, as a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot(path, str(error.strerror or error)) from None
+    except (ValueError, RuntimeError) as error:  # NUL, a surrogate; a loop of links
+        if isinstance(error, ConfigError):
+            raise
+        raise _cannot(path, str(error)) from None
+
+
+def _linkless(path: Path) -> Path:
+    """``path``. A link is refused: it could lead out of the folder named."""
+    if path.is_symlink():
+        raise _cannot(path, "it is a symbolic link")
+    return path
+
+
+def _make(folder: Path) -> None:
+    """A folder, there or made now."""
+    with _refused(folder):
+        _linkless(folder).mkdir(parents=True, exist_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Names in a model may be no Unicode: such a character is written as its escape."""
+    with _refused(path):
+        _linkless(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _replace(path: Path, text: str) -> None:
+    """The same at one stroke: who reads meanwhile, or after an interrupt, finds a whole file."""
+    new = path.with_name(f".{path.name}")
+    _linkless(path)
+    _write(new, text)
+    with _refused(path):
+        new.replace(path)
+
+
+def _cannot(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"dump: cannot write {shown(str(path))[1:-1]}: {why}; name a folder with room that you may "
+        "write to, or leave 'dump' out"
+    )

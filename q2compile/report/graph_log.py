@@ -1,0 +1,138 @@
+"""What is noted of one Dynamo graph on its way: the dump, the reports, and what `strict` checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from q2compile.capture.module_names import Names, site_name
+from q2compile.config import Config
+from q2compile.errors import NotTakenError, StageError
+from q2compile.passes.record import PassRecord
+from q2compile.report.dump_folder import DumpFolder, GraphDump
+from q2compile.report.kernel_choice import kernels_of
+from q2compile.report.model_coverage import Coverage
+from q2compile.report.report import Report, collector
+from q2compile.report.row import Row
+from q2compile.report.saved_for_backward import count_saved
+from q2compile.torch_internals.aot_autograd import graph_kind
+from q2compile.torch_internals.dynamo import compile_id
+
+
+class GraphLog:
+    """Told of one graph's stages, in order, by the backend and the compiler (`compiler.watcher`).
+    It lives as long as compiled code whose backward may still come, so it holds no `Names`, and
+    with them the model.
+
+    title    how to call the graph: "graph 0/0 of Llama"
+    folder   of its dump; None without the option
+    watcher  the log itself if anybody reads it, None if there is neither dump nor report
+    """
+
+    def __init__(self, config: Config, names: Names) -> None:
+        self._config = config
+        self._coverage = Coverage.of(names.root, config, names.label)
+        self._rows: list[Row] = []
+        self._dump: GraphDump | None = None
+        self._reports: list[tuple[Report, DumpFolder | None]] = []
+        if config.dump is not None:
+            folder = DumpFolder.get(config.dump)
+            self._dump = folder.new_graph()
+            self._reports.append((folder.report, folder))
+        collecting = collector.get()
+        if collecting is not None:
+            self._reports.append((collecting, None))
+        root = type(names.root).__name__ if names.root is not None else "a function"
+        self.title = f"graph {compile_id()} of {root}" + (f", {names.place}" * bool(names.place))
+        self.folder: Path | None = self._dump.path if self._dump else None
+        self.watcher = self if self._reports else None
+
+    def graph(self, stage: str, gm: fx.GraphModule) -> None:
+        """A graph at a stage, to be dumped under that name."""
+        if self._dump is not None:
+            self._dump.write_graph(stage, gm)
+
+    def rewritten(self, stage: str, gm: fx.GraphModule, rows: list[Row], names: Names) -> None:
+        """The rewritten graph, with a row for each of its matmuls. Under ``strict``, raises
+        ConfigError for patterns that match nothing, NotTakenError for matmuls that were wanted.
+        """
+        self.graph(stage, gm)
+        self._coverage.add(rows, names)
+        self._add(rows)
+        if self._config.strict:
+            self._coverage.refuse_unmatched_patterns()
+            _refuse_not_taken(rows)
+
+    def before_passes(self, gm: fx.GraphModule, kind: str) -> None:
+        if kind == "forward":
+            count_saved(gm.graph, self._rows)
+            self._write_reports()
+        self.graph("2_forward" if kind == "forward" else "3_backward", gm)
+
+    def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
+        self.graph(f"4_after_passes_{kind}", gm)
+        if self._dump is not None:
+            self._dump.write_passes(records)
+
+    def output_code(self, gm: fx.GraphModule, source: str) -> None:
+        if self._dump is not None:
+            self._dump.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
+
+    def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What was compiled; under ``strict`` with a check of what never came to the backend."""
+        return self._coverage.check_in_first_backward(compiled) if self._config.strict else compiled
+
+    def forget(self) -> None:
+        """Take back what the reports were told of this graph."""
+        for report, _ in self._reports:
+            report.remove(self._rows)
+
+    def left_in_bf16(self, fault: StageError, names: Names) -> None:
+        """The graph is compiled by Inductor alone after all."""
+        why = f"on_error='bf16': {fault.stage} failed"
+        for row in self._rows:
+            if row.taken:
+                row.taken, row.kernels, row.saved_bytes, row.saved_elements = False, {}, None, None
+                row.recipe = row.fprop = row.dgrad = row.wgrad = "bf16"
+                row.why = why
+        if not self._rows:  # not even found
+            by_id = names.by_id
+            rows = [
+                Row(site_name(by_id[id(p)][0]), tuple(p.shape), why=why, wanted=True)
+                for p in names.held
+                if p.ndim >= 2 and id(p) in by_id
+            ]
+            self._coverage.add(rows, names)
+            self._add(rows)
+        for report, _ in self._reports:
+            report.faults.append(" ".join(str(fault).split()))
+        self._write_reports()
+
+    def _add(self, rows: list[Row]) -> None:
+        for report, _ in self._reports:
+            number = self._dump.number if self._dump else report.graphs
+            for row in rows:
+                row.graph = number
+                if row.taken:
+                    row.kernels = kernels_of(row, self._config)
+            report.add(rows, self._coverage)
+        self._rows = rows
+        self._write_reports()
+
+    def _write_reports(self) -> None:
+        for _, folder in self._reports:
+            if folder is not None:
+                folder.write_report()
+
+
+def _refuse_not_taken(rows: list[Row]) -> None:
+    missed = [r for r in rows if r.wanted and not r.taken]
+    if missed:
+        listed = "; ".join(f"{r.module}: {r.why}" for r in missed)
+        raise NotTakenError(
+            f"strict: {len(missed)} matmul(s) with a weight were not taken: {listed}. "
+            "Give them 'bf16' in the policy if that is meant, or set strict=False"
+        )

@@ -1,0 +1,109 @@
+"""One matmul of a report, and how it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from q2compile.cost_model.devices import DEVICES
+from q2compile.recipes.recipe import Gemm
+
+if TYPE_CHECKING:
+    pass
+
+_DEVICES = tuple(device.column for device in DEVICES)
+COLUMNS = (
+    "module",
+    "shape",
+    "taken",
+    "recipe",
+    "fprop",
+    "dgrad",
+    "wgrad",
+    "saved",
+    *_DEVICES,
+    "why",
+)
+
+
+@dataclass
+class Row:
+    """One matmul.
+
+    module        absolute module name, or <node> for a matmul without a parameter
+    shape         (T, N, K) of y[T, N] = x[T, K] wᵀ, or the output's shape where there is no weight;
+                  T may be a symbol
+    spelling      how the model wrote it
+    taken, why    whether it was rewritten, and why not; ``wanted``: whether the policy asked for it
+    recipe        the recipe's name; ``pattern`` is the policy's line that chose it, "" the default
+    fprop, dgrad, wgrad   what each GEMM is computed in (`recipes`), "bf16" where it is left
+    kernels       GEMM -> the kernels that run it on ``device`` in ``dtype``
+    saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
+                  by several matmuls (x of q, k, v) count once, for the first. None until a graph
+                  with a backward was compiled. ``saved_elements``: how many numbers they stand for
+    flops, bytes  of the layer under its recipe; text where a size is symbolic
+    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
+                  by data sheet (`cost`)
+    graph         number of the compiled graph; None for a linear that never reached the backend
+    """
+
+    module: str
+    shape: tuple[Any, ...]
+    spelling: str = "linear"
+    taken: bool = False
+    wanted: bool = False
+    why: str = ""
+    recipe: str = "bf16"
+    pattern: str = ""
+    fprop: str = "bf16"
+    dgrad: str = "bf16"
+    wgrad: str = "bf16"
+    dtype: str = ""
+    device: str = ""
+    kernels: dict[str, str] = field(default_factory=dict)
+    saved_bytes: int | None = None
+    saved_elements: int | None = None
+    flops: int | str | None = None
+    bytes: int | str | None = None
+    predicted: dict[str, dict[str, float]] = field(default_factory=dict)
+    graph: int | None = None
+    salt: int | None = None
+    has_parameter: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        row = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy symbols
+        row["shape"] = [n if isinstance(n, int) else str(n) for n in self.shape]
+        return row
+
+
+def shape_text(row: Row) -> str:
+    """ "T×N×K" for a matmul with a weight, the output's shape otherwise."""
+    return "×".join(str(n) for n in row.shape)
+
+
+def saved_text(row: Row) -> str:
+    """Bytes kept for backward, bits for each element they stand for, and "+ x" where the recipe's
+    wgrad takes x in high precision, so that x itself is kept too."""
+    if row.saved_bytes is None:
+        return ""
+    text = f"{row.saved_bytes} B"
+    if row.saved_elements:
+        text += f", {8 * row.saved_bytes / row.saved_elements:.2f} bit"
+    wgrad = Gemm.parse(row.wgrad)
+    return text if wgrad is not None and wgrad.b.source != "fresh" else f"{text} + x"
+
+
+def cells(row: Row) -> dict[str, str]:
+    """A row as text, by column of `COLUMNS`."""
+    gemms = {g: getattr(row, g) if row.taken else "" for g in ("fprop", "dgrad", "wgrad")}
+    return {
+        **dict.fromkeys(COLUMNS, ""),
+        "module": row.module,
+        "shape": shape_text(row),
+        "taken": "yes" if row.taken else "no",
+        "recipe": row.recipe if row.taken else "",
+        **gemms,
+        "saved": saved_text(row),
+        **{name: f"{of['speed']:.2f}x" for name, of in row.predicted.items()},
+        "why": row.why,
+    }

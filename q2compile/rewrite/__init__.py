@@ -1,0 +1,3 @@
+"""The policy's decision on each matmul, and the surgery on the graph. May import capture, linear,
+cost_model and report.row.
+"""

@@ -1,0 +1,88 @@
+"""What is done with a matmul: the policy's word, the cost model's, and what one graph can keep."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from q2compile.capture.matmul import Matmul
+from q2compile.capture.module_names import Names
+from q2compile.config import Config
+from q2compile.cost_model.devices import deciding_device
+from q2compile.cost_model.predict import Prediction, predict
+from q2compile.errors import ConfigError
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import Recipe
+from q2compile.report.row import Row
+
+
+def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> Recipe:
+    """Fill in what the cost model says of a matmul; bf16 if "auto" leaves it for that."""
+    if not recipe.quantises:
+        return recipe
+    prediction = predict_matmul(found, recipe, config)
+    if prediction is not None:
+        row.flops, row.bytes, row.predicted = prediction.plain()
+    why = why_left(prediction) if recipe.auto else ""
+    if not why:
+        return recipe
+    bf16 = RECIPES["bf16"]
+    row.recipe, row.wanted, row.why = bf16.name, False, why
+    return bf16
+
+
+def why_bf16(row: Row, found: Matmul, config: Config) -> str:
+    default = config.resolved_policy.default
+    if row.pattern:
+        return f"policy: {row.pattern!r} says bf16"
+    if not default.quantises or not found.stacked:
+        return "recipe: bf16"
+    parent = re.sub(r"\.\d+(?=\.|$)", ".*", row.module.rpartition(".")[0])
+    pattern = f"{parent}.*" if parent else row.module
+    return f"experts: the policy has to name them, {{{pattern!r}: {default.name!r}}}"
+
+
+def refuse_shared(found: Matmul, recipe: Recipe, names: Names, config: Config) -> None:
+    """Dynamo compiles one graph for equal layers; a policy that tells them apart can't be kept
+    then.
+    """
+    for other in names.served_too(found.parameter):
+        theirs, _ = config.resolved_policy.resolve(other, stacked=found.stacked)
+        if (theirs.texts(), theirs.auto) != (recipe.texts(), recipe.auto):
+            own = names.of(found.parameter, found.node)
+            raise ConfigError(
+                f"the policy gives {own!r} and {other!r} different recipes, but {names.place!r} "
+                "is compiled on its own, and Dynamo runs equal modules with the same graph. "
+                "Compile the whole model without graph breaks between its layers, or give each "
+                "block its own options: block.compile(backend='quartet2', options=...)"
+            )
+
+
+def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction | None:
+    """The prediction for a matmul of a Dynamo graph, for the GEMMs that it will run: without
+    gradients fprop alone, for a frozen weight no wgrad. A weight whose codes are cached is not
+    quantised.
+    """
+    x, _, _ = found.operands()
+    gemms = ["fprop"]
+    if torch.is_grad_enabled():
+        gemms += ["dgrad"] * x.requires_grad + ["wgrad"] * found.parameter.requires_grad
+    kin = (found.node.target, getattr(torch.ops.q2, found.op).default)  # those already rewritten
+    x_users = 1 if found.x_views else sum(user.target in kin for user in found.x.users)
+    again = config.recompute_weights and "dgrad" in gemms
+    w_quantised = 0 if config.cache_weights else 1 + again
+    return predict(recipe, found.shape, gemms, max(x_users, 1), w_quantised)
+
+
+def why_left(prediction: Prediction | None) -> str:
+    """Why "auto" leaves a layer in BF16; "" if it is taken, as one is of which nothing is known."""
+    if prediction is None:
+        return ""
+    device = deciding_device()
+    speed = prediction.speed(device)
+    if speed >= 1:
+        return ""
+    at = ", ".join(f"{symbol} = {hint}" for symbol, hint in prediction.at.items())
+    where = f" for {at}, the size it was compiled with" if at else ""
+    return f"auto: predicted {speed:.2f}x of BF16 on {device.name}{where}"

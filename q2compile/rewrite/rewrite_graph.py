@@ -1,0 +1,76 @@
+"""Rewrite the matmuls of a Dynamo graph to `q2::linear`, as the policy says."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+import q2compile.linear.dense
+import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
+from q2compile.capture.find_matmuls import find_matmuls
+from q2compile.capture.matmul import Matmul, NotTaken
+from q2compile.capture.module_names import Names
+from q2compile.capture.node_meta import SITE
+from q2compile.config import Config
+from q2compile.linear.tensor_parallel import refuse_async_inputs
+from q2compile.report.row import Row
+from q2compile.rewrite.decide import refuse_shared, why_bf16, with_prediction
+from q2compile.rewrite.replace import replace_by_linear
+from q2compile.rewrite.shared_bodies import own_bodies, share_bodies
+from q2compile.torch_internals.aot_autograd import in_compiled_autograd
+from q2compile.torch_internals.dynamo import called_graphs
+
+
+def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
+    """Rewrite ``gm`` in place; return a row for every matmul in it, taken or not and why. A body
+    that several calls share has a row for each call of each of its matmuls.
+
+    Raises ValueError when the policy gives different recipes to modules that one graph will serve.
+    """
+    rows = []
+    salt = 0
+    calls = own_bodies(gm)
+    for found in find_matmuls(gm):
+        if found.parameter is None and in_compiled_autograd():
+            continue  # part of a gradient: the graph of its forward has the row
+        row = _row(found, names)
+        if row.has_parameter:
+            found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
+            recipe, row.pattern = config.resolved_policy.resolve(row.module, stacked=found.stacked)
+            row.recipe, row.wanted = recipe.name, recipe.quantises
+        if isinstance(found, Matmul):
+            refuse_shared(found, recipe, names, config)
+            recipe = with_prediction(row, found, recipe, config)
+            row.fprop, row.dgrad, row.wgrad = recipe.texts()
+            if recipe.quantises:
+                replace_by_linear(found, recipe, salt)
+                row.taken, row.salt = True, salt
+                salt += 1
+            else:
+                row.why = row.why or why_bf16(row, found, config)
+        rows.append(row)
+    if salt:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        refuse_async_inputs(node.meta.get("example_value") for node in inputs)
+    salts = share_bodies(calls)
+    for row in rows:
+        while row.salt in salts:
+            row.salt = salts[row.salt]
+    for module in called_graphs(gm):
+        module.recompile()
+    return rows
+
+
+def _row(found: Matmul | NotTaken, names: Names) -> Row:
+    parameter = found.parameter
+    name = names.of(parameter, found.node) if parameter is not None else f"<{found.node.name}>"
+    value = found.node.meta.get("example_value")
+    row = Row(name, (), found.spelling, has_parameter=parameter is not None)
+    if isinstance(value, torch.Tensor):
+        row.shape = tuple(value.shape)
+        row.dtype, row.device = str(value.dtype).removeprefix("torch."), value.device.type
+    if isinstance(found, Matmul):
+        row.shape = found.shape
+    else:
+        row.why = found.why
+    return row

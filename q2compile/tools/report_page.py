@@ -1,0 +1,62 @@
+"""The command `q2compile report`: a dump folder as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from q2compile.errors import ConfigError
+from q2compile.report.html import parsed, report_page
+from q2compile.report.row import Row, cells
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``q2compile report DIR``: write a dump folder's page and print where it is."""
+    parser = argparse.ArgumentParser(
+        prog="q2compile report", description="A dump folder as one HTML page."
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder given as options={'dump': DIR}")
+    parser.add_argument("-o", "--output", help="the page to write; default DIR/report.html")
+    arguments = parser.parse_args(argv)
+    page = dump_page(arguments.folder)
+    path = Path(arguments.output or Path(arguments.folder) / "report.html")
+    path.write_text(page, encoding="utf-8")
+    print(path)
+    return 0
+
+
+def dump_page(folder: str | Path) -> str:
+    """A dump folder as one page: the table, then every graph's stages, folded.
+
+    Raises ValueError when ``folder`` holds no report.json, or files that no dump has.
+    """
+    folder = Path(folder)
+    source = folder / "report.json"
+    if not source.is_file():
+        inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
+        hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
+        raise ConfigError(
+            f"{folder}: no report.json here, so this is no dump folder{hint}. Write one with "
+            'options={"dump": "graphs/"}'
+        )
+    rows = parsed(source, _rows)
+    notes = parsed(folder / "report.txt", _notes)
+    graphs = [path for path in folder.iterdir() if re.fullmatch(r"graph_\d+", path.name)]
+    graphs.sort(key=lambda path: int(path.name.removeprefix("graph_")))
+    taken = sum(r.taken for r in rows)
+    title = f"{folder.name}: {taken} of {len(rows)} matmuls taken, {len(graphs)} graph(s)"
+    return report_page(title, rows, notes, graphs)
+
+
+def _rows(text: str) -> list[Row]:
+    rows = [Row(**row) for row in json.loads(text)]
+    for row in rows:
+        "".join(cells(row).values())  # raises for values that no row has
+    return rows
+
+
+def _notes(text: str) -> list[str]:
+    return [line.removeprefix("note: ") for line in text.splitlines() if line.startswith("note: ")]

@@ -1,0 +1,3 @@
+"""Where the package stands on internals of torch, and what differs in them between its versions:
+support for a new one starts here. May import errors.
+"""

@@ -1,0 +1,88 @@
+"""AOTAutograd: compiling without Inductor, and which of its graphs is which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import fx
+
+from q2compile.torch_internals.dynamo import called_graphs
+
+
+def aot_eager_compile(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    on_graph: Callable[[fx.GraphModule], None],
+    on_joint: Callable[[fx.Graph], None] | None = None,
+) -> Callable[..., Any]:
+    """AOTAutograd with Inductor's decompositions and partitioner, run without Inductor.
+
+    on_graph: called with the forward and the backward graph before they are run, and with the
+        graphs that these call before that.
+    on_joint: called with both in one, before the partitioner.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        for called in called_graphs(graph):
+            on_graph(called)
+            called.recompile()
+        return make_boxed_func(graph.forward)
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if on_joint is not None:
+            on_joint(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=compiler,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )(gm, example_inputs)
+
+
+def backward_at_once(wanted: bool) -> AbstractContextManager[None]:
+    """If ``wanted``, AOTAutograd compiles a backward together with its forward; else it waits for
+    the first call, when the forward has run and can't be replaced any more.
+    """
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True) if wanted else nullcontext()
+
+
+def graph_kind(graph: fx.Graph) -> str:
+    """ "backward" if this graph belongs to a backward that is compiled now, else "forward".
+
+    AOTAutograd says which it hands to the compiler. That holds for the graphs inside of it, too: a
+    branch of torch.cond has no names that would tell. A graph that is not AOTAutograd's is known by
+    the partitioner's names for incoming gradients, tangents_1, tangents_2, ..., and what compiled
+    autograd takes over is a backward.
+    """
+    from torch._functorch.aot_autograd import get_aot_compilation_context
+
+    if in_compiled_autograd():
+        return "backward"
+    compiling, *_ = get_aot_compilation_context()  # ["0_backward"]
+    for kind in ("backward", "forward", "inference"):
+        if any(name.endswith(f"_{kind}") for name in compiling):
+            return "backward" if kind == "backward" else "forward"
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        if node.name.startswith("tangents"):
+            return "backward"
+    return "forward"
+
+
+def in_compiled_autograd() -> bool:
+    """Whether what is compiled now is the backward of earlier graphs, in compiled autograd."""
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd.in_compiled_autograd_region

@@ -1,0 +1,163 @@
+"""Dynamo: what its graphs carry, what it raises, and copies of its graphs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+# Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
+# does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.
+ASYNC_INPUTS_KEEP_GRADIENTS = torch.__version__ < "2.12"
+
+
+def control_flow() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises through a backend to trace again, or to leave a frame alone."""
+    from torch._dynamo import exc
+
+    return (
+        exc.RestartAnalysis,
+        exc.SkipFrame,
+        exc.Unsupported,
+        *exc.exceptions_allowed_to_be_fallback,
+    )
+
+
+def calling_wrapper(backend: Callable[..., Any]) -> Any:
+    """What torch.compile(backend="quartet2", ...) made and Dynamo called, which calls ``backend``,
+    the function that this one is called from. None if something else calls it.
+
+    Its attribute ``kwargs`` holds the mode and the options, and is what Dynamo compares to tell
+    whether a graph was compiled by an equal call.
+    """
+    caller = sys._getframe(2)
+    wrapper = torch._TorchCompileWrapper
+    if caller.f_code is not wrapper.__call__.__code__:
+        return None
+    called = caller.f_locals["self"]
+    return called if called.compiler_fn is backend else None
+
+
+def compiled_function() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]] | None:
+    """The code, the variables and the globals of the function that Dynamo compiles now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:  # something else calls the backend
+        return None
+    return frame.f_code, frame.f_locals, frame.f_globals
+
+
+def is_region(code: CodeType) -> bool:
+    """Whether it is the code of what torch.compile returns."""
+    return code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile or Module.compile was called on it."""
+    compiled = module._compiled_call_impl is not None
+    return compiled or isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def compile_id() -> str:
+    """Dynamo's number of the graph that is compiled now, as in its logs: "0/0"."""
+    return str(torch._guards.CompileContext.current_compile_id())
+
+
+def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
+    """The parameter behind a placeholder of a Dynamo graph, or behind a get_attr node, which
+    parameters become under Inductor's freezing; None if it stands for something else. A tensor that
+    torch.func.functional_call puts in a parameter's place is one too.
+    """
+    if node.op == "get_attr":
+        value: Any = node.graph.owning_module
+        for part in str(node.target).split("."):
+            value = getattr(value, part, None)
+        return value if isinstance(value, torch.nn.Parameter) else None
+    arg = node.meta.get("grapharg")
+    if arg is None:
+        return None
+    try:
+        example = arg.example
+    except AssertionError:  # the example was a temporary that is gone: no parameter
+        return None
+    stands_in = isinstance(example, torch.Tensor) and "._parameters['" in source_text(arg)
+    return example if isinstance(example, torch.nn.Parameter) or stands_in else None
+
+
+def source_text(grapharg: Any) -> str:
+    """Where Dynamo found an input: L['self']._modules['up']._parameters['weight']."""
+    name = grapharg.source.name
+    return name if isinstance(name, str) else name()
+
+
+# Attributes of a tensor that Dynamo writes as functions: .data, and the others from torch 2.15 on.
+_ATTRIBUTES = {
+    torch._C._autograd._get_data_attr: "data",  # type: ignore[attr-defined]
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.mH: "mH",
+    torch.ops.aten.matrix_H: "H",
+}
+
+
+def attribute_read(node: fx.Node) -> str | None:
+    """The attribute that a node of a Dynamo graph reads off its first argument, "mT" for x.mT; None
+    if it does something else.
+    """
+    if node.op != "call_function":
+        return None
+    return str(node.args[1]) if node.target is getattr else _ATTRIBUTES.get(node.target)
+
+
+def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Give a copy of Dynamo's graph what AOTAutograd reads off it and copying loses: where each
+    input comes from, by which static inputs of CUDA graphs are known, too. A graph that is not
+    Dynamo's has neither.
+    """
+    names = [graph.graph.find_nodes(op="placeholder") for graph in (dynamo, copy)]
+    for original, node in zip(*names, strict=True):
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    if hasattr(dynamo, "_param_name_to_source"):
+        copy._param_name_to_source = dynamo._param_name_to_source
+
+
+def copied(gm: fx.GraphModule | None) -> fx.GraphModule:
+    """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared."""
+    assert gm is not None
+    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    new.meta.update(gm.meta)
+    carry_sources(gm, new)
+    for name, inner in list(new.named_children()):
+        if isinstance(inner, fx.GraphModule):
+            setattr(new, name, copied(inner))
+    return new
+
+
+def called_graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs that higher-order ops call inside of ``gm``, at any depth, each once, those that
+    are called before those that call them, as Inductor walks them; ``gm`` itself comes last.
+    """
+    found: dict[fx.GraphModule, None] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        inner = inner_graph(gm, node)
+        if inner is not None:
+            found.update(dict.fromkeys(called_graphs(inner)))
+    return [*found, gm]
+
+
+def inner_graph(gm: fx.GraphModule, node: Any) -> fx.GraphModule | None:
+    """The graph that a get_attr node of ``gm`` names for a higher-order op; None for any other."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value if isinstance(value, fx.GraphModule) else None

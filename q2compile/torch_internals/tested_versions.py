@@ -1,0 +1,37 @@
+"""Which versions of torch were tested, and the warning about any other."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+
+# The oldest and the newest minor version that the tests were run with: tests/VERSIONS.md.
+TESTED = ("2.11", "2.15")
+
+
+class UntestedTorchWarning(UserWarning):
+    """This torch is older or newer than those that q2compile was tested with."""
+
+
+def warn_if_untested() -> None:
+    """Say once a process that this torch was not tested, and what to report."""
+    _warn_if_untested(torch.__version__)
+
+
+@cache
+def _warn_if_untested(version: str) -> None:
+    oldest, newest, this = (
+        tuple(int(part) for part in text.split(".")[:2]) for text in (*TESTED, version)
+    )
+    if oldest <= this <= newest:
+        return
+    warnings.warn(
+        f"q2compile was tested with torch {TESTED[0]} to {TESTED[1]}, and this is {version}. It "
+        f"goes on all the same. What differs from {TESTED[1]} is worth a report: a matmul that "
+        "q2compile.explain(...) does not list or does not take, an error (it names a file that "
+        "reproduces it), another loss; please add the output of `q2compile doctor`.",
+        UntestedTorchWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,57 @@
+"""q2::gemm as a product of two bf16 matrices by cuBLAS.
+
+Exact but for the order of the sums: code * scale has 6 significant bits, and a power of two as
+global scale is folded in for nothing.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.cuda.dequantize import dequantize, prepare
+from q2compile.runtime_kernels.cuda.gemm.operands import finished, reads_plain_scales
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.ops.gemm import checked
+from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
+
+
+def _refuses_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> str | None:
+    return reads_plain_scales(a_scheme, b_scheme) or refusal(
+        "gemm", CUDA_BF16, a_codes.device.index, a_scheme
+    )
+
+
+def _prepare_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> None:
+    for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
+        if not get_scheme(scheme).widened:
+            prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
+
+
+@kernel("gemm", CUDA_BF16, device_type="cuda", refuses=_refuses_bf16, prepare=_prepare_bf16)
+def gemm_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> torch.Tensor:
+    """See ops/gemm.py."""
+    a_spec, b_spec = checked(
+        a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
+    )
+    folds = a_spec.folds and b_spec.folds
+    a = _bf16(a_codes, a_scales, a_global if folds else None, a_spec)
+    b = _bf16(b_codes, b_scales, b_global if folds else None, b_spec)
+    if folds and dtype == torch.bfloat16:
+        if bias is None:
+            return a @ b.t()
+        if bias.dtype == dtype:  # added to the fp32 sums
+            return torch.addmm(bias, a, b.t())
+    out = torch.mm(a, b.t(), out_dtype=torch.float32)
+    return finished(out, None if folds else a_global * b_global, bias, dtype)
+
+
+def _bf16(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
+    """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact."""
+    if spec.widened:
+        return codes
+    return dequantize(codes, scales, global_scale, spec.name, 2 * codes.shape[1], torch.bfloat16)

@@ -1,0 +1,3 @@
+"""A .cu file becomes a launch: NVRTC, a cubin cache, the driver. Imports nothing else of the
+project.
+"""

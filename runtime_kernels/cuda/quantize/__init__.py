@@ -1,0 +1,12 @@
+"""The quantisers on CUDA. Imports jit, selfcheck, ops, numerics and the registry.
+
+rotating_ops.py       quantize, rht_quantize, rht_quantize_both, requantize
+quantize_masked.py    quantize_masked
+split_scales.py       split_scales
+plan.py               what a call launches, worked out once for each kind of operand
+rotate_quantize.py, align_scales.py    variants of the .cu files of that name;  rule.py  their rule
+"""
+
+from q2compile.runtime_kernels.cuda.quantize import quantize_masked, rotating_ops, split_scales
+
+__all__ = ["quantize_masked", "rotating_ops", "split_scales"]

@@ -1,0 +1,112 @@
+"""Variants of rotate_quantize.cu: sources, schemes, rotations, directions."""
+
+import functools
+
+import torch
+
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+
+# Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
+# scales are.
+SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
+SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
+_FP32 = SOURCES[torch.float32]
+TILE = 128
+_STAGED = 16 * 256  # bytes of a warp (widened.cuh)
+# The parameter structs, for Python's struct module.
+_OUTPUT = "PPPPPPiiIi"
+_ROTATE = f"PPP{_OUTPUT}{_OUTPUT}qiiiiiif"
+NO_OUTPUT = (0,) * 10
+
+
+@functools.cache
+def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | None:
+    """None when rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for the
+    op with a trust mask."""
+    spec = get_scheme(scheme)
+    if spec.widened and spec.folds and Rule.of(spec) not in SCALED_AFTERWARDS:
+        return f"settle_widened.cu folds global scales of nvfp4, not that of {scheme}"
+    if spec.widened and Rule.of(spec) == Rule.MS_EDEN and not _settles(scheme, transform):
+        return "widened.cuh draws the coins of scales of chunks of 128 with a power of two alone"
+    if spec.select is not None and spec.rounding != "rtn":
+        return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
+    if spec.masked and not masked:
+        return f"scheme {scheme} wants a trust mask, which q2::quantize_masked alone writes"
+    if spec.block[0] != 1:
+        return f"rotate_quantize.cu has blocks of one row, scheme {scheme} has square ones"
+    return None
+
+
+def _settles(scheme: str, transform: str) -> bool:
+    return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
+
+
+def rotate_launch(
+    source: int,
+    rotation: Transform,
+    spec: Scheme,
+    rows: bool,
+    cols: bool,
+    *,
+    vectors: bool = True,
+    amax: bool = False,
+    overlaps: bool = False,
+) -> Launch:
+    """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
+
+    vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
+    overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
+    """
+    rule = Rule.AMAX if amax else Rule.of(spec)
+    rounds = rule not in (Rule.MS_EDEN, Rule.AMAX)
+    stochastic = rounds and spec.rounding == "sr"
+    # How far above the largest code a block's largest can come out, and what rounds that down.
+    clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
+    clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
+    widened = spec.widened and not amax
+    threads, blocks_per_multiprocessor = thread_shape(spec, rows)
+    tiles = TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2)
+    return _rotate_launch(
+        threads,
+        tiles + widened * threads // 32 * _STAGED,
+        overlaps,
+        Q2_THREADS=threads,
+        Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
+        Q2_SOURCE=source,
+        Q2_SIZE=rotation.size,
+        Q2_SIGNED=int(rotation.signs != "none"),
+        Q2_ROWS=int(rows),
+        Q2_COLS=int(cols),
+        Q2_VECTORS=int(vectors),
+        Q2_WIDENED=int(widened),
+        Q2_RULE=int(rule),
+        Q2_STOCHASTIC=int(stochastic),
+        Q2_CLIPS=int(clips),
+        Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
+        Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
+        Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
+        Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AT_ONCE),
+        Q2_MASKED=int(spec.masked),
+    )
+
+
+@functools.cache
+def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) -> Launch:
+    file = "rotate_quantize.cu"
+    layout = _ROTATE + "P" * defines["Q2_MASKED"]
+    return launch(file, layout, threads, shared, overlaps=overlaps, defines=defines)
+
+
+def thread_shape(spec: Scheme, rows: bool) -> tuple[int, int]:
+    """Threads of a thread block, and thread blocks on a multiprocessor at once.
+
+    A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor;
+    with coins beside them it needs more, and along columns alone fewer threads are as fast. A tile
+    has half as many columns as a block has threads; along rows it must hold a chunk of 128.
+    """
+    if rows:
+        return 256, 2
+    return 128, 3 if spec.rounding == "sr" else 4

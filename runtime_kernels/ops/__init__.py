@@ -1,0 +1,39 @@
+"""The ops of namespace q2, one a file: schema, fake, and the torch reference, which is the law for
+every other kernel. Imports numerics and the registry.
+"""
+
+from q2compile.runtime_kernels.ops import (
+    amax,
+    dequantize,
+    gemm,
+    grouped_gemm,
+    grouped_mm,
+    masked_unrotate,
+    pad_groups,
+    quantize,
+    quantize_masked,
+    requantize,
+    rht_quantize,
+    rht_quantize_both,
+    seed,
+    split_scales,
+    transpose,
+)
+
+__all__ = [
+    "amax",
+    "dequantize",
+    "gemm",
+    "grouped_gemm",
+    "grouped_mm",
+    "masked_unrotate",
+    "pad_groups",
+    "quantize",
+    "quantize_masked",
+    "requantize",
+    "rht_quantize",
+    "rht_quantize_both",
+    "seed",
+    "split_scales",
+    "transpose",
+]

@@ -1,0 +1,66 @@
+"""Runs the .cu files of runtime_kernels/cuda/csrc on a CPU.
+
+g++ compiles them with cuda.h (threads as coroutines) and with ptx.cuh of this folder in place of
+theirs, which holds all their inline PTX. What is left to a GPU is that the instructions do what PTX
+says, memory is ordered as the code assumes, and speed.
+"""
+
+import ctypes
+import functools
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
+
+HERE = Path(__file__).parent
+_MAIN = """
+extern "C" void run(const void* params, int grid_x, int grid_y) {{
+  gridDim = {{(unsigned)grid_x, (unsigned)grid_y, 1}};
+  for (unsigned y = 0; y < gridDim.y; ++y)
+    for (unsigned x = 0; x < gridDim.x; ++x) {{
+      blockIdx = {{x, y, 0}};
+      kernel_body = [&] {{ {entry}(*(const Params*)params); }};
+      run_block({threads});
+    }}
+}}
+"""
+
+
+def emulate(launch: Launch, architecture: str, grid: tuple[int, int], *values) -> None:
+    """Runs a launch on CPU memory, with the conversion instructions of an architecture."""
+    parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
+    struct.pack_into("@" + launch.layout, parameters, 0, *values)
+    converts = nvrtc.conversions(architecture)
+    _kernel(launch.variant, launch.threads, converts).run(parameters, *grid)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="q2-emulation-")
+
+
+@functools.cache
+def _kernel(variant: nvrtc.Variant, threads: int, converts: tuple) -> ctypes.CDLL:
+    source = (nvrtc.SOURCES / variant.file).read_text()
+    # Dynamic shared memory is one array; a multiprocessor has no more than this.
+    dynamic = "extern __shared__ __align__(128) u8 shared_tiles[];"
+    source = source.replace(dynamic, "static __align__(128) u8 shared_tiles[228 * 1024];")
+    main = _MAIN.format(entry=variant.entry, threads=threads)
+    return library(source + main, (*variant.defines, *converts))
+
+
+@functools.cache
+def library(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """Compiles what may include the .cuh files of runtime_kernels/cuda, for the CPU."""
+    folder = Path(_folder().name) / str(library.cache_info().misses)
+    folder.mkdir()
+    for file in (*nvrtc.HEADERS.glob("*.cuh"), *HERE.glob("*.h"), HERE / "ptx.cuh"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "main.cpp").write_text(f'#include "cuda.h"\n{source}')
+    options = [f"-D{name}={value}" for name, value in defines]
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", *options]
+    subprocess.run([*command, "main.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
