@@ -1,0 +1,170 @@
+"""Things of torch used together with the backend: jagged tensors, Inductor's freezing and its
+nan_asserts, export, compile in compile, torch.func, anomaly mode."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor import config as inductor_config
+
+from q2compile import explain
+
+WIDTH = 64
+INNER = pytest.mark.parametrize("inner", ["eager", "inductor"])
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+def compiled(model, **options):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="quartet2", options=options)
+
+
+def cosine(a, b):
+    return F.cosine_similarity(a.detach().flatten(), b.detach().flatten(), 0)
+
+
+# ---- jagged nested tensors
+
+
+def jagged(*lengths):
+    rows = [torch.randn(n, WIDTH) for n in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+
+
+@INNER
+def test_jagged_tensors_are_their_rows(inner):
+    """To the bit what the same rows give as a matrix; and again with other lengths."""
+    model = Mlp()
+    call = compiled(model, inner=inner)
+    for lengths in ((5, 9, 18), (7, 3, 20)):
+        x = jagged(*lengths)
+        torch.manual_seed(1)
+        model.zero_grad()
+        y = call(x)
+        assert y.is_nested and [len(t) for t in y.unbind()] == list(lengths)
+        y.values().square().mean().backward()
+        got = [y.values().detach(), x.grad.values(), *(p.grad for p in model.parameters())]
+        rows = x.detach().values().requires_grad_()
+        torch.manual_seed(1)
+        model.zero_grad()
+        y = torch.compile(model, backend="quartet2", options={"inner": inner})(rows)
+        y.square().mean().backward()
+        expected = [y.detach(), rows.grad, *(p.grad for p in model.parameters())]
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # gelu, fused or not
+
+
+class Forms(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.w, self.form = nn.Parameter(torch.randn(WIDTH, WIDTH)), form
+
+    def forward(self, x):
+        return self.form(x, self.w)
+
+
+def test_a_product_of_a_jagged_tensor():
+    (row,) = explain(Forms(lambda x, w: x @ w), jagged(5, 9), options={"inner": "eager"}).rows
+    assert (row.module, row.taken) == ("w", True)
+
+
+# ---- Inductor's own options
+
+
+@pytest.mark.parametrize("cache_weights", [False, True])
+def test_freezing_keeps_names_and_numbers(cache_weights):
+    """Under it weights are constants of the graph, and their codes are, too."""
+    model, x = nn.Sequential(Mlp(), Mlp()).eval(), torch.randn(WIDTH, WIDTH)
+    options = {"policy": {"1.up": "bf16"}, "cache_weights": cache_weights, "strict": True}
+    with torch.no_grad():
+        usual = compiled(model, **options)(x)
+        with inductor_config.patch(freezing=True):
+            torch.testing.assert_close(compiled(model, **options)(x), usual)
+            rows = explain(model, x, options=options).rows
+            assert torch.equal(
+                compiled(model, inductor={"freezing": True}, **options)(x),
+                compiled(model, **options)(x),
+            )
+    assert {row.module: row.taken for row in rows} == {
+        "0.up": True,
+        "0.down": True,
+        "1.up": False,
+        "1.down": True,
+    }
+
+
+def test_nan_asserts_see_what_they_should():
+    """Scales are float8, for which torch has no isinf; they have no infinity, but NaN."""
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+    call = compiled(model, inductor={"nan_asserts": True})
+    call(x).sum().backward()  # the backward is given scales
+    with torch.no_grad():
+        model.up.weight[3, 3] = torch.inf
+    with pytest.raises(AssertionError):
+        call(x)
+    x[3, 3] = torch.nan
+    with pytest.raises(AssertionError):
+        compiled(Mlp(), inductor={"nan_asserts": True})(x)
+
+
+# ---- other ways of torch to call a model
+
+
+def test_an_exported_program_keeps_its_names():
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+    module = torch.export.export(model, (x,)).module()
+    rows = explain(module, x, options={"inner": "eager", "policy": {"up": "bf16"}}).rows
+    assert [(row.module, row.taken) for row in rows] == [("up", False), ("down", True)]
+
+
+@INNER
+@pytest.mark.parametrize("outside", ["quartet2", "inductor"])
+def test_compile_in_compile(inner, outside):
+    """As everywhere in torch, the outermost decides."""
+    model, x = nn.Sequential(Mlp(), nn.Linear(WIDTH, WIDTH)), torch.randn(WIDTH, WIDTH)
+    expected = model(x)
+    model[0] = torch.compile(model[0], backend="quartet2")
+    options = {"options": {"inner": inner}} if outside == "quartet2" else {}
+    torch._dynamo.reset()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        y = torch.compile(model, backend=outside, fullgraph=True, **options)(x)
+        y.square().mean().backward()
+    quantised = cosine(y, expected) < 0.9999
+    assert quantised == (outside == "quartet2")
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def _vmap(model, x):
+    return torch.func.vmap(model)(x)
+
+
+def _jvp(model, x):
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def _grad(model, x):
+    weights = dict(model.named_parameters())
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    return torch.func.grad(loss)(weights)["up.weight"]
+
+
+@pytest.mark.parametrize("transform", [_vmap, _jvp, _grad])
+def test_transforms_of_torch_func(transform):
+    """Inside of one nothing is taken, and the report says why; the numbers are torch's."""
+    model, x = Mlp(), torch.randn(8, WIDTH)
+    call = compiled(lambda x: transform(model, x), inner="eager")
+    torch.testing.assert_close(call(x), transform(model, x))
+    rows = explain(lambda x: transform(model, x), x, options={"inner": "eager"}).rows
+    assert rows and not any(row.taken for row in rows)
+    assert any("torch.func" in row.why for row in rows)

@@ -1,0 +1,287 @@
+"""Every product that capture knows, with its arguments by place and by name, and with every size of
+its operands that broadcasts: what torch accepts is taken, or left with a reason, and comes out the
+same, values, dtypes and gradients.
+"""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.rewritten import rewritten
+
+aten = torch.ops.aten
+T, K, N, E = 24, 32, 48, 3
+
+# Name -> (function, torch's names of its tensors, "" for those that have none; their shapes; the
+# weight's place among them).
+PRODUCTS = {
+    "F.linear": (F.linear, ("input", "weight", "bias"), ((T, K), (N, K), (N,)), 1),
+    "F.linear, 3-D": (F.linear, ("input", "weight", "bias"), ((2, T, K), (N, K), (N,)), 1),
+    "matmul": (torch.matmul, ("input", "other"), ((T, K), (K, N)), 1),
+    "matmul, 3-D": (torch.matmul, ("input", "other"), ((2, T, K), (K, N)), 1),
+    "matmul, weight first": (torch.matmul, ("input", "other"), ((N, K), (2, K, T)), 0),
+    "matmul of a stack": (torch.matmul, ("input", "other"), ((E, T, K), (E, K, N)), 1),
+    "linalg.matmul": (torch.linalg.matmul, ("input", "other"), ((T, K), (K, N)), 1),
+    "mm": (torch.mm, ("input", "mat2"), ((T, K), (K, N)), 1),
+    "x.mm": (lambda x, *a, **k: x.mm(*a, **k), ("", "mat2"), ((T, K), (K, N)), 1),
+    "x.matmul": (lambda x, *a, **k: x.matmul(*a, **k), ("", "other"), ((T, K), (K, N)), 1),
+    "addmm": (torch.addmm, ("input", "mat1", "mat2"), ((N,), (T, K), (K, N)), 2),
+    "b.addmm": (
+        lambda b, *a, **k: b.addmm(*a, **k),
+        ("", "mat1", "mat2"),
+        ((N,), (T, K), (K, N)),
+        2,
+    ),
+    "addmm, weight first": (torch.addmm, ("input", "mat1", "mat2"), ((T,), (N, K), (K, T)), 1),
+    "bmm": (torch.bmm, ("input", "mat2"), ((E, T, K), (E, K, N)), 1),
+    "baddbmm": (torch.baddbmm, ("input", "batch1", "batch2"), ((N,), (E, T, K), (E, K, N)), 2),
+    "aten.linear": (aten.linear, ("input", "weight", "bias"), ((T, K), (N, K), (N,)), 1),
+    "aten.mm": (aten.mm, ("self", "mat2"), ((T, K), (K, N)), 1),
+    "aten.mm.default": (aten.mm.default, ("self", "mat2"), ((T, K), (K, N)), 1),
+    "aten.matmul": (aten.matmul.default, ("self", "other"), ((T, K), (K, N)), 1),
+    "aten.addmm": (aten.addmm.default, ("self", "mat1", "mat2"), ((N,), (T, K), (K, N)), 2),
+    "aten.bmm": (aten.bmm.default, ("self", "mat2"), ((E, T, K), (E, K, N)), 1),
+    "aten.baddbmm": (
+        aten.baddbmm.default,
+        ("self", "batch1", "batch2"),
+        ((N,), (E, T, K), (E, K, N)),
+        2,
+    ),
+} | {
+    f"einsum {equation}": (partial(torch.einsum, equation), ("", ""), shapes, place)
+    for equation, shapes, place in (
+        ("tk,nk->tn", ((T, K), (N, K)), 1),
+        ("tk,kn->tn", ((T, K), (K, N)), 1),
+        ("tk,kn->nt", ((T, K), (K, N)), 1),
+        ("...k,nk->...n", ((2, T, K), (N, K)), 1),
+        ("k...,kn->n...", ((K, 2, T), (K, N)), 1),
+        ("kn,tk->tn", ((K, N), (T, K)), 0),
+        ("etk,enk->etn", ((E, T, K), (E, N, K)), 1),
+        ("etk,ekn->ten", ((E, T, K), (E, K, N)), 1),
+        ("gech,ehd->gecd", ((2, E, T, K), (E, K, N)), 1),
+    )
+}
+SUMMANDS = ((), (1,), (N,), (1, N), (T, 1), (T, N), (1, T, N), (E, 1, N))
+
+
+def summand_of(names):
+    return names.index("bias") if "bias" in names else 0
+
+
+class Product(nn.Module):
+    """One call of a product; the weight and a summand are parameters."""
+
+    def __init__(self, function, names, shapes, place, by_place=None, autocast=False):
+        super().__init__()
+        self.function, self.names, self.autocast = function, names, autocast
+        self.by_place = len(names) if by_place is None else by_place
+        self.tensors = nn.ParameterList(torch.randn(shape) / 4 for shape in shapes)
+        summand = {summand_of(names)} if len(names) == 3 else set()
+        (self.activation,) = {*range(len(names))} - {place} - summand
+
+    def forward(self, x):
+        tensors = [x if i == self.activation else t for i, t in enumerate(self.tensors)]
+        named = dict(zip(self.names[self.by_place :], tensors[self.by_place :], strict=True))
+        with torch.autocast("cpu", enabled=self.autocast):
+            return self.function(*tensors[: self.by_place], **named)
+
+
+def run(call, model, x):
+    """The output, and the gradients of all there is."""
+    model.zero_grad()
+    x.grad = None
+    y = call(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def assert_same(product, what):
+    """fp32 sums over at most 144 terms in another order: torch's default tolerance for fp32. Under
+    autocast one product of bf16 in another order, and its sum with a summand: 2^-7."""
+    x = product.tensors[product.activation].detach().clone().requires_grad_()
+    try:
+        expected = run(product, product, x)
+    except (RuntimeError, IndexError):
+        return None  # not a call that torch accepts
+    rows = []
+
+    def rewrite_and_call(x):
+        y, found = rewritten(product, x, policy={"*": "quartet2"})
+        rows.extend(found)
+        return y
+
+    got = run(rewrite_and_call, product, x)
+    assert len(rows) == 1 and (rows[0].taken or rows[0].why), what
+    for one, other in zip(got, expected, strict=True):
+        assert (one is None) == (other is None), what
+        if one is not None:
+            assert one.shape == other.shape, what
+            loose = {"rtol": 2**-7, "atol": 2**-7 * float(other.abs().max())}
+            torch.testing.assert_close(one, other, msg=what, **loose if product.autocast else {})
+    return rows[0]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_arguments_by_place_and_by_name(name):
+    function, names, shapes, place = PRODUCTS[name]
+    for by_place in range(names.count(""), len(names) + 1):
+        what = f"{name}, {by_place} by place"
+        row = assert_same(Product(function, names, shapes, place, by_place), what)
+        assert row is not None and row.taken, what
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operands_that_broadcast(name):
+    """Each dimension of each operand in turn has one value, or is not there."""
+    function, names, shapes, place = PRODUCTS[name]
+    for operand, shape in enumerate(shapes):
+        for i in range(len(shape)):
+            for smaller in ((1,), ()):
+                changed = (*shape[:i], *smaller, *shape[i + 1 :])
+                form = (*shapes[:operand], changed, *shapes[operand + 1 :])
+                product = Product(function, names, form, place)
+                assert_same(product, f"{name} of {form}")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", [n for n in PRODUCTS if len(PRODUCTS[n][1]) == 3])
+def test_summands(name, autocast):
+    """A bias of one value, a column, a matrix, a stack: its gradient has its shape; and under
+    autocast the result has torch's dtype."""
+    function, names, shapes, place = PRODUCTS[name]
+    bias = summand_of(names)
+    taken = 0
+    for shape in SUMMANDS:
+        form = (*shapes[:bias], shape, *shapes[bias + 1 :])
+        product = Product(function, names, form, place, autocast=autocast)
+        row = assert_same(product, f"{name} of {form}")
+        taken += row is not None and row.taken
+    assert taken >= 2
+
+
+class Viewed(nn.Module):
+    """x times a weight, [K, K] or a stack of them, seen through a view with arguments by name."""
+
+    def __init__(self, view, stack):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn((2, K, K) if stack else (K, K)) / 4)
+        self.view = view
+
+    def forward(self, x):
+        return F.linear(x, self.view(self.w))
+
+
+# Name -> (torch's names, values after the tensor, what is left to do; whether of a stack).
+VIEWS = {
+    "t": (("input",), (), None, False),
+    "transpose": (("input", "dim0", "dim1"), (0, 1), None, False),
+    "swapaxes": (("input", "axis0", "axis1"), (0, 1), None, False),
+    "swapdims": (("input", "dim0", "dim1"), (-1, 0), None, False),
+    "permute": (("input", "dims"), ((1, 0),), None, False),
+    "movedim": (("input", "source", "destination"), (0, 1), None, False),
+    "reshape": (("input", "shape"), ((K // 2, 2 * K),), lambda w: w.reshape(K, K), False),
+    "flatten": (("input", "start_dim"), (0,), lambda w: w.view(K, K), False),
+    "unflatten": (("input", "dim", "sizes"), (0, (2, K // 2)), lambda w: w.flatten(0, 1), False),
+    "squeeze": (("input", "dim"), (0,), None, False),
+    "unsqueeze": (("input", "dim"), (0,), lambda w: w[0], False),
+    "narrow": (("input", "dim", "start", "length"), (0, 16, 16), None, False),
+    "chunk": (("input", "chunks", "dim"), (2, 0), lambda w: w[1], False),
+    "split": (("tensor", "split_size_or_sections", "dim"), (16, 0), lambda w: w[1], False),
+    "unbind": (("input", "dim"), (0,), lambda w: w[1], True),
+    "select": (("input", "dim", "index"), (0, 1), None, True),
+    "detach": (("input",), (), None, False),
+    "clone": (("input",), (), None, False),
+}
+METHOD_NAMES = {"split": ("", "split_size", "dim")}  # where torch's two names differ
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_by_place_and_by_name(name):
+    names, values, rest, stack = VIEWS[name]
+    x = torch.randn(T, K)
+    for kind, by_place in itertools.product(("function", "method"), range(len(names) + 1)):
+        given = METHOD_NAMES.get(name, names) if kind == "method" else names
+        if kind == "method" and by_place == 0:
+            continue  # its tensor is the object
+
+        def view(w, kind=kind, given=given, by_place=by_place):
+            placed = (w, *values)[:by_place]
+            named = dict(zip(given[by_place:], (w, *values)[by_place:], strict=True))
+            if kind == "function":
+                w = getattr(torch, name)(*placed, **named)
+            else:
+                w = getattr(w, name)(*placed[1:], **named)
+            return w if rest is None else rest(w)
+
+        model = Viewed(view, stack)
+        y, (row,) = rewritten(model, x, policy={"*": "quartet2"})
+        what = f"{kind} {name}, {by_place} by place"
+        assert (row.module, row.taken) == ("w", True), f"{what}: {row.why}"
+        torch.testing.assert_close(y, model(x), msg=what)
+
+
+OTHERS = {
+    "aten.t": lambda w: aten.t.default(self=w),
+    "aten.t, any overload": lambda w: aten.t(w),
+    "aten.transpose": lambda w: aten.transpose.int(self=w, dim0=0, dim1=1),
+    "aten.permute": lambda w: aten.permute.default(w, dims=[1, 0]),
+    "aten.reshape": lambda w: aten.reshape.default(w, shape=[K, K]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_views_of_aten(name):
+    model, x = Viewed(OTHERS[name], stack=False), torch.randn(T, K)
+    y, (row,) = rewritten(model, x)
+    assert row.taken, row.why
+    torch.testing.assert_close(y, model(x))
+
+
+class LookedUp(nn.Module):
+    """A weight for each row of x, looked up in a stack of four."""
+
+    def __init__(self, index, look_up):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, N, K) / 4)
+        self.index, self.look_up = torch.tensor(index), look_up
+
+    def forward(self, x):
+        return self.look_up(self.w, self.index) @ x.unsqueeze(-1)
+
+
+LOOK_UPS = {
+    "w[index]": lambda w, index: w[index],
+    "by place": lambda w, index: torch.index_select(w, 0, index),
+    "by name": lambda w, index: torch.index_select(input=w, dim=0, index=index),
+    "method by name": lambda w, index: w.index_select(dim=0, index=index),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+@pytest.mark.parametrize(("rows", "index"), [(5, [0, 3, 1, 1, 2]), (1, [0, 3, 1]), (5, [2])])
+def test_weights_that_are_looked_up(name, rows, index):
+    """Trap: matmul broadcasts one row over all weights, and one weight over all rows."""
+    model, x = LookedUp(index, LOOK_UPS[name]), torch.randn(rows, K)
+    y, (row,) = rewritten(model, x, policy={"*": "quartet2"})
+    assert row.taken == (rows == len(index))
+    assert row.taken or "matmul broadcasts" in row.why
+    torch.testing.assert_close(y, model(x))
+
+
+OLD_FORMS = {
+    "beta": lambda b, x, w: torch.addmm(1, b, x, w),
+    "beta and alpha": lambda b, x, w: torch.addmm(1, b, 1, x, w),
+    "in place": lambda b, x, w: b.expand(T, N).clone().addmm_(x, w),
+}
+
+
+@pytest.mark.parametrize("name", OLD_FORMS)
+def test_forms_that_are_left(name):
+    """torch's deprecated forms of addmm, and the one in place, are left and reported."""
+    shapes = ((N,), (T, K), (K, N))
+    row = assert_same(Product(OLD_FORMS[name], ("input", "mat1", "mat2"), shapes, 2), name)
+    assert not row.taken and row.module == "tensors.2"

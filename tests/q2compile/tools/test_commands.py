@@ -1,0 +1,134 @@
+"""Commands say in one line what they can't use, and end with status 2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from q2compile import explain
+from q2compile.tools import cli
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    torch._dynamo.reset()
+    explain(nn.Linear(32, 32), torch.randn(4, 32), options={"inner": "eager", "dump": str(folder)})
+    return folder
+
+
+@pytest.fixture
+def dump(dumped, tmp_path):
+    """A dump folder to spoil."""
+    for path in dumped.rglob("*"):
+        copy = tmp_path / path.relative_to(dumped)
+        copy.mkdir() if path.is_dir() else copy.write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def refused(capsys, *arguments):
+    """The one line that a command prints."""
+    assert cli.main(list(map(str, arguments))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err
+
+
+def spoil(name, content):
+    def spoiled(folder):
+        path = folder / name
+        if content is None:
+            path.unlink()
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.write_text(content(path.read_text()) if callable(content) else content)
+        return str(path)
+
+    return spoiled
+
+
+REPORTS = [
+    spoil("report.json", lambda text: text[: len(text) // 2]),
+    spoil("report.json", ""),
+    spoil("report.json", "null"),
+    spoil("report.json", "3"),
+    spoil("report.json", '{"module": "x"}'),
+    spoil("report.json", '[{"module": "x"}]'),
+    spoil("report.json", '[{"module": "x", "shape": null}]'),
+    spoil("report.json", '[{"module": 3, "shape": [1]}]'),
+    spoil("report.json", '[{"module": "x", "shape": [1], "predicted": {"b": 3}}]'),
+    spoil("report.json", '[{"module": "x", "shape": [1], "theirs": 3}]'),
+    spoil("report.json", "[" * 10**5),
+    spoil("report.json", b"\xff\xfe"),
+    spoil("report.txt", None),
+    spoil("report.txt", b"\xff"),
+    spoil("graph_0/passes.json", lambda text: text[:-9]),
+    spoil("graph_0/passes.json", '[{"graph": "forward"}]'),
+    spoil("graph_0/0_dynamo.txt", b"\xff"),
+]
+
+
+@pytest.mark.parametrize("spoiled", REPORTS)
+def test_report_of_what_is_no_dump(dump, capsys, spoiled):
+    path = spoiled(dump)
+    assert path in refused(capsys, "report", dump)
+    assert not (dump / "report.html").exists()
+
+
+def test_report_leaves_what_is_not_of_the_dump(dump, capsys):
+    (dump / "graph_old").mkdir()
+    (dump / "graph_7.txt").touch()
+    assert cli.main(["report", str(dump)]) == 0
+
+
+def test_report_to_where_nothing_can_be_written(dump, capsys):
+    missing = dump / "none" / "page.html"
+    assert refused(capsys, "report", dump, "-o", missing).endswith("No such file or directory\n")
+    assert "Is a directory" in refused(capsys, "report", dump, "-o", dump)
+    assert "too long" in refused(capsys, "report", dump, "-o", "x" * 5000)
+    assert "too long" in refused(capsys, "report", "x" * 5000)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:", "cuda:x", "cuda:-1", "meta", "tpu", ""])
+def test_tables_on_a_device_that_is_not_there(tmp_path, capsys, device):
+    said = refused(capsys, "tables", "--device", device, "--out", tmp_path)
+    assert f"--device: got {device!r}; allowed: cpu" in said
+
+
+def test_tables_into_a_folder_that_cannot_be_made(tmp_path, capsys):
+    """Said before anything is measured."""
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(capsys, "tables", "--out", tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("command", ["report", "tables", "doctor"])
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys, command, ctrl_c):
+    def interrupted(argv):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.main", interrupted)
+    assert cli.main([command]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_the_reader_of_a_pipe_may_leave():
+    """q2compile doctor | head -0"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-u", "-m", "q2compile.tools.cli", "doctor", "--no-check"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def test_json_of_the_dump_is_read(dumped):
+    """What is spoilt above is right before."""
+    assert len(json.loads((dumped / "report.json").read_text())) == 1

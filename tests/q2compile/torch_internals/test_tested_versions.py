@@ -1,0 +1,57 @@
+"""Which torch versions are supported, and what a user of another is told."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from q2compile import explain
+from q2compile.torch_internals import tested_versions
+from q2compile.torch_internals.tested_versions import TESTED, UntestedTorchWarning
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+OPTIONS = {"inner": "eager"}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def warnings_of(monkeypatch, version):
+    """What two compilations under this version of torch warn of."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    tested_versions._warn_if_untested.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for width in (32, 64):
+            report = explain(nn.Linear(width, 32), torch.randn(4, width), options=OPTIONS)
+            assert [row.taken for row in report.rows] == [True]
+    return [str(w.message) for w in caught if w.category is UntestedTorchWarning]
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.16.0.dev20261122+cu130", "3.0.0a0"])
+def test_an_untested_torch_is_named_once_and_runs(monkeypatch, version):
+    """What was tested, what came, what to report."""
+    (text,) = warnings_of(monkeypatch, version)
+    oldest, newest = TESTED
+    assert f"tested with torch {oldest} to {newest}, and this is {version}." in text
+    assert "report" in text and "doctor" in text
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.3.post1", "2.15.0a0+git1234"])
+def test_a_tested_torch_is_not_spoken_of(monkeypatch, version):
+    assert warnings_of(monkeypatch, version) == []
+
+
+def test_the_table_the_bound_and_the_warning_name_the_same_versions():
+    """The ends of TESTED, of pyproject.toml's bound, and of the table of what was run."""
+    table = (ROOT / "tests" / "VERSIONS.md").read_text()
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", table, re.MULTILINE)
+    by_age = sorted(rows, key=lambda version: [int(part) for part in version.split(".")])
+    assert (by_age[0], by_age[-1]) == TESTED
+    bounds = re.findall(r'"torch(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert f">={TESTED[0]}" in bounds

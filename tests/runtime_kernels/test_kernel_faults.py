@@ -1,0 +1,322 @@
+"""A kernel that fails, wherever it does: the next one serves, the user is told once, and nothing
+else changes. On a CPU, with kernels made for it and GPUs that are not there."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
+from q2compile.tools import doctor
+from tests.support.small_model import Mlp, quantised
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+# What fails how: cuBLASLt, a torch without it, its check of arguments, NVRTC, the driver, Triton.
+ERRORS = (
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"),
+    NotImplementedError("matmul of Float4_e2m1fn_x2 is not implemented"),
+    ValueError("scale_b should be padded to 128"),
+    nvrtc.CompileError("gemm.cu does not compile for sm_130a"),
+    launch.LaunchError("cannot launch gemm.cu: CUDA_ERROR_INVALID_IMAGE"),
+    AssertionError("no scaled dot on sm_121"),
+)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch) -> None:
+    monkeypatch.setattr(registry, "_FAILURES", {})
+    monkeypatch.setattr(registry, "_SAID", set())
+
+
+@pytest.fixture
+def candidate() -> Iterator[Callable[..., list]]:
+    """Puts a kernel before the others of an op, one that raises an error; returns the list of its
+    calls."""
+    added = []
+
+    def put(op, error, name="broken", **parts):
+        calls = []
+
+        def function(*args):
+            calls.append(args)
+            raise error
+
+        kernel = Kernel(op, name, "cpu", function, registry._nothing, registry._nothing)
+        added.append(dataclasses.replace(kernel, **parts))
+        registry._KERNELS[op].insert(0, added[-1])
+        return calls
+
+    yield put
+    for kernel in added:
+        registry._KERNELS[kernel.op].remove(kernel)
+
+
+def gemm_arguments(scheme="nvfp4_46_pow2"):
+    return selfcheck.ARGUMENTS["gemm"](scheme)
+
+
+def run(op, args):
+    return getattr(torch.ops.q2, op)(*args)
+
+
+def step(model, compiled, x):
+    torch.manual_seed(1)
+    y = compiled(x)
+    y.square().sum().backward()
+    results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    return results
+
+
+# ---- in a call ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_a_kernel_that_fails_in_training_is_replaced_once_and_for_all(candidate, error):
+    """The numbers are those of the next kernel. It is not tried again for GEMMs of the same kind:
+    there are six in a step, of two kinds of operands each."""
+    model, x = Mlp(), torch.randn(32, 64)
+    want = step(model, quantised(model), x)
+    torch._dynamo.reset()
+    calls = candidate("gemm", error)
+    compiled = quantised(model)
+    said = f"(?s)kernel 'broken' of q2::gemm is given up on cpu: it failed: .*{str(error)[:20]}"
+    with pytest.warns(KernelWarning, match=said) as caught:
+        got = step(model, compiled, x)
+    assert len(caught) == 1
+    assert all(map(torch.equal, got, want))
+    tried = len(calls)
+    assert 0 < tried <= 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(map(torch.equal, step(model, compiled, x), want))
+    assert len(calls) == tried
+
+
+def test_the_next_one_may_fail_too(candidate):
+    args = gemm_arguments()
+    want = run("gemm", args)
+    second, first = candidate("gemm", ERRORS[0], "second"), candidate("gemm", ERRORS[1], "first")
+    with pytest.warns(KernelWarning) as caught:
+        assert torch.equal(run("gemm", args), want)
+    assert sorted(str(w.message).split("'")[1] for w in caught) == ["first", "second"]
+    assert torch.equal(run("gemm", args), want)
+    assert len(first) == len(second) == 1
+
+
+def test_a_kernel_is_given_up_for_calls_of_that_kind_alone(candidate):
+    """cuBLASLt refuses a shape, not all."""
+    calls = candidate("gemm", ERRORS[0])
+    with pytest.warns(KernelWarning) as caught:
+        run("gemm", gemm_arguments("nvfp4_46_pow2"))
+        run("gemm", gemm_arguments("mxfp4_rtn"))
+    assert len(caught) == 1 and len(calls) == 2
+    kernel = registry.kernels("gemm")[0]
+    for scheme in ("nvfp4_46_pow2", "mxfp4_rtn"):
+        assert "NOT_SUPPORTED" in kernel.why_not(*gemm_arguments(scheme))
+    other = gemm_arguments()[:-1] + (torch.float32,)
+    assert kernel.why_not(*other) is None
+
+
+def test_a_kernel_asked_for_by_name_is_never_replaced(candidate):
+    args = gemm_arguments()
+    calls = candidate("gemm", ERRORS[0])
+    with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
+        registry.select("gemm", args, "broken")(*args)
+    with pytest.warns(KernelWarning):
+        run("gemm", args)
+    with pytest.raises(ValueError, match="'broken' cannot run q2::gemm here: it failed: Runtime"):
+        registry.select("gemm", args, "broken")
+    assert len(calls) == 2 and registry.serving("gemm", args).name == REFERENCE
+
+
+def test_want_of_memory_is_no_fault_of_the_kernel(candidate):
+    args = gemm_arguments()
+    calls = candidate("gemm", torch.OutOfMemoryError("CUDA out of memory"))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            run("gemm", args)
+    assert len(calls) == 2 and registry.kernels("gemm")[0].why_not(*args) is None
+
+
+def test_a_call_that_nobody_can_serve_raises_what_the_first_one_did(candidate, recwarn):
+    """A caller's mistake, or a device that is lost."""
+    args = gemm_arguments()
+    wrong = (args[0][:, :8], *args[1:])
+    calls = candidate("gemm", ValueError("as the first one says it"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="as the first one says it"):
+            run("gemm", wrong)
+    assert len(calls) == 2 and not recwarn.list
+
+
+def test_nothing_is_replaced_in_a_cuda_graph_capture(monkeypatch):
+    """It is lost already; and what a kernel could not load there it can at another time."""
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        assert registry.kernels_own(ERRORS[4], torch.device("cuda", 0)) == (not capturing)
+    assert registry.kernels_own(ERRORS[4], torch.device("cpu"))
+
+
+# ---- while it is prepared -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_a_kernel_that_cannot_be_prepared_is_never_called(candidate, error):
+    def prepare(*args):
+        raise error
+
+    prepared = []
+    candidate("gemm", None, "next", prepare=lambda *args: prepared.append(args))
+    calls = candidate("gemm", None, prepare=prepare)
+    args = gemm_arguments()
+    with pytest.warns(KernelWarning, match="'broken' of q2::gemm is given up on cpu"):
+        registry.warm_up("gemm", args)
+    assert len(prepared) == 1 and registry.serving("gemm", args).name == "next"
+    assert calls == []
+
+
+def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
+    """With its log it takes seconds, and each shape would ask for it again."""
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_refused", {})
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    compiled = []
+
+    def compile_variant(variant, architecture):
+        compiled.append(architecture)
+        raise nvrtc.CompileError("unknown instruction")
+
+    monkeypatch.setattr(nvrtc, "compile_variant", compile_variant)
+    for architecture in ("sm_120a", "sm_120a", "sm_121a"):
+        with pytest.raises(nvrtc.CompileError, match="unknown instruction"):
+            nvrtc.cubin(nvrtc.Variant("dequantize.cu", ()), architecture)
+    assert compiled == ["sm_120a", "sm_121a"]
+
+
+# ---- in its self-check, and on GPUs that nobody knows -------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes all think that there is a GPU of a compute capability."""
+
+    def forget():
+        for known in (launch.unsupported, selfcheck._proven, selfcheck._refusal):
+            known.cache_clear()
+
+    def of(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        forget()
+
+    yield of
+    forget()
+
+
+def on_gpu(op, scheme):
+    """The arguments of a self-check, as fake tensors of the GPU."""
+    with FakeTensorMode():
+        return [
+            torch.empty(a.shape, dtype=a.dtype, device="cuda:0")
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in selfcheck.ARGUMENTS[op](scheme)
+        ]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, error):
+    gpu((12, 0))
+    checks = []
+
+    def disagreement(*what):
+        checks.append(what)
+        raise error
+
+    monkeypatch.setattr(selfcheck, "disagreement", disagreement)
+    with pytest.warns(KernelWarning) as caught:
+        for op in selfcheck.CHECKED:
+            args = on_gpu(op, selfcheck.CHECKED[op][0])
+            assert [registry.serving(op, args).name for _ in range(2)] == [REFERENCE] * 2
+            for kernel in registry.kernels(op)[:-1]:
+                with pytest.raises(ValueError, match=r"cannot run q2::.*it failed: .*Error"):
+                    registry.select(op, args, kernel.name)
+    assert len(checks) == len(set(checks)) == len(caught), "each once"
+
+
+def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
+    gpu((12, 0))
+    verdicts = [torch.OutOfMemoryError("CUDA out of memory"), None]
+
+    def disagreement(*what):
+        if error := verdicts.pop(0):
+            raise error
+
+    monkeypatch.setattr(selfcheck, "disagreement", disagreement)
+    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    with pytest.raises(torch.OutOfMemoryError):
+        registry.serving("rht_quantize", args)
+    assert registry.serving("rht_quantize", args).name == "cuda"
+
+
+@pytest.mark.parametrize("capability", [(5, 0), (7, 5), (8, 8), (10, 1), (11, 0), (12, 2), (13, 0)])
+def test_an_unknown_gpu_runs_the_references_and_every_kernel_says_why(gpu, capability):
+    gpu(capability)
+    for op, schemes in selfcheck.CHECKED.items():
+        for scheme in schemes:
+            args = on_gpu(op, scheme)
+            assert registry.serving(op, args).name == REFERENCE
+            for kernel in registry.kernels(op)[:-1]:
+                assert kernel.why_not(*args)
+
+
+@pytest.mark.parametrize("error", [OSError("libnvrtc.so: bad ELF"), AssertionError("status 7")])
+def test_whatever_is_wrong_with_nvrtc_the_references_run(gpu, monkeypatch, error):
+    gpu((9, 0))
+
+    def version():
+        raise error
+
+    monkeypatch.setattr(nvrtc, "version", version)
+    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    assert registry.serving("rht_quantize", args).name == REFERENCE
+    with pytest.raises(ValueError, match=str(error)):
+        registry.select("rht_quantize", args, "cuda")
+
+
+# ---- q2compile doctor ---------------------------------------------------------------------------
+
+
+def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
+    def refuses(*args):
+        return "it failed its self-check on this GPU:\n1 of 9 codes differ"
+
+    def raises(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    candidate("gemm", ERRORS[3])
+    candidate("gemm", None, "refused", refuses=refuses)
+    candidate("gemm", None, "starved", refuses=raises)
+    candidate("gemm", None, "elsewhere", refuses=lambda *args: "it wants a newer GPU")
+    cpu = torch.device("cpu")
+    faults = {k.name: doctor._kernel(k, cpu, True) for k in registry.kernels("gemm")[:4]}
+    assert faults == {"broken": 1, "refused": 1, "starved": 1, "elsewhere": 0}
+    schemes = len(selfcheck.CHECKED["gemm"])
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 4 * schemes
+    for line in (
+        "FAULT: CompileError: gemm.cu does not compile for sm_130a (",
+        "not here: it failed its self-check on this GPU: 1 of 9 codes differ\n",
+        "FAULT: OutOfMemoryError: CUDA out of memory (",
+        "not here: it wants a newer GPU\n",
+    ):
+        assert out.count(line) == schemes
