@@ -1,0 +1,401 @@
+"""Pre-train small Llamas recipe beside recipe, and measure the gaps.
+
+    python examples/pretrain.py corpus --data texts/ more.txt --out corpus/
+    python examples/pretrain.py train --corpus corpus/ --runs bf16,quartet2,nvfp4 --seeds 0,1,2 \\
+        --size 30m --tokens 75e6 --mode reduce-overhead --out runs/30m
+    python examples/pretrain.py train --corpus corpus/ --plan examples/pretraining/table.toml \\
+        --devices cuda:0,cuda:1 --time-limit 540 --out runs/table
+
+    python examples/pretrain.py page --of runs/table
+    python examples/pretrain.py throughput --corpus corpus/ --runs bf16 --mode reduce-overhead
+    python examples/pretrain.py stability --corpus corpus/ --runs bf16,quartet2 --steps 200
+
+`train` may be stopped or killed at any moment: the same command goes on from the last checkpoints,
+and a run that went on has the same bits as one that was never stopped. Every run of a seed starts
+from the same weights and sees the same batches.
+
+--runs takes names of the table in examples/pretraining/runs.py, recipes of q2compile, and runs of
+your own as NAME={"options": {...}}, in JSON.
+
+Written into --out, or into a folder in it for each comparison of the plan:
+    RUN-seedN/losses.csv, result.json    a row a step; what the run came to
+    table.txt                            the table that is printed
+    losses.png, gaps.png, norms.png      the curves, with a band over the seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pretraining import devices, page, results, runs, stability, throughput
+from pretraining.batches import Windows
+from pretraining.comparison import Comparison, Data
+from pretraining.corpus import Corpus, build
+from pretraining.model import SIZES
+from pretraining.training import Rhythm, Setup, Stopped
+from several_gpus import Team
+
+import q2compile
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SAVE_EVERY = 120.0  # seconds
+FETCH_EVERY = 50  # steps, on a GPU
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of a comparison: a table of the plan, or what the command line asks for."""
+
+    folder: str
+    runs: list[str]
+    seeds: list[int]
+    tokens: float
+    size: str
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """Raises ValueError for a plan that has something else in it than the fields of `Job`."""
+    if args.plan is None:
+        return [Job("", args.runs, args.seeds, args.tokens, args.size)]
+    rows = tomllib.loads(args.plan.read_text(encoding="utf-8"))["comparison"]
+    defaults = {"seeds": args.seeds, "tokens": args.tokens, "size": args.size}
+    try:
+        return [Job(**{**defaults, **row}) for row in rows]
+    except TypeError as error:
+        raise ValueError(
+            f"--plan {args.plan}: {error}; a [[comparison]] has folder, runs, and if wanted seeds, "
+            "tokens, size"
+        ) from None
+
+
+def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison:
+    per_step = args.batch * args.seq
+    steps = max(1, round(job.tokens / per_step))
+    eager = args.compile_options.get("inner") == "eager"  # has no modes
+    options = {"mode": args.mode} if args.mode and not eager else {}
+    setup = Setup(
+        size=job.size,
+        vocab=corpus.facts.vocab,
+        steps=steps,
+        batch=args.batch,
+        seq=args.seq,
+        device=args.device,
+        lr=args.lr,
+        compile_options={**options, **args.compile_options},
+    )
+    rhythm = Rhythm(
+        eval_every=math.ceil(steps / args.evals),
+        fetch_every=FETCH_EVERY if args.device.startswith("cuda") else 1,
+        save_every=args.save_every,
+        stop_at=args.stop_at,
+        deadline=args.deadline,
+    )
+    val_batches = min(args.eval_batches, len(corpus.val) // per_step)
+    if not val_batches:
+        raise ValueError(f"{len(corpus.val):,} tokens held out, less than a batch of {per_step:,}")
+
+    def train(seed: int) -> Windows:
+        return Windows(corpus.train, steps, args.batch, args.seq, seed)
+
+    facts = {
+        "corpus": corpus.facts.hash,
+        "name": corpus.facts.name,
+        "tokens": steps * per_step,
+        "epochs": round(train(0).epochs, 3),
+        "val_tokens": val_batches * per_step,
+    }
+    val = Windows(corpus.val, val_batches, args.batch, args.seq, None)
+    folder = args.out / job.folder
+    alone = Team(argparse.Namespace(**vars(args), fsdp=False, ddp=False, tp=1))
+    return Comparison(folder, setup, rhythm, Data(train, val, facts), alone, args.asked, args.dump)
+
+
+def check(asked: Sequence[tuple[Job, Comparison]]) -> None:
+    """Refuse a wrong run or option now rather than after the runs before it."""
+    for job, compared in asked:
+        for name in job.runs:
+            run = runs.parse(name)
+            for late in (False, True):
+                q2compile.Config.from_options(compared.setup.options(run, late))
+
+
+def show(folder: Path, setup: Setup) -> None:
+    title = f"Llama {setup.size}, {setup.steps * setup.batch * setup.seq / 1e6:.0f}M tokens"
+    done = results.finished(folder)
+    if done:
+        print(f"\n{title}\n{results.write(done, folder, title)}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------ train
+
+
+def train(args: argparse.Namespace) -> int:
+    corpus = Corpus.open(args.corpus)
+    asked = [(job, comparison(args, job, corpus)) for job in jobs(args)]
+    check(asked)
+    if len(args.devices) > 1:
+        return train_on_many(args, asked, corpus)
+    if not args.quiet:
+        corpus.check()
+        print(corpus.facts, flush=True)
+    try:
+        for job, compared in asked:
+            for name in job.runs:
+                for _ in compared.train(runs.parse(name), job.seeds, args.bar):
+                    if not args.quiet:
+                        show(compared.folder, compared.setup)
+    except Stopped as stopped:
+        print(f"\n{stopped}; the same command goes on from there", flush=True)
+        return devices.STOPPED
+    return 0
+
+
+def train_on_many(
+    args: argparse.Namespace, asked: Sequence[tuple[Job, Comparison]], corpus: Corpus
+) -> int:
+    corpus.check()
+    print(corpus.facts, flush=True)
+    commands = [
+        [*command_of_one(args, job), "--runs", name, "--out", str(args.out / job.folder)]
+        + ["--compile-options", json.dumps(args.compile_options)]
+        for job, compared in asked
+        for name in job.runs
+        if not all(compared.is_finished(runs.parse(name), seed) for seed in job.seeds)
+    ]
+    refresh = refresher([compared for _, compared in asked])
+    statuses = devices.run_all(commands, args.devices, args.deadline, refresh)
+    refresh()
+    for index, status in sorted(statuses.items()):
+        if status:
+            what = "unfinished" if status == devices.STOPPED else f"exit status {status}"
+            print(f"{what}: {shlex.join(commands[index])}", flush=True)
+    failed = [s for s in statuses.values() if s]
+    return next((s for s in failed if s != devices.STOPPED), devices.STOPPED) if failed else 0
+
+
+def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
+    """`train` with all of this command's settings, but for runs, options, out and device."""
+    command = [*devices.this_program(), "train", "--quiet", "--corpus", str(args.corpus)]
+    command += ["--seeds", ",".join(map(str, job.seeds)), "--tokens", str(job.tokens)]
+    for name in ("batch", "seq", "evals", "eval_batches", "save_every", "mode", "lr"):
+        value = getattr(args, name)
+        command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    flags = [f"--{name}" for name in ("dump", "deterministic") if getattr(args, name)]
+    return [*command, "--size", job.size, *flags, "--asked", args.asked]
+
+
+def refresher(comparisons: Sequence[Comparison]) -> Callable[[], None]:
+    """A function that makes table and pictures of a folder again when a run of it has ended."""
+    folders = {compared.folder: compared.setup for compared in comparisons}
+    shown: dict[Path, int] = {}
+
+    def refresh() -> None:
+        for folder, setup in folders.items():
+            count = len(list(folder.glob("*/result.json")))
+            if count > shown.get(folder, 0):
+                shown[folder] = count
+                show(folder, setup)
+
+    return refresh
+
+
+# ------------------------------------------------------------------------------------------- main
+
+
+def positive(text: str) -> int:
+    value = int(float(text))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated; commas in the JSON of a run of one's own do not count."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [name.strip() for name in found if name.strip()]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_corpus(commands.add_parser("corpus", help="build a corpus: token files out of texts"))
+    add_train(commands.add_parser("train", help="train runs x seeds on a corpus"))
+    add_page(commands.add_parser("page", help="gaps.json and tables.md of runs that ended"))
+    help = "the loop's tokens/s over those of the bare compiled step"
+    add_throughput(commands.add_parser("throughput", help=help))
+    help = "a seed compiled, compiled again, resumed and in eager mode: where the losses differ"
+    add_stability(commands.add_parser("stability", help=help))
+    args = parser.parse_args(argv)
+    args.asked = getattr(args, "asked", None) or shlex.join(["pretrain.py", *argv])
+    return args
+
+
+def add_corpus(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", type=Path, nargs="*", default=[], help="files and folders; else Python's sources")
+    add("--out", type=Path, required=True, help="folder of the corpus")
+    add("--name", default="text", help="what results call it")
+    add("--vocab", type=positive, default=4096, help="entries of the tokenizer that is trained")
+    add("--val-bytes", type=positive, default=8e6, help="text held out, at least")
+    add("--tokenizer", type=Path, help="a tokenizer.json to use instead of training one")
+    parser.set_defaults(main=make_corpus)
+
+
+def make_corpus(args: argparse.Namespace) -> int:
+    print(
+        build(
+            args.data,
+            args.out,
+            name=args.name,
+            vocab=args.vocab,
+            val_bytes=int(args.val_bytes),
+            tokenizer_file=args.tokenizer,
+        )
+    )
+    return 0
+
+
+def add_setup(parser: argparse.ArgumentParser) -> None:
+    """What one run needs to know."""
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="folder that `corpus` built")
+    add("--runs", type=names, default=["bf16", "quartet2"], help="comma-separated")
+    add("--out", type=Path, default=Path("runs/pretrain"), help="folder for everything written")
+    add("--size", choices=SIZES, default="30m")
+    add("--batch", type=positive, default=64, help="sequences per step")
+    add("--seq", type=positive, default=512, help="tokens per sequence")
+    add("--lr", type=float, help="peak learning rate; by default the size's")
+    add("--evals", type=positive, default=10, help="validations over a run")
+    add("--eval-batches", type=positive, default=64, help="batches of one validation, at most")
+    add("--mode", help="Inductor's mode, reduce-overhead for example")
+    add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
+    add("--deterministic", action="store_true", help="only kernels that repeat their bits")
+    add("--device", default="auto", help="auto takes CUDA when there is one")
+    add("--devices", help="cuda:0,cuda:1,...: a process for each, taking the next run")
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    add_setup(parser)
+    add = parser.add_argument
+    add("--seeds", type=numbers, default=[0], help="comma-separated")
+    add("--plan", type=Path, help="TOML with a [[comparison]] a folder: folder, runs, seeds, ...")
+    add("--tokens", type=float, default=75e6, help="to train on")
+    add("--dump", action="store_true", help="write graphs and reports into OUT/graphs")
+    add("--save-every", type=float, default=SAVE_EVERY, help="seconds between two checkpoints")
+    add("--time-limit", type=float, default=math.inf, help="seconds after which to leave")
+    add("--stop-at", type=positive, help="step after which to leave, with a checkpoint")
+    # For one process of --devices: no tables, its line on the terminal, when all are to leave, and
+    # the command that was typed.
+    add("--quiet", action="store_true", help=argparse.SUPPRESS)
+    add("--bar", type=int, default=0, help=argparse.SUPPRESS)
+    add("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
+    add("--asked", help=argparse.SUPPRESS)
+    parser.set_defaults(main=start_training)
+
+
+def choose_device(args: argparse.Namespace) -> None:
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.devices = args.devices.split(",") if args.devices else [args.device]
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS asks for it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def start_training(args: argparse.Namespace) -> int:
+    choose_device(args)
+    args.deadline = min(args.until, time.time() + args.time_limit)
+    return train(args)
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    results_folder = Path(__file__).resolve().parent / "pretraining" / "results"
+    add = parser.add_argument
+    add("--of", type=Path, help="the --out of a plan; without it the gaps.json that is there")
+    add("--into", type=Path, default=results_folder, help="folder for what is written")
+    parser.set_defaults(main=write_page)
+
+
+def write_page(args: argparse.Namespace) -> int:
+    page.write(args.into, args.of)
+    print(args.into / "tables.md")
+    return 0
+
+
+def add_throughput(parser: argparse.ArgumentParser) -> None:
+    add_setup(parser)
+    parser.add_argument("--steps", type=positive, default=200, help="timed, of each")
+    parser.set_defaults(main=measure_throughput, save_every=None, stop_at=None, dump=False)
+
+
+def measure_throughput(args: argparse.Namespace) -> int:
+    choose_device(args)
+    args.deadline = math.inf
+    corpus = Corpus.open(args.corpus)
+    job = Job("", args.runs, [0], args.steps * args.batch * args.seq, args.size)
+    for name in args.runs:
+        print(throughput.measure(comparison(args, job, corpus), runs.parse(name)), flush=True)
+    return 0
+
+
+def add_stability(parser: argparse.ArgumentParser) -> None:
+    add_setup(parser)
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.set_defaults(main=compare_ways, save_every=1e9, dump=False)
+
+
+def compare_ways(args: argparse.Namespace) -> int:
+    choose_device(args)
+    job = Job("", args.runs, [0], args.steps * args.batch * args.seq, args.size)
+    command = command_of_one(args, job)
+
+    def run_all(commands: Sequence[Sequence[str]]) -> None:
+        statuses = devices.run_all(commands, args.devices, math.inf, lambda: None)
+        for index, status in statuses.items():
+            if status not in (0, devices.STOPPED):
+                raise ValueError(f"exit status {status} of {shlex.join(commands[index])}")
+
+    stability.train(args.runs, args.steps, args.out, command, run_all)
+    for difference in stability.differences(args.runs, args.out):
+        print(difference, flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return args.main(args)
+    except ValueError as error:
+        print(f"pretrain.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

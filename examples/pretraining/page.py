@@ -1,0 +1,241 @@
+"""The results that are kept: gaps.json, a row a run, and the page of tables made of it.
+
+The tables are a function of gaps.json alone; the pictures are made of the runs' folders.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretraining.gaps import BASELINE, Gap, by_name, gaps, pooled_spread
+from pretraining.gaps import pair as paired
+from pretraining.record import Result
+from pretraining.results import PICTURES, finished
+from pretraining.runs import RUNS
+
+DIGITS = 6  # of a loss in gaps.json: a hundredth of the smallest standard error there is
+
+# Quartet II (arXiv 2601.22813 v2): gap of the validation loss to BF16, nats a token on C4, by the
+# authors' runs at 25 and at 800 tokens a parameter.
+PAPER = {
+    "30M": {
+        "NVIDIA": (0.0548, 0.1046),
+        "NVIDIA + 4/6": (0.0565, 0.1001),
+        "TetraJet-v2": (0.0541, 0.0875),
+        "Quartet II": (0.0430, 0.0749),
+    },
+    "100M": {
+        "NVIDIA": (0.0569, 0.0800),
+        "NVIDIA + 4/6": (0.0518, 0.0742),
+        "TetraJet-v2": (0.0554, 0.0630),
+        "Quartet II": (0.0420, 0.0541),
+    },
+}
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """gaps.json of the comparisons in a folder: a mapping a run."""
+    return [
+        row(run.result, [other.result for other in runs])
+        for runs in (finished(f) for f in sorted(p for p in folder.iterdir() if p.is_dir()))
+        for run in runs
+    ]
+
+
+def row(result: Result, beside: Sequence[Result]) -> dict[str, Any]:
+    """beside: the runs of the same comparison, for gap and ratios."""
+    baseline = [other for other in beside if other.name == BASELINE]
+    found = paired([result], baseline)
+    setup, data = result.setup, result.provenance["data"]
+    return {
+        "run": result.name,
+        "recipe": recipe_of(result),
+        "options": {**setup["compile_options"], **result.run["options"]},
+        **{key: result.run[key] for key in ("late", "late_at", "backwards") if result.run[key]},
+        "size": setup["size"],
+        "tokens": data["tokens"],
+        "epochs": data["epochs"],
+        "batch": setup["batch"],
+        "seq": setup["seq"],
+        "seed": result.seed,
+        "diverged_at": result.diverged_at,
+        "val_loss": None if result.diverged_at else round(result.val_loss, DIGITS),
+        "gap": round(found.mean, DIGITS) if found else None,
+        "step_seconds": round(result.step_seconds, 6),
+        "step_ratio": ratio(result, baseline, "step_seconds"),
+        "tokens_per_second": round(result.tokens_per_second),
+        "peak_bytes": result.peak_bytes,
+        "peak_ratio": ratio(result, baseline, "peak_bytes"),
+        "first_step_seconds": round(result.first_step_seconds, 1),
+        "corpus": data["corpus"],
+        "corpus_name": data["name"],
+        **{key: result.provenance[key] for key in ("device", "versions", "date", "command")},
+        "val_losses": [round(loss, DIGITS) for loss in result.val_losses],
+    }
+
+
+def recipe_of(result: Result) -> str:
+    recipe = result.run["options"]["recipe"]
+    return recipe if isinstance(recipe, str) else recipe.get("base", recipe.get("recipe"))
+
+
+def ratio(result: Result, baseline: Sequence[Result], field: str) -> float | None:
+    of_baseline = [getattr(other, field) for other in baseline]
+    if not of_baseline or not statistics.median(of_baseline):
+        return None
+    return round(getattr(result, field) / statistics.median(of_baseline), 4)
+
+
+def results(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[Result]]:
+    """The runs of gaps.json by comparison: (size, tokens)."""
+    found: dict[tuple[str, int], list[Result]] = {}
+    for r in rows:
+        result = Result(
+            run={"name": r["run"]},
+            setup=r,
+            seed=r["seed"],
+            diverged_at=r["diverged_at"],
+            val_loss=r["val_loss"],
+            val_losses=r["val_losses"],
+            step_seconds=r["step_seconds"],
+            first_step_seconds=r["first_step_seconds"],
+            tokens_per_second=r["tokens_per_second"],
+            peak_bytes=r["peak_bytes"],
+            provenance=r,
+        )
+        found.setdefault((r["size"], r["tokens"]), []).append(result)
+    return dict(sorted(found.items(), key=lambda item: item[0][1]))
+
+
+# ------------------------------------------------------------------------------------------ page
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """tables.md."""
+    compared = results(rows)
+    spread = spread_over_seeds(compared.values())
+    parts = [
+        "# The gaps, measured",
+        "Made of `gaps.json` beside this page by `python examples/pretrain.py page`; what they say "
+        "is in `examples/pretraining/README.md`.",
+        provenance(rows),
+        *(section(*key, runs, spread) for key, runs in compared.items()),
+        papers_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def spread_over_seeds(comparisons: Iterable[Sequence[Result]]) -> float | None:
+    """Of the gaps to BF16, pooled: for comparisons whose runs have a seed each."""
+    pairs = []
+    for runs in comparisons:
+        named = by_name(runs)
+        for name, of_name in named.items():
+            found = paired(of_name, named.get(BASELINE, [])) if name != BASELINE else None
+            pairs += [found] if found else []
+    return pooled_spread(pairs)
+
+
+def provenance(rows: Sequence[dict[str, Any]]) -> str:
+    def all_of(key: str) -> str:
+        return ", ".join(sorted({str(row[key]) for row in rows}))
+
+    versions = sorted({f"{k} {v}" for row in rows for k, v in row["versions"].items()})
+    return (
+        f"{len(rows)} runs on {all_of('device')}, {all_of('date')}; {', '.join(versions)}. "
+        f"Corpus: {all_of('corpus_name')}, SHA-256 {all_of('corpus')}."
+    )
+
+
+def section(size: str, tokens: int, runs: Sequence[Result], spread: float | None) -> str:
+    named = by_name(runs)
+    named = {name: named[name] for name in sorted(named, key=rank)}
+    wanted = [(name, BASELINE) for name in named]
+    wanted += [(n, RUNS[n].against) for n in named if n in RUNS and RUNS[n].against != BASELINE]
+    found = gaps(runs, wanted, spread)
+    first = runs[0].setup
+    title = (
+        f"## Llama {size}, {tokens / 1e6:.0f}M tokens ({first['epochs']:g} epochs), "
+        f"{first['batch']} x {first['seq']} a step"
+    )
+    lines = [
+        "| run | seeds | validation loss | gap to BF16 | step over BF16's | peak over BF16's |",
+        "|---|---|---|---|---|---|",
+        *(table_row(name, of_name, found.get((name, BASELINE))) for name, of_name in named.items()),
+    ]
+    parts = [title, "\n".join(lines)]
+    against = [gap for (_, other), gap in found.items() if other != BASELINE]
+    if against:
+        parts.append(differences_table(against))
+    return "\n\n".join(parts)
+
+
+def rank(name: str) -> tuple[int, str]:
+    """The order of runs.RUNS, then one's own."""
+    return (list(RUNS).index(name), name) if name in RUNS else (len(RUNS), name)
+
+
+def table_row(name: str, runs: Sequence[Result], gap: Gap | None) -> str:
+    diverged = [f"NaN at step {r.diverged_at} (seed {r.seed})" for r in runs if r.diverged_at]
+    losses = [r.val_loss for r in runs if not r.diverged_at]
+    loss = f"{statistics.fmean(losses):.4f}" if losses else ""
+    shown = "; ".join([*([str(gap)] if gap and name != BASELINE else []), *diverged])
+
+    def median(field: str) -> str:
+        values = [r.setup[field] for r in runs if r.setup[field] is not None]
+        return f"{statistics.median(values):.2f}" if values else ""
+
+    return (
+        f"| `{name}` | {len(runs)} | {loss} | {shown} | {median('step_ratio')} | "
+        f"{median('peak_ratio')} |"
+    )
+
+
+def differences_table(found: Sequence[Gap]) -> str:
+    lines = ["| run | against | difference | what differs |", "|---|---|---|---|"]
+    for gap in found:
+        about = RUNS[gap.run].about
+        lines.append(f"| `{gap.run}` | `{gap.against}` | {gap} | {about} |")
+    return "\n".join(lines)
+
+
+def papers_table() -> str:
+    lines = [
+        "## The papers' table",
+        "",
+        "Quartet II (arXiv 2601.22813 v2), gap to BF16 on C4 by the authors' runs, at 25 and 800 "
+        "tokens a parameter:",
+        "",
+        "| recipe | 30M, 25 | 30M, 800 | 100M, 25 | 100M, 800 |",
+        "|---|---|---|---|---|",
+    ]
+    for name in PAPER["30M"]:
+        values = [f"{gap:.4f}" for size in PAPER for gap in PAPER[size][name]]
+        lines.append(f"| {name} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def write(into: Path, folder: Path | None) -> None:
+    """Write gaps.json and the pictures of the comparisons in ``folder``, and tables.md.
+
+    Without a folder tables.md alone, of the gaps.json that is there.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    file = into / "gaps.json"
+    if folder is not None:
+        text = ",\n".join(json.dumps(row) for row in rows(folder))
+        file.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+        for comparison in sorted(p for p in folder.iterdir() if p.is_dir()):
+            for picture in PICTURES:
+                source = comparison / f"{picture}.png"
+                if source.exists():
+                    shutil.copy(source, into / f"{picture}-{comparison.name}.png")
+    (into / "tables.md").write_text(page(json.loads(file.read_text(encoding="utf-8"))))
