@@ -1,20 +1,35 @@
 # Two commands do everything on a machine with python3.11, make and g++: `make demo` and `make test`.
 # Each makes .venv when it is missing, with the versions of constraints.txt.
+#
+# `make test-torch TORCH=2.15.0` runs the tests on another torch, in an environment of its own. With
+# PYTHON=python3.14 on another interpreter, with TESTS="tests/lowering ..." a part of them.
 
 PYTHON ?= python3.11
+ifdef TORCH
+VENV := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
+PINS := $(VENV)/pins.txt
+else
+$(if $(filter test-torch,$(MAKECMDGOALS)),$(error make test-torch needs a version: TORCH=2.15.0))
 VENV := .venv
+PINS := constraints.txt
+endif
 BIN := $(VENV)/bin
+# As a variable the pins take the place of a constraint in pip's own configuration, which could not be
+# met together with another torch; as an option they would add to it.
+PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/pip install --quiet
 # mypy cannot follow [tool.setuptools.package-dir], so `lint` gives it the installed layout as links.
 TYPED := build/typed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-torch lint format clean
 
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
 
 # A process for each core, and one thread in each: the tests are many small computations.
 test: $(VENV)/.with-train,dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+
+test-torch: test
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .
@@ -34,8 +49,16 @@ clean:
 # .venv/.with-EXTRAS: q2compile is installed, editable, with these extras of pyproject.toml. The stamp
 # is written last, so an interrupted installation is done again. The demo does without the extra dev:
 # transformers imports torchao when it finds it, which prints warnings.
-$(VENV)/.with-%: pyproject.toml constraints.txt
+$(VENV)/.with-%: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$*]'
+	$(PIP) 'setuptools>=77' wheel
+	$(PIP) --no-build-isolation --editable '.[$*]'
 	touch $@
+
+# Another torch brings Triton, CUDA's libraries and the setuptools that it needs; all other pins stay,
+# on the Python they were made for.
+$(VENV)/pins.txt: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	echo torch==$(TORCH) > $@
+	! $(BIN)/python --version | grep -q 'Python 3.11' \
+	    || sed -E '/^(torch|triton|setuptools)==|^(cuda|nvidia)-/d' constraints.txt >> $@
