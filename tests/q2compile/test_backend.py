@@ -442,6 +442,14 @@ def test_what_each_recipe_saves(recipe):
     assert row.saved_bytes == expected
 
 
+def test_a_forward_in_bf16_saves_no_codes_and_the_report_says_so():
+    """mxfp4 quantises in the backward alone, from x and w themselves."""
+    report = explain(nn.Linear(64, 48), torch.randn(32, 64), options={**EAGER, "recipe": "mxfp4"})
+    (row,) = report.rows
+    assert (row.saved_bytes, row.saved_elements) == (0, 0)
+    assert "0 B + x" in str(report)
+
+
 def test_the_late_switch_of_the_forward_to_bf16():
     """NVIDIA's late switch: the last 18% of steps with a bf16 forward, backward kept in FP4, by
     compiling again with other options; no parameter or optimizer state is touched."""
