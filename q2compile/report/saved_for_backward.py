@@ -14,8 +14,8 @@ _QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "transpose")
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
-    """Set ``saved_bytes`` and ``saved_elements`` of the rows whose nodes stand in ``graph``, from its
-    outputs: a forward graph, or one that it calls.
+    """Set ``saved_bytes`` and ``saved_elements`` of the rows whose nodes stand in ``graph``, from
+    its outputs: a forward graph, or one that it calls.
 
     Counted are the outputs of quantising ops (codes, scales, global scale, masks). A tensor that
     several matmuls share belongs to the one whose ops made it: the first.
