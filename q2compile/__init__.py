@@ -4,6 +4,7 @@ model = torch.compile(model, backend="quartet2")        # nothing to import
 
 q2compile.Config      the backend's options as a frozen dataclass
 q2compile.explain     what the backend does with a model: one row per matmul
+q2compile.compare     which modules a recipe's error comes from, and the policy that follows
 q2compile.quantize    the quantisers, on any device
 q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
 """
@@ -14,15 +15,25 @@ from q2compile.version import __version__
 
 if TYPE_CHECKING:
     from q2compile.config import Config as Config
+    from q2compile.tools.compare.measure import compare as compare
     from q2compile.tools.explain import explain as explain
     from q2compile.tools.quantize import QuantizedTensor as QuantizedTensor
     from q2compile.tools.quantize import quantize as quantize
     from q2compile.weight_cache.cache import forget_weights as forget_weights
 
-__all__ = ["Config", "QuantizedTensor", "__version__", "explain", "forget_weights", "quantize"]
+__all__ = [
+    "Config",
+    "QuantizedTensor",
+    "__version__",
+    "compare",
+    "explain",
+    "forget_weights",
+    "quantize",
+]
 
 _HOMES = {
     "Config": "q2compile.config",
+    "compare": "q2compile.tools.compare.measure",
     "explain": "q2compile.tools.explain",
     "forget_weights": "q2compile.weight_cache.cache",
     "quantize": "q2compile.tools.quantize",

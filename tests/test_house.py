@@ -42,8 +42,8 @@ MAY_IMPORT = {
     "backend": ["capture", "compiler", "config", "failures", "report", "rewrite"]
     + ["torch_internals"],
     "config": ["passes", "recipes", "torch_internals"],
-    "tools": ["backend", "capture", "compiler", "config", "linear", "recipes", "report", "rewrite"]
-    + ["runtime_kernels"],
+    "tools": ["backend", "capture", "compiler", "config", "cost_model", "linear", "recipes"]
+    + ["report", "rewrite", "runtime_kernels", "torch_internals"],
     "rewrite": ["capture", "config", "cost_model", "linear", "recipes", "report.row"]
     + ["torch_internals"],
     "compiler": ["config", "lowering", "passes", "runtime_kernels.registry", "torch_internals"]

@@ -21,7 +21,8 @@ scale rule) are rows of `q2compile.runtime_kernels.schemes.SCHEMES`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
@@ -69,6 +70,13 @@ class Gemm:
     def __str__(self) -> str:
         return f"{self.a} @ {self.b}"
 
+    def without_codes(self) -> Gemm:
+        """The same of high-precision operands, where there are no codes to requantise."""
+        fresh = (
+            replace(o, source="fresh") if o.source == "requantize" else o for o in (self.a, self.b)
+        )
+        return Gemm(*fresh)
+
     @classmethod
     def parse(cls, text: str) -> Gemm | None:
         """The GEMM written as ``text``; None for "bf16", a GEMM left in high precision."""
@@ -104,6 +112,17 @@ class Recipe:
     def random_forward(self) -> bool:
         """Whether the forward draws a seed: x quantised for wgrad during the forward needs one."""
         return self.wgrad is not None and self.wgrad.b.source == "forward"
+
+    def only(self, gemms: Collection[str]) -> Recipe:
+        """This recipe with all GEMMs but those named left in high precision.
+
+        Without fprop no codes are saved to requantise from, and the gradient of what was computed
+        is the one with the high-precision operand: "requantize" becomes "fresh".
+        """
+        kept = {name: getattr(self, name) if name in gemms else None for name in GEMMS}
+        if kept["fprop"] is None:
+            kept = {name: gemm and gemm.without_codes() for name, gemm in kept.items()}
+        return replace(self, **kept)
 
     def texts(self) -> tuple[str, str, str]:
         """The three GEMMs as text, the form in which they are arguments of `q2::linear`."""

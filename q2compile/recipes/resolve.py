@@ -72,27 +72,23 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
 
 def _finish(recipe: Recipe, global_scale: str) -> Recipe:
     """Fill in what depends on the rest, then check."""
+    recipe = recipe.only(tuple(GEMMS))  # without sources that a changed fprop no longer gives
     gemms: dict[str, Any] = {}
     for name in GEMMS:
         gemm: Gemm | None = getattr(recipe, name)
         if gemm is not None:
-            gemm = Gemm(*(_finish_operand(recipe, o, global_scale) for o in (gemm.a, gemm.b)))
+            gemm = Gemm(*(_with_scale(o, global_scale) for o in (gemm.a, gemm.b)))
             _check(recipe, name, gemm)
         gemms[name] = gemm
     return replace(recipe, **gemms)
 
 
-def _finish_operand(recipe: Recipe, operand: Operand, global_scale: str) -> Operand:
-    """Select the global scale's kind, and the source that exists.
-
-    With fprop in bf16 no codes are saved to requantise from, and the gradient of what was computed
-    is the one with the high-precision operand: "requantize" becomes "fresh".
-    """
+def _with_scale(operand: Operand, global_scale: str) -> Operand:
+    """The operand with its scheme's row for that kind of global scale."""
     scheme = operand.scheme
     if global_scale == "pow2" and f"{scheme}_pow2" in SCHEMES:
         scheme += "_pow2"
-    no_codes = recipe.fprop is None and operand.source == "requantize"
-    return replace(operand, scheme=scheme, source="fresh" if no_codes else operand.source)
+    return replace(operand, scheme=scheme)
 
 
 def _check(recipe: Recipe, name: str, gemm: Gemm) -> None:

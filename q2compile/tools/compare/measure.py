@@ -1,0 +1,227 @@
+"""The runs of `compare`: bf16, the recipe, each of its GEMMs alone, each module alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from q2compile.config import Config
+from q2compile.errors import ConfigError, shown
+from q2compile.recipes.recipe import GEMMS
+from q2compile.tools.compare.comparison import Comparison, ModuleError
+from q2compile.tools.compare.probe import Probes, Run
+
+_BF16 = Run(gemms=())
+
+
+def compare(
+    model: nn.Module,
+    batches: Iterable[Any],
+    recipe: Any = "quartet2",
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+    options: Mapping[str, Any] | None = None,
+    alone: bool = True,
+) -> Comparison:
+    """Measure where a recipe's error comes from, on this model and these batches.
+
+    model      in the mode, on the device and in the dtypes it is trained in; call `compare` under
+               the autocast it is trained under. Its weights, gradients, buffers and torch's random
+               state are afterwards what they were.
+    batches    a few: each is what the model is called with, a mapping of keyword arguments, a tuple
+               of positional ones, or a tensor
+    recipe     of quartet2, as the option of torch.compile; ``options``: others of them ("policy",
+               "global_scale")
+    loss       of the model's output, a tensor of one element; by default its ``loss``, or itself
+    optimizer  parameters -> an optimizer: both losses are then those of training over the batches,
+               from the same weights; without it all batches are run with the weights as they are
+    alone      whether each module is also run as the only one that is quantised, on the first
+               batch: a step more for each, and what `Comparison.policy` ranks by
+
+    Measured in fp32 or wider, from the same weights and random numbers as the run in bf16 (which is
+    the precision the tensors have):
+
+    - of each module and GEMM the relative error √(Σ|q - g|² / Σ|g|²) of its result on the operands
+      of the run in bf16, so without the errors of other modules;
+    - of the gradient of all parameters the relative error of the recipe, of each of its GEMMs
+      alone, and of each module alone.
+
+    Raises ValueError for options that can't be used, for no batches, for an output without a loss,
+    and when no matmul of the model is taken.
+    """
+    model = getattr(model, "_orig_mod", model)
+    batches = list(batches)
+    if not batches:
+        raise ConfigError("compare: got no batches; it takes at least one, better three or more")
+    config = Config.from_options({**(options or {}), "recipe": recipe, "inner": "eager"})
+    probes = Probes(config)
+    # Sizes are numbers, so that costs are: a second shape is compiled anew.
+    compiled = torch.compile(model, backend=probes.backend, dynamic=False)
+    runs = _Runs(model, compiled, probes, loss or _loss_of)
+    with _as_it_was(model):
+        comparison = runs.compare(batches, config, alone)
+    if optimizer is not None:
+        comparison.losses = {
+            name: runs.train(batches, run, optimizer)
+            for name, run in (("bf16", _BF16), (config.resolved_policy.default.name, Run()))
+        }
+    return comparison
+
+
+class _Runs:
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: Any,
+        probes: Probes,
+        loss: Callable[[Any], Tensor],
+    ) -> None:
+        self._model, self._compiled, self._probes, self._loss = model, compiled, probes, loss
+
+    def compare(self, batches: list[Any], config: Config, alone: bool) -> Comparison:
+        name = config.resolved_policy.default.name
+        comparison = Comparison(name, config.recipe, config.policy, losses={"bf16": [], name: []})
+        own: dict[str, list[float]] = {}  # parameter -> relative errors under the whole recipe
+        for i, batch in enumerate(batches):
+            exact_loss, exact = self._gradients(batch, _BF16)
+            comparison.losses["bf16"].append(exact_loss)
+            self._gradients(batch, Run(measure=True))
+            if i == 0:
+                self._refuse_nothing_taken()
+            loss, gradients = self._gradients(batch, Run())
+            comparison.losses[name].append(loss)
+            for parameter, gradient in gradients.items():
+                error = _relative({parameter: gradient}, {parameter: exact[parameter]})
+                own.setdefault(parameter, []).append(error)
+            comparison.note("all", _relative(gradients, exact))
+            for gemm in GEMMS:
+                _, gradients = self._gradients(batch, Run(gemms=(gemm,)))
+                comparison.note(gemm, _relative(gradients, exact))
+            if i == 0:
+                modules = dict.fromkeys(row.module for row in self._probes.rows if row.taken)
+                effects = {
+                    module: _relative(self._gradients(batch, Run(module=module))[1], exact)
+                    for module in modules
+                    if alone
+                }
+        comparison.modules = self._modules(own, effects)
+        comparison.left = {r.module: r.why for r in self._probes.rows if not r.taken}
+        return comparison
+
+    def train(
+        self,
+        batches: list[Any],
+        run: Run,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    ) -> list[float]:
+        """The losses of training over the batches, each before its step."""
+        losses = []
+        self._probes.run = run
+        with _as_it_was(self._model, weights=True):
+            steps = optimizer(self._model.parameters())
+            for batch in batches:
+                loss = self._loss_on(batch)
+                loss.backward()
+                steps.step()
+                steps.zero_grad()
+                losses.append(float(loss.detach()))
+        return losses
+
+    def _gradients(self, batch: Any, run: Run) -> tuple[float, dict[str, Tensor]]:
+        """The loss on a batch and the gradient of every parameter that has one."""
+        self._probes.run = run
+        self._model.zero_grad(set_to_none=True)
+        with _same_random_numbers():
+            loss = self._loss_on(batch)
+            loss.backward()
+        gradients = {
+            name: p.grad for name, p in self._model.named_parameters() if p.grad is not None
+        }
+        self._model.zero_grad(set_to_none=True)
+        return float(loss.detach()), gradients
+
+    def _loss_on(self, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            output = self._compiled(**batch)
+        elif isinstance(batch, tuple | list):
+            output = self._compiled(*batch)
+        else:
+            output = self._compiled(batch)
+        value = self._loss(output)
+        if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+            raise ConfigError(
+                f"compare: got {shown(type(value).__name__)} for a loss; allowed: a tensor of one "
+                "element with a gradient; give loss=, a function of the model's output"
+            )
+        return value
+
+    def _refuse_nothing_taken(self) -> None:
+        if not any(row.taken for row in self._probes.rows):
+            left = dict.fromkeys(f"{row.module}: {row.why}" for row in self._probes.rows)
+            raise ConfigError(
+                "compare: no matmul of this model is quantised. "
+                + ("; ".join(list(left)[:5]) or "No graph with a matmul was compiled.")
+            )
+
+    def _modules(self, own: dict[str, list[float]], effects: dict[str, float]) -> list[ModuleError]:
+        modules = []
+        for module in dict.fromkeys(row.module for row in self._probes.rows if row.taken):
+            rows = [r for r in self._probes.rows if r.taken and r.module == module]
+            gradient = own.get(f"{module}.weight", own.get(module))
+            modules.append(
+                ModuleError.of(
+                    rows,
+                    {gemm: self._probes.noted(module, gemm).relative for gemm in GEMMS},
+                    None if gradient is None else sum(gradient) / len(gradient),
+                    effects.get(module),
+                )
+            )
+        return modules
+
+
+def _loss_of(output: Any) -> Any:
+    """The loss in a model's output: its attribute or key ``loss``, or the output itself."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def _relative(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """√(Σ|q - g|² / Σ|g|²) over all of ``exact``; 0 if that is zero."""
+    difference = norm = 0.0
+    for name, g in exact.items():
+        g = g.double()
+        difference += float((gradients[name].double() - g).square().sum())
+        norm += float(g.square().sum())
+    return (difference / norm) ** 0.5 if norm else 0.0
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Every run draws the same: torch's generators are put back."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
+    """Gradients and buffers (and weights, if the runs change them) are put back."""
+    tensors = list(model.buffers()) + (list(model.parameters()) if weights else [])
+    kept = [t.detach().clone() for t in tensors]
+    gradients = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    try:
+        with _same_random_numbers():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient
