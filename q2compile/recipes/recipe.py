@@ -119,10 +119,11 @@ class Recipe:
         Without fprop no codes are saved to requantise from, and the gradient of what was computed
         is the one with the high-precision operand: "requantize" becomes "fresh".
         """
+        kept: dict[str, Gemm | None]
         kept = {name: getattr(self, name) if name in gemms else None for name in GEMMS}
         if kept["fprop"] is None:
             kept = {name: gemm and gemm.without_codes() for name, gemm in kept.items()}
-        return replace(self, **kept)
+        return Recipe(self.name, kept["fprop"], kept["dgrad"], kept["wgrad"], self.auto)
 
     def texts(self) -> tuple[str, str, str]:
         """The three GEMMs as text, the form in which they are arguments of `q2::linear`."""

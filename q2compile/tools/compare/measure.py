@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from q2compile.config import Config
 from q2compile.errors import ConfigError, shown
 from q2compile.recipes.recipe import GEMMS
-from q2compile.tools.compare.comparison import Comparison, ModuleError
+from q2compile.tools.compare.comparison import Comparison
+from q2compile.tools.compare.measurements import ModuleError
 from q2compile.tools.compare.probe import Probes, Run
 
 _BF16 = Run(gemms=())

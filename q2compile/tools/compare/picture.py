@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from q2compile.recipes.recipe import GEMMS
-
-if TYPE_CHECKING:
-    from q2compile.tools.compare.comparison import Comparison
+from q2compile.tools.compare.measurements import Measurements
 
 _MOST = 40  # modules: more can't be read on one page
 
 
-def draw(c: Comparison, path: str | Path) -> None:
+def draw(c: Measurements, path: str | Path) -> None:
     """Modules worst first: left the share of the gradient's squared error, right each GEMM's own
     relative error."""
     from matplotlib.figure import Figure

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from q2compile.recipes.recipe import GEMMS
-
-if TYPE_CHECKING:
-    from q2compile.tools.compare.comparison import Comparison
+from q2compile.tools.compare.measurements import Measurements
 
 _WORDS = {"all": "the whole recipe", **{gemm: f"{gemm} alone" for gemm in GEMMS}}
 _MOST = 12  # reasons of matmuls left; a model may have hundreds of one kind
 
 
-def text(c: Comparison) -> str:
+def text(c: Measurements) -> str:
     """Losses, the gradient's error, the modules worst first, and what was left."""
     bf16, own = c.losses["bf16"], c.losses[c.recipe]
     n = len(bf16)
@@ -39,7 +35,7 @@ def text(c: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _together(c: Comparison) -> list[str]:
+def _together(c: Measurements) -> list[str]:
     """Whether shares can be believed: the first batch's error, and what the effects add up to."""
     if not c.sum_of_effects:
         return []
@@ -49,7 +45,7 @@ def _together(c: Comparison) -> list[str]:
     ]
 
 
-def _modules(c: Comparison) -> list[str]:
+def _modules(c: Measurements) -> list[str]:
     """One line a module, worst first.
 
     share: its part of the gradient's squared error; effect: the gradient's error with this module

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import q2compile
 from q2compile.recipes.resolve import resolve
 from q2compile.tools import cli
-from q2compile.tools.compare.comparison import Comparison, ModuleError
+from q2compile.tools.compare.comparison import Comparison
+from q2compile.tools.compare.measurements import ModuleError
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
