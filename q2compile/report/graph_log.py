@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from q2compile.capture.module_names import Names, site_name
 from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
 from q2compile.passes.record import PassRecord
+from q2compile.report import announce
 from q2compile.report.dump_folder import DumpFolder, GraphDump
+from q2compile.report.graph_text import readable
 from q2compile.report.kernel_choice import kernels_of
 from q2compile.report.model_coverage import Coverage
-from q2compile.report.report import Report, collector
+from q2compile.report.report import Report, collector, table
 from q2compile.report.row import Row
 from q2compile.report.saved_for_backward import count_saved
 from q2compile.torch_internals.aot_autograd import graph_kind
 from q2compile.torch_internals.dynamo import compile_id
+from q2compile.torch_internals.trace import is_traced, trace_artifact
 
 
 class GraphLog:
@@ -29,7 +33,8 @@ class GraphLog:
 
     title    how to call the graph: "graph 0/0 of Llama"
     folder   of its dump; None without the option
-    watcher  the log itself if anybody reads it, None if there is neither dump nor report
+    watcher  the log itself if anybody reads it; None if there is no dump, report, trace or log at
+             level DEBUG
     """
 
     def __init__(self, config: Config, names: Names) -> None:
@@ -48,12 +53,14 @@ class GraphLog:
         root = type(names.root).__name__ if names.root is not None else "a function"
         self.title = f"graph {compile_id()} of {root}" + (f", {names.place}" * bool(names.place))
         self.folder: Path | None = self._dump.path if self._dump else None
-        self.watcher = self if self._reports else None
+        heard = announce.LOG.isEnabledFor(logging.DEBUG) or is_traced()
+        self.watcher = self if self._reports or heard else None
 
     def graph(self, stage: str, gm: fx.GraphModule) -> None:
         """A graph at a stage, to be dumped under that name."""
         if self._dump is not None:
             self._dump.write_graph(stage, gm)
+        trace_artifact(f"q2compile_{stage}", lambda: readable(gm))
 
     def rewritten(self, stage: str, gm: fx.GraphModule, rows: list[Row], names: Names) -> None:
         """The rewritten graph, with a row for each of its matmuls. Under ``strict``, raises
@@ -62,6 +69,9 @@ class GraphLog:
         self.graph(stage, gm)
         self._coverage.add(rows, names)
         self._add(rows)
+        announce.compiled(self.title, rows, self._config)
+        trace_artifact("q2compile_config", lambda: repr(self._config))
+        trace_artifact("q2compile_report", lambda: table(rows))
         if self._config.strict:
             self._coverage.refuse_unmatched_patterns()
             _refuse_not_taken(rows)
@@ -74,6 +84,9 @@ class GraphLog:
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
         self.graph(f"4_after_passes_{kind}", gm)
+        for record in records:
+            if record.graph == kind:
+                announce.passed(self.title, record)
         if self._dump is not None:
             self._dump.write_passes(records)
 

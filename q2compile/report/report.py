@@ -91,7 +91,7 @@ class Report:
 
     def __str__(self) -> str:
         notes = [f"note: {n}" for n in self.notes]
-        return "\n".join([*_table(self.rows), "", self.summary(), *notes])
+        return "\n".join([table(self.rows), "", self.summary(), *notes])
 
 
 # The report that explain() is collecting into, if any.
@@ -115,7 +115,7 @@ def _predictions(rows: list[Row]) -> list[str]:
     return notes
 
 
-def _table(rows: Iterable[Row]) -> list[str]:
+def table(rows: Iterable[Row]) -> str:
     """A text table. The GEMMs' texts are long and repeat, so each distinct recipe is spelt out
     below.
     """
@@ -134,4 +134,4 @@ def _table(rows: Iterable[Row]) -> list[str]:
     for name, *gemms in dict.fromkeys(recipes):
         lines += ["", f"recipe {name}"]
         lines += [f"  {g}  {t}" for g, t in zip(("fprop", "dgrad", "wgrad"), gemms, strict=True)]
-    return lines
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""What q2compile says by itself, without a dump or a report: to Python's logging, and to the trace
+that tlparse reads.
+
+The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
+
+    INFO    a line for the first graph with matmuls that a process compiles; it is shown even where
+            nobody has configured logging: once, on stderr, by rank 0
+    DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
+            pass did
+
+It is silenced by ``TORCH_LOGS="-q2compile"`` as by
+``logging.getLogger("q2compile").setLevel("ERROR")``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from q2compile.config import Config
+from q2compile.passes.record import PassRecord
+from q2compile.recipes.recipe import GEMMS
+from q2compile.report.row import Row, shape_text
+
+LOG = logging.getLogger("q2compile")
+_MOST = 3  # names of matmuls that were left; the others are counted
+_FORMATS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4"}
+
+
+class _Stderr(logging.Handler):
+    """For programs that have not configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:  # those show it, in their own form
+            print(self.format(record), file=sys.stderr)
+
+
+class _First:
+    """Whether a graph with matmuls was compiled in this process."""
+
+    compiled = False
+
+
+def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
+    """Of a graph that was rewritten."""
+    if not any(row.has_parameter for row in rows):
+        return
+    first = not _First.compiled
+    _First.compiled = True
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if first and rank == 0:
+        if LOG.level == logging.NOTSET:  # nobody has said what they want to see
+            LOG.setLevel(logging.INFO)
+            if not LOG.handlers:
+                LOG.addHandler(_Stderr())
+        LOG.info("%s", summary(rows))
+    if not LOG.isEnabledFor(logging.DEBUG):
+        return
+    LOG.debug("%s: %s", title, summary(rows).removeprefix("q2compile: "))
+    LOG.debug("%s: options: %s", title, config)
+    for row in rows:
+        what = f"{row.recipe} ({row.pattern!r})" if row.pattern else row.recipe
+        said = what if row.taken else f"left: {row.why}"
+        LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), said)
+
+
+def passed(title: str, record: PassRecord) -> None:
+    """Of a pass over a graph, if it found something."""
+    if record.matches:
+        text = "%s: pass %s on the %s graph: %d matches"
+        LOG.debug(text, title, record.name, record.graph, record.matches)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """ "q2compile: 56 of 57 matmuls in NVFP4 (quartet2); left: lm_head (policy)". Matmuls of two
+    activations, such as attention's, are not counted."""
+    rows = [row for row in rows if row.has_parameter]
+    taken = [row for row in rows if row.taken]
+    text = f"q2compile: {len(taken)} of {len(rows)} matmuls"
+    if taken:
+        gemms = " ".join(getattr(row, gemm) for row in taken for gemm in GEMMS)
+        formats = [word for name, word in _FORMATS.items() if name in gemms]
+        recipes = dict.fromkeys(row.recipe for row in taken)
+        text += f" in {' and '.join(formats)} ({', '.join(recipes)})"
+    else:
+        text += " quantised"
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.taken:
+            reasons.setdefault(re.split(r"[:;,]", row.why, maxsplit=1)[0], []).append(row.module)
+    left = []
+    for why, names in reasons.items():
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        left.append(f"{', '.join(names[:_MOST])}{more} ({why})")
+    return f"{text}; left: {', '.join(left)}" if left else text

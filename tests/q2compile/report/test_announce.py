@@ -1,0 +1,149 @@
+"""What is said without a dump or a report: the log and torch's trace."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from q2compile.report import announce
+from q2compile.report.row import Row
+from q2compile.torch_internals import trace
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+LINE = "q2compile: 1 of 3 matmuls in NVFP4 (quartet2); left: lm_head (policy), tiny (too small)"
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.lm_head = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.tiny = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.tiny(self.lm_head(self.up(x).relu()))
+
+def run():
+    options = {"inner": "eager", "policy": {"lm_head": "bf16"}}
+    torch._dynamo.reset()
+    torch.compile(Net(), backend="quartet2", options=options)(torch.randn(8, 64)).sum().backward()
+
+run()
+run()
+"""
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A training step of a process that has compiled nothing yet, and configured nothing."""
+    monkeypatch.setattr(announce._First, "compiled", False)
+    level, handlers = announce.LOG.level, list(announce.LOG.handlers)
+    announce.LOG.setLevel(logging.NOTSET)
+    announce.LOG.handlers.clear()
+    scope: dict = {}
+    exec(SCRIPT.replace("\nrun()", ""), scope)
+    yield scope["run"]
+    announce.LOG.setLevel(level)
+    announce.LOG.handlers[:] = handlers
+
+
+def test_the_first_graph_is_a_line_on_stderr_and_the_others_are_silent():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.splitlines().count(LINE) == 1
+
+
+def test_a_configured_root_logger_shows_it_once_in_its_own_form(run, caplog, capsys):
+    run()  # pytest has put handlers on the root logger
+    assert caplog.messages.count(LINE) == 1
+    assert LINE not in capsys.readouterr().err
+
+
+def test_a_level_of_the_users_silences_it(run, caplog):
+    announce.LOG.setLevel(logging.WARNING)
+    run()
+    assert LINE not in caplog.messages
+
+
+def test_other_ranks_are_silent(run, caplog, monkeypatch):
+    monkeypatch.setattr(announce.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(announce.dist, "get_rank", lambda: 1)
+    run()
+    assert LINE not in caplog.messages
+
+
+def test_torch_logs_have_levels(run, caplog):
+    """``+q2compile`` names the options, every matmul and the passes that did something."""
+    caplog.set_level(logging.DEBUG, "q2compile")
+    run()
+    said = caplog.messages
+    title = "graph 0/0 of Net"
+    assert said.count(LINE) == 1
+    assert f"{title}: up 8×96×64 quartet2" in said
+    assert f"{title}: lm_head 8×64×96 left: policy: 'lm_head' says bf16" in said
+    assert f"{title}: pass merge_seeds on the backward graph: 1 matches" in said
+    assert any(text.startswith(f"{title}: options: Config(recipe='quartet2'") for text in said)
+
+
+def test_the_trace_holds_the_graphs_the_report_and_the_options(run, monkeypatch):
+    found = {}
+    monkeypatch.setattr("q2compile.report.graph_log.is_traced", lambda: True)
+    monkeypatch.setattr(
+        "q2compile.report.graph_log.trace_artifact",
+        lambda name, text: found.setdefault(name, text()),
+    )
+    run()
+    stages = ("0_dynamo", "1_rewritten", "2_forward", "3_backward")
+    passes = [f"4_after_passes_{kind}" for kind in ("forward", "backward")]
+    names = [*stages, *passes, "config", "report"]
+    assert set(found) == {f"q2compile_{name}" for name in names}
+    assert "q2.linear" in found["q2compile_1_rewritten"]
+    assert "too small: the weight is [8, 64]" in found["q2compile_report"]
+    assert "policy={'lm_head': 'bf16'}" in found["q2compile_config"]
+
+
+def test_an_artifact_is_written_beside_torchs_own(monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        torch._logging,
+        "trace_structured",
+        lambda kind, metadata_fn, payload_fn, **_: written.append(
+            (kind, metadata_fn(), payload_fn())
+        ),
+    )
+    trace.trace_artifact("q2compile_report", lambda: "text")
+    metadata = {"name": "q2compile_report", "encoding": "string"}
+    assert written == [("artifact", metadata, "text")]
+
+
+def row(name, taken=False, why="", **gemms):
+    return Row(name, (8, 8, 8), taken=taken, why=why, recipe="own" if taken else "bf16", **gemms)
+
+
+def test_names_that_were_left_are_counted_by_reason():
+    rows = [
+        row("a", True, fprop="nvfp4 @ nvfp4", dgrad="rht64>mxfp4_sr @ rht64>mxfp4_sr"),
+        *(row(f"e{i}", why="experts: the policy has to name them") for i in range(5)),
+        Row("<attention>", (), has_parameter=False),
+    ]
+    assert announce.summary(rows) == (
+        "q2compile: 1 of 6 matmuls in NVFP4 and MXFP4 (own); left: e0, e1, e2 and 2 more (experts)"
+    )
+    nothing = announce.summary([row("a", why="recipe: bf16")])
+    assert nothing == "q2compile: 0 of 1 matmuls quantised; left: a (recipe)"
+
+
+def test_a_graph_without_weights_is_not_the_first(run, caplog):
+    scores = torch.compile(lambda x: x @ x.t(), backend="quartet2", options={"inner": "eager"})
+    scores(torch.randn(32, 32))
+    assert not announce._First.compiled
+    torch.compile(nn.Linear(32, 32), backend="quartet2", options={"inner": "eager"})(
+        torch.randn(4, 32)
+    )
+    assert announce._First.compiled
+    assert "q2compile: 1 of 1 matmuls in NVFP4 (quartet2)" in caplog.messages
