@@ -99,12 +99,13 @@ def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison
     )
     rhythm = Rhythm(
         eval_every=math.ceil(steps / args.evals),
+        eval_batches=args.eval_batches,
         fetch_every=FETCH_EVERY if args.device.startswith("cuda") else 1,
         save_every=args.save_every,
         stop_at=args.stop_at,
         deadline=args.deadline,
     )
-    val_batches = min(args.eval_batches, len(corpus.val) // per_step)
+    val_batches = len(corpus.val) // per_step
     if not val_batches:
         raise ValueError(f"{len(corpus.val):,} tokens held out, less than a batch of {per_step:,}")
 
@@ -262,7 +263,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, help="folder of the corpus")
     add("--name", default="text", help="what results call it")
     add("--vocab", type=positive, default=4096, help="entries of the tokenizer that is trained")
-    add("--val-bytes", type=positive, default=8e6, help="text held out, at least")
+    add("--val-bytes", type=positive, default=32e6, help="text held out, at least")
     add("--tokenizer", type=Path, help="a tokenizer.json to use instead of training one")
     parser.set_defaults(main=make_corpus)
 
@@ -292,7 +293,8 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=positive, default=512, help="tokens per sequence")
     add("--lr", type=float, help="peak learning rate; by default the size's")
     add("--evals", type=positive, default=10, help="validations over a run")
-    add("--eval-batches", type=positive, default=64, help="batches of one validation, at most")
+    text = "batches of a validation on the way; the last one takes all that is held out"
+    add("--eval-batches", type=positive, default=16, help=text)
     add("--mode", help="Inductor's mode, reduce-overhead for example")
     add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
     add("--deterministic", action="store_true", help="only kernels that repeat their bits")

@@ -94,6 +94,21 @@ class Backwards:
         return self.batches[index].flip(0)
 
 
+class First:
+    """The first batches of others."""
+
+    def __init__(self, batches: Batches, count: int) -> None:
+        self.batches, self.count = batches, min(count, len(batches))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return self.batches[index]
+
+
 @contextmanager
 def prefetched(batches: Batches, first: int, device: str) -> Iterator[Iterator[Tensor]]:
     """The batches from index ``first`` on, on the device, read and copied ahead by a thread."""

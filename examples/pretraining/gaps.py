@@ -5,7 +5,8 @@ the same batches, so their difference has far less noise than either loss. What 
 
     the spread over seeds: the standard deviation of the differences over seeds. With three seeds it
     is hardly known for one pair, so it is pooled over all pairs of a comparison that have several
-    seeds (the root of the mean variance, weighted by degrees of freedom);
+    seeds (the root of the mean variance, weighted by degrees of freedom); a pair whose own spread
+    is larger than that has its own;
     the validation set's own noise: the standard deviation of the difference over validation
     batches, over the root of their number. It is the same for all seeds, who share the set.
 
@@ -97,6 +98,8 @@ def pooled_spread(pairs: Iterable[Pair]) -> float | None:
 def gap(pair: Pair, spread: float | None) -> Gap:
     seeds = len(pair.differences)
     error = None
+    if seeds > 1:
+        spread = max(spread or 0.0, math.sqrt(pair.variance))
     if spread is not None:
         error = math.sqrt(spread**2 / seeds + pair.validation_noise**2)
     return Gap(pair.run, pair.against, seeds, pair.mean, error, pair.validation_noise)

@@ -93,7 +93,8 @@ class Result:
     run: the fields of its `runs.Run`. setup: size, steps, batch, seq, lr and whatever else two runs
     must share to be compared. val_losses: of each validation batch at the end, so that two runs
     are compared batch by batch. diverged_at: the step whose loss was not finite; 0 if none was.
-    peak_bytes: device memory allocated at most in a step that did not compile; 0 on a CPU.
+    peak_bytes: device memory allocated at most in a step that did not compile, the one that records
+    CUDA graphs included; 0 on a CPU.
     """
 
     run: dict[str, Any]

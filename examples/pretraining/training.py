@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pretraining import checkpoint
-from pretraining.batches import Backwards, Batches, prefetched
+from pretraining.batches import Backwards, Batches, First, prefetched
 from pretraining.model import SIZES, build_model
-from pretraining.record import UNTIMED_STEPS, Losses, Point
+from pretraining.record import Losses, Point
 from pretraining.runs import Run
 
 WARMUP_SHARE = 0.1  # of the steps
@@ -60,13 +60,17 @@ class Setup:
 class Rhythm:
     """How often what happens between the steps.
 
-    eval_every: steps between two validations. fetch_every: steps between two looks at the losses.
+    eval_every: steps between two validations.
+    eval_batches: of a validation on the way; the last, which a result is made of, takes all. None
+    takes all each time.
+    fetch_every: steps between two looks at the losses.
     save_every: seconds between two checkpoints; None writes none and starts afresh.
     stop_at: a step after which to leave with a checkpoint. deadline: the same for a time, of
     `time.time`. Both are noticed when losses are looked at.
     """
 
     eval_every: int
+    eval_batches: int | None = None
     fetch_every: int = 1
     save_every: float | None = None
     stop_at: int | None = None
@@ -116,6 +120,7 @@ class Trainee:
         self.switch = round(run.late_at * setup.steps) if run.late is not None else setup.steps
         self.compiled: dict[bool, Callable[..., Any]] = {}
         self.model: Any = None  # a transformers model, from `begin` on
+        self.peak_bytes = 0  # of all seeds: CUDA graphs allocate when they are recorded, once
 
     def begin(self, seed: int) -> None:
         """Weights, optimizer and schedule of step 0."""
@@ -246,15 +251,18 @@ class Loop:
                 end = self.clock.mark()
                 self.pending.append((self.step, lr, start, end))
                 start = end
-                if self.step == first + UNTIMED_STEPS and self.clock.cuda:
+                if self.step == first + 1 and self.clock.cuda:  # it compiled; graphs come next
                     torch.cuda.reset_peak_memory_stats()
                 if self.pause_due():
                     self.pause(val_batches, bar)
                     start = self.clock.mark()
                 if self.diverged_at:
                     break
-        peak = torch.cuda.max_memory_allocated() if self.clock.cuda else 0
-        return Outcome(self.diverged_at, [] if self.diverged_at else self.val_losses, peak)
+        if self.clock.cuda:
+            peak = torch.cuda.max_memory_allocated()
+            self.trainee.peak_bytes = max(self.trainee.peak_bytes, peak)
+        losses = [] if self.diverged_at else self.val_losses
+        return Outcome(self.diverged_at, losses, self.trainee.peak_bytes)
 
     def pause_due(self) -> bool:
         every = self.rhythm.eval_every
@@ -302,6 +310,8 @@ class Loop:
 
     def validate(self, batches: Batches, bar: tqdm) -> None:
         start = time.perf_counter()
+        if self.step < self.steps and self.rhythm.eval_batches is not None:
+            batches = First(batches, self.rhythm.eval_batches)
         self.val_losses = self.trainee.evaluate(batches, self.step)
         loss, seconds = statistics.fmean(self.val_losses), time.perf_counter() - start
         lr = float(self.trainee.schedule.get_last_lr()[0])

@@ -118,6 +118,16 @@ def test_the_seeds_of_a_run_compile_once(whole: tuple[Path, list[int]]) -> None:
     assert whole[1] == [2, 2]  # before the late switch and after it
 
 
+def test_a_validation_on_the_way_may_take_less_and_the_last_takes_all(
+    plain: Path, tmp_path: Path
+) -> None:
+    (done,) = comparison(tmp_path, eval_batches=1).train(runs.RUNS["quartet2"], [0])
+    (_, first), (_, last) = ((p.step, p.loss) for p in done.losses.points if p.split == "val")
+    assert len(done.result.val_losses) == 3
+    alone, all_three = (loss for _, split, loss, *_ in numbers(plain, "quartet2") if split == "val")
+    assert last == all_three and first != alone
+
+
 def test_the_late_switch_changes_the_run_from_its_step_on(
     whole: tuple[Path, list[int]], plain: Path
 ) -> None:

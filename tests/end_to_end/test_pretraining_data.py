@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from pretraining import corpus as corpora  # noqa: E402
-from pretraining.batches import Backwards, Windows, prefetched  # noqa: E402
+from pretraining.batches import Backwards, First, Windows, prefetched  # noqa: E402
 from pretraining.corpus import Corpus, build  # noqa: E402
 
 
@@ -199,6 +199,13 @@ def test_too_few_tokens_for_a_batch_are_refused() -> None:
 def test_backwards_has_the_same_sequences() -> None:
     windows = Windows(TOKENS, 9, 3, 100, seed=5)
     assert torch.equal(Backwards(windows)[4], windows[4].flip(0)) and len(Backwards(windows)) == 9
+
+
+def test_the_first_batches_are_those_and_no_more() -> None:
+    windows = Windows(TOKENS, 9, 3, 100, seed=5)
+    found = list(First(windows, 2))
+    assert len(found) == 2 and torch.equal(torch.stack(found), torch.stack(list(windows)[:2]))
+    assert len(First(windows, 20)) == 9
 
 
 def test_prefetched_batches_come_in_order_from_where_it_was_left() -> None:
