@@ -1,4 +1,4 @@
-"""Text for a stdout that may know less than Unicode: on one of ASCII Python's print raises for "×"."""
+"""Text for a stdout that may know less than Unicode, on which Python's print would raise for "×"."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_it_trains(name, inner):
 
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"bf16"}))
 def test_every_recipe_in_a_branch(recipe):
-    """To the bit what it is outside of one: nvfp4 draws signs in its forward, quartet saves masks."""
+    """Bit by bit as outside of one: nvfp4 draws signs in its forward, quartet saves masks."""
     model, x = Branches(), torch.randn(WIDTH, WIDTH, requires_grad=True)
     options = {"inner": "eager", "recipe": recipe}
     got = gradients(model, x, "quartet2", options=options)
