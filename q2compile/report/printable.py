@@ -1,4 +1,4 @@
-"""Text for a stdout that may know less than Unicode, on which Python's print would raise for "×"."""
+"""Text for a stdout that may know less than Unicode, where Python's print would raise for "×"."""
 
 from __future__ import annotations
 
