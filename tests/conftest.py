@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ from q2compile.report.dump_folder import DumpFolder
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
 settings.load_profile("q2compile")
+
+# pytest hangs a handler on every logger that does not propagate, and torch takes one on this logger
+# for TORCH_TRACE: it would write down every graph of every test.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ class DumpFolder:
     def write_report(self) -> None:
         """report.json (the rows), report.txt (the table and the notes)."""
         _replace(self.path / "report.json", json.dumps(self.report.to_json(), indent=1) + "\n")
-        _replace(self.path / "report.txt", f"{self.report}\n")
+        _replace(self.path / "report.txt", f"{self.report.text()}\n")
 
 
 class GraphDump:

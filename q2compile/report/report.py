@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.report.html import report_page
+from q2compile.report.printable import printable
 from q2compile.report.row import COLUMNS, Row, cells
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class Report:
     """Rows and notes of everything compiled while it collected.
 
-    Printing it gives the text table. ``to_json()`` is the list of rows as plain mappings,
+    Printing it gives ``text()``, the table. ``to_json()`` is the list of rows as plain mappings,
     ``to_html(path)`` writes a page. Linears of the model that no graph has held so far are rows
     too.
     """
@@ -89,9 +90,13 @@ class Report:
             return text
         return f"{text}; quantised for backward: {size} B, {8 * size / elements:.2f} bit an element"
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The text table, as a dump holds it."""
         notes = [f"note: {n}" for n in self.notes]
         return "\n".join([table(self.rows), "", self.summary(), *notes])
+
+    def __str__(self) -> str:
+        return printable(self.text())
 
 
 # The report that explain() is collecting into, if any.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from q2compile.errors import ConfigError, shown
+from q2compile.report.printable import SPELLED
 
 COMMANDS = {
     "report": ("q2compile.tools.report_page", "a dump folder as one HTML page"),
@@ -28,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Each command parses its own arguments, --help among them.
         commands.add_parser(name, help=summary, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=SPELLED)
     module, _ = COMMANDS[arguments.command]
     try:
         return import_module(module).main(rest)

@@ -49,7 +49,8 @@ def inductor_options_of_mode(mode: str | None, dynamic: bool | None = None) -> d
 
     if mode is None:
         return {}
-    mode = one_of("mode", mode, ["default", *list_mode_options(dynamic=dynamic)])
+    allowed = dict.fromkeys(["default", *list_mode_options(dynamic=dynamic)])
+    mode = one_of("mode", mode, allowed)
     return {} if mode == "default" else dict(list_mode_options(mode, dynamic))
 
 

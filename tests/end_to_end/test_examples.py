@@ -91,11 +91,16 @@ def test_the_recipes_start_alike_and_then_differ(trained: Path) -> None:
 
 
 def test_the_curves_of_both_recipes_are_drawn(trained: Path) -> None:
+    """Where their losses differ by less than 0.005, the second covers the first: then the first is
+    seen in the legend alone, whose line has 111 pixels, and which names only what is drawn. A curve
+    that nothing covers has 2,800."""
     pixels = torch.from_numpy(image.imread(trained / "losses.png")[..., :3])
     assert pixels.shape == (750, 1200, 3)
+    seen = []
     for color in ("#1f77b4", "#ff7f0e"):  # matplotlib's C0 and C1
         rgb = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        assert ((pixels - rgb).abs().amax(-1) < 0.02).sum() > 200
+        seen.append(int(((pixels - rgb).abs().amax(-1) < 0.02).sum()))
+    assert min(seen) > 100 and max(seen) > 1000, seen
 
 
 def test_the_report_names_every_linear(trained: Path) -> None:

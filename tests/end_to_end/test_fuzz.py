@@ -91,6 +91,49 @@ def _tied(program, x):
     return F.linear(x, w) @ w
 
 
+def _by_keyword(program, x):
+    """Spellings whose operands are named, on views that are made by keywords."""
+    flat, w = x.reshape(-1, x.shape[-1]), program.weight("nk", x.shape[-1])
+    y = program.choose(
+        (
+            lambda: F.linear(weight=w, input=flat, bias=None),
+            lambda: torch.matmul(other=torch.t(input=w), input=flat),
+            lambda: torch.mm(input=flat, mat2=torch.transpose(input=w, dim0=-1, dim1=0)),
+            lambda: flat.mm(mat2=torch.permute(input=w, dims=(1, 0))),
+            lambda: flat.matmul(other=torch.swapaxes(w, axis0=0, axis1=1)),
+            lambda: torch.tensordot(a=flat, b=w, dims=([-1], [-1])),
+            lambda: torch.einsum(flat, [0, 1], w, [2, 1], [0, 2]),
+            lambda: torch.inner(input=flat, other=w),
+            lambda: torch.bmm(mat2=w.t()[None], input=flat[None])[0],
+        )
+    )()
+    return y.unflatten(0, x.shape[:-1])
+
+
+def _broadcast(program, x):
+    """Operands of which one is stretched: batches of one weight, a contraction over size 1, a bias
+    of another shape, a vector."""
+    flat, k = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    w = program.weight("nk", k)
+    rows, n = flat.shape[0], w.shape[0]
+    y = program.choose(
+        (
+            lambda: torch.einsum("bk,nk->bn", flat[:, :1], w),
+            lambda: torch.einsum("bk,nk->bn", flat, w[:, :1]),
+            lambda: torch.einsum("...k,nk->...n", flat[:1], w).expand(rows, n),
+            lambda: (flat[None] @ w.t().expand(3, k, n)).sum(0),
+            lambda: torch.matmul(flat.expand(2, rows, k), w.t()[None])[1],
+            lambda: torch.addmm(flat[:, :1], flat, w.t(), beta=0.5, alpha=2),
+            lambda: torch.addmm(w[:, 0], flat, w.t()),
+            lambda: torch.baddbmm(flat[None, :, :1], flat[None], w.t()[None], beta=2)[0],
+            lambda: F.linear(flat, w, w[:1, 0]),
+            lambda: (flat[0] @ w.t()).expand(rows, n),
+            lambda: torch.stack([flat @ w[0], flat.mv(w[-1])], -1),
+        )
+    )()
+    return y.unflatten(0, x.shape[:-1])
+
+
 def _product_of_activations(program, x):
     return (x @ x.transpose(-2, -1)).softmax(-1) @ x
 
@@ -135,7 +178,17 @@ def _double(program, x):
 
 STEPS = (
     [_linear, _matmul, _method, _transposed, _cast_weight, _addmm, _einsum, _left, _sliced_weight]
-    + [_split_weight, _tied, _product_of_activations, _looked_up, _norm, _gated, _residual]
+    + [
+        _split_weight,
+        _tied,
+        _by_keyword,
+        _broadcast,
+        _product_of_activations,
+        _looked_up,
+        _norm,
+        _gated,
+        _residual,
+    ]
     + [_expanded, _strided, _every_other, _detached, _double]
 )
 
@@ -189,7 +242,7 @@ class Program(nn.Module):
 def programs(draw):
     """A program, an input that it runs on eagerly, and a policy for its weights."""
     steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=5))
-    choices = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    choices = draw(st.lists(st.integers(0, 11), min_size=1, max_size=6))
     widths = draw(st.lists(SIZES, min_size=1, max_size=3))
     dtype, ndim = draw(DTYPES), draw(st.sampled_from((2, 2, 3, 4)))
     shape = [draw(SIZES) for _ in range(2)]
@@ -300,7 +353,7 @@ def test_bf16_under_inductor(case):
 def test_the_programs_have_matmuls_to_take():
     """The fuzz would prove nothing if Dynamo skipped the programs."""
     torch.manual_seed(0)
-    steps = [s for s in STEPS if s is not _every_other]
+    steps = [s for s in STEPS if s not in (_every_other, _broadcast)]
     program = Program(steps, [0, 1, 2], [32, 64], torch.float32, set())
     x = torch.randn(2, 24, 32)
     program(x)

@@ -168,3 +168,15 @@ def test_transforms_of_torch_func(transform):
     rows = explain(lambda x: transform(model, x), x, options={"inner": "eager"}).rows
     assert rows and not any(row.taken for row in rows)
     assert any("torch.func" in row.why for row in rows)
+
+
+def test_second_derivatives_are_refused():
+    """As everywhere under AOTAutograd. Nothing saved leads back to x, so who allows that x is not
+    used, as vhp does unless strict, is given zeros; Inductor alone raises there, too."""
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    loss = compiled(lambda x: model(x).square().sum(), inner="eager")
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.sum().backward()
+    with pytest.raises(RuntimeError, match="independent"):
+        torch.autograd.functional.vhp(loss, x.detach(), torch.ones_like(x), strict=True)

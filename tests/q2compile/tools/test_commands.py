@@ -1,10 +1,12 @@
 """Commands say in one line what they can't use, and end with status 2."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -127,6 +129,30 @@ def test_the_reader_of_a_pipe_may_leave():
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def printed_in_ascii(call):
+    """What ``call`` prints where stdout knows ASCII alone: PYTHONIOENCODING=ascii, LC_ALL=C."""
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as stdout:
+        call()
+        stdout.flush()
+        return stdout.buffer.getvalue().decode("ascii")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_commands_print_what_stdout_can_show(monkeypatch, command):
+    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.main", lambda argv: print("16×32, x wᵀ, été"))
+    assert printed_in_ascii(lambda: cli.main([command])) == "16x32, x w^T, \\xe9t\\xe9\n"
+
+
+def test_a_report_prints_what_stdout_can_show(tmp_path):
+    """And the dump, the page and the rows are what they are elsewhere."""
+    model = nn.ModuleDict({"été": nn.Linear(32, 32)})
+    options = {"inner": "eager", "dump": str(tmp_path)}
+    report = explain(lambda x: model["été"](x), torch.randn(4, 32), options=options)
+    assert "\\xe9t\\xe9     4x32x32" in printed_in_ascii(lambda: print(report))
+    assert "été     4×32×32" in str(report) == report.text()
+    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == report.text() + "\n"
 
 
 def test_json_of_the_dump_is_read(dumped):

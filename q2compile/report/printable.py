@@ -1,0 +1,25 @@
+"""Text for a stdout that may know less than Unicode, where Python's print would raise for "×"."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+
+SPELLED = "q2compile.spelled"  # the name of an error handler, as "backslashreplace" is
+_SPELLINGS = {"×": "x", "ᵀ": "^T", "⁻": "^-", "¹": "1", "·": "*", "…": "..."}
+
+
+def printable(text: str) -> str:
+    """``text``, where stdout can show it; else what it can't show, spelt."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, SPELLED).decode(encoding)
+
+
+def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = "".join(_SPELLINGS.get(c, c) for c in error.object[error.start : error.end])
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error(SPELLED, _spelled)
