@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from q2compile.report.printable import printable
 from q2compile.tools.compare.measurements import Measurements
 from q2compile.tools.compare.picture import draw
 from q2compile.tools.compare.table import text
@@ -20,4 +21,4 @@ class Comparison(Measurements):
         draw(self, path)
 
     def __str__(self) -> str:
-        return text(self)
+        return printable(text(self))
