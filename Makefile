@@ -3,6 +3,7 @@
 #
 # `make test-torch TORCH=2.15.0` runs the tests on another torch, in an environment of its own. With
 # PYTHON=python3.14 on another interpreter, with TESTS="tests/lowering ..." a part of them.
+# `make test-internals TORCH=2.15.0` runs those that another torch can break, which CI does.
 
 PYTHON ?= python3.11
 ifdef TORCH
@@ -20,7 +21,12 @@ PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/pip install --quiet
 # mypy cannot follow [tool.setuptools.package-dir], so `lint` gives it the installed layout as links.
 TYPED := build/typed
 
-.PHONY: demo test test-torch lint format clean
+# What stands on torch's internals: capture, rewrite, passes, lowering, recipes, numerics, ways to
+# compile, faults. The rest of the tests stands on these, or on no torch but its public functions.
+INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipes torch_internals \
+    failures) tests/lowering tests/end_to_end/test_ways_to_compile.py
+
+.PHONY: demo test test-torch test-internals lint format clean
 
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
@@ -30,6 +36,9 @@ test: $(VENV)/.with-train,dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
 test-torch: test
+
+test-internals: TESTS := $(INTERNALS)
+test-internals: test
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .

@@ -13,10 +13,17 @@ from torch._dynamo.exc import ShortenTraceback
 class BackendError(ShortenTraceback):
     """What the backend raises: Dynamo lets a ShortenTraceback through, and wraps everything else
     in BackendCompilerFailed.
+
+    From torch 2.15 on Dynamo adds to the arguments of one that passes that PyTorch wants a report.
+    What is shown stays ours.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class ConfigError(BackendError, ValueError):

@@ -26,7 +26,7 @@ from q2compile.runtime_kernels.registry import (
     ops,
 )
 
-_PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc")
+_PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_versions() -> None:
-    found = []
+    found = [f"torch {torch.__version__}"]  # with its build, 2.15.0+cu132, which metadata may lack
     for package in _PACKAGES:
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")

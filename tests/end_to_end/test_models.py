@@ -82,12 +82,15 @@ EXPECTED = {
     "lora": Expected(6, 6),
     "by_hand": Expected(2, 3, {PRODUCT: 1, "einsum of other than two operands": 1}),
 }
+# Dynamo goes on after the graph break in nn.LSTM, with the head.
+SINCE_TORCH_2_15 = {"lstm": Expected(1, 2, {UNSEEN: 1}, graphs=2)}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_training_step(name: str) -> None:
     result = model_matrix.run(name, "eager")
-    expected = EXPECTED[name]
+    newer = SINCE_TORCH_2_15 if torch.__version__ >= "2.15" else {}
+    expected = newer.get(name, EXPECTED[name])
     assert result.graphs == expected.graphs
     assert (result.taken, result.weights) == (expected.taken, expected.weights)
     given: Counter[str] = Counter()

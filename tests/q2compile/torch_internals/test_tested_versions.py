@@ -47,11 +47,14 @@ def test_a_tested_torch_is_not_spoken_of(monkeypatch, version):
     assert warnings_of(monkeypatch, version) == []
 
 
-def test_the_table_the_bound_and_the_warning_name_the_same_versions():
-    """The ends of TESTED, of pyproject.toml's bound, and of the table of what was run."""
+def test_the_table_the_bound_the_warning_and_ci_name_the_same_versions():
+    """The ends of TESTED, of pyproject.toml's bound, of the table of what was run, and what CI runs
+    beside the pinned version."""
     table = (ROOT / "tests" / "VERSIONS.md").read_text()
     rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", table, re.MULTILINE)
     by_age = sorted(rows, key=lambda version: [int(part) for part in version.split(".")])
     assert (by_age[0], by_age[-1]) == TESTED
     bounds = re.findall(r'"torch(.*)"', (ROOT / "pyproject.toml").read_text())
     assert f">={TESTED[0]}" in bounds
+    (run_by_ci,) = re.findall(r"for torch in (.*);", (ROOT / ".ci" / "run").read_text())
+    assert {v.rpartition(".")[0] for v in run_by_ci.split()} == set(TESTED)

@@ -118,6 +118,8 @@ SPILLS = {
     # 64 numbers wait for their scales, too
     **{("values sr both", architecture): 80 for architecture in ("sm_80", "sm_90a")},
 }
+if nvrtc.version() >= (13, 2):  # that of torch 2.15
+    SPILLS |= {("mxfp4 both", architecture): 51 for architecture in ("sm_100a", "sm_103a")}
 
 # Which are compiled for which. Values are not written where there are fp4 tensor cores. Below sm_90
 # the sources differ in two places, the conversions and the overlap of launches: a sample of the
@@ -193,7 +195,9 @@ def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
     )
-    assert code.count("F2FP.F16.E2M1.UNPACK_B") == 32 * directions * looks
+    # NVRTC 13.2, that of torch 2.15, has one of them on two paths.
+    twice = nvrtc.version() >= (13, 2) and name == "requantize"
+    assert 0 <= code.count("F2FP.F16.E2M1.UNPACK_B") - 32 * directions * looks <= twice
 
 
 def test_hopper_has_no_fp4_and_uses_fp8() -> None:
@@ -231,12 +235,13 @@ def test_sm_100_works_on_pairs() -> None:
 )
 def test_instructions_an_element(name, most) -> None:
     """These kernels are bound by instruction issue: a slower one shows here first. The numbers are
-    those of NVRTC 13.0, rounded up."""
+    those of NVRTC 13.0, rounded up; that of torch 2.15, 13.2, needs up to 2.7% more."""
     if nvrtc.version()[0] != 13:
         pytest.skip("counted with NVRTC 13")
+    more = 1.0 if nvrtc.version() == (13, 0) else 1.03
     for architecture, bound in most.items():
         loop = disassembled(HOT[name], architecture).hot_loop()
-        assert sum(loop.values()) / 64 <= bound
+        assert sum(loop.values()) / 64 <= bound * more
 
 
 # --- the loader -----------------------------------------------------------------------------------
