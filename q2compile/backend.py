@@ -18,7 +18,12 @@ from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
 from q2compile.report.graph_log import GraphLog
 from q2compile.rewrite.rewrite_graph import rewrite
-from q2compile.torch_internals.dynamo import calling_wrapper, control_flow, copied
+from q2compile.torch_internals.dynamo import (
+    calling_wrapper,
+    control_flow,
+    copied,
+    restore_arguments,
+)
 from q2compile.torch_internals.tested_versions import warn_if_untested
 
 
@@ -41,6 +46,7 @@ def quartet2(
     config = Config.from_options(options, mode)
     if called := calling_wrapper(quartet2):  # calls are equal only if their options mean the same
         called.kwargs = CallArguments(config)
+    restore_arguments(gm, example_inputs)
     names = Names.of_graph(gm)
     log = GraphLog(config, names)
     faults = Faults(config, log.title, log.folder, names.by_id)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 
 # Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
 # does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.
@@ -89,6 +92,35 @@ def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
         return None
     stands_in = isinstance(example, torch.Tensor) and "._parameters['" in source_text(arg)
     return example if isinstance(example, torch.nn.Parameter) or stands_in else None
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """What Dynamo's GraphArg says of a parameter."""
+
+    parameter: weakref.ref[torch.nn.Parameter]
+    source: Any
+
+    @property
+    def example(self) -> torch.nn.Parameter | None:
+        return self.parameter()
+
+
+def restore_arguments(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Note at the placeholders of a Dynamo graph which parameters they stand for, where Dynamo has
+    erased it: it does before it calls a backend for ``torch.compile(...).aot_compile``.
+    """
+    tracing = torch._guards.TracingContext.try_get()
+    if tracing is None:
+        return
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        context = tracing.tensor_to_context.get(value) if _is_own_parameter(value) else None
+        if "grapharg" not in node.meta and hasattr(context, "tensor_source"):
+            node.meta["grapharg"] = _Argument(weakref.ref(value), context.tensor_source)
+
+
+def _is_own_parameter(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not isinstance(value, FakeTensor)
 
 
 def source_text(grapharg: Any) -> str:

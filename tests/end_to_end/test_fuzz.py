@@ -149,7 +149,7 @@ def _norm(program, x):
 
 
 def _gated(program, x):
-    return F.silu(x) * x.abs().sqrt()
+    return F.silu(x) * (x.abs() + 1).sqrt()  # at 0, which codes often give, a root has no gradient
 
 
 def _residual(program, x):
@@ -202,6 +202,9 @@ class Program(nn.Module):
         self.dtype, self.frozen = dtype, frozen
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.made = False
+
+    def extra_repr(self):
+        return f"{[s.__name__ for s in self.steps]}, {self.choices}, {self.widths}, {self.frozen}"
 
     def forward(self, x):
         self.input, self.next_choice, self.next_weight, self.next_bias = x, 0, 0, 0

@@ -1,6 +1,8 @@
 """Things of torch used together with the backend: jagged tensors, Inductor's freezing and its
 nan_asserts, export, compile in compile, torch.func, anomaly mode."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,6 +125,29 @@ def test_an_exported_program_keeps_its_names():
     module = torch.export.export(model, (x,)).module()
     rows = explain(module, x, options={"inner": "eager", "policy": {"up": "bf16"}}).rows
     assert [(row.module, row.taken) for row in rows] == [("up", False), ("down", True)]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "enable_aot_compile"), reason="a torch without aot_compile"
+)
+def test_compiled_ahead_of_time(tmp_path):
+    """For ``aot_compile`` Dynamo erases what the graph's inputs are before it calls a backend."""
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+
+    def run(model, x):
+        return model(x)
+
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        options = {"policy": {"up": "bf16"}, "dump": str(tmp_path)}
+        call = torch.compile(run, backend="quartet2", fullgraph=True, options=options)
+        call = call.aot_compile(((model, x), {}))
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert [(row["module"], row["taken"]) for row in rows] == [("up", False), ("down", True)]
+    call.save_compiled_function(str(tmp_path / "compiled"))
+    with open(tmp_path / "compiled", "rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    assert torch.equal(loaded(model, x), call(model, x))
+    assert 0.98 < cosine(loaded(model, x), model(x)) < 0.9999
 
 
 @INNER
