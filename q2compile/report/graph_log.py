@@ -12,8 +12,9 @@ from q2compile.capture.module_names import Names, site_name
 from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
 from q2compile.passes.record import PassRecord
-from q2compile.report.dump_folder import DumpFolder, GraphDump
-from q2compile.report.kernel_choice import kernels_of
+from q2compile.report.dump_folder import DumpFolder
+from q2compile.report.graph_record import GraphRecord
+from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector
 from q2compile.report.row import Row
@@ -36,24 +37,27 @@ class GraphLog:
         self._config = config
         self._coverage = Coverage.of(names.root, config, names.label)
         self._rows: list[Row] = []
-        self._dump: GraphDump | None = None
+        self._records: list[GraphRecord] = []
+        self.folder: Path | None = None
         self._reports: list[tuple[Report, DumpFolder | None]] = []
         if config.dump is not None:
             folder = DumpFolder.get(config.dump)
-            self._dump = folder.new_graph()
+            self.folder, record = folder.new_graph()
+            self._records.append(record)
             self._reports.append((folder.report, folder))
         collecting = collector.get()
         if collecting is not None:
+            number = self._records[0].number if self._records else collecting.graphs
+            self._records.append(collecting.new_graph(number))
             self._reports.append((collecting, None))
         root = type(names.root).__name__ if names.root is not None else "a function"
         self.title = f"graph {compile_id()} of {root}" + (f", {names.place}" * bool(names.place))
-        self.folder: Path | None = self._dump.path if self._dump else None
         self.watcher = self if self._reports else None
 
     def graph(self, stage: str, gm: fx.GraphModule) -> None:
         """A graph at a stage, to be dumped under that name."""
-        if self._dump is not None:
-            self._dump.write_graph(stage, gm)
+        for record in self._records:
+            record.write_graph(stage, gm)
 
     def rewritten(self, stage: str, gm: fx.GraphModule, rows: list[Row], names: Names) -> None:
         """The rewritten graph, with a row for each of its matmuls. Under ``strict``, raises
@@ -74,12 +78,12 @@ class GraphLog:
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
         self.graph(f"4_after_passes_{kind}", gm)
-        if self._dump is not None:
-            self._dump.write_passes(records)
+        for record in self._records:
+            record.write_passes(records)
 
     def output_code(self, gm: fx.GraphModule, source: str) -> None:
-        if self._dump is not None:
-            self._dump.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
+        for record in self._records:
+            record.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
 
     def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What was compiled; under ``strict`` with a check of what never came to the backend."""
@@ -95,7 +99,8 @@ class GraphLog:
         why = f"on_error='bf16': {fault.stage} failed"
         for row in self._rows:
             if row.taken:
-                row.taken, row.kernels, row.saved_bytes, row.saved_elements = False, {}, None, None
+                row.taken, row.kernels, row.calls = False, {}, {}
+                row.saved_bytes = row.saved_elements = None
                 row.recipe = row.fprop = row.dgrad = row.wgrad = "bf16"
                 row.why = why
         if not self._rows:  # not even found
@@ -113,11 +118,11 @@ class GraphLog:
 
     def _add(self, rows: list[Row]) -> None:
         for report, _ in self._reports:
-            number = self._dump.number if self._dump else report.graphs
+            number = self._records[0].number
             for row in rows:
                 row.graph = number
                 if row.taken:
-                    row.kernels = kernels_of(row, self._config)
+                    set_kernels(row, self._config)
             report.add(rows, self._coverage)
         self._rows = rows
         self._write_reports()
