@@ -1,4 +1,4 @@
-"""One self-contained HTML file out of static files and data: nothing is loaded when it is opened."""
+"""One self-contained HTML file out of static files and data; opening it loads nothing else."""
 
 from __future__ import annotations
 

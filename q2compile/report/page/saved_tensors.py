@@ -67,5 +67,4 @@ def _bytes(type_: str) -> int | None:
 
 def _item_size(dtype: str) -> int:
     """Bytes of a number, by torch's short name of its type: bf16, f8e4m3fn, i64, b8."""
-    bits = int((re.search(r"\d+", dtype) or ["8"])[0])
-    return max(1, bits * (2 if dtype.startswith("c") else 1) // 8)
+    return max(1, int((re.search(r"\d+", dtype) or ["8"])[0]) // 8)

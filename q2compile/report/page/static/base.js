@@ -19,7 +19,7 @@ function fill(element, attributes, children) {
     else if (key === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
     else element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 

@@ -30,10 +30,12 @@ function graphNode(name, type, call, module, graph) {
   return { name, type, call, module: modulePath(module), graph, key: `${graph}/${name}` };
 }
 
-// "q2.gemm(...)" -> "q2.gemm"; an input has none.
-function opOf(node) {
+// "q2.gemm(...)" -> "q2.gemm", "x.view(...)" -> ".view" where x is a node; an input has none.
+function opOf(node, names) {
   const at = node.call.indexOf("(");
-  return node.name === "return" || at <= 0 ? "" : node.call.slice(0, at);
+  if (node.name === "return" || at <= 0) return "";
+  const [first, ...rest] = node.call.slice(0, at).split(".");
+  return names.has(first) && rest.length ? `.${rest.join(".")}` : node.call.slice(0, at);
 }
 
 // Rows of two graphs side by side: {left, right, kind}; kind "same", "changed" (one name, another
@@ -89,8 +91,9 @@ const CHANGES = new Set(["changed", "replaced", "removed", "added"]);
 // [[op, before, after], ...] of the ops whose number differs, the largest change first.
 function opChanges(before, after) {
   const counts = new Map();
+  const names = new Set([...before, ...after].map(({ name }) => name));
   [before, after].forEach((nodes, side) => nodes.forEach((node) => {
-    const op = opOf(node);
+    const op = opOf(node, names);
     if (!op) return;
     if (!counts.has(op)) counts.set(op, [0, 0]);
     counts.get(op)[side] += 1;
@@ -99,7 +102,7 @@ function opChanges(before, after) {
     .sort((one, other) => Math.abs(other[2] - other[1]) - Math.abs(one[2] - one[1]) || (one[0] < other[0] ? -1 : 1));
 }
 
-const CONTEXT = 2; // unchanged rows shown around a change
+const CONTEXT = 1; // unchanged rows shown around a change
 const SHORTEST_FOLD = 4;
 
 // Parts of rows[from..to): {from, to, fold}: fold is null for rows that are shown, else what stands
@@ -129,8 +132,8 @@ function layerParts(rows) {
   rows.forEach((row, i) => {
     const layer = layerOf(row);
     const last = blocks[blocks.length - 1];
-    if (!last || layer && layer !== last.layer && last.layer) blocks.push({ layer, from: i, to: i + 1 });
-    else { last.to = i + 1; last.layer ||= layer; }
+    if (!last || layer !== null && layer !== last.layer) blocks.push({ layer, from: i, to: i + 1 });
+    else last.to = i + 1;
   });
   for (const block of blocks) block.text = block.layer ? blockText(rows, block) : block;
   const parts = [];
@@ -144,10 +147,12 @@ function layerParts(rows) {
   return parts.map(({ from, to, layers }) => ({ from, to, fold: layers ? `${layers[0]}${layers.length > 1 ? ` to ${layers[layers.length - 1]}` : ""}: the same as above` : null }));
 }
 
-// "model.layers.3" of a node of model.layers.3.mlp; "" outside of numbered modules.
+// "model.layers.3" of a node of model.layers.3.mlp, "" of one of a module outside of such; null of
+// one of no module, which goes with what is before it.
 function layerOf({ left, right }) {
-  const found = /^(.*?\.\d+|\d+)(?:\.|$)/.exec((right || left).module);
-  return found ? found[1] : "";
+  const { module } = right || left;
+  const found = /^(.*?\.\d+|\d+)(?:\.|$)/.exec(module);
+  return found ? found[1] : module ? "" : null;
 }
 
 function blockText(rows, { from, to }) {

@@ -18,7 +18,7 @@ class DiffView {
     const changes = opChanges(this.before, this.after);
     const passes = this.graphs.graph.passes.filter(({ graph }) => this.stage.passes.includes(graph));
     return h("div", { class: "graph-head" },
-      h("p", { class: "counts" }, h("span", {}, `${countText(this.before.length, "node")} before, ${this.after.length} after`),
+      h("p", { class: "counts" }, h("span", {}, `${countText(this.before.length, "node")} before, ${this.after.length.toLocaleString("en")} after`),
         counts.map(([kind, n]) => (n ? h("span", { class: `mark ${kind}` }, `${n} ${kind}`) : null)),
         h("button", { type: "button", class: "quiet", onClick: (event) => this.showAll(event.target) }, "Show every node")),
       h("div", { class: "tables" }, changes.length ? opTable(changes) : null, passes.length ? passTable(passes) : null),
@@ -71,10 +71,18 @@ class DiffView {
   }
 
   nodeText(node, row) {
-    const name = h("button", { class: "node", type: "button", "aria-expanded": "false", onClick: (event) => this.toggleInfo(event.currentTarget, node, row) }, node.name);
+    const name = h("button", { class: "node", type: "button", "aria-expanded": "false", title: node.name,
+      onClick: (event) => this.toggleInfo(event.currentTarget, node, row) }, shortNames(node.name));
     const q2 = /^q2\./.test(node.call) ? " q2" : "";
     return [name, node.type ? h("span", { class: "type" }, `: ${node.type}`) : null,
-      node.call ? h("span", { class: `call${q2}` }, ` ${node.name === "return" ? "" : "= "}${node.call}`) : null];
+      node.call ? h("span", { class: `call${q2}` }, ` ${node.name === "return" ? "" : "= "}${this.shortCall(node.call)}`) : null];
+  }
+
+  // A recipe's three texts are written once on this page: by its name here.
+  shortCall(call) {
+    let text = call;
+    for (const { name, fprop, dgrad, wgrad } of this.graphs.data.recipes) text = text.replace(`'${fprop}', '${dgrad}', '${wgrad}'`, `‹${name}›`);
+    return shortNames(text);
   }
 
   toggleInfo(button, node, row) {
@@ -157,6 +165,12 @@ class DiffView {
   }
 }
 
+// Dynamo's names of inputs as the model has them: l_self_modules_mlp_modules_up_parameters_weight_
+// is mlp.up.weight.
+function shortNames(text) {
+  return text.replace(/\bl_self_modules_(\w+?)_(?:parameters|buffers)_(\w+?)_(?!\w)/g, (_, path, leaf) => `${path.replaceAll("_modules_", ".")}.${leaf}`);
+}
+
 function mentions(call, name) {
   const at = call.indexOf(name);
   return at >= 0 && Boolean(name) && new RegExp(`(?<!\\w)${name}(?!\\w)`).test(call);
@@ -184,5 +198,6 @@ function passTable(passes) {
 }
 
 function opsText(ops) {
-  return Object.entries(ops).map(([op, n]) => `${op} ${n > 0 ? "+" : "−"}${Math.abs(n)}`).join(", ");
+  const plain = (op) => op.replace(/^<built-in function (.*)>$/, "$1").replace(/\.default$/, "");
+  return Object.entries(ops).map(([op, n]) => `${plain(op)} ${n > 0 ? "+" : "−"}${Math.abs(n)}`).join(", ");
 }

@@ -63,7 +63,9 @@ class Graphs {
     const { texts } = this.graph;
     const pairs = PAIRS.filter(({ before, after }) => before in texts || after in texts);
     const known = new Set(PAIRS.flatMap(({ before, after }) => [before, after]));
-    const files = Object.keys(texts).filter((name) => !known.has(name) && name !== "nodes.json");
+    const code = Object.keys(CODE_LABELS);
+    const files = [...code, ...Object.keys(texts).filter((name) => !code.includes(name))]
+      .filter((name) => name in texts && !known.has(name) && name !== "nodes.json");
     return [...pairs, ...files.map((name) => ({ id: name, label: CODE_LABELS[name] || name, file: name }))];
   }
 
@@ -133,7 +135,9 @@ class Graphs {
   // Shows where a node is in the code that was generated: by its own name, or by Dynamo's.
   async revealCode(file, name, origin) {
     await this.show(file);
-    this.view.reveal?.(codeLine(this.view.lines, name, origin));
+    const line = codeLine(this.view.lines, name, origin);
+    if (line < 0) this.body.prepend(h("p", { class: "notice" }, `The comments of this code do not name ${name}: it was fused, or is a view.`));
+    else this.view.reveal(line);
     this.body.scrollIntoView({ block: "start" });
   }
 }
@@ -162,7 +166,6 @@ class CodeView {
   }
 
   reveal(line) {
-    if (line < 0) return;
     const from = line - line % CHUNK;
     const chunk = this.chunk(from, line);
     this.element.children[from / CHUNK].replaceWith(chunk);

@@ -129,8 +129,8 @@ function tableHead(data) {
 }
 
 function ratioCell(ratio, device) {
-  if (ratio === undefined) return h("td", { class: "number", "data-label": device });
-  return h("td", { class: `number${ratio > 1.005 ? " slower" : ""}`, "data-label": `time on ${device}, BF16 = 1`, title: timeWords(ratio) }, ratio.toFixed(2));
+  if (ratio === undefined) return h("td", { class: "number ratio", "data-label": device });
+  return h("td", { class: `number ratio${ratio > 1.005 ? " slower" : ""}`, "data-label": device, title: timeWords(ratio) }, ratio.toFixed(2));
 }
 
 function details(data, rows, links) {

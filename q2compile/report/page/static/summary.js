@@ -66,7 +66,7 @@ function timeTiles(data) {
   return [tile("Predicted time", timesHeadline(times),
     ...times.flatMap(({ name, own, bf16 }) => [
       h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(own / bf16)}`),
-      bar("here", own, Math.max(own, bf16), microsecondsText, "var(--series-0)"),
+      bar("here", own, Math.max(own, bf16), microsecondsText, own > bf16 ? "var(--series-3)" : "var(--series-0)"),
       bar("BF16", bf16, Math.max(own, bf16), microsecondsText),
     ]),
     h("details", {}, h("summary", {}, "what this stands on"), h("p", { class: "muted" }, data.assumptions)))];
@@ -76,7 +76,8 @@ function timesHeadline(times) {
   const ratios = times.map(({ own, bf16 }) => own / bf16);
   const low = Math.min(...ratios), high = Math.max(...ratios);
   const text = (ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2);
-  return text(low) === text(high) ? `${text(low)} of BF16's` : `${text(low)} to ${text(high)} of BF16's`;
+  const unit = high < 1.005 ? "of BF16's" : "times BF16's";
+  return text(low) === text(high) ? `${text(low)} ${unit}` : `${text(low)} to ${text(high)} ${unit}`;
 }
 
 function microsecondsText(microseconds) {

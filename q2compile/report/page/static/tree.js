@@ -1,5 +1,7 @@
 // The model as a tree of modules: a line each, equal layers in one line, which opens.
 
+const FIRST_LINES = 24;
+
 class Tree {
   // pick(item): called with the line that was chosen, to show its matmuls.
   constructor(data, pick) {
@@ -11,8 +13,20 @@ class Tree {
     this.focus = null;
     this.root = h("div", { role: "tree", "aria-labelledby": "where-title", class: "tree" });
     this.root.addEventListener("keydown", (event) => this.onKey(event));
-    for (const item of this.tops()) this.opened.add(item.path);
+    this.openFirst();
     this.render();
+  }
+
+  // Opens level by level, as long as everything fits on a screen.
+  openFirst() {
+    let level = this.tops(), lines = level.length;
+    while (level.length) {
+      const inner = level.flatMap((item) => this.innerOf(item));
+      lines += inner.length;
+      if (lines > FIRST_LINES && this.opened.size) return;
+      for (const item of level) this.opened.add(item.path);
+      level = inner;
+    }
   }
 
   tops() {
@@ -99,7 +113,7 @@ class Tree {
     this.match = null;
     let items = this.tops(), found = null;
     for (;;) {
-      const next = items.find((item) => holds(item, path));
+      const next = items.find((item) => holds(item, path)) || (found ? null : items.find((item) => item.path.startsWith(`${path}.`)));
       if (!next) break;
       if (found) this.opened.add(found.path);
       found = next;
