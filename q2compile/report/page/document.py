@@ -38,6 +38,7 @@ _SCRIPTS = (
     "gemm.js",
     "summary.js",
     "tree.js",
+    "details.js",
     "matmuls.js",
     "diff.js",
     "graphs.js",

@@ -16,10 +16,13 @@ function fill(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (key.startsWith("on")) element.addEventListener(key.slice(2).toLowerCase(), value);
-    else if (key === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
+    else if (key === "style")
+      for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
     else element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined),
+  );
   return element;
 }
 
@@ -29,7 +32,10 @@ const byId = (id) => document.getElementById(id);
 function bytesText(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (n >= 1024 && unit < units.length - 1) { n /= 1024; unit += 1; }
+  while (n >= 1024 && unit < units.length - 1) {
+    n /= 1024;
+    unit += 1;
+  }
   return `${unit === 0 || n >= 100 ? Math.round(n) : n.toFixed(1)} ${units[unit]}`;
 }
 
@@ -39,7 +45,8 @@ function countText(n, one, many) {
 
 // A time as a multiple of BF16's, in words.
 function timeWords(ratio) {
-  if (ratio < 0.995) return `${ratio.toFixed(2)} of BF16's time (${(1 / ratio).toFixed(1)} times as fast)`;
+  if (ratio < 0.995)
+    return `${ratio.toFixed(2)} of BF16's time (${(1 / ratio).toFixed(1)} times as fast)`;
   if (ratio < 1.005) return "as long as BF16";
   return `${ratio.toFixed(ratio >= 2 ? 1 : 2)} times BF16's time (slower)`;
 }
@@ -75,8 +82,10 @@ function startTheme() {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const button = byId("theme");
   const show = () => {
-    const dark = (remembered("q2compile-theme") || document.documentElement.dataset.chosen
-      || (system.matches ? "dark" : "light")) === "dark";
+    const dark =
+      (remembered("q2compile-theme") ||
+        document.documentElement.dataset.chosen ||
+        (system.matches ? "dark" : "light")) === "dark";
     document.documentElement.dataset.theme = dark ? "dark" : "light";
     button.setAttribute("aria-pressed", dark);
   };
@@ -113,7 +122,9 @@ function startSectionMarks() {
   const mark = () => {
     const y = innerHeight / 3;
     let here = 0;
-    sections.forEach((section, i) => { if (section.getBoundingClientRect().top < y) here = i; });
+    sections.forEach((section, i) => {
+      if (section.getBoundingClientRect().top < y) here = i;
+    });
     links.forEach((link, i) => {
       link.classList.toggle("here", i === here);
       if (i === here) link.setAttribute("aria-current", "true");

@@ -6,10 +6,16 @@ const NODE = /^(\w+)(?:: (\([^=]*?\)|[\w.]+\[[^\]]*\]))?(?: = (.*))?$/;
 // of a graph that the first one calls; key tells nodes of all of them apart.
 function parseGraph(text) {
   const nodes = [];
-  let module = "", graph = "", ended = false;
+  let module = "",
+    graph = "",
+    ended = false;
   for (const line of text.split("\n")) {
     if (line.startsWith("# ")) {
-      if (ended) { graph = line.slice(2); module = ""; ended = false; } else module = line === "# no module" ? "" : line.slice(2);
+      if (ended) {
+        graph = line.slice(2);
+        module = "";
+        ended = false;
+      } else module = line === "# no module" ? "" : line.slice(2);
       continue;
     }
     if (!line) continue;
@@ -18,7 +24,9 @@ function parseGraph(text) {
       ended = true;
       nodes.push(graphNode("return", "", line.slice(7), "", graph));
     } else if (found) {
-      nodes.push(graphNode(found[1], found[2] || "", found[3] || "", found[3] ? module : "", graph));
+      nodes.push(
+        graphNode(found[1], found[2] || "", found[3] || "", found[3] ? module : "", graph),
+      );
     } else {
       nodes.push(graphNode("", "", line, module, graph));
     }
@@ -42,20 +50,28 @@ function opOf(node, names) {
 // call), "renamed" (the same but for the names of operands), "replaced", "removed" or "added".
 function diffGraphs(before, after) {
   const place = new Map(after.map((node, i) => [node.key, i]));
-  const common = before.map((node, i) => [i, place.get(node.key)]).filter(([, j]) => j !== undefined);
+  const common = before
+    .map((node, i) => [i, place.get(node.key)])
+    .filter(([, j]) => j !== undefined);
   const rows = [];
-  let i = 0, j = 0;
+  let i = 0,
+    j = 0;
   for (const [left, right] of [...longestRising(common), [before.length, after.length]]) {
     const gap = Math.max(left - i, right - j);
     for (let k = 0; k < gap; k += 1) {
-      rows.push({ left: i + k < left ? before[i + k] : null, right: j + k < right ? after[j + k] : null, kind: "" });
+      rows.push({
+        left: i + k < left ? before[i + k] : null,
+        right: j + k < right ? after[j + k] : null,
+        kind: "",
+      });
     }
     if (left < before.length) rows.push({ left: before[left], right: after[right], kind: "" });
     i = left + 1;
     j = right + 1;
   }
   const renames = new Map();
-  for (const { left, right } of rows) if (left && right && left.name !== right.name) renames.set(left.name, right.name);
+  for (const { left, right } of rows)
+    if (left && right && left.name !== right.name) renames.set(left.name, right.name);
   for (const row of rows) row.kind = kindOf(row, renames);
   return rows;
 }
@@ -71,18 +87,22 @@ function kindOf({ left, right }, renames) {
 
 // Of pairs that rise in their first number, the longest part that rises in the second, too.
 function longestRising(pairs) {
-  const tails = [], before = new Array(pairs.length);
+  const tails = [],
+    before = new Array(pairs.length);
   pairs.forEach(([, value], at) => {
-    let low = 0, high = tails.length;
+    let low = 0,
+      high = tails.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (pairs[tails[middle]][1] < value) low = middle + 1; else high = middle;
+      if (pairs[tails[middle]][1] < value) low = middle + 1;
+      else high = middle;
     }
     before[at] = low ? tails[low - 1] : -1;
     tails[low] = at;
   });
   const found = [];
-  for (let at = tails.length ? tails[tails.length - 1] : -1; at >= 0; at = before[at]) found.push(pairs[at]);
+  for (let at = tails.length ? tails[tails.length - 1] : -1; at >= 0; at = before[at])
+    found.push(pairs[at]);
   return found.reverse();
 }
 
@@ -92,14 +112,21 @@ const CHANGES = new Set(["changed", "replaced", "removed", "added"]);
 function opChanges(before, after) {
   const counts = new Map();
   const names = new Set([...before, ...after].map(({ name }) => name));
-  [before, after].forEach((nodes, side) => nodes.forEach((node) => {
-    const op = opOf(node, names);
-    if (!op) return;
-    if (!counts.has(op)) counts.set(op, [0, 0]);
-    counts.get(op)[side] += 1;
-  }));
-  return [...counts].map(([op, [a, b]]) => [op, a, b]).filter(([, a, b]) => a !== b)
-    .sort((one, other) => Math.abs(other[2] - other[1]) - Math.abs(one[2] - one[1]) || (one[0] < other[0] ? -1 : 1));
+  [before, after].forEach((nodes, side) =>
+    nodes.forEach((node) => {
+      const op = opOf(node, names);
+      if (!op) return;
+      if (!counts.has(op)) counts.set(op, [0, 0]);
+      counts.get(op)[side] += 1;
+    }),
+  );
+  return [...counts]
+    .map(([op, [a, b]]) => [op, a, b])
+    .filter(([, a, b]) => a !== b)
+    .sort(
+      (one, other) =>
+        Math.abs(other[2] - other[1]) - Math.abs(one[2] - one[1]) || (one[0] < other[0] ? -1 : 1),
+    );
 }
 
 const CONTEXT = 1; // unchanged rows shown around a change
@@ -120,7 +147,8 @@ function changeParts(rows, from, to) {
     const short = end - i < SHORTEST_FOLD;
     const fold = shown[i - from] || short ? null : countText(end - i, "unchanged node");
     const last = parts[parts.length - 1];
-    if (last && last.fold === null && fold === null) last.to = end; else parts.push({ from: i, to: end, fold });
+    if (last && last.fold === null && fold === null) last.to = end;
+    else parts.push({ from: i, to: end, fold });
     i = end;
   }
   return parts;
@@ -132,19 +160,31 @@ function layerParts(rows) {
   rows.forEach((row, i) => {
     const layer = layerOf(row);
     const last = blocks[blocks.length - 1];
-    if (!last || layer !== null && layer !== last.layer) blocks.push({ layer, from: i, to: i + 1 });
+    if (!last || (layer !== null && layer !== last.layer))
+      blocks.push({ layer, from: i, to: i + 1 });
     else last.to = i + 1;
   });
   for (const block of blocks) block.text = block.layer ? blockText(rows, block) : block;
   const parts = [];
   for (const block of blocks) {
     const last = parts[parts.length - 1];
-    if (last && last.text === block.text) { last.to = block.to; last.layers.push(block.layer); } else {
+    if (last && last.text === block.text) {
+      last.to = block.to;
+      last.layers.push(block.layer);
+    } else {
       const again = parts.length && parts[parts.length - 1].first === block.text;
-      parts.push(again ? { ...block, layers: [block.layer] } : { ...block, first: block.text, text: null });
+      parts.push(
+        again ? { ...block, layers: [block.layer] } : { ...block, first: block.text, text: null },
+      );
     }
   }
-  return parts.map(({ from, to, layers }) => ({ from, to, fold: layers ? `${layers[0]}${layers.length > 1 ? ` to ${layers[layers.length - 1]}` : ""}: the same as above` : null }));
+  return parts.map(({ from, to, layers }) => ({
+    from,
+    to,
+    fold: layers
+      ? `${layers[0]}${layers.length > 1 ? ` to ${layers[layers.length - 1]}` : ""}: the same as above`
+      : null,
+  }));
 }
 
 // "model.layers.3" of a node of model.layers.3.mlp, "" of one of a module outside of such; null of
@@ -156,6 +196,10 @@ function layerOf({ left, right }) {
 }
 
 function blockText(rows, { from, to }) {
-  return rows.slice(from, to).map(({ left, right, kind }) =>
-    [kind, left && left.call, right && right.call].join("|").replace(/\d+/g, "#")).join("\n");
+  return rows
+    .slice(from, to)
+    .map(({ left, right, kind }) =>
+      [kind, left && left.call, right && right.call].join("|").replace(/\d+/g, "#"),
+    )
+    .join("\n");
 }

@@ -8,17 +8,27 @@ const SERIES = 8;
 // `path`, where it stands in the tree; tree, the root of it; and `texts`, unpacked on demand.
 function loadModel(data) {
   const tints = recipeTints(data.recipes);
-  data.recipes.forEach((recipe, i) => { recipe.place = i; recipe.tint = tints[i]; });
+  data.recipes.forEach((recipe, i) => {
+    recipe.place = i;
+    recipe.tint = tints[i];
+  });
   data.rows.forEach((row, i) => {
     row.place = i;
     row.recipe = row.recipe === null ? null : data.recipes[row.recipe];
-    Object.assign(row, row.kernels === null ? { kernels: {}, calls: {} } : data.kernels[row.kernels]);
+    Object.assign(
+      row,
+      row.kernels === null ? { kernels: {}, calls: {} } : data.kernels[row.kernels],
+    );
     row.state = stateOf(row);
     row.shapeText = row.shape.join("×");
     row.reason = row.why.split(/; |: no compiled graph/)[0];
     row.path = pathOf(row);
-    row.ratios = Object.fromEntries(Object.entries(row.predicted)
-      .map(([device, times]) => [device, times.microseconds / times.bf16_microseconds]));
+    row.ratios = Object.fromEntries(
+      Object.entries(row.predicted).map(([device, times]) => [
+        device,
+        times.microseconds / times.bf16_microseconds,
+      ]),
+    );
   });
   data.tree = buildTree(data.rows);
   for (const item of childItems([data.tree], "")) nameGroups(item);
@@ -55,8 +65,15 @@ function pathOf(row) {
 
 // What must be the same for two rows to be shown as one.
 function rowKey(row) {
-  return [row.shapeText, row.state, row.recipe && row.recipe.place, row.why, row.spelling, row.dtype,
-    row.path[row.path.length - 1].replace(/^\d+$/, "#")].join("|");
+  return [
+    row.shapeText,
+    row.state,
+    row.recipe && row.recipe.place,
+    row.why,
+    row.spelling,
+    row.dtype,
+    row.path[row.path.length - 1].replace(/^\d+$/, "#"),
+  ].join("|");
 }
 
 function buildTree(rows) {
@@ -64,7 +81,8 @@ function buildTree(rows) {
   for (const row of rows) {
     let node = root;
     for (const name of row.path) {
-      if (!node.children.has(name)) node.children.set(name, { name, children: new Map(), rows: [] });
+      if (!node.children.has(name))
+        node.children.set(name, { name, children: new Map(), rows: [] });
       node = node.children.get(name);
     }
     node.rows.push(row);
@@ -104,8 +122,11 @@ function childItems(nodes, prefix) {
 }
 
 function follows(one, other) {
-  return /^\d+$/.test(one.name) && Number(other.name) === Number(one.name) + 1
-    && signature(one) === signature(other);
+  return (
+    /^\d+$/.test(one.name) &&
+    Number(other.name) === Number(one.name) + 1 &&
+    signature(one) === signature(other)
+  );
 }
 
 // An only child is shown in its parent's line: model.layers.0–31.
@@ -123,12 +144,21 @@ function apart(item) {
   const prefix = item.path.slice(0, item.path.length - lastPart(item).length);
   return item.names.map((name, i) => {
     const nodes = item.nodes.filter((_, at) => at % item.copies === i);
-    return { label: name, path: prefix + name, nodes, copies: 1, names: [name], rows: nodes.flatMap(rowsUnder) };
+    return {
+      label: name,
+      path: prefix + name,
+      nodes,
+      copies: 1,
+      names: [name],
+      rows: nodes.flatMap(rowsUnder),
+    };
   });
 }
 
 function lastPart(item) {
-  return item.names.length > 1 ? `${item.names[0]}–${item.names[item.names.length - 1]}` : item.names[0];
+  return item.names.length > 1
+    ? `${item.names[0]}–${item.names[item.names.length - 1]}`
+    : item.names[0];
 }
 
 function rowsUnder(node) {
@@ -137,10 +167,12 @@ function rowsUnder(node) {
 
 // Each row's group: the rows that are one line of the table.
 function nameGroups(item) {
-  item.nodes.forEach((node) => node.rows.forEach((row) => {
-    row.groupPath = item.path;
-    row.group = `${item.path}|${rowKey(row)}`;
-  }));
+  item.nodes.forEach((node) =>
+    node.rows.forEach((row) => {
+      row.groupPath = item.path;
+      row.group = `${item.path}|${rowKey(row)}`;
+    }),
+  );
   childItems(item.nodes, `${item.path}.`).forEach(nameGroups);
 }
 
@@ -151,7 +183,10 @@ function totals(rows) {
     if (!row.has_parameter) continue;
     sum.weights += 1;
     sum.taken += row.taken;
-    if (row.saved_elements) { sum.saved += row.saved_bytes; sum.elements += row.saved_elements; }
+    if (row.saved_elements) {
+      sum.saved += row.saved_bytes;
+      sum.elements += row.saved_elements;
+    }
     const key = row.recipe || row.state;
     sum.of.set(key, (sum.of.get(key) || 0) + 1);
   }
@@ -165,7 +200,11 @@ function modulePath(comment) {
 
 function chip(row) {
   if (row.recipe) return recipeChip(row.recipe);
-  return h("span", { class: "chip hollow" }, { left: "BF16", "not seen": "not seen", "no weight": "no weight" }[row.state]);
+  return h(
+    "span",
+    { class: "chip hollow" },
+    { left: "BF16", "not seen": "not seen", "no weight": "no weight" }[row.state],
+  );
 }
 
 function recipeChip(recipe) {
@@ -176,6 +215,11 @@ function recipeChip(recipe) {
 function recipeMeter(sum) {
   const pieces = [...sum.of].sort(([a], [b]) => (typeof a === "string") - (typeof b === "string"));
   const words = pieces.map(([key, n]) => `${n} ${key.name || key}`).join(", ");
-  return h("span", { class: "meter", role: "img", "aria-label": words, title: words },
-    pieces.map(([key, n]) => h("i", { style: { "flex-grow": n, "--tint": key.tint || "var(--plain)" } })));
+  return h(
+    "span",
+    { class: "meter", role: "img", "aria-label": words, title: words },
+    pieces.map(([key, n]) =>
+      h("i", { style: { "flex-grow": n, "--tint": key.tint || "var(--plain)" } }),
+    ),
+  );
 }

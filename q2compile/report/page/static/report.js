@@ -2,7 +2,9 @@
 
 function startReport() {
   const data = loadModel(readData());
-  let tree = null, matmuls = null, graphs = null;
+  let tree = null,
+    matmuls = null,
+    graphs = null;
   const links = {
     module: (path) => tree.reveal(path),
     matmul: (place) => matmuls.reveal(place),
@@ -12,14 +14,16 @@ function startReport() {
     matmuls.narrow(filters);
     byId("matmuls").scrollIntoView();
   };
-  tree = new Tree(data, (item) => filterBy({ module: { path: item.path, rows: new Set(item.rows) } }));
+  tree = new Tree(data, (item) =>
+    filterBy({ module: { path: item.path, rows: new Set(item.rows) } }),
+  );
   byId("tree").replaceWith(tree.root);
-  matmuls = makeMatmuls(data, links, (match) => tree.narrow(match));
+  matmuls = new Matmuls(data, links, (match) => tree.narrow(match));
   graphs = new Graphs(data, links);
   showSummary(data, filterBy);
   showMemory(data);
   const search = byId("search");
-  search.addEventListener("input", () => matmuls.setText(search.value));
+  search.addEventListener("input", () => matmuls.search(search.value));
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter") byId("matmuls").scrollIntoView();
   });

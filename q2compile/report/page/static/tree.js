@@ -19,7 +19,8 @@ class Tree {
 
   // Opens level by level, as long as everything fits on a screen.
   openFirst() {
-    let level = this.tops(), lines = level.length;
+    let level = this.tops(),
+      lines = level.length;
     while (level.length) {
       const inner = level.flatMap((item) => this.innerOf(item));
       lines += inner.length;
@@ -54,33 +55,71 @@ class Tree {
 
   render() {
     this.lines = this.tops().flatMap((item) => this.linesOf(item, 1));
-    if (!this.lines.some(({ item }) => item.path === this.focus)) this.focus = this.lines.length ? this.lines[0].item.path : null;
+    if (!this.lines.some(({ item }) => item.path === this.focus))
+      this.focus = this.lines.length ? this.lines[0].item.path : null;
     this.root.replaceChildren(...this.lines.map((line) => this.lineElement(line)));
     if (!this.lines.length) this.root.append(h("p", { class: "empty" }, "No module matches."));
   }
 
   lineElement({ item, level, open, opens }) {
     const sum = totals(item.rows);
-    return h("div", {
-      role: "treeitem", "aria-level": level, "aria-expanded": opens ? String(open) : null,
-      "aria-label": lineWords(item, sum), tabindex: item.path === this.focus ? 0 : -1,
-      class: "line", "data-path": item.path, style: { "--level": level - 1 },
-      onClick: () => (opens ? this.toggle(item, !open) : this.choose(item)),
-    },
-    h("span", { class: "name" }, h("span", { class: "twisty", "aria-hidden": "true" }, opens ? (open ? "▾" : "▸") : ""),
-      h("code", {}, item.label), item.copies > 1 ? this.copiesButton(item) : null),
-    sum.weights ? recipeMeter(sum) : h("span", { class: "muted small" }, "no weight"),
-    h("span", { class: "number muted" }, sum.weights ? `${sum.taken}/${sum.weights}` : ""),
-    h("span", { class: "number muted" }, sum.saved ? bytesText(sum.saved) : ""),
-    h("button", { class: "link go", type: "button", tabindex: -1, "aria-label": `Show the matmuls of ${item.path}`,
-      onClick: (event) => { event.stopPropagation(); this.choose(item); } }, "show"));
+    return h(
+      "div",
+      {
+        role: "treeitem",
+        "aria-level": level,
+        "aria-expanded": opens ? String(open) : null,
+        "aria-label": lineWords(item, sum),
+        tabindex: item.path === this.focus ? 0 : -1,
+        class: "line",
+        "data-path": item.path,
+        style: { "--level": level - 1 },
+        onClick: () => (opens ? this.toggle(item, !open) : this.choose(item)),
+      },
+      h(
+        "span",
+        { class: "name" },
+        h("span", { class: "twisty", "aria-hidden": "true" }, opens ? (open ? "▾" : "▸") : ""),
+        h("code", {}, item.label),
+        item.copies > 1 ? this.copiesButton(item) : null,
+      ),
+      sum.weights ? recipeMeter(sum) : h("span", { class: "muted small" }, "no weight"),
+      h("span", { class: "number muted" }, sum.weights ? `${sum.taken}/${sum.weights}` : ""),
+      h("span", { class: "number muted" }, sum.saved ? bytesText(sum.saved) : ""),
+      h(
+        "button",
+        {
+          class: "link go",
+          type: "button",
+          tabindex: -1,
+          "aria-label": `Show the matmuls of ${item.path}`,
+          onClick: (event) => {
+            event.stopPropagation();
+            this.choose(item);
+          },
+        },
+        "show",
+      ),
+    );
   }
 
   copiesButton(item) {
     const isApart = this.apart.has(item.path);
-    return h("button", { class: "copies", type: "button", tabindex: -1, "aria-pressed": String(isApart),
-      title: isApart ? "Show these layers as one" : "Show these equal layers one by one",
-      onClick: (event) => { event.stopPropagation(); this.setApart(item, !isApart); } }, `×${item.copies}`);
+    return h(
+      "button",
+      {
+        class: "copies",
+        type: "button",
+        tabindex: -1,
+        "aria-pressed": String(isApart),
+        title: isApart ? "Show these layers as one" : "Show these equal layers one by one",
+        onClick: (event) => {
+          event.stopPropagation();
+          this.setApart(item, !isApart);
+        },
+      },
+      `×${item.copies}`,
+    );
   }
 
   setApart(item, wanted) {
@@ -111,9 +150,12 @@ class Tree {
   // Opens the way to a module's line, and goes there; to the line of the equal layers it is one of.
   reveal(path) {
     this.match = null;
-    let items = this.tops(), found = null;
+    let items = this.tops(),
+      found = null;
     for (;;) {
-      const next = items.find((item) => holds(item, path)) || (found ? null : items.find((item) => item.path.startsWith(`${path}.`)));
+      const next =
+        items.find((item) => holds(item, path)) ||
+        (found ? null : items.find((item) => item.path.startsWith(`${path}.`)));
       if (!next) break;
       if (found) this.opened.add(found.path);
       found = next;
@@ -133,7 +175,8 @@ class Tree {
     }
     if (document.activeElement.dataset.path === undefined) return;
     this.focus = document.activeElement.dataset.path;
-    for (const element of this.root.children) element.tabIndex = element === document.activeElement ? 0 : -1;
+    for (const element of this.root.children)
+      element.tabIndex = element === document.activeElement ? 0 : -1;
   }
 
   act(key, { item, open, opens, level }, elements, here) {
