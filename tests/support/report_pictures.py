@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.browser import Browser, missing  # noqa: E402
 
 GUIDES = ROOT / "examples" / "guides" / "pictures"
-COLOURS = 64  # of a guide's picture, which is to be small
+COLOURS = 200  # of a guide's picture, which is to be small
 
 
 def dump_llama(folder: Path, layers: int) -> None:

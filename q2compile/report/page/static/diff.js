@@ -132,8 +132,8 @@ function opChanges(before, after) {
 const CONTEXT = 1; // unchanged rows shown around a change
 const SHORTEST_FOLD = 4;
 
-// Parts of rows[from..to): {from, to, fold}: fold is null for rows that are shown, else what stands
-// in the place of rows that are not.
+// Parts of rows[from..to): {from, to, unchanged}, where unchanged rows far from a change need not
+// be shown.
 function changeParts(rows, from, to) {
   const shown = new Uint8Array(to - from);
   for (let i = from; i < to; i += 1) {
@@ -144,11 +144,10 @@ function changeParts(rows, from, to) {
   for (let i = from; i < to;) {
     let end = i;
     while (end < to && shown[end - from] === shown[i - from]) end += 1;
-    const short = end - i < SHORTEST_FOLD;
-    const fold = shown[i - from] || short ? null : countText(end - i, "unchanged node");
+    const unchanged = !shown[i - from] && end - i >= SHORTEST_FOLD;
     const last = parts[parts.length - 1];
-    if (last && last.fold === null && fold === null) last.to = end;
-    else parts.push({ from: i, to: end, fold });
+    if (last && !last.unchanged && !unchanged) last.to = end;
+    else parts.push({ from: i, to: end, unchanged });
     i = end;
   }
   return parts;

@@ -75,13 +75,20 @@ class DiffView {
   }
 
   parts(parts) {
-    return parts.flatMap((part) =>
-      part.fold
-        ? [this.foldElement(part, false)]
-        : changeParts(this.rows, part.from, part.to).flatMap((inner) =>
-            inner.fold ? [this.foldElement(inner, true)] : this.rowElements(inner.from, inner.to),
-          ),
-    );
+    const all = [];
+    for (const part of parts.flatMap((p) =>
+      p.fold ? [p] : changeParts(this.rows, p.from, p.to),
+    )) {
+      const last = all[all.length - 1];
+      if (last && last.unchanged && part.unchanged) last.to = part.to;
+      else all.push(part);
+    }
+    return all.flatMap((part) => {
+      if (part.fold) return [this.foldElement(part, false)];
+      const fold = countText(part.to - part.from, "unchanged node");
+      if (part.unchanged) return [this.foldElement({ ...part, fold }, true)];
+      return this.rowElements(part.from, part.to);
+    });
   }
 
   // A line in the place of rows; it opens to all of them, or to those with changes.
