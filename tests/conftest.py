@@ -14,6 +14,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from q2compile.report.dump_folder import DumpFolder
+from tests.support.browser import Browser, missing
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
 settings.register_profile("q2compile", derandomize=True, deadline=None)
@@ -52,6 +53,16 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Chromium, for the tests of a module; they are skipped where there is none."""
+    if reason := missing():
+        pytest.skip(reason)
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

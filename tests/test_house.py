@@ -108,7 +108,8 @@ def test_entries_of_the_front() -> None:
 
 def test_no_long_files() -> None:
     counts = {
-        relative(p): len(p.read_text().splitlines()) for p in files(".py", ".cu", ".cuh", ".html")
+        relative(p): len(p.read_text().splitlines())
+        for p in files(".py", ".cu", ".cuh", ".html", ".css", ".js")
     }
     assert len(counts) > 20
     assert {name: count for name, count in counts.items() if count > MAX_FILE} == {}
@@ -133,6 +134,23 @@ def cuda_functions(path: Path) -> Iterator[tuple[str, int]]:
             start, header = number, line
 
 
+def script_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """(first line, lines) of every function of a file and every method of its classes: by our
+    layout their `}` is in column 0, a method's in column 2."""
+    start, header, inside = 0, "", ""
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.startswith("class "):
+            inside = "  "
+        elif line.startswith("}"):
+            if not inside:
+                yield header, number - start + 1
+            inside = ""
+        elif inside and line == "  }":
+            yield header, number - start + 1
+        elif re.match(rf"{inside}[\w\[]", line):
+            start, header = number, line.strip()
+
+
 def test_no_long_functions() -> None:
     long = []
     for path in files(".py"):
@@ -142,6 +160,10 @@ def test_no_long_functions() -> None:
     for path in files(".cu", ".cuh"):
         for name, lines in cuda_functions(path):
             if lines > (MAX_KERNEL if "__global__" in name else MAX_FUNCTION):
+                long.append((relative(path), name, lines))
+    for path in files(".js"):
+        for name, lines in script_functions(path):
+            if lines > MAX_FUNCTION:
                 long.append((relative(path), name, lines))
     assert long == []
 
@@ -267,7 +289,7 @@ def test_no_paths_of_one_machine() -> None:
     pattern = re.compile(
         r"(?<![\w.:/])/(" + "|".join(["work", "root", "home", "tmp", "Users"]) + r")/"
     )
-    texts = [*files(".py", ".cu", ".cuh", ".html", ".json", ".md"), *documents()]
+    texts = [*files(".py", ".cu", ".cuh", ".html", ".css", ".js", ".json", ".md"), *documents()]
     texts += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci" / "run"]
     assert [relative(p) for p in texts if pattern.search(p.read_text())] == []
 
@@ -308,7 +330,7 @@ def test_the_wheel_holds_every_source(tmp_path: Path) -> None:
         "/".join(
             [*PACKAGES[p.relative_to(ROOT).parts[0]].split("."), *p.relative_to(ROOT).parts[1:]]
         )
-        for p in files(".py", ".cu", ".cuh", ".html", folders=list(PACKAGES))
+        for p in files(".py", ".cu", ".cuh", ".html", ".css", ".js", folders=list(PACKAGES))
     }
     assert expected - shipped == set(), "add the folder to [tool.setuptools] packages"
     assert shipped - expected == set()

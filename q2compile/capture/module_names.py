@@ -136,6 +136,11 @@ class Names:
                     return name
         return names[0]
 
+    def scope(self, node: fx.Node) -> str:
+        """The module whose code made the node; "" where Dynamo does not say."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        return _under(self.place, _strip_root(stack[-1][0])) if stack else self.place
+
     def served_too(self, parameter: nn.Parameter) -> list[str]:
         """Sites of equal layers that Dynamo will run with the graph compiled for this one."""
         return self.served.get(id(parameter), [])

@@ -12,6 +12,7 @@ graphs/
         5_output_code_forward.py   what Inductor generated
         5_output_code_backward.py
         passes.json                per pass: matches, time, change in op counts
+        nodes.json                 per stage and node: lines of source, Dynamo's node
         reproduce_*.py             of a stage that failed: builds its graph again and runs it
 """
 
@@ -24,17 +25,13 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
 
 from q2compile.errors import ConfigError, shown
-from q2compile.passes.record import PassRecord
-from q2compile.report.graph_text import lines_of, readable
+from q2compile.report.graph_record import GraphRecord
 from q2compile.report.report import Report
 
 try:
@@ -92,7 +89,8 @@ class DumpFolder:
             cls._open[key] = cls(folder)
         return cls._open[key]
 
-    def new_graph(self) -> GraphDump:
+    def new_graph(self) -> tuple[Path, GraphRecord]:
+        """The folder of one more graph, and what writes into it."""
         number = self.report.graphs
         path = self.path / f"graph_{number}"
         _make(path)
@@ -101,36 +99,12 @@ class DumpFolder:
                 f"dump: {path} holds files that q2compile did not write; name another folder, or "
                 "move it away"
             )
-        return GraphDump(path, number)
+        return path, GraphRecord(number, lambda name, text: _write(path / name, text))
 
     def write_report(self) -> None:
         """report.json (the rows), report.txt (the table and the notes)."""
         _replace(self.path / "report.json", json.dumps(self.report.to_json(), indent=1) + "\n")
         _replace(self.path / "report.txt", f"{self.report.text()}\n")
-
-
-class GraphDump:
-    """The folder of one compiled graph."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self.path = path
-        self.number = number
-        self._written: dict[str, WeakKeyDictionary[fx.GraphModule, list[str]]] = {}
-
-    def write_graph(self, stage: str, gm: fx.GraphModule) -> None:
-        """A graph and those that it calls. One that has been written alone at this stage, as the
-        passes see them, those that are called first, is shown as it was then.
-        """
-        written = self._written.setdefault(stage, WeakKeyDictionary())
-        _write(self.path / f"{stage}.txt", readable(gm, written))
-        written[gm] = lines_of(gm.graph)
-
-    def write_code(self, stage: str, source: str) -> None:
-        _write(self.path / f"{stage}.py", source)
-
-    def write_passes(self, records: list[PassRecord]) -> None:
-        text = json.dumps([asdict(r) for r in records], indent=1)
-        _write(self.path / "passes.json", text + "\n")
 
 
 def _rank() -> tuple[str, ...]:

@@ -14,9 +14,10 @@ from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
 from q2compile.passes.record import PassRecord
 from q2compile.report import announce
-from q2compile.report.dump_folder import DumpFolder, GraphDump
+from q2compile.report.dump_folder import DumpFolder
+from q2compile.report.graph_record import GraphRecord
 from q2compile.report.graph_text import readable
-from q2compile.report.kernel_choice import kernels_of
+from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector, table
 from q2compile.report.row import Row
@@ -41,25 +42,28 @@ class GraphLog:
         self._config = config
         self._coverage = Coverage.of(names.root, config, names.label)
         self._rows: list[Row] = []
-        self._dump: GraphDump | None = None
+        self._records: list[GraphRecord] = []
+        self.folder: Path | None = None
         self._reports: list[tuple[Report, DumpFolder | None]] = []
         if config.dump is not None:
             folder = DumpFolder.get(config.dump)
-            self._dump = folder.new_graph()
+            self.folder, record = folder.new_graph()
+            self._records.append(record)
             self._reports.append((folder.report, folder))
         collecting = collector.get()
         if collecting is not None:
+            number = self._records[0].number if self._records else collecting.graphs
+            self._records.append(collecting.new_graph(number))
             self._reports.append((collecting, None))
         root = type(names.root).__name__ if names.root is not None else "a function"
         self.title = f"graph {compile_id()} of {root}" + (f", {names.place}" * bool(names.place))
-        self.folder: Path | None = self._dump.path if self._dump else None
         heard = announce.LOG.isEnabledFor(logging.DEBUG) or is_traced()
         self.watcher = self if self._reports or heard else None
 
     def graph(self, stage: str, gm: fx.GraphModule) -> None:
         """A graph at a stage, to be dumped under that name."""
-        if self._dump is not None:
-            self._dump.write_graph(stage, gm)
+        for record in self._records:
+            record.write_graph(stage, gm)
         trace_artifact(f"q2compile_{stage}", lambda: readable(gm))
 
     def rewritten(self, stage: str, gm: fx.GraphModule, rows: list[Row], names: Names) -> None:
@@ -84,15 +88,15 @@ class GraphLog:
 
     def after_passes(self, gm: fx.GraphModule, kind: str, records: list[PassRecord]) -> None:
         self.graph(f"4_after_passes_{kind}", gm)
-        for record in records:
-            if record.graph == kind:
-                announce.passed(self.title, record)
-        if self._dump is not None:
-            self._dump.write_passes(records)
+        for done in records:
+            if done.graph == kind:
+                announce.passed(self.title, done)
+        for record in self._records:
+            record.write_passes(records)
 
     def output_code(self, gm: fx.GraphModule, source: str) -> None:
-        if self._dump is not None:
-            self._dump.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
+        for record in self._records:
+            record.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
 
     def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What was compiled; under ``strict`` with a check of what never came to the backend."""
@@ -108,7 +112,8 @@ class GraphLog:
         why = f"on_error='bf16': {fault.stage} failed"
         for row in self._rows:
             if row.taken:
-                row.taken, row.kernels, row.saved_bytes, row.saved_elements = False, {}, None, None
+                row.taken, row.kernels, row.calls = False, {}, {}
+                row.saved_bytes = row.saved_elements = None
                 row.recipe = row.fprop = row.dgrad = row.wgrad = "bf16"
                 row.why = why
         if not self._rows:  # not even found
@@ -126,11 +131,11 @@ class GraphLog:
 
     def _add(self, rows: list[Row]) -> None:
         for report, _ in self._reports:
-            number = self._dump.number if self._dump else report.graphs
+            number = self._records[0].number
             for row in rows:
                 row.graph = number
                 if row.taken:
-                    row.kernels = kernels_of(row, self._config)
+                    set_kernels(row, self._config)
             report.add(rows, self._coverage)
         self._rows = rows
         self._write_reports()

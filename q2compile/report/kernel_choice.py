@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +33,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.lowers = lowers
         self.used: dict[str, str] = {}
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, op = func.name().partition("::")
@@ -44,6 +46,7 @@ class _Recorder(TorchDispatchMode):
                 elif support.beats_kernels(*how):
                     name = f"inductor or {name}"
             self.used[op] = name
+            self.calls[op] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -54,15 +57,16 @@ def kernels_used(
     dtype: torch.dtype,
     device: str,
     lowers: bool,
-) -> dict[str, str]:
-    """{"fprop": "quantize: reference, gemm: reference", ...} for a linear of ``shape`` (T, N, K),
-    or (E, T, N, K) for experts.
+) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    """{"fprop": "quantize: reference, gemm: reference", ...} and how often each op is called,
+    {"fprop": {"quantize": 2, "gemm": 1}, ...}, for a linear of ``shape`` (T, N, K), or (E, T, N, K)
+    for experts.
 
     gemms: the recipe's texts. A GEMM in bf16 is torch's own: "torch".
     lowers: Inductor compiles the graph.
     """
     *experts, t, n, k = shape
-    used = {}
+    used, calls = {}, {}
     # With gradients, whatever the mode of the call that is compiled.
     with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
         shapes = ((t, k), (*experts, n, k), (t, n))
@@ -83,13 +87,15 @@ def kernels_used(
                     torch.autograd.grad(y, x if name == "dgrad" else w, dy)
             ops = ", ".join(f"{op}: {kernel}" for op, kernel in recorder.used.items())
             used[name] = ops if text != "bf16" else "torch"
-    return used
+            calls[name] = dict(recorder.calls) if text != "bf16" else {}
+    return used, calls
 
 
-def kernels_of(row: Row, config: Config) -> dict[str, str]:
-    """`kernels_used` of a row that was taken."""
+def set_kernels(row: Row, config: Config) -> None:
+    """Fill in `kernels_used` for a row that was taken."""
     # A size that data decide, such as an expert's tokens, has no hint: one chunk then.
     shape = tuple(size if isinstance(size, int) else size.node.hint or 128 for size in row.shape)
     gemms = (row.fprop, row.dgrad, row.wgrad)
     lowers = config.inner == "inductor"
-    return kernels_used(gemms, shape, getattr(torch, row.dtype), row.device, lowers)
+    dtype = getattr(torch, row.dtype)
+    row.kernels, row.calls = kernels_used(gemms, shape, dtype, row.device, lowers)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
-from q2compile.report.html import report_page
+from q2compile.report.graph_record import GraphRecord
+from q2compile.report.page.document import report_page
 from q2compile.report.printable import printable
 from q2compile.report.row import COLUMNS, Row, cells
 
@@ -28,6 +29,7 @@ class Report:
         self.compiled_rows: list[Row] = []
         self.graphs = 0
         self.faults: list[str] = []
+        self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
         self._coverages: list[Coverage] = []
         self._closed: tuple[list[Row], list[str]] | None = None
 
@@ -36,6 +38,12 @@ class Report:
         self.compiled_rows += rows
         self.graphs += 1
         self.add_coverage(coverage)
+
+    def new_graph(self, number: int) -> GraphRecord:
+        """What keeps a graph's stages, for the page."""
+        files: dict[str, str] = {}
+        self.graph_files[number] = files
+        return GraphRecord(number, files.__setitem__)
 
     def remove(self, rows: list[Row]) -> None:
         """Undo `add` for a graph that is not used after all."""
@@ -71,7 +79,7 @@ class Report:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one HTML page; written to ``path`` when given. Returns the page."""
-        page = report_page(self.summary(), self.rows, self.notes)
+        page = report_page("explain", self.to_json(), self.notes, self.graph_files)
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
 from q2compile.recipes.recipe import Gemm
-
-if TYPE_CHECKING:
-    pass
 
 _DEVICES = tuple(device.column for device in DEVICES)
 COLUMNS = (
@@ -45,6 +42,9 @@ class Row:
     predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
                   by data sheet (`cost`)
     graph         number of the compiled graph; None for a linear that never reached the backend
+    calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
+    scope         the module whose code holds the matmul, where it has no parameter to name it
+    source        [file, line, code] of the matmul in the model's source; [] where it is not known
     """
 
     module: str
@@ -69,6 +69,9 @@ class Row:
     graph: int | None = None
     salt: int | None = None
     has_parameter: bool = True
+    calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    scope: str = ""
+    source: list[Any] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         row = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy symbols

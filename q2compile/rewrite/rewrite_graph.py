@@ -19,6 +19,7 @@ from q2compile.rewrite.replace import replace_by_linear
 from q2compile.rewrite.shared_bodies import own_bodies, share_bodies
 from q2compile.torch_internals.aot_autograd import in_compiled_autograd
 from q2compile.torch_internals.dynamo import called_graphs
+from q2compile.torch_internals.node_origin import stack_of
 
 
 def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
@@ -66,6 +67,9 @@ def _row(found: Matmul | NotTaken, names: Names) -> Row:
     name = names.of(parameter, found.node) if parameter is not None else f"<{found.node.name}>"
     value = found.node.meta.get("example_value")
     row = Row(name, (), found.spelling, has_parameter=parameter is not None)
+    row.scope = names.scope(found.node) if parameter is None else ""
+    if stack := stack_of(found.node):
+        row.source = [stack[-1].file, stack[-1].line, stack[-1].code]
     if isinstance(value, torch.Tensor):
         row.shape = tuple(value.shape)
         row.dtype, row.device = str(value.dtype).removeprefix("torch."), value.device.type

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from q2compile.errors import ConfigError
-from q2compile.report.html import parsed, report_page
-from q2compile.report.row import Row, cells
+from q2compile.report.page.document import report_page
+from q2compile.report.read_dump import read_dump
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,34 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dump_page(folder: str | Path) -> str:
-    """A dump folder as one page: the table, then every graph's stages, folded.
+    """A dump folder as one page: rows, then every graph's stages.
 
     Raises ValueError when ``folder`` holds no report.json, or files that no dump has.
     """
     folder = Path(folder)
-    source = folder / "report.json"
-    if not source.is_file():
-        inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
-        hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
-        raise ConfigError(
-            f"{folder}: no report.json here, so this is no dump folder{hint}. Write one with "
-            'options={"dump": "graphs/"}'
-        )
-    rows = parsed(source, _rows)
-    notes = parsed(folder / "report.txt", _notes)
-    graphs = [path for path in folder.iterdir() if re.fullmatch(r"graph_\d+", path.name)]
-    graphs.sort(key=lambda path: int(path.name.removeprefix("graph_")))
-    taken = sum(r.taken for r in rows)
-    title = f"{folder.name}: {taken} of {len(rows)} matmuls taken, {len(graphs)} graph(s)"
-    return report_page(title, rows, notes, graphs)
-
-
-def _rows(text: str) -> list[Row]:
-    rows = [Row(**row) for row in json.loads(text)]
-    for row in rows:
-        "".join(cells(row).values())  # raises for values that no row has
-    return rows
-
-
-def _notes(text: str) -> list[str]:
-    return [line.removeprefix("note: ") for line in text.splitlines() if line.startswith("note: ")]
+    return report_page(folder.name or str(folder), *read_dump(folder))

@@ -15,6 +15,7 @@ from q2compile.recipes.policy import Policy
 from q2compile.recipes.resolve import resolve
 from q2compile.rewrite.decide import why_left
 from q2compile.rewrite.rewrite_graph import rewrite
+from tests.support.page_data import data_of
 
 B200, RTX5090 = DEVICES
 QUARTET2 = resolve("quartet2")
@@ -267,7 +268,9 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     assert text[-1] == f"note: {ASSUMPTIONS}"
     assert text[-2].startswith("note: predicted for the matmuls taken together: ")
     page = report.to_html(tmp_path / "report.html")
-    assert "<th>b200</th>" in page and ASSUMPTIONS in page
+    data = data_of(page)
+    assert [d["column"] for d in data["devices"]] == [d.column for d in DEVICES]
+    assert data["assumptions"] == ASSUMPTIONS
     for number in (
         "9000 TFLOP/s FP4, 2250 BF16, 8 TB/s",
         "1676 TFLOP/s FP4, 209.5 BF16, 1.792 TB/s",

@@ -12,8 +12,10 @@ from torch import nn
 
 import q2compile
 from q2compile.report.dump_folder import DumpFolder
+from q2compile.report.page.assemble import unpacked
 from q2compile.report.report import Report
 from q2compile.tools import cli
+from tests.support.page_data import data_of
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -146,6 +148,7 @@ def test_every_stage_is_written(tmp_path, inner):
         "4_after_passes_forward.txt",
         "4_after_passes_backward.txt",
         "passes.json",
+        "nodes.json",
     }
     code = {"5_output_code_forward.py", "5_output_code_backward.py"}
     assert stages == expected | (code if inner == "inductor" else set())
@@ -202,8 +205,12 @@ def test_html_is_escaped_and_complete(tmp_path):
     report = explained(dump=str(tmp_path))
     page = report.to_html(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == page
-    assert page.count("<tr") == 1 + len(report.rows)
-    assert "&lt;matmul" in page and "<matmul" not in page  # the name of a matmul without a weight
+    data = data_of(page)
+    assert [row["module"] for row in data["rows"]] == [row.module for row in report.rows]
+    before_scripts = page.partition("<script>")[0]
+    assert "<matmul" not in before_scripts  # the name of a matmul without a weight
+    stages = {"0_dynamo.txt", "1_rewritten.txt", "2_forward.txt", "4_after_passes_forward.txt"}
+    assert [set(graph["texts"]) for graph in data["graphs"]] == [{*stages, "nodes.json"}]
 
 
 def test_the_command_line_makes_a_page_of_a_dump(tmp_path, capsys):
@@ -212,9 +219,12 @@ def test_the_command_line_makes_a_page_of_a_dump(tmp_path, capsys):
     path = capsys.readouterr().out.strip()
     assert path == str(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
+    data = data_of(page)
+    (graph,) = data["graphs"]
     for stage in ("0_dynamo", "1_rewritten", "2_forward", "4_after_passes_forward"):
-        assert f"<summary>{stage}.txt</summary>" in page
-    assert "nvfp4_46_pow2 @ nvfp4_46_pow2" in page
+        written = (tmp_path / "graph_0" / f"{stage}.txt").read_text()
+        assert unpacked(data["texts"][graph["texts"][f"{stage}.txt"]]) == written
+    assert page.count("nvfp4_46_pow2 @ nvfp4_46_pow2") == 1  # of all rows with this recipe
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):

@@ -1,0 +1,86 @@
+"""One graph's stages as named texts: the files of its dump, or the same in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import fx
+
+from q2compile.passes.record import PassRecord
+from q2compile.report.graph_text import lines_of, readable
+from q2compile.torch_internals.dynamo import called_graphs
+from q2compile.torch_internals.node_origin import Frame, dynamo_name, stack_of
+
+Write = Callable[[str, str], None]
+
+
+class GraphRecord:
+    """What is written of one graph.
+
+    number   of the graph, in rows
+    write    called with a file's name and its text, again when the text has grown
+    """
+
+    def __init__(self, number: int, write: Write) -> None:
+        self.number = number
+        self._write = write
+        self._written: dict[str, WeakKeyDictionary[fx.GraphModule, list[str]]] = {}
+        self._origins = _Origins()
+
+    def write_graph(self, stage: str, gm: fx.GraphModule) -> None:
+        """A graph and those that it calls. One that has been written alone at this stage, as the
+        passes see them, those that are called first, is shown as it was then.
+        """
+        written = self._written.setdefault(stage, WeakKeyDictionary())
+        self._write(f"{stage}.txt", readable(gm, written))
+        written[gm] = lines_of(gm.graph)
+        self._origins.add(stage, gm)
+        self._write("nodes.json", self._origins.text())
+
+    def write_code(self, stage: str, source: str) -> None:
+        self._write(f"{stage}.py", source)
+
+    def write_passes(self, records: list[PassRecord]) -> None:
+        text = json.dumps([asdict(r) for r in records], indent=1)
+        self._write("passes.json", text + "\n")
+
+
+@dataclass
+class _Origins:
+    """Where the nodes of all stages come from, each frame and each stack written once: what
+    nodes.json holds.
+
+    frames  [file, line, function, code]
+    stacks  lists of places in frames, outermost first
+    stages  stage -> node's name -> [place in stacks or -1, the node of Dynamo's graph or ""]
+    """
+
+    frames: dict[Frame, int] = field(default_factory=dict)
+    stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
+    stages: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, stage: str, gm: fx.GraphModule) -> None:
+        """Graphs that ``gm`` calls, too; where two have a node of one name, ``gm`` counts."""
+        nodes = self.stages.setdefault(stage, {})
+        for graph in called_graphs(gm):
+            for node in graph.graph.nodes:
+                if node.op not in ("placeholder", "output"):
+                    nodes[node.name] = (self._stack(stack_of(node)), dynamo_name(node))
+
+    def _stack(self, frames: tuple[Frame, ...]) -> int:
+        if not frames:
+            return -1
+        places = tuple(self.frames.setdefault(f, len(self.frames)) for f in frames)
+        return self.stacks.setdefault(places, len(self.stacks))
+
+    def text(self) -> str:
+        shown: dict[str, Any] = {
+            "frames": list(self.frames),
+            "stacks": list(self.stacks),
+            "stages": self.stages,
+        }
+        return json.dumps(shown, separators=(",", ":")) + "\n"

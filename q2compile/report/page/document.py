@@ -1,0 +1,134 @@
+"""The data of the report page, and the page.
+
+The page's data is a JSON document, in the element with the id "data":
+
+    format     1
+    name       of the dump folder, or "explain"
+    headline   sentences (`headline`)
+    devices    [{"column": "b200", "name": "B200"}, ...], of the predictions
+    assumptions  what the predictions stand on
+    recipes    [{"name", "fprop", "dgrad", "wgrad"}, ...]: each distinct one that was used
+    kernels    [{"kernels": {...}, "calls": {...}}, ...]: each distinct one
+    rows       report.json's, where recipe is a place in recipes for a row that was taken and null
+               for others, kernels one in kernels, and fprop, dgrad, wgrad and calls are left out
+    notes      sentences
+    graphs     [{"number", "texts": {"0_dynamo.txt": place in texts, ...}, "passes": [...],
+               "saved": place in texts or null}, ...]: passes is passes.json, saved what
+               `saved_tensors` found, as JSON
+    texts      base64 of zlib; equal texts once
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
+from q2compile.recipes.recipe import GEMMS
+from q2compile.report.page.assemble import assemble, packed, static
+from q2compile.report.page.headline import headline
+from q2compile.report.page.saved_tensors import saved_tensors
+
+_STYLES = ("base.css", "report.css")
+_SCRIPTS = (
+    "base.js",
+    "model.js",
+    "gemm.js",
+    "summary.js",
+    "tree.js",
+    "details.js",
+    "matmuls.js",
+    "diff.js",
+    "graphs.js",
+    "graph_diff.js",
+    "memory.js",
+    "report.js",
+)
+# Files of a graph that the page shows as they are, or reads.
+_TEXTS = (".txt", ".py")
+_ORIGINS = "nodes.json"
+
+
+def report_page(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str],
+    graphs: Mapping[int, Mapping[str, str]],
+) -> str:
+    """The page of a report.
+
+    rows     as `Row.to_json` gives them
+    graphs   number -> name of a dump file -> its text
+    """
+    data = document(name, rows, notes, graphs)
+    said = data["headline"]
+    sentences = f"<h1>{escape(said[0])}</h1>\n<p>{escape(' '.join(said[1:]))}</p>"
+    body = static("report.html").replace("{{name}}", escape(name))
+    body = body.replace("{{headline}}", sentences)
+    styles, scripts = [static(f) for f in _STYLES], [static(f) for f in _SCRIPTS]
+    return assemble(f"{name}: {said[0]}", styles, scripts, body, data)
+
+
+def document(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str],
+    graphs: Mapping[int, Mapping[str, str]],
+) -> dict[str, Any]:
+    """The data of the page (see above)."""
+    recipes, kernels, texts = _Places(), _Places(), _Places()
+    shown = [_row(row, recipes, kernels) for row in rows]
+    return {
+        "format": 1,
+        "name": name,
+        "headline": headline(rows),
+        "devices": [{"column": d.column, "name": d.name} for d in DEVICES],
+        "assumptions": ASSUMPTIONS,
+        "recipes": [json.loads(text) for text in recipes.values],
+        "kernels": [json.loads(text) for text in kernels.values],
+        "rows": shown,
+        # The headline and the bars say what the predictions are; `assumptions` what they stand on.
+        "notes": [note for note in notes if not note.startswith("predicted ")],
+        "graphs": [_graph(number, files, texts) for number, files in sorted(graphs.items())],
+        "texts": [packed(text) for text in texts.values],
+    }
+
+
+class _Places:
+    """Distinct texts, and where each stands."""
+
+    def __init__(self) -> None:
+        self._place: dict[str, int] = {}
+
+    def of(self, text: str) -> int:
+        return self._place.setdefault(text, len(self._place))
+
+    @property
+    def values(self) -> list[str]:
+        return list(self._place)
+
+
+def _row(row: Mapping[str, Any], recipes: _Places, kernels: _Places) -> dict[str, Any]:
+    left_out = (*GEMMS, "kernels", "calls", "salt", "wanted")
+    shown = {key: value for key, value in row.items() if key not in left_out}
+    named = {"name": row["recipe"], **{gemm: row[gemm] for gemm in GEMMS}}
+    run = {key: row[key] for key in ("kernels", "calls")}
+    shown["recipe"] = recipes.of(json.dumps(named)) if row["taken"] else None
+    shown["kernels"] = kernels.of(json.dumps(run)) if row["taken"] else None
+    return shown
+
+
+def _graph(number: int, files: Mapping[str, str], texts: _Places) -> dict[str, Any]:
+    saved = saved_tensors(files)
+    return {
+        "number": number,
+        "texts": {
+            name: texts.of(text)
+            for name, text in sorted(files.items())
+            if name.endswith(_TEXTS) or name == _ORIGINS
+        },
+        "passes": json.loads(files.get("passes.json", "[]")),
+        "saved": None if saved is None else texts.of(json.dumps(saved)),
+    }

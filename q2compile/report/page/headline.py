@@ -1,0 +1,129 @@
+"""The report in one paragraph: what was taken, what was left, what it saves and what it costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from q2compile.cost_model.devices import DEVICES
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_NAMED = 3  # reasons that are spelt out
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences, the most important first."""
+    weights = [row for row in rows if row["has_parameter"]]
+    taken = [row for row in weights if row["taken"]]
+    said = [_taken(weights, taken), *_left(weights), *_without_weight(rows), *_saved(taken)]
+    return [*said, *_times(taken)]
+
+
+def time_words(ratio: float) -> str:
+    """A time as a multiple of BF16's, in words."""
+    if ratio < 0.995:
+        return f"{ratio:.2f} of BF16's time ({1 / ratio:.1f} times as fast)"
+    if ratio < 1.005:
+        return "as long as BF16"
+    return f"{ratio:.{1 if ratio >= 2 else 2}f} times BF16's time (slower)"
+
+
+def bytes_words(n: float) -> str:
+    """3.4 MiB."""
+    unit = 0
+    while n >= 1024 and unit < len(_UNITS) - 1:
+        n, unit = n / 1024, unit + 1
+    return f"{n:.0f} {_UNITS[unit]}" if not unit or n >= 100 else f"{n:.1f} {_UNITS[unit]}"
+
+
+def _taken(weights: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]]) -> str:
+    if not weights:
+        return "No matmul with a weight was seen."
+    if not taken:
+        return f"None of the {len(weights)} matmuls with a weight was taken."
+    by_recipe: dict[str, list[Mapping[str, Any]]] = {}
+    for row in taken:
+        by_recipe.setdefault(row["recipe"], []).append(row)
+    if len(by_recipe) == 1:
+        how = f"{_formats(taken)} ({taken[0]['recipe']})"
+    else:
+        counts = ", ".join(f"{len(of)} by {name}" for name, of in by_recipe.items())
+        how = f"{_formats(taken)} ({counts})"
+    of = f"All {len(weights)}" if len(taken) == len(weights) else f"{len(taken)} of {len(weights)}"
+    plural = "matmul" if len(weights) == 1 else "matmuls"
+    runs = "runs" if len(taken) == len(weights) == 1 else "run"
+    return f"{of} {plural} with a weight {runs} in {how}."
+
+
+def _formats(taken: Iterable[Mapping[str, Any]]) -> str:
+    text = " ".join(str(row[gemm]) for row in taken for gemm in ("fprop", "dgrad", "wgrad"))
+    found = [name for name in ("nvfp4", "mxfp4") if name in text]
+    return " and ".join(name.upper() for name in found) or "low precision"
+
+
+def _left(weights: Sequence[Mapping[str, Any]]) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for row in weights:
+        if not row["taken"]:
+            by_reason.setdefault(_short(row["why"]), []).append(row["module"])
+    if not by_reason:
+        return []
+    groups = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    said = [
+        f"{names[0] if len(names) == 1 else f'{len(names)} matmuls'} ({why})"
+        for why, names in groups[:_NAMED]
+    ]
+    more = sum(len(names) for _, names in groups[_NAMED:])
+    return [f"Left in BF16: {', '.join([*said, *[f'{more} more'] * bool(more)])}."]
+
+
+def _short(why: str) -> str:
+    """A reason up to its first explanation."""
+    return re.split(r"; |: no compiled graph", why)[0]
+
+
+def _without_weight(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    n = sum(not row["has_parameter"] for row in rows)
+    if not n:
+        return []
+    one = n == 1
+    return [
+        f"{n} {'product' if one else 'products'} of activations "
+        f"{'has' if one else 'have'} no weight and {'stays' if one else 'stay'} as "
+        f"{'it is' if one else 'they are'}."
+    ]
+
+
+def _saved(taken: Sequence[Mapping[str, Any]]) -> list[str]:
+    kept = [row for row in taken if row["saved_bytes"] and row["saved_elements"]]
+    size, elements = (sum(row[f"saved_{what}"] for row in kept) for what in ("bytes", "elements"))
+    if not elements:
+        return []
+    return [
+        f"For the backward pass the matmuls taken keep {bytes_words(size)} where BF16 takes "
+        f"{bytes_words(2 * elements)}: {8 * size / elements:.2f} bits a number instead of 16."
+    ]
+
+
+def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
+    said = []
+    if ratios := predicted_ratios(taken):
+        each = ", ".join(f"on {name} {time_words(ratio)}" for name, ratio in ratios.items())
+        said.append(f"Predicted from data sheets for these matmuls: {each}.")
+    devices = {row["device"] for row in taken if row["device"]}
+    if ratios and devices <= {"cpu"}:
+        said.append("Nothing was measured: they were compiled for a CPU.")
+    return said
+
+
+def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """GPU -> time of the matmuls that were taken over BF16's; {} without predictions."""
+    predicted = [row["predicted"] for row in taken if row["predicted"]]
+    if not predicted:
+        return {}
+    return {
+        device.name: sum(times[device.column]["microseconds"] for times in predicted)
+        / sum(times[device.column]["bf16_microseconds"] for times in predicted)
+        for device in DEVICES
+    }

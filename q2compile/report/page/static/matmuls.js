@@ -1,0 +1,270 @@
+// Every matmul: filters, and a table in which equal layers are one line.
+
+const STATES = ["taken", "left", "not seen", "no weight"];
+const NO_FILTERS = { module: null, recipe: "", state: "", reason: "" };
+
+class Matmuls {
+  // links: {module(path), node(row)}: what a click on a module or on "graph" does.
+  // onNarrow(match): told which rows the search leaves, null for all.
+  constructor(data, links, onNarrow) {
+    Object.assign(this, { data, links, onNarrow, opened: new Set(), apart: new Set() });
+    this.filters = { text: "", ...NO_FILTERS };
+    this.controls = new Filters(data, this.filters, () => this.update());
+    this.table = h("table", { class: "matmuls" });
+    byId("filters").append(this.controls.element);
+    byId("table").append(this.table);
+    this.update();
+  }
+
+  matches(row) {
+    const { text, module, recipe, state, reason } = this.filters;
+    return (
+      textMatches(row, text) &&
+      (!module || module.rows.has(row)) &&
+      (recipe === "" || String(row.recipe && row.recipe.place) === recipe) &&
+      (state === "" || row.state === state) &&
+      (reason === "" || row.reason === reason)
+    );
+  }
+
+  update() {
+    this.controls.show();
+    this.rows = this.data.rows.filter((row) => this.matches(row));
+    const groups = new Map();
+    for (const row of this.rows) groups.set(row.group, [...(groups.get(row.group) || []), row]);
+    byId("shown").textContent =
+      `${this.rows.length} of ${countText(this.data.rows.length, "matmul")}` +
+      (groups.size < this.rows.length ? `, in ${countText(groups.size, "line")}` : "");
+    const lines = [...groups].flatMap(([key, rows]) => this.groupLines(key, rows));
+    this.table.replaceChildren(tableHead(this.data), h("tbody", {}, lines));
+    if (!this.rows.length) this.table.append(h("caption", {}, "No matmul matches these filters."));
+    const { text } = this.filters;
+    this.onNarrow(text ? (row) => textMatches(row, text) : null);
+  }
+
+  groupLines(key, rows) {
+    const lines = [this.line(key, rows)];
+    if (this.opened.has(key)) {
+      lines.push(
+        h(
+          "tr",
+          { class: "detail" },
+          h(
+            "td",
+            { colspan: 4 + this.data.devices.length },
+            details(this.data, rows[0], this.links),
+          ),
+        ),
+      );
+    }
+    if (rows.length > 1 && this.apart.has(key)) {
+      const each = rows.flatMap((row) => this.groupLines(`${key}#${row.place}`, [row]));
+      each.forEach((line) => line.classList.add("one"));
+      lines.push(...each);
+    }
+    return lines;
+  }
+
+  line(key, rows) {
+    const [first] = rows;
+    const several = rows.length > 1;
+    const saved = rows.reduce((sum, row) => sum + (row.saved_bytes || 0), 0);
+    const open = this.opened.has(key);
+    return h(
+      "tr",
+      {
+        class: `row ${first.state.replace(" ", "-")}${open ? " open" : ""}`,
+        "data-places": rows.map((row) => row.place).join(" "),
+        onClick: (event) => {
+          if (!event.target.closest("button, a")) this.toggle(this.opened, key);
+        },
+      },
+      h(
+        "td",
+        { class: "module" },
+        h(
+          "button",
+          {
+            class: "link opener",
+            type: "button",
+            "aria-expanded": String(open),
+            "data-key": key,
+            onClick: () => this.toggle(this.opened, key),
+          },
+          h("span", { class: "twisty", "aria-hidden": "true" }, open ? "▾" : "▸"),
+          h("code", {}, several ? first.groupPath : first.path.join(".")),
+        ),
+        several ? this.copiesButton(key, rows.length) : null,
+      ),
+      h("td", { class: "mono", "data-label": "shape" }, first.shapeText),
+      h("td", { "data-label": "recipe" }, chip(first)),
+      h(
+        "td",
+        { class: "number", "data-label": "kept" },
+        first.saved_elements ? bytesText(saved) : "",
+      ),
+      first.taken
+        ? this.data.devices.map(({ column, name }) => ratioCell(first.ratios[column], name))
+        : h("td", { class: "reason", colspan: this.data.devices.length }, first.reason),
+    );
+  }
+
+  copiesButton(key, copies) {
+    return h(
+      "button",
+      {
+        class: "copies",
+        type: "button",
+        "aria-pressed": String(this.apart.has(key)),
+        title: "List them one by one",
+        onClick: () => this.toggle(this.apart, key),
+      },
+      `×${copies}`,
+    );
+  }
+
+  toggle(keys, key) {
+    if (keys.has(key)) keys.delete(key);
+    else keys.add(key);
+    this.update();
+    const openers = [...this.table.querySelectorAll(".opener")];
+    openers.find((element) => element.dataset.key === key)?.focus({ preventScroll: true });
+  }
+
+  narrow(filters) {
+    Object.assign(this.filters, NO_FILTERS, filters);
+    this.update();
+  }
+
+  search(text) {
+    this.filters.text = text.trim().toLowerCase();
+    this.update();
+  }
+
+  // Opens one matmul, whatever the filters are, and brings it into sight.
+  reveal(place) {
+    const row = this.data.rows[place];
+    if (!this.matches(row)) {
+      byId("search").value = "";
+      this.narrow({ text: "" });
+    }
+    let key = row.group;
+    if (this.rows.some((other) => other !== row && other.group === key)) {
+      this.apart.add(key);
+      key += `#${place}`;
+    }
+    this.opened.add(key);
+    this.update();
+    const opener = [...this.table.querySelectorAll(".opener")].find(
+      (element) => element.dataset.key === key,
+    );
+    opener.closest("tr").scrollIntoView({ block: "start" });
+    opener.focus({ preventScroll: true });
+  }
+}
+
+// What of a search's words must be in a matmul's names: all of them.
+function textMatches(row, text) {
+  if (!text) return true;
+  row.searched ||= [
+    row.path.join("."),
+    row.groupPath,
+    row.module,
+    row.shapeText,
+    row.spelling,
+    row.why,
+    row.recipe ? row.recipe.name : "bf16",
+  ]
+    .join(" ")
+    .toLowerCase();
+  return text.split(/\s+/).every((word) => row.searched.includes(word));
+}
+
+// The selects and buttons over the table, which change ``state``.
+class Filters {
+  constructor(data, state, update) {
+    Object.assign(this, { state, update });
+    const same = (names) => names.map((name) => [name, name]);
+    const states = STATES.filter((name) => data.rows.some((row) => row.state === name));
+    const recipes = data.recipes.map((recipe) => [String(recipe.place), recipe.name]);
+    const reasons = [...new Set(data.rows.map((row) => row.reason).filter(Boolean))];
+    const button = (name, set) => {
+      const onClick = () => this.change(set);
+      return h("button", { type: "button", class: name, onClick });
+    };
+    this.module = button("module-filter", { module: null });
+    this.clear = button("quiet", { text: "", ...NO_FILTERS });
+    this.clear.append("Clear");
+    this.element = h("div", { class: "filter-row" }, [
+      this.select("state", "Which", same(states)),
+      recipes.length ? this.select("recipe", "Recipe", recipes) : null,
+      reasons.length ? this.select("reason", "Reason", same(reasons)) : null,
+      this.module,
+      this.clear,
+    ]);
+  }
+
+  select(key, label, options) {
+    const onChange = (event) => this.change({ [key]: event.target.value });
+    const all = h("option", { value: "" }, "all");
+    const each = options.map(([value, text]) => h("option", { value }, text));
+    const box = h("select", { "data-filter": key, onChange }, all, each);
+    return h("label", {}, h("span", {}, label), box);
+  }
+
+  change(values) {
+    Object.assign(this.state, values);
+    if (values.text === "") byId("search").value = "";
+    this.update();
+  }
+
+  show() {
+    const { text, module, recipe, state, reason } = this.state;
+    for (const box of this.element.querySelectorAll("select")) {
+      box.value = this.state[box.dataset.filter];
+    }
+    this.module.hidden = !module;
+    this.module.textContent = module ? `in ${module.path} ✕` : "";
+    this.module.setAttribute("aria-label", module ? `Only ${module.path}; show all modules` : "");
+    this.clear.hidden = ![text, module, recipe, state, reason].some(Boolean);
+  }
+}
+
+function tableHead(data) {
+  return h(
+    "thead",
+    {},
+    h(
+      "tr",
+      {},
+      h("th", {}, "Module"),
+      h(
+        "th",
+        { title: "T×N×K of y[T, N] = x[T, K] wᵀ; the output's shape where there is no weight" },
+        "Shape T×N×K",
+      ),
+      h("th", {}, "Recipe"),
+      h("th", { class: "number" }, "Kept for backward"),
+      data.devices.map(({ name }) =>
+        h(
+          "th",
+          { class: "number", title: `Predicted time on ${name}, as a part of BF16's` },
+          `Time on ${name}, BF16 = 1`,
+        ),
+      ),
+    ),
+  );
+}
+
+function ratioCell(ratio, device) {
+  if (ratio === undefined) return h("td", { class: "number ratio", "data-label": device });
+  return h(
+    "td",
+    {
+      class: `number ratio${ratio > 1.005 ? " slower" : ""}`,
+      "data-label": device,
+      title: timeWords(ratio),
+    },
+    ratio.toFixed(2),
+  );
+}

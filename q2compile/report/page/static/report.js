@@ -1,0 +1,36 @@
+// The report page: its parts, and the links between them.
+
+function startReport() {
+  const data = loadModel(readData());
+  let tree = null,
+    matmuls = null,
+    graphs = null;
+  const links = {
+    module: (path) => tree.reveal(path),
+    matmul: (place) => matmuls.reveal(place),
+    node: (row) => graphs.revealRow(row),
+  };
+  const filterBy = (filters) => {
+    matmuls.narrow(filters);
+    byId("matmuls").scrollIntoView();
+  };
+  tree = new Tree(data, (item) =>
+    filterBy({ module: { path: item.path, rows: new Set(item.rows) } }),
+  );
+  byId("tree").replaceWith(tree.root);
+  matmuls = new Matmuls(data, links, (match) => tree.narrow(match));
+  graphs = new Graphs(data, links);
+  showSummary(data, filterBy);
+  showMemory(data);
+  const search = byId("search");
+  search.addEventListener("input", () => matmuls.search(search.value));
+  search.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") byId("matmuls").scrollIntoView();
+  });
+  startSearchKeys(search);
+  startTheme();
+  startSectionMarks();
+  document.documentElement.dataset.ready = "true";
+}
+
+startReport();

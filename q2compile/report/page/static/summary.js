@@ -1,0 +1,245 @@
+// What was done: the figures under the headline, each with a bar, and the recipes.
+
+function showSummary(data, filterBy) {
+  const sum = totals(data.rows);
+  const tiles = [
+    takenTile(sum, data),
+    leftTile(data, filterBy),
+    savedTile(sum),
+    ...timeTiles(data),
+  ];
+  byId("tiles").append(...tiles.filter(Boolean));
+  if (data.notes.length) {
+    byId("notes").append(
+      h(
+        "ul",
+        { class: "notes" },
+        data.notes.map((note) => h("li", {}, note)),
+      ),
+    );
+  }
+  byId("recipes").append(
+    ...data.recipes.map((recipe) => recipeCard(recipe, data, filterBy)),
+    legend(data),
+  );
+}
+
+function tile(title, value, ...more) {
+  return h(
+    "div",
+    { class: "tile" },
+    h("h3", {}, title),
+    h("p", { class: "value" }, value),
+    ...more,
+  );
+}
+
+function takenTile(sum, data) {
+  const flops = (rows) => rows.reduce((total, row) => total + rowFlops(row), 0);
+  const weights = data.rows.filter((row) => row.has_parameter);
+  const all = flops(weights);
+  const share = all ? flops(weights.filter((row) => row.taken)) / all : null;
+  return tile(
+    "Taken",
+    `${sum.taken} of ${sum.weights}`,
+    recipeMeter(sum),
+    share === null
+      ? null
+      : h(
+          "p",
+          { class: "muted" },
+          `${(100 * share).toFixed(share > 0.99 && share < 1 ? 1 : 0)}% of the work (FLOPs) of matmuls with a weight`,
+        ),
+  );
+}
+
+// 2 T N K for each GEMM, where all sizes are numbers.
+function rowFlops(row) {
+  const sizes =
+    row.shape.length >= 3 && row.shape.every((n) => typeof n === "number")
+      ? row.shape.slice(-3)
+      : [0];
+  return sizes.reduce((product, n) => product * n, 2);
+}
+
+function leftTile(data, filterBy) {
+  const left = data.rows.filter((row) => row.has_parameter && !row.taken);
+  const others = data.rows.filter((row) => !row.has_parameter);
+  if (!left.length && !others.length) return tile("Left", "none");
+  const groups = new Map();
+  for (const row of [...left, ...others])
+    groups.set(row.reason, [...(groups.get(row.reason) || []), row]);
+  return tile(
+    "Left in BF16",
+    left.length ? countText(left.length, "matmul") : "none",
+    h(
+      "ul",
+      { class: "reasons" },
+      [...groups]
+        .slice(0, 5)
+        .map(([reason, rows]) =>
+          h(
+            "li",
+            {},
+            h(
+              "button",
+              { class: "link", type: "button", onClick: () => filterBy({ reason }) },
+              `${rows.length} × ${reason || "no reason"}`,
+            ),
+          ),
+        ),
+    ),
+    groups.size > 5 ? h("p", { class: "muted" }, `and ${groups.size - 5} more reasons`) : null,
+  );
+}
+
+function savedTile(sum) {
+  if (!sum.elements)
+    return tile(
+      "Kept for the backward",
+      "–",
+      h("p", { class: "muted" }, "No graph with a backward was compiled."),
+    );
+  return tile(
+    "Kept for the backward",
+    `${((8 * sum.saved) / sum.elements).toFixed(2)} bits a number`,
+    bar("here", sum.saved, 2 * sum.elements, bytesText, "var(--series-0)"),
+    bar("BF16", 2 * sum.elements, 2 * sum.elements, bytesText),
+    h(
+      "p",
+      { class: "muted" },
+      `operands of the matmuls taken; ${bytesText(2 * sum.elements - sum.saved)} less`,
+    ),
+  );
+}
+
+function bar(name, value, largest, text, tint) {
+  return h(
+    "div",
+    { class: "bar-row" },
+    h("span", {}, name),
+    h(
+      "span",
+      { class: "track" },
+      h("i", { style: { width: `${(100 * value) / largest}%`, "--tint": tint || "var(--plain)" } }),
+    ),
+    h("span", { class: "number" }, text(value)),
+  );
+}
+
+// For each GPU that is predicted for, and each that was measured on.
+function timeTiles(data) {
+  const rows = data.rows.filter((row) => row.taken && Object.keys(row.predicted).length);
+  if (!rows.length) return [];
+  const times = data.devices
+    .map(({ column, name }) => {
+      const sum = (key) =>
+        rows.reduce((total, row) => total + (row.predicted[column] || { [key]: 0 })[key], 0);
+      return { name, own: sum("microseconds"), bf16: sum("bf16_microseconds") };
+    })
+    .filter(({ bf16 }) => bf16);
+  return [
+    tile(
+      "Predicted time",
+      timesHeadline(times),
+      ...times.flatMap(({ name, own, bf16 }) => [
+        h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(own / bf16)}`),
+        bar(
+          "here",
+          own,
+          Math.max(own, bf16),
+          microsecondsText,
+          own > bf16 ? "var(--series-3)" : "var(--series-0)",
+        ),
+        bar("BF16", bf16, Math.max(own, bf16), microsecondsText),
+      ]),
+      h(
+        "details",
+        {},
+        h("summary", {}, "what this stands on"),
+        h("p", { class: "muted" }, data.assumptions),
+      ),
+    ),
+  ];
+}
+
+function timesHeadline(times) {
+  const ratios = times.map(({ own, bf16 }) => own / bf16);
+  const low = Math.min(...ratios),
+    high = Math.max(...ratios);
+  const text = (ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2);
+  const unit = high < 1.005 ? "of BF16's" : "times BF16's";
+  return text(low) === text(high)
+    ? `${text(low)} ${unit}`
+    : `${text(low)} to ${text(high)} ${unit}`;
+}
+
+function microsecondsText(microseconds) {
+  return secondsText(microseconds / 1e6);
+}
+
+function recipeCard(recipe, data, filterBy) {
+  const rows = data.rows.filter((row) => row.recipe === recipe);
+  return h(
+    "article",
+    { class: "panel recipe" },
+    h(
+      "header",
+      {},
+      h("h3", {}, recipeChip(recipe)),
+      h(
+        "button",
+        {
+          class: "link",
+          type: "button",
+          onClick: () => filterBy({ recipe: String(recipe.place) }),
+        },
+        countText(rows.length, "matmul"),
+      ),
+    ),
+    gemmDrawings(recipe),
+    h(
+      "details",
+      {},
+      h("summary", {}, "as written in graphs"),
+      h(
+        "dl",
+        { class: "written" },
+        Object.keys(GEMMS).flatMap((gemm) => [
+          h("dt", {}, gemm),
+          h("dd", { class: "mono" }, recipe[gemm]),
+        ]),
+      ),
+    ),
+  );
+}
+
+// What the boxes of the drawings mean, as far as these recipes have them.
+function legend(data) {
+  const text = data.recipes
+    .map((recipe) =>
+      Object.keys(GEMMS)
+        .map((gemm) => recipe[gemm])
+        .join(),
+    )
+    .join();
+  const words = [
+    [/nvfp4/, "NVFP4", "4-bit numbers, a scale for each block of 16, one for the tensor"],
+    [/mxfp4/, "MXFP4", "4-bit numbers, a power of two for each block of 32"],
+    [/_pow2/, "_pow2", "the tensor's scale is a power of two"],
+    [/_46/, "4/6", "each block scaled to 4 or to 6, whichever errs less"],
+    [
+      /ms_eden/,
+      "MS-EDEN",
+      "unbiased: rounded to nearest, the scales corrected and rounded stochastically",
+    ],
+    [/rht\d/, "RHT", "random Hadamard transform along the contraction"],
+    [/requantize/, "codes of fprop", "made from the 4-bit codes that the forward saved"],
+  ].filter(([pattern]) => pattern.test(text));
+  if (!words.length) return "";
+  return h(
+    "dl",
+    { class: "legend" },
+    words.flatMap(([, name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)]),
+  );
+}

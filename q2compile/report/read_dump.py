@@ -1,0 +1,106 @@
+"""A dump folder read back: rows, notes, and the texts of its graphs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+from q2compile.errors import ConfigError, shown
+from q2compile.passes.record import PassRecord
+from q2compile.report.page.headline import headline
+from q2compile.report.row import Row, cells
+
+T = TypeVar("T")
+
+
+def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, dict[str, str]]]:
+    """(rows as `Row.to_json` gives them, notes, graph's number -> name of a file -> its text).
+
+    Keys that report.json did not have when it was written have their defaults. Raises ValueError
+    when ``folder`` holds no report.json, or files that no dump has.
+    """
+    source = folder / "report.json"
+    if not source.is_file():
+        inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
+        hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
+        raise ConfigError(
+            f"{folder}: no report.json here, so this is no dump folder{hint}. Write one with "
+            'options={"dump": "graphs/"}'
+        )
+    rows = _parsed(source, _rows)
+    notes = _parsed(folder / "report.txt", _notes)
+    found = (re.fullmatch(r"graph_(\d+)", p.name) for p in folder.iterdir() if p.is_dir())
+    return rows, notes, {int(match[1]): _graph(folder / match[0]) for match in found if match}
+
+
+def _parsed(path: Path, parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of a file of a dump. Raises ValueError for one that was cut off, changed
+    or written by something else."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = str(error.strerror)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        why = f"not as q2compile writes it ({type(error).__name__}: {shown(str(error))})"
+    raise ConfigError(f'{path}: {why}; write the dump again, with options={{"dump": ...}}')
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    rows = [Row(**row) for row in json.loads(text)]
+    for row in rows:
+        _check_types(row)
+        "".join(cells(row).values())  # raises for values that no row has
+    shown = [row.to_json() for row in rows]
+    headline(shown)
+    return shown
+
+
+def _check_types(row: Row) -> None:
+    """Raises TypeError for a value that is not of its default's type; what may be None is a number,
+    a text where a size is symbolic."""
+    for f in fields(Row):
+        value, default = getattr(row, f.name), getattr(_PLAIN, f.name)
+        allowed = (int, float, str, NoneType) if default is None else type(default)
+        if not isinstance(value, allowed):
+            raise TypeError(f"{f.name} is {shown(value)}")
+
+
+_PLAIN = Row("", [])  # type: ignore[arg-type]  # a shape, as JSON has it
+
+
+def _notes(text: str) -> list[str]:
+    return [line.removeprefix("note: ") for line in text.splitlines() if line.startswith("note: ")]
+
+
+def _graph(folder: Path) -> dict[str, str]:
+    checks = {"passes.json": _check_passes, "nodes.json": _check_origins}
+    files = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".txt", ".py", ".json") and file.is_file():
+            files[file.name] = _parsed(file, str)
+            if check := checks.get(file.name):
+                _parsed(file, check)
+    return files
+
+
+def _check_passes(text: str) -> None:
+    for record in json.loads(text):
+        one = PassRecord(**record)
+        _ = f"{one.matches:d} {one.seconds:f} {sum(one.ops.values()):d} {one.name + one.note}"
+
+
+def _check_origins(text: str) -> None:
+    origins = json.loads(text)
+    frames, stacks = (len([*origins[key]]) for key in ("frames", "stacks"))
+    for nodes in origins["stages"].values():
+        for stack, name in nodes.values():
+            if not (-1 <= stack < stacks and isinstance(name, str)):
+                raise ValueError(f"no stack {shown(stack)}")
+    for stack in origins["stacks"]:
+        if not all(0 <= frame < frames for frame in stack):
+            raise ValueError(f"no frame of {shown(stack)}")

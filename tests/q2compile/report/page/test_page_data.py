@@ -1,0 +1,195 @@
+"""What the report page is made of, without a browser: its data, its words, and that it is safe."""
+
+import base64
+import hashlib
+import json
+import re
+
+import pytest
+import torch
+
+from q2compile.report.page.assemble import assemble, packed, script_json, unpacked
+from q2compile.report.page.document import document, report_page
+from q2compile.report.page.headline import bytes_words, headline, time_words
+from q2compile.report.page.saved_tensors import saved_tensors
+from q2compile.report.read_dump import read_dump
+from q2compile.report.row import Row
+from q2compile.tools.report_page import dump_page
+from tests.support.page_data import data_of
+from tests.support.page_dumps import SCRIPT, dump_of_net, widened
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    torch._dynamo.reset()
+    return dump_of_net(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def data(dumped):
+    return data_of(dump_page(dumped))
+
+
+def row(**values):
+    return Row("up", (256, 64, 32), **values).to_json()
+
+
+def test_what_is_equal_is_written_once(dumped, data):
+    """Recipes, kernels, and the texts of stages that no pass changed."""
+    rows = json.loads((dumped / "report.json").read_text())
+    taken = [r for r in rows if r["taken"]]
+    assert len(data["recipes"]) == len({(r["recipe"], r["dgrad"]) for r in taken}) == 2
+    assert [data["recipes"][r["recipe"]]["name"] for r in data["rows"] if r["taken"]] == [
+        r["recipe"] for r in taken
+    ]
+    (graph,) = data["graphs"]
+    texts = graph["texts"]
+    assert texts["2_forward.txt"] == texts["4_after_passes_forward.txt"]
+    assert texts["3_backward.txt"] != texts["4_after_passes_backward.txt"]
+    assert len(data["texts"]) == len(set(data["texts"]))
+
+
+def test_every_row_says_where_it_is_written(data):
+    by_module = {r["module"]: r for r in data["rows"]}
+    file, _, code = by_module["layers.1.up"]["source"]
+    assert file.endswith("page_dumps.py")
+    assert code == "return x + self.down(F.silu(self.up(x)))"
+    products = [r for r in data["rows"] if not r["has_parameter"]]
+    assert [r["scope"] for r in products] == [f"layers.{i}" for i in range(4) for _ in range(2)]
+
+
+def test_calls_are_counted_by_gemm(dumped):
+    rows, _, _ = read_dump(dumped)
+    assert rows[0]["calls"] == {
+        "fprop": {"quantize": 2, "gemm": 1},
+        "dgrad": {"rht_quantize": 1, "requantize": 1, "gemm": 1},
+        "wgrad": {"rht_quantize": 1, "requantize": 1, "gemm": 1},
+    }
+    down = next(r for r in rows if r["module"] == "layers.0.down")
+    assert down["calls"]["dgrad"] == {}  # bf16: torch's own product
+
+
+def test_nodes_have_their_source_and_dynamos_node(dumped):
+    origins = json.loads((dumped / "graph_0" / "nodes.json").read_text())
+    for stage in ("2_forward", "4_after_passes_forward"):
+        stack, name = origins["stages"][stage]["gemm"]
+        *_, (file, _, function, code) = [origins["frames"][i] for i in origins["stacks"][stack]]
+        assert (function, name) == ("forward", "linear_default") and "self.q_proj(h)" in code
+        assert file.endswith("page_dumps.py")
+    assert len(origins["stacks"]) < 60  # equal layers share them
+
+
+def test_old_reports_render(dumped):
+    """Written before rows had calls, a scope and a source, and graphs nodes.json."""
+    rows, notes, graphs = read_dump(dumped)
+    new = ("calls", "scope", "source")
+    old = [Row(**{k: v for k, v in r.items() if k not in new}).to_json() for r in rows]
+    files = {n: {f: t for f, t in of.items() if f != "nodes.json"} for n, of in graphs.items()}
+    shown = document("old", old, notes, files)["rows"]
+    assert {(r["scope"], *r["source"]) for r in shown} == {("",)}
+
+
+def test_saved_tensors_of_a_graph(dumped):
+    _, _, graphs = read_dump(dumped)
+    saved = saved_tensors(graphs[0])
+    kinds = {kind for *_, kind in saved}
+    assert kinds == {"quantised", "other", "input"}
+    of_q = [(type_, n) for module, _, type_, n, _ in saved if module == "layers.0.q_proj"]
+    # x [24, 32] and w [32, 32]: codes, a scale for 16 of them, a global scale each.
+    assert sorted(n for _, n in of_q) == sorted([24 * 16, 24 * 2, 4, 32 * 16, 32 * 2, 4])
+    rows, _, _ = read_dump(dumped)
+    quantised = sum(n for *_, n, kind in saved if kind == "quantised")
+    assert quantised == sum(r["saved_bytes"] or 0 for r in rows)
+
+
+def test_saved_tensors_without_a_backward_and_of_symbolic_size():
+    assert saved_tensors({"2_forward.txt": "x: f32[2]\nreturn (x)\n"}) is None
+    forward = (
+        "p: f32[3]\n\n# a\ny: f32[s0, 2] = aten.mul.Tensor(p, 2)\nz: c64[3] = f(p)\nreturn (y)"
+    )
+    backward = (
+        "p: f32[3]\ny: f32[s0, 2]\nz: c64[3]\ntangents_1: f32[2]\nw: f32[3] = g(y)\nreturn (w)"
+    )
+    assert saved_tensors({"2_forward.txt": forward, "3_backward.txt": backward}) == [
+        ["", "p", "f32[3]", 12, "input"],
+        ["a", "y", "f32[s0, 2]", None, "other"],
+        ["a", "z", "c64[3]", 24, "other"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "ratio, words",
+    [
+        (0.45, "0.45 of BF16's time (2.2 times as fast)"),
+        (1.0, "as long as BF16"),
+        (1.1, "1.10 times BF16's time (slower)"),
+        (3.1, "3.1 times BF16's time (slower)"),
+    ],
+)
+def test_times_in_words(ratio, words):
+    assert time_words(ratio) == words
+
+
+def test_bytes_in_words():
+    assert [bytes_words(n) for n in (94, 2048, 3.4 * 2**20, 500 * 2**30)] == [
+        "94 B",
+        "2.0 KiB",
+        "3.4 MiB",
+        "500 GiB",
+    ]
+
+
+def test_the_headline_of_a_model(dumped):
+    rows, _, _ = read_dump(dumped)
+    taken, left, products, saved, predicted, measured = headline(rows)
+    assert taken == (
+        "17 of 19 matmuls with a weight run in NVFP4 (13 by quartet2, 4 by quartet2+dgrad)."
+    )
+    assert left == (
+        "Left in BF16: head (policy: 'head' says bf16), "
+        "tiny (too small: the weight is [8, 32], a block has 16 values)."
+    )
+    assert products == "8 products of activations have no weight and stay as they are."
+    kept = r"For the backward pass the matmuls taken keep .* where BF16 takes .*: 4\.\d\d bits a "
+    assert re.fullmatch(rf"{kept}number instead of 16\.", saved)
+    assert predicted.startswith("Predicted from data sheets for these matmuls: on B200 ")
+    assert measured == "Nothing was measured: they were compiled for a CPU."
+
+
+def test_headlines_of_little():
+    assert headline([]) == ["No matmul with a weight was seen."]
+    assert (
+        headline([row(why="recipe: bf16")])[0] == "None of the 1 matmuls with a weight was taken."
+    )
+    assert headline([row(taken=True, fprop="mxfp4_sr @ mxfp4_sr", recipe="mine")]) == [
+        "All 1 matmul with a weight runs in MXFP4 (mine)."
+    ]
+
+
+def test_the_page_runs_its_own_scripts_alone(data, dumped):
+    """Its policy names the one script by its hash; what came from the model is JSON or escaped."""
+    page = dump_page(dumped)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    assert page.count("<script") == 2
+    assert not re.search(r"""(src|href)=["']?(?!#)\w""", page.split("<script")[0])
+    assert SCRIPT in {r["module"] for r in data["rows"]}
+
+
+def test_texts_with_anything_in_them_survive():
+    hostile = "</script><!-- {{data}} {{title}} \u2028 & \ud800"
+    page = assemble(hostile, [], [], "<p>", {"text": hostile.replace("\ud800", "")})
+    assert data_of(page) == {"text": hostile.replace("\ud800", "")}
+    assert "\\ud800" in script_json("\ud800")
+    assert unpacked(packed(hostile)) == hostile.replace("\ud800", "\\ud800")
+
+
+def test_32_layers_are_small(dumped, tmp_path):
+    page = dump_page(widened(dumped, tmp_path / "wide", 8))
+    assert len(data_of(page)["rows"]) > 190
+    assert len(page) < 1_000_000
+
+
+def test_a_page_of_nothing():
+    assert data_of(report_page("none", [], [], {}))["rows"] == []

@@ -1,0 +1,287 @@
+"""The report page in Chromium: what a user sees, clicks and types."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from q2compile.report.page.document import report_page
+from q2compile.tools import cli
+from tests.support.page_dumps import SCRIPT, dump_of_net, widened
+
+ROW = "#table tr.row"
+LINE = "#tree, .tree [role=treeitem]"
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    torch._dynamo.reset()
+    return dump_of_net(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def page(dumped):
+    assert cli.main(["report", str(dumped)]) == 0
+    return dumped / "report.html"
+
+
+@pytest.fixture
+def opened(browser, page):
+    """The page, just opened; what it did must have gone without an error."""
+    browser.open(page)
+    yield browser
+    assert browser.errors() == []
+
+
+def shown(browser):
+    """Modules in the table: one line for equal layers."""
+    return browser.texts("#table .opener code")
+
+
+def lines(browser):
+    return browser.texts(".tree [role=treeitem] code")
+
+
+def focused(browser):
+    return browser.js("return document.activeElement.dataset.path")
+
+
+def show_graph(browser, tab="Rewrite"):
+    """That stage of the graph is rendered when this returns."""
+    browser.click("[role=tab]", tab)
+    browser.until(
+        "const tab = document.querySelector('[role=tab][aria-selected=true]');"
+        "return document.querySelector(`.graph-body[aria-labelledby='${tab.id}'] > *`)"
+    )
+
+
+EQUAL = ["layers.0–3.q_proj", "layers.0–3.k_proj", "layers.0–3.<matmul>"]
+MODULES = [*EQUAL, "layers.0–3.up", "layers.0–3.down", SCRIPT, "head", "tiny"]
+
+
+def test_it_opens_and_loads_nothing_else(opened):
+    assert opened.find("h1").text.startswith("17 of 19 matmuls with a weight run in NVFP4")
+    assert opened.js("return performance.getEntriesByType('resource').length") == 0
+    assert set(shown(opened)) == set(MODULES)
+    titles = ["Where", "Each matmul", "Each graph", "Memory kept for the backward pass"]
+    assert opened.texts("h2") == titles
+    assert opened.texts(".tile h3") == [
+        "Taken",
+        "Left in BF16",
+        "Kept for the backward",
+        "Predicted time",
+    ]
+
+
+def test_names_that_are_html_are_text(opened):
+    """An alert would make the next command of the driver fail."""
+    assert SCRIPT in shown(opened) and SCRIPT in lines(opened)
+    opened.click("#table .opener", f"▸{SCRIPT}")
+    source = opened.find(".facts code.muted").text
+    assert "self._modules[SCRIPT](x)" in source
+    show_graph(opened)
+    opened.click(".graph-head button", "Show every node")
+    assert opened.js("return document.scripts.length") == 2
+
+
+def test_search(opened):
+    opened.press("/", *"down")
+    assert shown(opened) == ["layers.0–3.down"] and "head" not in lines(opened)
+    assert opened.find("#shown").text == "4 of 27 matmuls, in 1 line"
+    opened.press("BACKSPACE", "BACKSPACE", "BACKSPACE", "BACKSPACE", *"layers.2 q_proj")
+    assert shown(opened) == ["layers.2.q_proj"]
+    opened.press("x")
+    assert shown(opened) == [] and "No module matches." in opened.find(".tree").text
+    opened.press("ESCAPE")
+    assert set(shown(opened)) == set(MODULES)
+    assert opened.js("return document.activeElement.id") != "search"
+
+
+def test_filters(opened):
+    opened.choose("[data-filter=state]", "left")
+    assert shown(opened) == ["head", "tiny"]
+    opened.choose("[data-filter=reason]", "policy: 'head' says bf16")
+    assert shown(opened) == ["head"]
+    opened.click("#filters button", "Clear")
+    opened.choose("[data-filter=recipe]", "quartet2+dgrad")
+    assert shown(opened) == ["layers.0–3.down"]
+    opened.click(".reasons button", "1 × too small")
+    assert shown(opened) == ["tiny"]
+    opened.click(".recipe button", "4 matmuls")
+    assert shown(opened) == ["layers.0–3.down"]
+
+
+def test_equal_layers_are_one_line_that_opens(opened):
+    assert "layers.0–3" in lines(opened)
+    opened.click(".tree [data-path='layers.0–3'] .twisty")
+    assert "q_proj" not in lines(opened)
+    opened.click(".tree [data-path='layers.0–3'] .copies")
+    assert [line for line in lines(opened) if line in "0123"] == list("0123")
+    opened.click("#table .copies")
+    assert [f"layers.{i}.q_proj" in shown(opened) for i in range(4)] == [True] * 4
+
+
+def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
+    opened.click("#table .opener", "▸layers.0–3.down")
+    labels = ".map((e) => e.getAttribute('aria-label'))"
+    drawings = opened.js(f"return [...document.querySelectorAll('.details svg')]{labels}")
+    assert drawings == [
+        "fprop: y from x: NVFP4 4/6; w: NVFP4 4/6",
+        "dgrad: dx from BF16",
+        "wgrad: dw from dy: RHT 128, then NVFP4 MS-EDEN; "
+        "x: codes of fprop, then RHT 128, then NVFP4 MS-EDEN",
+    ]
+    kernels = opened.texts(".details .kernels li")
+    assert kernels[:2] == ["2× quantize by reference", "1× gemm by reference"]
+    assert "torch" in kernels
+    facts = opened.find(".details .facts").text
+    assert "page_dumps.py:" in facts and "F.silu(self.up(x))" in facts
+    assert "times BF16's time (slower)" in facts and "bits a number" in facts
+
+
+def test_from_a_matmul_to_its_node_and_back(opened):
+    """And on to the module, the source and the generated code."""
+    opened.click("#table .opener", "▸layers.0–3.up")
+    opened.click(".details a", "graph 0")
+    info = opened.find(".info")
+    assert "layers.0.up" in info.text and "F.silu(self.up(x))" in info.text
+    opened.click(".info button", "5_output_code_forward.py")
+    here = opened.find(".code-line.here").text
+    assert "Source Nodes: [x, linear_default_2]" in here
+    show_graph(opened)
+    opened.click("#table .opener", "▾layers.0–3.up")
+    opened.click("#table .opener", "▸head")
+    opened.click(".details a", "graph 0")
+    opened.click(".info button", "head")
+    assert focused(opened) == "head"
+    opened.click(".info button", "head 24×48×32")
+    opener = "return document.activeElement.classList.contains('opener')"
+    assert opened.js(opener)
+
+
+def test_graphs_side_by_side(opened):
+    show_graph(opened)
+    assert len(opened.texts(".pair.replaced")) >= 5
+    assert opened.find(".fold", "layers.2 to layers.3: the same as above")
+    assert "q2.linear" in opened.find(".ops").text
+    calls = opened.texts(".pair.replaced .right .call")
+    assert "‹quartet2›" in calls[0] and "rht128" not in calls[0]
+    show_graph(opened, "Forward")
+    before = len(opened.texts(".pair"))
+    opened.click(".fold", "Nothing changed here")
+    assert len(opened.texts(".pair")) > before
+    show_graph(opened, "Backward")
+    passes = opened.texts(".passes tbody tr")
+    merged = next(text for text in passes if text.startswith("merge_seeds"))
+    assert "q2.seed −" in merged and ("ms" in merged or "µs" in merged)
+    opened.click(".pair.added .node")
+    assert "Module" in opened.find(".info").text and "Used by" in opened.find(".info").text
+
+
+def test_memory_by_module(opened):
+    rows = opened.texts(".memory tbody tr")
+    assert len(rows) == 5 and all("%" in text for text in rows)
+    kept = opened.until("return document.querySelector('.kept')?.textContent")
+    assert "quantised operands" in kept and "Parameters and inputs" in kept
+
+
+def test_the_tree_by_keyboard(opened):
+    opened.js("document.querySelector('.tree [tabindex=\"0\"]').focus()")
+    assert focused(opened) == "layers.0–3"
+    opened.press("ARROW_RIGHT")
+    assert focused(opened) == "layers.0–3.q_proj"
+    opened.press("ARROW_DOWN", "END")
+    assert focused(opened) == lines(opened)[-1] == "tiny"
+    opened.press("HOME", "ARROW_RIGHT", "ARROW_LEFT")
+    assert focused(opened) == "layers.0–3"
+    opened.press("ARROW_LEFT")
+    element = ".tree [data-path='layers.0–3']"
+    assert opened.find(element).get_attribute("aria-expanded") == "false"
+    opened.press("*")
+    assert "2" in lines(opened)
+    opened.press("ENTER")
+    assert opened.find(".module-filter").text.startswith("in layers.0–3")
+    assert all("layers" in name for name in shown(opened))
+
+
+def test_tabs_and_rows_by_keyboard(opened):
+    opened.js("document.querySelector('[role=tab]').focus()")
+    opened.press("ARROW_RIGHT")
+    assert opened.js("return document.activeElement.textContent") == "Forward"
+    opened.until("return document.querySelector('.sides')?.textContent.includes('forward')")
+    opened.js("document.querySelector('#table .opener').focus()")
+    opened.press("ENTER")
+    assert opened.find(".details") and opened.js(
+        "return document.activeElement.getAttribute('aria-expanded')"
+    )
+
+
+def test_dark_and_light(browser, page):
+    background = "return getComputedStyle(document.body).backgroundColor"
+    colours = {}
+    for theme in ("light", "dark"):
+        browser.open(page, theme=theme)
+        colours[theme] = browser.js(background)
+    assert colours["light"] == "rgb(247, 247, 245)" and colours["dark"] == "rgb(17, 20, 22)"
+    browser.click("#theme")
+    assert browser.js(background) == colours["light"]
+    browser.click("#theme")
+    assert browser.js(background) == colours["dark"]
+    browser.js("localStorage.clear()")
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_no_sideways_scrolling(browser, page, width):
+    """With everything open that opens."""
+    browser.open(page, width=width)
+    browser.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    for _ in range(2):
+        browser.js("document.querySelectorAll('#table .opener').forEach((e, i) => e.click())")
+        assert browser.overhang() <= 0
+    for tab in ("Rewrite", "Backward", "Forward code"):
+        show_graph(browser, tab)
+        browser.js("document.querySelectorAll('.pair .node').forEach((e) => e.click())")
+        assert browser.overhang() <= 0
+    assert browser.errors() == []
+
+
+def test_old_dumps_open(browser, dumped, tmp_path):
+    """Written before rows had calls, a scope and a source, and graphs nodes.json."""
+    folder = tmp_path / "old"
+    shutil.copytree(dumped, folder)
+    rows = json.loads((folder / "report.json").read_text())
+    for row in rows:
+        for key in ("calls", "scope", "source"):
+            del row[key]
+    (folder / "report.json").write_text(json.dumps(rows))
+    (folder / "graph_0" / "nodes.json").unlink()
+    assert cli.main(["report", str(folder)]) == 0
+    browser.open(folder / "report.html")
+    assert "<matmul>" in shown(browser)
+    browser.click("#table .opener", "▸layers.0–3.up")
+    browser.click(".details a", "graph 0")
+    assert "layers.0.up" in browser.find(".info").text
+    assert browser.errors() == []
+
+
+def test_a_page_of_nothing_opens(browser, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(report_page("none", [], [], {}))
+    browser.open(path)
+    assert browser.find("h1").text == "No matmul with a weight was seen."
+    assert browser.errors() == []
+
+
+def test_32_layers(browser, dumped, tmp_path):
+    """They are lines as few as 4, and a graph of 32 shows what is equal once."""
+    folder = widened(dumped, tmp_path / "wide", 8)
+    assert cli.main(["report", str(folder)]) == 0
+    browser.open(folder / "report.html")
+    assert "layers.0–31" in lines(browser)
+    assert browser.find("#shown").text == "195 of 195 matmuls, in 9 lines"
+    show_graph(browser)
+    assert browser.js("return document.querySelectorAll('.pair').length") < 600
+    browser.press("/", *"layers.17")
+    assert shown(browser)[0] == "layers.17.q_proj"
+    assert browser.errors() == []

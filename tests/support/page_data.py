@@ -1,0 +1,11 @@
+"""The data in a page of q2compile."""
+
+import json
+import re
+
+
+def data_of(page):
+    """What the page's scripts read, as Python's values."""
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
+    )
