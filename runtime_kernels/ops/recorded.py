@@ -6,7 +6,7 @@
     requantize_recorded(...)
     rht_quantize_both_recorded(...)  -> ..., statistics of the rows, statistics of the columns
     statistics_of_codes(codes, scales, global_scale, scheme)   codes that another graph made
-    statistics_of_rows(x, amax, codes, scales, global_scale, scheme)   x: the rows that are measured
+    statistics_of_operand(x, codes, scales, global_scale, scheme)   of q2::quantize's x and codes
     sampled_codes(codes) -> the codes of some rows, about CODES_SAMPLE of them
 
 statistics are fp32 [len(FIELDS)] (numerics/statistics.py). A recorded op calls the op that it
@@ -172,8 +172,8 @@ define(
     fake=lambda codes, *_: _empty_statistics(codes),
 )
 define(
-    "statistics_of_rows(Tensor x, Tensor amax, Tensor codes, Tensor scales, Tensor global_scale,"
-    " str scheme) -> Tensor",
+    "statistics_of_operand(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, str scheme)"
+    " -> Tensor",
     fake=lambda x, *_: _empty_statistics(x),
 )
 
@@ -186,13 +186,11 @@ def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
     return statistics_of_codes(*of_rows(codes, scales, spec, rows), global_scale, spec)
 
 
-@kernel("statistics_of_rows", REFERENCE)
-def rows_and_codes(x, amax, codes, scales, global_scale, scheme) -> torch.Tensor:
-    """See above: x [rows, K], the rows of ``sampled_rows`` or all."""
-    spec = get_scheme(scheme)
-    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device)
-    codes, scales = of_rows(codes, scales, spec, rows)
-    return statistics(x.float(), codes, scales, global_scale, spec, amax)
+@kernel("statistics_of_operand", REFERENCE)
+def operand_and_codes(x, codes, scales, global_scale, scheme) -> torch.Tensor:
+    """See above."""
+    parts = (codes, scales, global_scale)
+    return _measured(_rows_of(x, False), parts, scheme, None, "none", _largest(x))
 
 
 def _sampled_codes_fake(codes):
