@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from q2compile.errors import ConfigError
 from q2compile.runtime_kernels.numerics.statistics import FIELDS
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
@@ -96,7 +97,12 @@ class Folder:
         self._started = False
         self._csv: CsvFile | None = None
         self._tensorboard: Tensorboard | None = None
-        self.path.mkdir(parents=True, exist_ok=True)  # says at once where that can't be
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"telemetry: to: {self.path} is no folder and can't be made one: {error}"
+            ) from None
 
     @classmethod
     def get(cls, options: TelemetryOptions) -> Folder:

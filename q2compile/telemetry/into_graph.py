@@ -107,7 +107,7 @@ def instrument(
     uses = list(_uses(graph, kind, recipes))
     layout, noted = Layout(), []
     end = graph.output_node()
-    marks = _add_marks(graph, [u for u in uses if u.maker.op != "placeholder"], layout, end)
+    marks = _add_marks(graph, uses, layout, end)
     if marks is not None:
         noted.append(marks)
     elif wanted is None:
@@ -194,24 +194,18 @@ def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
 
 
 def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:
-    """One number of each operand, stacked."""
-    marks: dict[fx.Node, fx.Node] = {}
+    """The global scales of the operands that the graph makes, stacked."""
+    marks: dict[fx.Node, None] = {}
     for use in uses:
-        codes, scales, global_scale = use.parts
-        if codes in marks or producer(global_scale).op == "placeholder":
-            continue
-        layout.marks.append(use.place)
-        if get_scheme(use.scheme).format == "nvfp4":
-            marks[codes] = global_scale
-            continue
-        args = (codes, scales, use.scheme)
-        marks[codes] = _call(graph, torch.ops.q2.block_mark.default, args, scales)
+        scale = use.parts[2]
+        if scale not in marks and producer(scale).op != "placeholder":
+            layout.marks.append(use.place)
+            marks[scale] = None
     if not marks:
         return None
     with graph.inserting_before(end):
-        stacked = graph.call_function(torch.ops.q2.stack_marks.default, (list(marks.values()),))
-    first = next(iter(marks.values())).meta["val"]
-    stacked.meta["val"] = first.new_empty((len(marks),))
+        stacked = graph.call_function(torch.ops.q2.stack_marks.default, (list(marks),))
+    stacked.meta["val"] = next(iter(marks)).meta["val"].new_empty((len(marks),))
     return stacked
 
 
