@@ -88,7 +88,7 @@ class Folder:
     _open: dict[tuple[int, str, TelemetryOptions], Folder] = {}
 
     def __init__(self, options: TelemetryOptions) -> None:
-        self.path = Path(options.to)
+        self.path = Path(options.to).absolute()
         self.options = options
         self._recorders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: deque[Record] = deque()
@@ -230,7 +230,7 @@ def _world() -> int:
 
 
 def flush() -> None:
-    """Write all telemetry that has been recorded so far. Waits for the device; done at exit, too."""
+    """Write all that has been recorded so far. Waits for the device; done at exit, too."""
     for (process, *_), folder in list(Folder._open.items()):
         if process == os.getpid():
             folder.flush()

@@ -243,7 +243,7 @@ def _recorded_output(graph: fx.Graph, maker: Any, which: int) -> fx.Node:
 
 
 def _add_weights(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.Node]:
-    """Codes of the weights as fprop multiplies them, to be compared with those of the next record."""
+    """Codes of the weights as fprop multiplies them, to be compared with the next record's."""
     sampled: dict[fx.Node, fx.Node] = {}
     for salt, codes in [(u.place[0], u.parts[0]) for u in uses if u.place[1:] == ("fprop", "w")]:
         if codes not in sampled:

@@ -17,9 +17,9 @@ x̂ = e2m1(code) * scale * global_scale:
                      e8m0, which has none
     scale_largest    share at or above the scheme's cap, the largest that it aims for
 
-NaN where a number is not known, and all but amax where the operand has a NaN or Inf. Tensors of more than
-SAMPLE elements are measured, amax aside, on that many of them: whole rows, in groups of 16 spread
-evenly over all.
+NaN where a number is not known, and all but amax where the operand has a NaN or Inf. Tensors of
+more than SAMPLE elements are measured, amax aside, on that many of them: whole rows, in groups of
+16 spread evenly over all.
 """
 
 import torch
@@ -148,7 +148,8 @@ def source_values(
 def largest_of_codes(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
-    """max |x̂| of a quantised matrix, from bytes: the largest code of each block, times its scale."""
+    """max |x̂| of a quantised matrix: the largest code of each block, found in bytes, times its
+    scale."""
     if codes.numel() == 0:
         return global_scale.new_zeros(())
     if scheme.swizzled:
