@@ -46,13 +46,12 @@ def kernels(source: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_kernels_stay(recipe, monkeypatch, tmp_path):
-    forget_all()
     plain = graphs_of(monkeypatch, recipe, {})
+    forget_all()  # the steps of those graphs
     option = {"telemetry": {"every": 100, "to": str(tmp_path)}}
     recorded = graphs_of(monkeypatch, recipe, option)
     forget_all()
     for kind, (wanted,) in plain.items():
-        print(kind, len(recorded[kind]))
         recording, idle = recorded[kind]  # in the order in which they are compiled
         assert wanted and idle == wanted, kind
         assert [k for k in wanted if k not in recording] == [], kind
