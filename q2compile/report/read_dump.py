@@ -29,8 +29,9 @@ def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, 
         inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
         hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
         raise ConfigError(
-            f"{folder}: no report.json here, so this is no dump folder{hint}. Write one with "
-            'options={"dump": "graphs/"}'
+            f"{folder}: no report.json here, so this is no dump folder, and no records of "
+            f'telemetry{hint}. Write one with options={{"dump": "graphs/"}}, or '
+            'options={"telemetry": {"to": "telemetry/"}}'
         )
     rows = _parsed(source, _rows)
     notes = _parsed(folder / "report.txt", _notes)
