@@ -1,5 +1,5 @@
-"""The lowerings of `q2::quantize` and `q2::rht_quantize`: loops that fuse with the producer,
-instead of a kernel's call."""
+"""The lowerings of `q2::quantize`, its recorded form, and `q2::rht_quantize`: loops that fuse with
+the producer, instead of a kernel's call."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.registry import REFERENCE, serving
 
 QUANTIZE = torch.ops.q2.quantize.default
+QUANTIZE_RECORDED = torch.ops.q2.quantize_recorded.default
 RHT_QUANTIZE = torch.ops.q2.rht_quantize.default
 
 
@@ -31,6 +32,39 @@ def quantize(
     """See runtime_kernels/ops/quantize.py."""
     if not _lowered("quantize", x, name, "none"):
         return _call(QUANTIZE, x, amax, seed, name, stream)
+    return _quantize(x, amax, seed, name, stream)
+
+
+@register_lowering(QUANTIZE_RECORDED, type_promotion_kind=None)
+def quantize_recorded(
+    x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
+) -> Any:
+    """See runtime_kernels/ops/recorded.py. The loops are those of `quantize`, over x as it stands;
+    what statistics read is x once more, computed by a kernel of its own that nothing is fused with,
+    so that the other kernels of the graph, and what they round, are those of the graph without it.
+    """
+    if not _lowered("quantize", x, name, "none"):
+        return _call(QUANTIZE_RECORDED, x, amax, seed, name, stream)
+    parts = _quantize(x, amax, seed, name, stream)
+    args = (_apart(x), *parts, name)
+    return *parts, _call(torch.ops.q2.statistics_of_operand.default, *args)
+
+
+def _apart(x: ir.TensorBox) -> ir.TensorBox:
+    """x in a buffer of its own; what else reads x still computes it, or reads what it read."""
+    copy = ir.Pointwise.create(
+        device=x.get_device_or_error(),
+        dtype=x.get_dtype(),
+        inner_fn=x.make_loader(),
+        ranges=list(x.get_size()),
+    )
+    V.graph.no_fuse_buffer_names.add(copy.realize())
+    return copy
+
+
+def _quantize(
+    x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
+) -> Quantized:
     scheme = get_scheme(name)
     load_amax = _loader(amax)
     if scheme.stochastic:

@@ -7,6 +7,7 @@ q2compile.explain     what the backend does with a model: one row per matmul
 q2compile.compare     which modules a recipe's error comes from, and the policy that follows
 q2compile.quantize    the quantisers, on any device
 q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
+q2compile.telemetry   step() and flush(), for the option telemetry
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from q2compile.version import __version__
 
 if TYPE_CHECKING:
+    from q2compile import telemetry as telemetry
     from q2compile.config import Config as Config
     from q2compile.tools.compare.measure import compare as compare
     from q2compile.tools.explain import explain as explain
@@ -29,6 +31,7 @@ __all__ = [
     "explain",
     "forget_weights",
     "quantize",
+    "telemetry",
 ]
 
 _HOMES = {
@@ -45,9 +48,11 @@ def __getattr__(name: str) -> Any:
     """Load on first use: the public names stand on torch._dynamo, which takes a second to
     import.
     """
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "telemetry":
+        return import_module("q2compile.telemetry")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_HOMES[name])
     return getattr(module, name)

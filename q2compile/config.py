@@ -13,6 +13,7 @@ from typing import Any
 
 from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.policy import Policy
+from q2compile.telemetry.options import TelemetryOptions
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     PASS_SLOT,
@@ -109,6 +110,9 @@ class Config:
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
+    telemetry       what quantising does to each operand, recorded every so many steps: a mapping
+                    with the keys every, modules, to, csv, tensorboard (see `telemetry.options`);
+                    None records nothing
     """
 
     recipe: Any = "quartet2"
@@ -124,12 +128,13 @@ class Config:
     cache_weights: bool = False
     recompute_weights: bool = False
     on_error: str = "raise"
+    telemetry: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("policy", "inductor"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name}: got {shown(getattr(self, name))}; allowed: a mapping")
-        for name in ("recipe", "policy", "inductor"):
+        for name in ("recipe", "policy", "inductor", "telemetry"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, _Frozen(value, name))
@@ -155,7 +160,7 @@ class Config:
             )
         self._check_inductor()
         self._check_passes()
-        _ = self.resolved_policy
+        _ = self.resolved_policy, self.telemetry_options
 
     def _check_inductor(self) -> None:
         inductor_options_of_mode(self.mode)
@@ -187,6 +192,10 @@ class Config:
     @cached_property
     def resolved_policy(self) -> Policy:
         return Policy.build(self.recipe, self.policy, self.global_scale)
+
+    @cached_property
+    def telemetry_options(self) -> TelemetryOptions | None:
+        return None if self.telemetry is None else TelemetryOptions.of(self.telemetry)
 
     @classmethod
     def from_options(

@@ -248,5 +248,6 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
 
 
 def device_of(args: Sequence) -> torch.device:
-    """The device of the first tensor among an op's arguments."""
-    return next(a.device for a in args if isinstance(a, torch.Tensor))
+    """The device of the first tensor among an op's arguments, or in the list that comes first."""
+    first = args[0][0] if isinstance(args[0], list | tuple) else None
+    return next(a.device for a in (first, *args) if isinstance(a, torch.Tensor))

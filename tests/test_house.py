@@ -38,16 +38,18 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 # Room -> the rooms it may import, named without "q2compile.". A room is a module, or a package with
 # all it holds; a module belongs to the room with the longest name that fits.
 MAY_IMPORT = {
-    "": ["config", "tools", "weight_cache"],  # the public names, loaded on first use
+    "": ["config", "telemetry", "tools", "weight_cache"],  # the public names, loaded on first use
     "backend": ["capture", "compiler", "config", "failures", "report", "rewrite"]
-    + ["torch_internals"],
-    "config": ["passes", "recipes", "torch_internals"],
+    + ["telemetry", "torch_internals"],
+    "config": ["passes", "recipes", "telemetry.options", "torch_internals"],
     "tools": ["backend", "capture", "compiler", "config", "cost_model", "linear", "recipes"]
-    + ["report", "rewrite", "runtime_kernels", "torch_internals"],
+    + ["report", "rewrite", "runtime_kernels", "telemetry", "torch_internals"],
     "rewrite": ["capture", "config", "cost_model", "linear", "recipes", "report.row"]
     + ["torch_internals"],
     "compiler": ["config", "lowering", "passes", "runtime_kernels.registry", "torch_internals"]
     + ["weight_cache"],
+    "telemetry": ["capture", "passes", "recipes", "runtime_kernels", "torch_internals"],
+    "telemetry.options": ["recipes.policy"],
     "weight_cache": ["capture", "linear", "recipes", "runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]
     + ["runtime_kernels.registry", "torch_internals"],

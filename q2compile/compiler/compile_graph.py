@@ -9,11 +9,13 @@ from typing import Any
 from torch import fx, nn
 
 from q2compile import lowering
+from q2compile.compiler.instrument import Instrument
 from q2compile.compiler.joint_passes import JointPasses
-from q2compile.compiler.post_grad_passes import Fault, PostGradPasses
+from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once
+from q2compile.torch_internals.dynamo import copied
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     inductor_compile,
@@ -30,22 +32,24 @@ def compile_graph(
     root: nn.Module | None,
     watcher: Watcher | None = None,
     fault: Fault | None = None,
+    instrument: Instrument | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph; its backward at once, too, when a failure there still counts.
 
     root     the model that the graph belongs to, None if it is not known
     watcher  told of every stage; the caches are off then, since a hit would skip the stages
     fault    see `PostGradPasses`
+    instrument  has the graph compiled a second time, to record what it computes
     """
     with backward_at_once(config.on_error == "bf16"):
         if not config.cache_weights:
-            return _compiled(gm, example_inputs, config, watcher, fault)
+            return _variants(gm, example_inputs, config, watcher, fault, instrument)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
 
         gm, inputs, sites = take_codes(gm, example_inputs, root)
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
-        compiled = _compiled(gm, inputs, config, watcher, fault)
+        compiled = _variants(gm, inputs, config, watcher, fault, instrument)
         return with_codes(compiled, sites, partial(_compiled_form, config))
 
 
@@ -62,14 +66,36 @@ def _patches(config: Config) -> dict[str, Any]:
     return {**inductor_options_of_mode(config.mode), **config.inductor}
 
 
+def _variants(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config: Config,
+    watcher: Watcher | None,
+    fault: Fault | None,
+    instrument: Instrument | None,
+) -> Callable[..., Any]:
+    """The compiled graph, or the choice between it and one that records. Both at once, so that
+    what can't be compiled, or does not fit, fails in the first step. Only the plain one is watched.
+    """
+    if instrument is None:
+        return _compiled(gm, example_inputs, config, watcher, fault)
+    compiled: list[Callable[..., Any]] = []
+    for recording in (True, False) if instrument.records else (False,):
+        put_in = PutIn(instrument, recording)
+        given, watched = (copied(gm), None) if recording else (gm, watcher)
+        compiled.append(_compiled(given, example_inputs, config, watched, fault, put_in))
+    return instrument.choose(compiled[-1], compiled[0])
+
+
 def _compiled(
     gm: fx.GraphModule,
     example_inputs: list[Any],
     config: Config,
     watcher: Watcher | None,
     fault: Fault | None,
+    put_in: PutIn | None = None,
 ) -> Callable[..., Any]:
-    passes = PostGradPasses(config, watcher, pass_in_slot(), fault)
+    passes = PostGradPasses(config, watcher, pass_in_slot(), fault, put_in)
     joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))
     if config.inner == "eager":
         return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
 
 from q2compile.compiler.cache_key import source_hash
+from q2compile.compiler.instrument import Instrument
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.errors import BackendError
@@ -25,6 +27,21 @@ from q2compile.torch_internals.inductor import CustomGraphPass
 Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
 
+@dataclass(frozen=True)
+class PutIn:
+    """What an instrument puts into one variant of a graph."""
+
+    instrument: Instrument
+    recording: bool
+
+    def __call__(self, graph: fx.Graph, kind: str) -> None:
+        self.instrument.into(graph, kind, self.recording)
+
+    @property
+    def key(self) -> str:
+        return self.instrument.key(self.recording)
+
+
 class PostGradPasses(CustomGraphPass):
     """Runs PASSES over a graph, verifying it at entry and at exit.
 
@@ -33,6 +50,7 @@ class PostGradPasses(CustomGraphPass):
     first      a pass that was in Inductor's slot before us; it runs first
     fault      called when a pass or a check raises, with (what did, kind, the graph as it came,
                the error); what it returns is raised
+    put_in     changes a graph after all passes, and after the watcher has seen it
     records    a PassRecord for each pass and graph, zero matches included
     """
 
@@ -42,7 +60,9 @@ class PostGradPasses(CustomGraphPass):
         watcher: Watcher | None = None,
         first: Any = None,
         fault: Fault | None = None,
+        put_in: PutIn | None = None,
     ) -> None:
+        self.put_in = put_in
         self.config = config
         self.watcher = watcher
         self.first = first
@@ -92,12 +112,18 @@ class PostGradPasses(CustomGraphPass):
         _load_kernels(graph)
         if self.watcher is not None:
             self.watcher.after_passes(_module(graph), kind, self.records)
+        if self.put_in is not None:
+            self.running = "telemetry"
+            self.put_in(graph, kind)
+            _load_kernels(graph)
 
     def uuid(self) -> Any:
         """What Inductor's cache keys on: our sources, and the options that change graphs after the
         rewrite. Without the sources, a stale graph is served after an edit of a pass. None, which
         turns the cache off, when a pass that runs first gives no uuid of its own."""
         own = f"{source_hash()}:{','.join(self.config.disable_passes)}"
+        if self.put_in is not None:
+            own += f":{self.put_in.key}"
         if self.first is None:
             return own
         other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None

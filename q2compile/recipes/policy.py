@@ -33,7 +33,7 @@ class Rule:
     recipe: Recipe
 
     def matches(self, name: str) -> bool:
-        return _compiled(self.pattern).fullmatch(name) is not None
+        return compiled_pattern(self.pattern).fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Policy:
         default = resolve(recipe, global_scale)
         rules = []
         for pattern, spec in policy.items():
-            _compiled(pattern)
+            compiled_pattern(pattern)
             if isinstance(spec, str) and spec == AUTO:
                 rules.append(Rule(pattern, replace(default, auto=True)))
                 continue
@@ -94,7 +94,8 @@ def _as_mapping(recipe: Any) -> Mapping[str, Any]:
     return recipe if isinstance(recipe, Mapping) else {"recipe": recipe}
 
 
-def _compiled(pattern: object) -> re.Pattern[str]:
+def compiled_pattern(pattern: object) -> re.Pattern[str]:
+    """The expression that a whole module name has to match. Raises ConfigError for no pattern."""
     allowed = "allowed: a glob such as 'model.layers.[01].*', or 're:' and a regular expression"
     if not isinstance(pattern, str) or not pattern:
         raise ConfigError(f"policy pattern: got {shown(pattern)}; {allowed}")

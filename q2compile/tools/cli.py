@@ -11,7 +11,10 @@ from importlib import import_module
 from q2compile.errors import ConfigError, shown
 
 COMMANDS = {
-    "report": ("q2compile.tools.report_page", "a dump folder as one HTML page"),
+    "report": (
+        "q2compile.tools.report_page",
+        "a dump folder, or one of telemetry, as one HTML page",
+    ),
     "compare": ("q2compile.tools.compare.command", "which modules a recipe's error comes from"),
     "tables": ("q2compile.tools.paper_tables.command", "the papers' numeric tables, measured here"),
     "doctor": ("q2compile.tools.doctor", "what this machine can run, with a self-check"),

@@ -1,4 +1,4 @@
-"""The command `q2compile report`: a dump folder as one HTML page."""
+"""The command `q2compile report`: a dump folder, or one of telemetry, as one HTML page."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from pathlib import Path
 from q2compile.errors import ConfigError
 from q2compile.report.html import parsed, report_page
 from q2compile.report.row import Row, cells
+from q2compile.telemetry.page.document import telemetry_page
+from q2compile.telemetry.page.read import is_telemetry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``q2compile report DIR``: write a dump folder's page and print where it is."""
+    """``q2compile report DIR``: write the page of a folder and print where it is."""
     parser = argparse.ArgumentParser(
-        prog="q2compile report", description="A dump folder as one HTML page."
+        prog="q2compile report", description="A dump folder, or one of telemetry, as one HTML page."
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder given as options={'dump': DIR}")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        help="the folder given as options={'dump': DIR} or as telemetry's 'to'",
+    )
     parser.add_argument("-o", "--output", help="the page to write; default DIR/report.html")
     arguments = parser.parse_args(argv)
-    page = dump_page(arguments.folder)
+    folder = Path(arguments.folder)
+    page = telemetry_page(folder) if is_telemetry(folder) else dump_page(folder)
     path = Path(arguments.output or Path(arguments.folder) / "report.html")
     path.write_text(page, encoding="utf-8")
     print(path)
@@ -39,8 +46,9 @@ def dump_page(folder: str | Path) -> str:
         inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
         hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
         raise ConfigError(
-            f"{folder}: no report.json here, so this is no dump folder{hint}. Write one with "
-            'options={"dump": "graphs/"}'
+            f"{folder}: no report.json here, so this is no dump folder, and no records of "
+            f'telemetry{hint}. Write one with options={{"dump": "graphs/"}}, or '
+            'options={"telemetry": {"to": "telemetry/"}}'
         )
     rows = parsed(source, _rows)
     notes = parsed(folder / "report.txt", _notes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import fx
 
 from q2compile.torch_internals.dynamo import called_graphs
@@ -55,6 +56,28 @@ def backward_at_once(wanted: bool) -> AbstractContextManager[None]:
     from torch._functorch import config
 
     return config.patch(force_non_lazy_backward_lowering=True) if wanted else nullcontext()
+
+
+def backward_node(outputs: Any) -> Any:
+    """The node of autograd's graph that runs the compiled backward of a call with these outputs;
+    None if there is none.
+    """
+    for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
+        node = getattr(output, "grad_fn", None)
+        for _ in range(4):  # views of outputs are made again outside of it
+            if node is None or type(node).__name__ == "CompiledFunctionBackward":
+                break
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+        else:
+            node = None
+        if node is not None:
+            return node
+    return None
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward now, on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def graph_kind(graph: fx.Graph) -> str:

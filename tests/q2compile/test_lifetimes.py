@@ -80,6 +80,8 @@ CASES = {
     "recompute_weights": {**EAGER, "recompute_weights": True},
     "quartet": {**EAGER, "recipe": "quartet"},  # which saves masks
     "auto": {**EAGER, "policy": {"*": "auto"}},
+    "telemetry": {**EAGER, "telemetry": {"every": 1}},
+    "telemetry and inductor": {"telemetry": {"every": 1}},
 }
 
 

@@ -1,0 +1,25 @@
+"""Who compiles a graph twice, once to record what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import fx
+
+
+class Instrument(Protocol):
+    """Both variants compute the same; ``recording`` tells them apart."""
+
+    @property
+    def records(self) -> bool:
+        """Whether there is a recording variant at all."""
+
+    def into(self, graph: fx.Graph, kind: str, recording: bool) -> None:
+        """Change a "forward" or "backward" graph in place, after all passes."""
+
+    def key(self, recording: bool) -> str:
+        """What a cache has to know of that change."""
+
+    def choose(self, plain: Callable[..., Any], recording: Callable[..., Any]) -> Any:
+        """The callable that runs one or the other."""

@@ -1,0 +1,31 @@
+"""The option ``telemetry``: what quantising does to each operand, recorded while a model trains.
+
+    clock        which step it is
+    into_graph   what a compiled graph is given to note
+    recorder     one graph: which variant runs, and its memory on the device
+    watch        the first NaN or Inf
+    folder       records on the host: JSONL, CSV, TensorBoard
+    page/        a folder's curves as one HTML page
+
+May import capture, passes, recipes, runtime_kernels and torch_internals.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from q2compile.telemetry.clock import step as step
+    from q2compile.telemetry.folder import TelemetryWarning as TelemetryWarning
+    from q2compile.telemetry.folder import flush as flush
+
+__all__ = ["TelemetryWarning", "flush", "step"]
+
+_HOMES = {"TelemetryWarning": "folder", "flush": "folder", "step": "clock"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: who does not record should not have optimizers listened to."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"q2compile.telemetry.{_HOMES[name]}"), name)

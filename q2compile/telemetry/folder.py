@@ -1,0 +1,239 @@
+"""The folder that a process's records go to.
+
+telemetry/
+    rank0.jsonl    a line a record: {"step", "module", "gemm", "operand", "format", statistics...},
+                   null where a number is not known. Lines with "event" are others: "start" of a
+                   run, "nonfinite" for the first NaN or Inf
+    rank0.csv      the same records, if asked for
+    summary.json   of rank 0: the last record in short
+    tensorboard/rank0/   events, where TensorBoard is installed
+
+Every rank writes files of its own, of what it computes: its shards, its tokens. A run that finds a
+folder of an earlier one goes on in its files, as a resumed training does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import time
+import warnings
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from q2compile.errors import ConfigError
+from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.telemetry.copies import HostCopy
+from q2compile.telemetry.options import TelemetryOptions
+from q2compile.telemetry.watch import EVERY, Finding, Watch
+from q2compile.telemetry.writers import CsvFile, Tensorboard
+
+NAMES = ("module", "gemm", "operand", "format")
+CHANGED = "changed"
+COLUMNS = ("step", *NAMES, *FIELDS, CHANGED)
+Row = dict[str, Any]
+
+
+class TelemetryWarning(UserWarning):
+    """A NaN or Inf was found, or something could not be written."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one call of one graph noted, on its way to the host.
+
+    rows        (module, gemm, operand, format, index of its statistics)
+    statistics  how many vectors of them there are
+    weights     the modules of the shares of changed codes that come after them
+    data        fp32 [statistics * len(FIELDS) + len(weights)]
+    """
+
+    step: int
+    rows: list[tuple[str, str, str, str, int]]
+    statistics: int
+    weights: list[str]
+    data: HostCopy
+
+    def lines(self) -> list[Row]:
+        """A row for each operand."""
+        data = self.data.value
+        numbers = data[: self.statistics * len(FIELDS)].view(-1, len(FIELDS)).tolist()
+        changed = data[self.statistics * len(FIELDS) :].tolist()
+        by_module = dict(zip(self.weights, changed, strict=False))
+        lines = []
+        for *names, index in self.rows:
+            row: Row = {"step": self.step, **dict(zip(NAMES, names, strict=True))}
+            row |= {name: _known(x) for name, x in zip(FIELDS, numbers[index], strict=True)}
+            is_weight = names[1:3] == ["fprop", "w"]
+            row[CHANGED] = _known(by_module.get(names[0], math.nan)) if is_weight else None
+            lines.append(row)
+        return lines
+
+
+def _known(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+class Folder:
+    """One folder; every graph of the process that records into it shares it (`get`)."""
+
+    # A forked process inherits the table, not the folders.
+    _open: dict[tuple[int, str, TelemetryOptions], Folder] = {}
+
+    def __init__(self, options: TelemetryOptions) -> None:
+        self.path = Path(options.to).absolute()
+        self.options = options
+        self._recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waiting: deque[Record] = deque()
+        self._watch = Watch()
+        self._step = self._watched = -1
+        self._started = False
+        self._csv: CsvFile | None = None
+        self._tensorboard: Tensorboard | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"telemetry: to: {self.path} is no folder and can't be made one: {error}"
+            ) from None
+
+    @classmethod
+    def get(cls, options: TelemetryOptions) -> Folder:
+        key = (os.getpid(), str(Path(options.to).absolute()), options)
+        if key not in cls._open:
+            cls._open[key] = cls(options)
+        return cls._open[key]
+
+    def join(self, recorder: Any) -> None:
+        """Its marks are looked through from now on, as long as it lives."""
+        self._recorders.add(recorder)
+
+    def add(self, record: Record) -> None:
+        """To be written when its numbers are there."""
+        self._waiting.append(record)
+
+    def begin(self, step: int) -> None:
+        """Called by the first training call of every graph in a step: writes what has arrived, and
+        looks at the marks now and then. Waits for nothing."""
+        if self._waiting or self._watch.looking:
+            self._write_arrived()
+        if step == self._step:
+            return
+        self._step = step
+        if self._watched < 0 or step < self._watched:
+            self._watched = step
+        elif step - self._watched >= EVERY and not self._watch.looking:
+            self._watched = step
+            self._watch.begin(list(self._recorders), step)
+
+    def flush(self) -> None:
+        """Write everything, the marks of this step included; waits for the device."""
+        self._write_arrived(wait=True)
+        if self._step >= 0:
+            self._watch.begin(list(self._recorders), self._step + 1)
+            self._write_arrived(wait=True)
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def _write_arrived(self, wait: bool = False) -> None:
+        arrived = []
+        while self._waiting and (wait or self._waiting[0].data.ready):
+            arrived += self._waiting.popleft().lines()
+        finding = self._watch.ended(wait)
+        if finding is not None:
+            warnings.warn(f"q2compile: telemetry: {finding}", TelemetryWarning, stacklevel=2)
+        if arrived or finding is not None:
+            try:
+                self._write(arrived, finding)
+            except OSError as error:  # no reason to lose a training run
+                warnings.warn(
+                    f"q2compile: telemetry: {self.path}: {error}; what is missing there is lost",
+                    TelemetryWarning,
+                    stacklevel=2,
+                )
+
+    def _write(self, rows: list[Row], finding: Finding | None) -> None:
+        rank = _rank()
+        lines: list[Row] = []
+        if not self._started:
+            self._start(rank)
+            lines.append(self._header(rank))
+        lines += rows
+        if finding is not None:
+            lines.append(_event(finding))
+        with (self.path / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        if self._csv is not None:
+            self._csv.write(rows)
+        if self._tensorboard is not None:
+            self._tensorboard.write(rows, finding)
+        if rank == 0:
+            self._summarise(rows, finding)
+
+    def _start(self, rank: int) -> None:
+        self._started = True
+        if self.options.csv:
+            self._csv = CsvFile(self.path / f"rank{rank}.csv", COLUMNS)
+        if self.options.tensorboard:
+            self._tensorboard = Tensorboard.where_installed(
+                self.path / "tensorboard" / f"rank{rank}", (*FIELDS, CHANGED)
+            )
+        self._summary: Row = {"ranks": _world(), "nonfinite": []}
+
+    def _header(self, rank: int) -> Row:
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        return {"event": "start", "rank": rank, "ranks": _world(), "time": started} | {
+            "every": self.options.every,
+            "modules": list(self.options.modules),
+        }
+
+    def _summarise(self, rows: list[Row], finding: Finding | None) -> None:
+        """The last step, how many operands, and of each GEMM's operand the worst errors."""
+        if finding is not None:
+            self._summary["nonfinite"].append(_event(finding))
+        if rows:
+            last = rows[-1]["step"]
+            of_step = [r for r in rows if r["step"] == last and r["relative_error"] is not None]
+            of_step.sort(key=lambda r: -r["relative_error"])
+            keys = ("module", "gemm", "operand", "relative_error", "cosine", "saturated")
+            worst = [{key: row[key] for key in keys} for row in of_step[:10]]
+            self._summary |= {"step": last, "operands": len(of_step), "worst": worst}
+        path = self.path / "summary.json"
+        path.write_text(json.dumps(self._summary, indent=1) + "\n", encoding="utf-8")
+
+
+def _event(finding: Finding) -> Row:
+    return {
+        "event": "nonfinite",
+        "step": finding.step,
+        "module": finding.module,
+        "gemm": finding.gemm,
+        "operand": finding.operand,
+    }
+
+
+def _rank() -> int:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else int(os.environ.get("RANK") or 0)
+
+
+def _world() -> int:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if ready else int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def flush() -> None:
+    """Write all that has been recorded so far. Waits for the device; done at exit, too."""
+    for (process, *_), folder in list(Folder._open.items()):
+        if process == os.getpid():
+            folder.flush()
+
+
+atexit.register(flush)

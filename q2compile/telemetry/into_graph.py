@@ -1,0 +1,264 @@
+"""What telemetry puts into a compiled graph: after all passes, on the graph that Inductor lowers.
+
+before                                         after, in a recording graph
+    q = quantize(x, None, None, S, 0)              q = quantize_recorded(x, None, None, S, 0)
+    gemm(q[0], q[1], q[2], ...)                    gemm(q[0], q[1], q[2], ...)
+                                                   c = sampled_codes(...)             # of weights
+                                                   m = stack_marks([q[2], ...])
+    return ...                                     note([m, q[3], ..., c, ...], place, layout)
+                                                   return ...
+
+In a plain graph only the marks are noted, one number an operand (`ops.note`). Bits stay: a recorded
+op returns the outputs of the very op that it stands for, from the same arguments, and what else is
+added reads its outputs alone, which are in memory either way because a GEMM reads them. So
+nothing of the graph gains a reader that could have the compiler fuse, and round, otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from q2compile.capture.node_meta import SALT
+from q2compile.passes.graph_queries import (
+    GEMM_OPS,
+    depending_on_tangents,
+    is_q2,
+    producer,
+    q2_nodes,
+    update_outputs,
+)
+from q2compile.passes.verify import named_arguments
+from q2compile.recipes.recipe import GEMMS, Recipe
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.recorded import RECORDED
+
+Place = tuple[int, str, str]  # salt of the linear, gemm, operand
+_QUANTISERS = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
+
+
+@dataclass
+class Layout:
+    """What the tensors of one note are: first a vector of marks; then a vector of statistics for
+    each index that a row has; then codes of weights.
+
+    marks    the operand of each mark, in the order in which the graph multiplies
+    rows     (operand, index of its statistics): equal operands of several GEMMs share one
+    weights  the linear (salt) of each tensor of codes
+    """
+
+    marks: list[Place] = field(default_factory=list)
+    rows: list[tuple[Place, int]] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+
+    @property
+    def statistics(self) -> int:
+        return 1 + max((index for _, index in self.rows), default=-1)
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        found = json.loads(text)
+        return cls(
+            [(salt, gemm, role) for salt, gemm, role in found["marks"]],
+            [((salt, gemm, role), index) for (salt, gemm, role), index in found["rows"]],
+            found["weights"],
+        )
+
+
+@dataclass(frozen=True)
+class _Use:
+    """An operand: (codes, scales, global scale) that a gemm takes, or that only a backward will."""
+
+    place: Place
+    parts: tuple[fx.Node, fx.Node, fx.Node]
+    scheme: str
+
+    @property
+    def maker(self) -> fx.Node:
+        return producer(self.parts[0])
+
+    @property
+    def which(self) -> int:
+        """The operand of its maker: 1 for the columns of rht_quantize_both."""
+        index: Any = self.parts[0].args[1] if self.maker is not self.parts[0] else 0
+        return index // 3
+
+
+def instrument(
+    graph: fx.Graph, kind: str, place: str, recipes: dict[int, Recipe], wanted: set[int] | None
+) -> None:
+    """Change a "forward" or "backward" graph of AOTAutograd's in place.
+
+    place: of its notes.  recipes: of its linears, by salt.  wanted: the salts of those to record;
+    None makes a plain graph.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    if not any(n.name.startswith(("primals", "tangents")) for n in inputs):
+        return  # inference, or the body of a higher-order op
+    uses = list(_uses(graph, kind, recipes))
+    layout, noted = Layout(), []
+    end = graph.output_node()
+    marks = _add_marks(graph, uses, layout, end)
+    if marks is not None:
+        noted.append(marks)
+    elif wanted is None:
+        return
+    if wanted is not None:
+        noted += _add_statistics(graph, [u for u in uses if u.place[0] in wanted], layout)
+        if kind == "forward":
+            noted += _add_weights(graph, [u for u in uses if u.place[0] in wanted], layout)
+    if noted:
+        with graph.inserting_before(end):
+            note = graph.call_function(
+                torch.ops.q2.note.default, (noted, f"{place}.{kind}", layout.text())
+            )
+        note.meta["val"] = None
+    graph.lint()
+
+
+def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_Use]:
+    """The quantised operands of a graph's GEMMs, in their order; those of a forward graph include
+    what only the backward will multiply. Operands that the forward saved are the forward's."""
+    from_tangents = depending_on_tangents(graph)
+    salts_of: dict[Any, list[int]] = {}  # what an x is quantised from -> the linears that take it
+    for gemm in q2_nodes(graph, *GEMM_OPS):
+        salt = _salt(gemm)
+        if salt not in recipes:
+            continue
+        args: Any = named_arguments(gemm)
+        name = _gemm_name(gemm, from_tangents)
+        if kind == "backward" and name == "fprop":
+            continue  # checkpointing computes it again: it is the forward's
+        for role, side in zip(GEMMS[name], "ab", strict=True):
+            parts = tuple(args[f"{side}_{part}"] for part in ("codes", "scales", "global"))
+            maker = producer(parts[0])
+            if is_q2(maker, "transpose"):  # the same codes as fprop's, if that made any
+                parts = (*maker.args[:2], parts[2])
+                maker = producer(parts[0])
+            if kind == "backward" and maker.op == "placeholder":
+                continue
+            use = _Use((salt, name, role), parts, args[f"{side}_scheme"])
+            yield use
+            if name == "fprop" and role == "x" and maker.op != "placeholder":
+                salts_of.setdefault(maker.args[0], []).append(salt)
+            if (name, role) == ("fprop", "w") and _reused(recipes[salt]):
+                yield _Use((salt, "dgrad", "w"), parts, use.scheme)
+    if kind == "forward":
+        yield from _saved_uses(graph, recipes, salts_of)
+
+
+def _saved_uses(
+    graph: fx.Graph, recipes: dict[int, Recipe], salts_of: dict[Any, list[int]]
+) -> Iterator[_Use]:
+    """x that the forward quantises for wgrad."""
+    for node in q2_nodes(graph, "rht_quantize"):
+        outputs = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+        if any(is_q2(user, *GEMM_OPS) for n in outputs.values() for user in n.users):
+            continue
+        own = _salt(node)
+        args = named_arguments(node)
+        for salt in salts_of.get(args["x"], [] if own is None else [own]):
+            wgrad = recipes[salt].wgrad if salt in recipes else None
+            if wgrad is not None and wgrad.b.source == "forward" and len(outputs) == 3:
+                parts = (outputs[0], outputs[1], outputs[2])
+                yield _Use((salt, "wgrad", "x"), parts, str(args["scheme"]))
+
+
+def _reused(recipe: Recipe) -> bool:
+    return recipe.dgrad is not None and recipe.dgrad.b.source == "reuse"
+
+
+def _salt(node: fx.Node) -> Any:
+    return node.meta.get("custom", {}).get(SALT)
+
+
+def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
+    if is_q2(gemm, "grouped_gemm"):
+        return str(named_arguments(gemm)["gemm"])
+    if gemm not in from_tangents:
+        return "fprop"
+    codes: Any = gemm.args[0]
+    op = producer(codes)
+    columns = codes.args[1] >= 3 if is_q2(op, "rht_quantize_both") else False
+    transposed = is_q2(op, "rht_quantize") and bool(named_arguments(op)["transpose"])
+    return "wgrad" if columns or transposed else "dgrad"
+
+
+def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:
+    """The global scales of the operands that the graph makes, stacked."""
+    marks: dict[fx.Node, None] = {}
+    for use in uses:
+        scale = use.parts[2]
+        if scale not in marks and producer(scale).op != "placeholder":
+            layout.marks.append(use.place)
+            marks[scale] = None
+    if not marks:
+        return None
+    with graph.inserting_before(end):
+        stacked = graph.call_function(torch.ops.q2.stack_marks.default, (list(marks),))
+    stacked.meta["val"] = next(iter(marks)).meta["val"].new_empty((len(marks),))
+    return stacked
+
+
+def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.Node]:
+    """The statistics of all operands; each quantiser becomes the one that measures."""
+    found: dict[tuple[fx.Node, int], fx.Node] = {}
+    order = []
+    for use in uses:
+        maker = use.maker
+        key = (maker, use.which) if maker.op != "placeholder" else (use.parts[0], 0)
+        if key not in found:
+            recorded = is_q2(maker, *(op + RECORDED for op in _QUANTISERS))
+            if is_q2(maker, *_QUANTISERS) or recorded:
+                found[key] = _recorded_output(graph, maker, use.which)
+            elif maker.op == "placeholder" and not get_scheme(use.scheme).widened:
+                args = (*use.parts, use.scheme)
+                op = torch.ops.q2.statistics_of_codes.default
+                found[key] = _call(graph, op, args, use.parts[-1])
+            else:
+                continue
+            order.append(found[key])
+        layout.rows.append((use.place, order.index(found[key])))
+    return order
+
+
+def _recorded_output(graph: fx.Graph, maker: Any, which: int) -> fx.Node:
+    """The output of a quantiser that has the statistics of one operand."""
+    name = maker.target.name().partition("::")[2].removesuffix(RECORDED)
+    count = len(getattr(torch.ops.q2, name).default._schema.returns)
+    maker.target = getattr(torch.ops.q2, name + RECORDED).default
+    with graph.inserting_after(maker):
+        output = graph.call_function(operator.getitem, (maker, count + which))
+    update_outputs(maker)
+    return output
+
+
+def _add_weights(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.Node]:
+    """Codes of the weights as fprop multiplies them, to be compared with the next record's."""
+    sampled: dict[fx.Node, fx.Node] = {}
+    for salt, codes in [(u.place[0], u.parts[0]) for u in uses if u.place[1:] == ("fprop", "w")]:
+        if codes not in sampled:
+            sampled[codes] = _call(graph, torch.ops.q2.sampled_codes.default, (codes,), codes)
+            layout.weights.append(salt)
+    return list(sampled.values())
+
+
+def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], after: fx.Node) -> fx.Node:
+    """A new call next to what it reads, so that nothing is kept for it until the graph's end.
+
+    after: the last of its arguments in the graph.
+    """
+    with graph.inserting_after(max([after, *(a for a in args if isinstance(a, fx.Node))])):
+        node = graph.call_function(op, args)
+    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+    node.meta["val"] = op(*values)
+    return node

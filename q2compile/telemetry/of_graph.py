@@ -1,0 +1,87 @@
+"""The recorder for a rewritten Dynamo graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from q2compile.capture.module_names import Names, site_name
+from q2compile.capture.views import example
+from q2compile.recipes.recipe import parse
+from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sampled_groups
+from q2compile.telemetry.folder import Folder
+from q2compile.telemetry.options import TelemetryOptions
+from q2compile.telemetry.recorder import Recorder, Site
+from q2compile.torch_internals.dynamo import called_graphs, parameter_of
+
+
+class Taken(Protocol):
+    """A row of the report, as far as it is needed here. salt: of the linear, if it was taken."""
+
+    module: str
+    taken: bool
+    salt: Any
+
+
+_KIN = ("linear", "grouped_linear", "batched_linear", "indexed_linear")
+_LINEARS = {getattr(torch.ops.q2, name).default for name in _KIN}
+_UNIT = 128  # what a contraction is padded to, at most
+_numbers = itertools.count()
+
+
+def recorder_of(
+    gm: fx.GraphModule, options: TelemetryOptions | None, rows: Iterable[Taken], names: Names
+) -> Recorder | None:
+    """For a graph that trains; None without the option, for a graph that does not train, or for
+    one that has no linear of ours.
+
+    rows: its matmuls.
+    """
+    if options is None or not torch.is_grad_enabled():
+        return None
+    modules = {row.salt: row.module for row in rows if row.taken}
+    sites, device = {}, None
+    served = _served(names)
+    for inner in called_graphs(gm):
+        for node in inner.graph.nodes:
+            if node.target not in _LINEARS:
+                continue
+            *_, fprop, dgrad, wgrad, salt = node.args
+            if salt not in modules:
+                continue
+            recipe = parse(fprop, dgrad, wgrad)
+            w = example(node.args[1])
+            name = modules[salt]
+            codes = _sampled_bytes(w) if recipe.fprop is not None else 0
+            sites[salt] = Site((name, *served.get(name, ())), recipe, codes)
+            device = w.device
+    if not sites or device is None:
+        return None
+    inputs = gm.graph.find_nodes(op="placeholder")
+    parameters = [i for i, node in enumerate(inputs) if parameter_of(node) is not None]
+    folder = Folder.get(options)
+    recorder = Recorder(next(_numbers), sites, parameters, device, options, folder)
+    folder.join(recorder)
+    return recorder
+
+
+def _served(names: Names) -> dict[str, list[str]]:
+    """Site -> the sites of equal layers that Dynamo will run with the same graph."""
+    return {
+        site_name(own): names.served_too(parameter)
+        for parameter in names.held
+        for own in names.by_id.get(id(parameter), [])
+        if names.served_too(parameter)
+    }
+
+
+def _sampled_bytes(w: Any) -> int:
+    """At most as many bytes as a record keeps of this weight's codes."""
+    columns = int(w.shape[-1])
+    rows, padded = w.numel() // max(columns, 1), -(-columns // _UNIT) * _UNIT
+    groups = sampled_groups(rows, columns, CODES_SAMPLE)
+    return (int(rows) if groups is None else (groups + 1) * GROUP) * padded // 2

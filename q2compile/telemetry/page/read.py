@@ -1,0 +1,108 @@
+"""The records of a folder, for its page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from q2compile.errors import ConfigError, shown
+from q2compile.runtime_kernels.numerics.statistics import FIELDS
+
+STATISTICS = (*FIELDS, "changed")
+MOST_STEPS = 240  # of a curve: a page has some 100 pixels for it in the overview
+_FILE = re.compile(r"rank(\d+)\.jsonl")
+
+
+def is_telemetry(folder: Path) -> bool:
+    """Whether a folder has records of a rank."""
+    return folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """The data of the page:
+
+        name       of the folder
+        steps      those that were recorded, at most MOST_STEPS of them, spread evenly
+        ranks      the ranks that have records
+        statistics  their names
+        operands   [{"rank", "module", "gemm", "operand", "format", "curves": {name: a number for
+                   each step, null where there is none; or a single number, the same at all}}]
+        nonfinite  [{"rank", "step", "module", "gemm", "operand"}]: each rank's first
+
+    Of a step that was recorded twice, by a run that was resumed, the later record counts. A last
+    line that was cut off is left out.
+
+    Raises ValueError for a file with anything else in it.
+    """
+    records: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    nonfinite: list[dict[str, Any]] = []
+    for path in sorted(folder.iterdir()):
+        if match := _FILE.fullmatch(path.name):
+            rank = int(match.group(1))
+            for line in _lines(path):
+                if line.get("event") == "nonfinite":
+                    nonfinite.append({"rank": rank, **line})
+                elif "event" not in line:
+                    key = (rank, *(line[k] for k in ("module", "gemm", "operand", "format")))
+                    records.setdefault(key, {})[line["step"]] = line
+    steps = _spread(sorted({step for by_step in records.values() for step in by_step}))
+    return {
+        "name": folder.name or str(folder),
+        "steps": steps,
+        "ranks": sorted({key[0] for key in records}),
+        "statistics": list(STATISTICS),
+        "operands": [_operand(key, by_step, steps) for key, by_step in records.items()],
+        "nonfinite": nonfinite,
+    }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    texts = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if "event" not in line:
+                _ = int(line["step"]), [float(line[s] or 0) for s in STATISTICS]
+                _ = [str(line[k]) for k in ("module", "gemm", "operand", "format")]
+            found.append(line)
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            if number == len(texts):  # the process was ended while it wrote
+                break
+            raise ConfigError(
+                f"{path}, line {number}: not as q2compile writes it "
+                f"({type(error).__name__}: {shown(str(error))})"
+            ) from None
+    return found
+
+
+def _spread(steps: list[int]) -> list[int]:
+    count = min(len(steps), MOST_STEPS)
+    return [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]
+
+
+def _operand(
+    key: tuple[Any, ...], by_step: dict[int, dict[str, Any]], steps: Iterable[int]
+) -> dict[str, Any]:
+    rank, module, gemm, operand, quantised = key
+    curves = {
+        name: _short([_rounded(by_step.get(step, {}).get(name)) for step in steps])
+        for name in STATISTICS
+    }
+    named = {"rank": rank, "module": module, "gemm": gemm, "operand": operand}
+    return {**named, "format": quantised, "curves": curves}
+
+
+def _rounded(number: Any) -> float | None:
+    """To 4 digits, which is what the error of a sample leaves; a cosine's distance from 1 to 5."""
+    if number is None or not math.isfinite(number):
+        return None
+    return float(f"{number:.5g}" if 0.5 < abs(number) <= 1 else f"{number:.4g}")
+
+
+def _short(curve: list[float | None]) -> list[float | None] | float | None:
+    return curve[0] if len(set(curve)) == 1 else curve

@@ -1,0 +1,296 @@
+"""The telemetry of one compiled graph: which of its two variants a call runs, and what becomes of
+what that notes.
+
+A graph is compiled twice: plain, with marks alone, and recording. The first training call of a
+recorded step runs the recording one, all others the plain one; both save the same tensors for
+backward, so a checkpointed region may be computed again by the other.
+
+On the device: what a graph notes is written to memory of the recorder's own, by launches on the
+graph's stream, which a CUDA graph captures with the rest. On the host: after the call, and after
+its backward, a copy to pinned memory is started; nothing waits for it. What the copy holds is
+read steps later, when its event has passed (`folder`).
+
+A graph that serves several equal layers (per-block compile) tells its calls apart by the
+parameters that they bring; backwards by a hook on the call's node in autograd's graph.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from q2compile.recipes.recipe import Recipe
+from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.ops.note import SINKS
+from q2compile.telemetry import clock
+from q2compile.telemetry.copies import HostCopy
+from q2compile.telemetry.folder import Folder, Record
+from q2compile.telemetry.into_graph import Layout, Place, instrument
+from q2compile.telemetry.options import TelemetryOptions
+from q2compile.telemetry.watch import STEPS, Finding
+from q2compile.torch_internals.aot_autograd import backward_node, in_backward
+
+KINDS = ("forward", "backward")
+_OPERANDS = 8  # of one linear, at most, in one graph
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear of a graph.
+
+    modules    its name, then those of equal layers that the graph serves, too
+    recipe     of its GEMMs
+    codes      bytes of its weight's codes that a record keeps
+    """
+
+    modules: tuple[str, ...]
+    recipe: Recipe
+    codes: int
+
+
+@dataclass
+class _Memory:
+    """What one kind of graph writes to; made before its first call, since a CUDA graph's warm-up
+    must not allocate what outlives it.
+
+    marks       fp32 [STEPS * calls, n]: a row for each of the last steps and each call in a step
+    statistics  fp32 [operands, len(FIELDS)] of the recorded call
+    """
+
+    marks: Tensor
+    statistics: Tensor
+    layout: Layout | None = None
+
+
+@dataclass
+class _Calls:
+    """Who calls the graph: the parameters of each layer -> its number; in this step: which were
+    recorded."""
+
+    numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+    step: int = -1
+
+
+class Recorder:
+    """See above.
+
+    number      of the graph in this process, by which its notes find it
+    sites       by salt
+    parameters  where they stand among the graph's inputs
+    """
+
+    def __init__(
+        self,
+        number: int,
+        sites: dict[int, Site],
+        parameters: Sequence[int],
+        device: torch.device,
+        options: TelemetryOptions,
+        folder: Folder,
+    ) -> None:
+        self.number, self.sites, self.device = number, sites, device
+        self.options, self.folder = options, folder
+        self._parameters = tuple(parameters)
+        self._recipes = {salt: site.recipe for salt, site in sites.items()}
+        self._wanted = {s for s, site in sites.items() if any(map(options.wants, site.modules))}
+        self._capacity = max(len(site.modules) for site in sites.values())
+        self._calls = _Calls()
+        self._memory: dict[str, _Memory] = {}
+        self._previous: dict[tuple[int, int], Tensor] = {}  # (call, weight) -> its codes
+        self._row = -1
+        own = weakref.ref(self)
+        for kind in KINDS:
+            place = f"{number}.{kind}"
+            SINKS[place] = partial(_noted, own, kind)
+            weakref.finalize(self, SINKS.pop, place, None)
+
+    def key(self, recording: bool) -> str:
+        """What tells the compiled graph from others, for caches."""
+        wanted = sorted(self._wanted) if recording else None
+        return f"telemetry {self.number} {wanted} {sorted(map(str, self._recipes.items()))}"
+
+    def into(self, graph: fx.Graph, kind: str, recording: bool) -> None:
+        """Have a graph note what is to be known of it."""
+        wanted = self._wanted if recording else None
+        instrument(graph, kind, str(self.number), self._recipes, wanted)
+
+    @property
+    def records(self) -> bool:
+        """Whether the pattern of modules wants any of this graph."""
+        return bool(self._wanted)
+
+    def choose(self, plain: Callable[..., Any], recording: Callable[..., Any]) -> Any:
+        """The callable that Dynamo gets."""
+
+        def call(*args: Any) -> Any:
+            if not torch.is_grad_enabled() or in_backward():  # a checkpoint computes it again
+                return plain(*args)
+            number = self._begin(clock.trains(), args)
+            step = self._calls.step
+            records = step % self.options.every == 0 and number not in self._calls.recorded
+            if not (records and self.records):
+                outputs = plain(*args)
+                if self._capacity > 1:
+                    self._follow_backward(outputs, step, number, False)
+                return outputs
+            self._calls.recorded.add(number)
+            outputs = recording(*args)
+            self._fetch("forward", step, number)
+            self._follow_backward(outputs, step, number, True)
+            return outputs
+
+        return call
+
+    def _begin(self, step: int, args: Sequence[Any]) -> int:
+        """Prepare a training call; returns its number, 0 for a graph of one layer's."""
+        if not self._memory:
+            self._allocate()
+        if step != self._calls.step:
+            self._calls.step = step
+            self._calls.recorded.clear()
+            self.folder.begin(step)
+        key = tuple(id(args[i]) for i in self._parameters)
+        number = self._calls.numbers.setdefault(key, len(self._calls.numbers))
+        self._point(step, number)
+        return number
+
+    def _point(self, step: int, number: int) -> None:
+        """Say on the device where marks go."""
+        row = step % STEPS * self._capacity + min(number, self._capacity - 1)
+        if row != self._row:
+            self._row = row
+            self._index.fill_(row)
+
+    def _allocate(self) -> None:
+        operands = _OPERANDS * len(self.sites)
+        with torch.inference_mode(False), torch.no_grad():
+            for kind in KINDS:
+                self._memory[kind] = _Memory(
+                    torch.zeros(STEPS * self._capacity, operands, device=self.device),
+                    torch.full((operands, len(FIELDS)), math.nan, device=self.device),
+                )
+            self._index = torch.zeros(1, dtype=torch.int64, device=self.device)
+            size = sum(site.codes for salt, site in self.sites.items() if salt in self._wanted)
+            self._codes = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self._code_sizes: list[int] = []
+
+    def noted(self, kind: str, tensors: Sequence[Tensor], text: str) -> None:
+        """Called by the graph, or while it is captured."""
+        if kind not in self._memory:
+            return
+        memory, layout = self._memory[kind], Layout.parse(text)
+        rest = list(tensors)
+        if layout.marks:
+            marks = rest.pop(0)
+            own = memory.marks[:, : marks.shape[0]]
+            own.index_add_(0, self._index, marks[None], alpha=0)  # 0 * NaN is NaN, and stays
+        statistics, codes = rest[: layout.statistics], rest[layout.statistics :]
+        if statistics:
+            torch.stack(statistics, out=memory.statistics[: len(statistics)])
+        if codes:
+            self._code_sizes = [c.numel() for c in codes]
+            own = self._codes[: sum(self._code_sizes)]
+            torch.cat([c.flatten() for c in codes], out=own)
+        if memory.layout is None or layout.rows or not memory.layout.rows:
+            memory.layout = layout
+
+    def _follow_backward(self, outputs: Any, step: int, number: int, records: bool) -> None:
+        """Have autograd tell when the backward of this call begins, and when it has run."""
+        node = backward_node(outputs)
+        if node is None:
+            return
+        if self._capacity > 1:
+            node.register_prehook(lambda *_: self._point(step, number))
+        if records:
+            node.register_hook(lambda *_: self._fetch("backward", step, number))
+
+    def _fetch(self, kind: str, step: int, number: int) -> None:
+        """Start the copy of what a recorded call noted."""
+        memory = self._memory[kind]
+        if memory.layout is None or not memory.layout.rows:
+            return
+        layout = memory.layout
+        found = [memory.statistics[: layout.statistics].flatten()]
+        if kind == "forward" and layout.weights:
+            found.append(self._changed(number))
+        names = [self._named(place, number) for place, _ in layout.rows]
+        record = Record(
+            step,
+            [(*name, index) for name, (_, index) in zip(names, layout.rows, strict=True)],
+            layout.statistics,
+            [self._named((salt, "fprop", "w"), number)[0] for salt in layout.weights],
+            HostCopy.of(torch.cat(found) if len(found) > 1 else found[0]),
+        )
+        self.folder.add(record)
+
+    def _changed(self, number: int) -> Tensor:
+        """The share of each weight's codes that are others than at this layer's last record."""
+        shares = []
+        start = 0
+        for which, size in enumerate(self._code_sizes):
+            codes = self._codes[start : start + size].clone()
+            start += size
+            before = self._previous.get((number, which))
+            self._previous[number, which] = codes
+            if before is None:
+                shares.append(torch.full((), math.nan, device=codes.device))
+                continue
+            differ = codes ^ before
+            halves = torch.stack([(differ & 15) != 0, (differ >> 4) != 0])
+            shares.append(halves.mean(dtype=torch.float32))
+        return torch.stack(shares)
+
+    def _named(self, place: Place, number: int) -> tuple[str, str, str, str]:
+        """(module, gemm, operand, how it is quantised) of an operand in a call."""
+        salt, gemm, role = place
+        site = self.sites[salt]
+        known = number < len(site.modules)
+        module = site.modules[number] if known else f"{site.modules[0]} (call {number})"
+        quantised: Any = getattr(site.recipe, gemm)
+        return module, gemm, role, str(quantised.b if role != _first(gemm) else quantised.a)
+
+    def marks(self) -> dict[str, HostCopy]:
+        """A copy of the marks of each kind, begun now."""
+        noted = {k: m for k, m in self._memory.items() if m.layout and m.layout.marks}
+        return {
+            kind: HostCopy.of(memory.marks[:, : len(memory.layout.marks)])  # type: ignore[union-attr]
+            for kind, memory in noted.items()
+        }
+
+    def findings(self, kind: str, marks: Tensor, before: int) -> list[Finding]:
+        """The operands that were not finite in the steps up to ``before``, as `marks` gave them."""
+        layout = self._memory[kind].layout
+        assert layout is not None
+        found = []
+        for row, column in (~marks.isfinite()).nonzero().tolist():
+            place, number = divmod(row, self._capacity)
+            step = before - 1 - (before - 1 - place) % STEPS
+            module, gemm, role, _ = self._named(layout.marks[column], number)
+            turn = 1 if kind == "forward" else -1  # backward runs the last graph first
+            order = (step, kind == "backward", turn * self.number, turn * number, column)
+            found.append(Finding(order, step, module, gemm, role))
+        return found
+
+    def forget_marks(self) -> None:
+        for memory in self._memory.values():
+            memory.marks.zero_()
+
+
+def _first(gemm: str) -> str:
+    return "x" if gemm == "fprop" else "dy"
+
+
+def _noted(
+    recorder: weakref.ref[Recorder], kind: str, tensors: Sequence[Tensor], layout: str
+) -> None:
+    own = recorder()
+    if own is not None:
+        own.noted(kind, tensors, layout)

@@ -1,0 +1,209 @@
+"""The quantisers with one more output for each operand that they make: what rounding did to it.
+
+    quantize_recorded(...)           -> what q2::quantize returns, statistics
+    quantize_masked_recorded(...)    -> ...
+    rht_quantize_recorded(...)
+    requantize_recorded(...)
+    rht_quantize_both_recorded(...)  -> ..., statistics of the rows, statistics of the columns
+    statistics_of_codes(codes, scales, global_scale, scheme)   codes that another graph made
+    statistics_of_operand(x, codes, scales, global_scale, scheme)   of q2::quantize's x and codes
+    sampled_codes(codes) -> the codes of some rows, about CODES_SAMPLE of them
+
+statistics are fp32 [len(FIELDS)] (numerics/statistics.py). A recorded op calls the op that it
+stands for, with the same arguments and so by the same kernel, and returns its very outputs: in a
+graph it can take that op's place and change no bit. Statistics are computed beside it, in plain
+torch. Of codes in the form that a GEMM reads (@32x4x4, @bf16) the op is called once more, without
+that form and with the same seed, for codes and scales to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from q2compile.runtime_kernels.numerics.layout import Tiling
+from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.statistics import (
+    CODES_SAMPLE,
+    FIELDS,
+    GROUP,
+    largest_of_codes,
+    of_rows,
+    plain_name,
+    sampled_groups,
+    sampled_rows,
+    source_values,
+    statistics,
+    statistics_of_codes,
+)
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops import (
+    quantize,
+    quantize_masked,
+    requantize,
+    rht_quantize,
+    rht_quantize_both,
+)
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
+
+RECORDED = "_recorded"  # at the end of an op's name
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """max |x|, fp32 0-dim, NaN where there is one; no copy of x is made."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+
+
+def _measured(values: Callable, parts, scheme: str, seed, transform: str, amax) -> torch.Tensor:
+    """The statistics of one operand. values(rows): its rows, fp32 [rows, K], before rotation."""
+    codes, scales, global_scale = parts
+    spec, rotation = get_scheme(scheme), get_transform(transform)
+    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device)
+    x = values(rows)
+    if rotation.size > 1:
+        tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=False)
+        x = tiling.join(rotate_tiles(tiling.cut(x), rotation, seed)).mul_(rotation.norm)
+    codes, scales = of_rows(codes, scales, spec, rows)
+    return statistics(x, codes, scales, global_scale, spec, amax)
+
+
+def _rows_of(x: torch.Tensor, transpose: bool) -> Callable:
+    def values(rows: torch.Tensor | None) -> torch.Tensor:
+        if transpose:
+            return (x if rows is None else x[:, rows]).t().float()
+        return (x if rows is None else x[rows]).float()
+
+    return values
+
+
+def _quantize(x, amax, seed, scheme, stream, *, made):
+    parts = made(lambda s: torch.ops.q2.quantize(x, amax, seed, s, stream))
+    return [_measured(_rows_of(x, False), parts, plain_name(scheme), None, "none", _largest(x))]
+
+
+def _quantize_masked(x, scheme, transform, *, made):
+    *parts, _ = made(lambda s: torch.ops.q2.quantize_masked(x, s, transform))
+    scheme = plain_name(scheme)
+    return [_measured(_rows_of(x, False), parts, scheme, None, transform, _largest(x))]
+
+
+def _rht_quantize(x, seed, scheme, transform, transpose, stream, *, made):
+    parts = made(lambda s: torch.ops.q2.rht_quantize(x, seed, s, transform, transpose, stream))
+    rows = _rows_of(x, transpose)
+    return [_measured(rows, parts, plain_name(scheme), seed, transform, _largest(x))]
+
+
+def _rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream, *, made):
+    six = made(
+        lambda s: torch.ops.q2.rht_quantize_both(x, row_seed, col_seed, s, transform, stream)
+    )
+    scheme, amax = plain_name(scheme), _largest(x)
+    sides = ((False, six[:3], row_seed), (True, six[3:], col_seed))
+    return [
+        _measured(_rows_of(x, transpose), parts, scheme, seed, transform, amax)
+        for transpose, parts, seed in sides
+    ]
+
+
+def _requantize(
+    codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream, *, made
+):
+    source = (codes, scales, global_scale)
+    parts = made(
+        lambda s: torch.ops.q2.requantize(*source, seed, source_scheme, s, transform, rows, stream)
+    )
+    spec = get_scheme(source_scheme)
+
+    def values(chosen: torch.Tensor | None) -> torch.Tensor:
+        return source_values(*source, spec, chosen)[:rows]
+
+    amax = largest_of_codes(*source, spec)
+    return [_measured(values, parts, plain_name(scheme), seed, transform, amax)]
+
+
+def _recorded(op: str, observe: Callable, at: int, args: tuple) -> tuple:
+    """The outputs of an op, and what ``observe`` measures. at: which argument is the scheme."""
+    outputs = getattr(torch.ops.q2, op)(*args)
+
+    def made(call: Callable) -> tuple:
+        plain = plain_name(args[at])
+        return outputs if plain == args[at] else call(plain)
+
+    return (*outputs, *observe(*args, made=made))
+
+
+def _define_recorded(op: str, fake: Callable, observe: Callable, at: int, operands: int) -> None:
+    schema = getattr(torch.ops.q2, op).default._schema
+    arguments = str(schema).partition("(")[2].partition(") ->")[0]
+    returned = ", ".join(["Tensor"] * (len(schema.returns) + operands))
+
+    def recorded_fake(*args):
+        first = next(a for a in args if isinstance(a, torch.Tensor))
+        return *fake(*args), *(_empty_statistics(first) for _ in range(operands))
+
+    def prepare(*args):
+        warm_up(op, args)
+        warm_up(op, (*args[:at], plain_name(args[at]), *args[at + 1 :]))
+
+    name = op + RECORDED
+    define(f"{name}({arguments}) -> ({returned})", fake=recorded_fake)
+    run = partial(_recorded, op, observe, at)
+    kernel(name, REFERENCE, prepare=prepare)(lambda *args: run(args))
+
+
+def _empty_statistics(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((len(FIELDS),), dtype=torch.float32)
+
+
+_define_recorded("quantize", quantize.fake, _quantize, 3, 1)
+_define_recorded("quantize_masked", quantize_masked.fake, _quantize_masked, 1, 1)
+_define_recorded("rht_quantize", rht_quantize.fake, _rht_quantize, 2, 1)
+_define_recorded("rht_quantize_both", rht_quantize_both.fake, _rht_quantize_both, 3, 2)
+_define_recorded("requantize", requantize.fake, _requantize, 5, 1)
+
+
+define(
+    "statistics_of_codes(Tensor codes, Tensor scales, Tensor global_scale, str scheme) -> Tensor",
+    fake=lambda codes, *_: _empty_statistics(codes),
+)
+define(
+    "statistics_of_operand(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, str scheme)"
+    " -> Tensor",
+    fake=lambda x, *_: _empty_statistics(x),
+)
+
+
+@kernel("statistics_of_codes", REFERENCE)
+def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
+    """See above. Not for codes @bf16."""
+    spec = get_scheme(scheme)
+    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device)
+    return statistics_of_codes(*of_rows(codes, scales, spec, rows), global_scale, spec)
+
+
+@kernel("statistics_of_operand", REFERENCE)
+def operand_and_codes(x, codes, scales, global_scale, scheme) -> torch.Tensor:
+    """See above."""
+    parts = (codes, scales, global_scale)
+    return _measured(_rows_of(x, False), parts, scheme, None, "none", _largest(x))
+
+
+def _sampled_codes_fake(codes):
+    groups = sampled_groups(codes.shape[0], 2 * codes.shape[1], CODES_SAMPLE)
+    rows = codes.shape[0] if groups is None else groups * GROUP
+    return codes.new_empty((rows, codes.shape[1]))
+
+
+define("sampled_codes(Tensor codes) -> Tensor", fake=_sampled_codes_fake)
+
+
+@kernel("sampled_codes", REFERENCE)
+def sampled_codes(codes: torch.Tensor) -> torch.Tensor:
+    """A copy of codes uint8 [M, Kp/2]: of all rows, or of groups spread evenly."""
+    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device, CODES_SAMPLE)
+    return codes.clone() if rows is None else codes[rows]

@@ -1,0 +1,50 @@
+"""What the option takes, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from q2compile import Config
+from q2compile.config import CONFIG_FILE_VARIABLE
+from q2compile.telemetry.options import TelemetryOptions
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (3, r"telemetry: got 3; allowed: a mapping such as"),
+        (True, r"telemetry: got True; allowed: a mapping"),
+        ({"evry": 3}, r"unknown key of telemetry 'evry'; did you mean 'every'\?"),
+        ({"every": 0}, r"telemetry: every: got 0; allowed: a whole number of steps, from 1 on"),
+        ({"every": True}, r"telemetry: every: got True"),
+        ({"every": 1.5}, r"telemetry: every: got 1.5"),
+        ({"modules": 3}, r"telemetry: modules: got 3; allowed: a pattern, or a list of them"),
+        ({"modules": []}, r"telemetry: modules: got \[\]"),
+        ({"modules": "re:("}, r"telemetry: modules: policy pattern 're:\('"),
+        ({"modules": ["a", 3]}, r"telemetry: modules: policy pattern: got 3"),
+        ({"to": ""}, r"telemetry: to: got ''; allowed: a folder's path"),
+        ({"to": 3}, r"telemetry: to: got 3"),
+        ({"csv": 1}, r"telemetry: csv: got 1; allowed: True, False"),
+        ({"tensorboard": "yes"}, r"telemetry: tensorboard: got 'yes'"),
+    ],
+)
+def test_refused_by_name(given, said):
+    with pytest.raises(ValueError, match=said):
+        Config(telemetry=given)
+
+
+def test_taken():
+    assert Config().telemetry_options is None
+    assert Config(telemetry={}).telemetry_options == TelemetryOptions()
+    options = Config(telemetry={"modules": ["*.down", "re:head"], "to": Path("a")})
+    found = options.telemetry_options
+    assert found == TelemetryOptions(modules=("*.down", "re:head"), to="a")
+    assert found.wants("layers.0.down") and found.wants("head") and not found.wants("up")
+
+
+def test_from_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "q2.toml"
+    path.write_text('[telemetry]\nevery = 10\nmodules = "*.down"\nto = "records"\n')
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
+    options = Config.from_options().telemetry_options
+    assert options == TelemetryOptions(10, ("*.down",), "records")

@@ -1,0 +1,121 @@
+"""A small training loop with telemetry, and what it recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from q2compile.telemetry import clock
+from q2compile.telemetry.folder import flush
+
+WIDTH, INNER, ROWS = 64, 128, 48
+
+
+class Block(nn.Module):
+    """x + down(silu(gate(h)) · up(h)), h = norm(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, INNER, bias=False)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+LINEARS = ("gate", "up", "down")
+
+
+def new_model(blocks: int = 2, dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model(blocks).to(dtype)
+
+
+def batch(step: int, like: nn.Module) -> Tensor:
+    weight = next(like.parameters())
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=generator).to(weight)
+
+
+def train(model, call, steps=3, micro_batches=1, before=None, lr=0.05) -> list[Tensor]:
+    """Losses and gradients of all steps; the optimizer's step ends each. before(step): called
+    first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    seen: list[Tensor] = []
+    torch.manual_seed(1)
+    for step in range(steps):
+        if before is not None:
+            before(step)
+        for part in range(micro_batches):
+            loss = call(batch(step * micro_batches + part, model)).float().square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        seen += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def compiled(model: nn.Module, folder: Path | None, **options):
+    """torch.compile, without Inductor by default; ``every`` goes to telemetry."""
+    telemetry = {key: options.pop(key) for key in ("every", "modules", "csv") if key in options}
+    options = {"inner": "eager", **options}
+    if folder is not None:
+        options["telemetry"] = {"every": 1, **telemetry, "to": str(folder)}
+    return torch.compile(model, backend="quartet2", options=options)
+
+
+def records(folder: Path, rank: int = 0) -> list[dict]:
+    """All lines that are records."""
+    return [line for line in lines(folder, rank) if "event" not in line]
+
+
+def events(folder: Path, rank: int = 0) -> list[dict]:
+    return [line for line in lines(folder, rank) if line.get("event") == "nonfinite"]
+
+
+def lines(folder: Path, rank: int = 0) -> list[dict]:
+    flush()
+    path = folder / f"rank{rank}.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def operands(found: list[dict], step: int) -> set[tuple[str, str, str]]:
+    return {(r["module"], r["gemm"], r["operand"]) for r in found if r["step"] == step}
+
+
+def all_operands(modules) -> set[tuple[str, str, str]]:
+    gemms = {"fprop": "x w", "dgrad": "dy w", "wgrad": "dy x"}
+    return {(m, gemm, role) for m in modules for gemm, two in gemms.items() for role in two.split()}
+
+
+def names(blocks: int = 2) -> list[str]:
+    return [f"layers.{i}.{name}" for i in range(blocks) for name in LINEARS]
+
+
+def forget_all() -> None:
+    """As in a new process: step 0, no folder in use."""
+    from q2compile.telemetry.folder import Folder
+
+    Folder._open.clear()
+    clock.restart()
