@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -52,6 +53,21 @@ def compiled_function() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]
     except AttributeError:  # something else calls the backend
         return None
     return frame.f_code, frame.f_locals, frame.f_globals
+
+
+@contextmanager
+def not_compiled(model: Any) -> Iterator[None]:
+    """``model`` as it was before ``model.compile(...)``, which else runs what it compiled, by its own
+    backend and options, inside of any torch.compile."""
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if compiled is None:
+        yield
+        return
+    model._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
 
 
 def is_region(code: CodeType) -> bool:

@@ -27,6 +27,7 @@ from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.passes import JOINT_PASSES, PASSES
 from q2compile.report import announce
 from q2compile.runtime_kernels import registry
+from q2compile.telemetry import clock
 from q2compile.tools import cli
 from tests.support.guide_model import prepared
 from tests.support.markdown import Block, blocks, broken_links, prose
@@ -101,10 +102,10 @@ def is_options(page: Page, block: Block) -> None:
 
 def was_shown(page: Page, block: Block) -> None:
     """Output: its lines were printed or written by the blocks before; ... stands for anything."""
-    everything = " ".join(page.shown().split())
+    shown = "\n".join(" ".join(line.split()) for line in page.shown().splitlines())
     for line in block.text.splitlines():
-        words = [re.escape(part) for part in " ".join(line.split()).split("...")]
-        assert re.search("[^\n]*?".join(words), everything), f"nothing has shown {line!r}"
+        parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
+        assert re.search("[^\n]*".join(parts), shown), f"nothing has shown {line!r}"
 
 
 def names_exist(page: Page, block: Block) -> None:
@@ -166,7 +167,7 @@ def installs(page: Page, words: list[str]) -> None:
     assert words[0] == "install"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    known = {"tlparse", *(re.split(r"[^\w-]", x)[0] for e in extras.values() for x in e)}
+    known = {"tensorboard", "tlparse", *(re.split(r"[^\w-]", x)[0] for e in extras.values() for x in e)}
     for word in words[1:]:
         own = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
         if own:
@@ -312,6 +313,7 @@ def folder(tmp_path, monkeypatch, fresh_compiler) -> Path:
     config.write_text('{"inner": "eager"}')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(config))
     monkeypatch.setattr(announce._First, "compiled", False)
+    clock.restart()
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
