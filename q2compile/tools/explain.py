@@ -11,6 +11,7 @@ from q2compile.backend import quartet2
 from q2compile.config import Config
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector
+from q2compile.torch_internals.dynamo import not_compiled
 
 
 def explain(
@@ -35,7 +36,8 @@ def explain(
     report = Report()
     token = collector.set(report)
     try:
-        torch.compile(model, backend=backend)(*args, **kwargs)
+        with not_compiled(model):
+            torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         collector.reset(token)
     if isinstance(model, torch.nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -55,6 +56,21 @@ def compiled_function() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]
     except AttributeError:  # something else calls the backend
         return None
     return frame.f_code, frame.f_locals, frame.f_globals
+
+
+@contextmanager
+def not_compiled(model: Any) -> Iterator[None]:
+    """``model`` as it was before ``model.compile(...)``, which else runs what it compiled, by its
+    own backend and options, inside of any torch.compile."""
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if compiled is None:
+        yield
+        return
+    model._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
 
 
 def is_region(code: CodeType) -> bool:

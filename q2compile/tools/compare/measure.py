@@ -15,6 +15,7 @@ from q2compile.recipes.recipe import GEMMS
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measurements import ModuleError
 from q2compile.tools.compare.probe import Probes, Run
+from q2compile.torch_internals.dynamo import not_compiled
 
 _BF16 = Run(gemms=())
 
@@ -64,13 +65,14 @@ def compare(
     # Sizes are numbers, so that costs are: a second shape is compiled anew.
     compiled = torch.compile(model, backend=probes.backend, dynamic=False)
     runs = _Runs(model, compiled, probes, loss or _loss_of)
-    with _as_it_was(model):
-        comparison = runs.compare(batches, config, alone)
-    if optimizer is not None:
-        comparison.losses = {
-            name: runs.train(batches, run, optimizer)
-            for name, run in (("bf16", _BF16), (config.resolved_policy.default.name, Run()))
-        }
+    with not_compiled(model):
+        with _as_it_was(model):
+            comparison = runs.compare(batches, config, alone)
+        if optimizer is not None:
+            comparison.losses = {
+                name: runs.train(batches, run, optimizer)
+                for name, run in (("bf16", _BF16), (config.resolved_policy.default.name, Run()))
+            }
     return comparison
 
 

@@ -254,3 +254,14 @@ def test_the_command_says_in_a_line_what_it_cannot_use(where, said, tmp_path, ca
     assert cli.main(["compare", where]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_model_that_is_compiled_already_is_measured_and_explained_all_the_same():
+    model, data = net(), batches()
+    model.compile(backend="quartet2", options={"inner": "eager", "recipe": "bf16"})
+    model(data[0])
+    compiled = model._compiled_call_impl
+    assert [m.module for m in q2compile.compare(model, data, FORWARD, alone=False).modules]
+    rows = q2compile.explain(model, data[0], options={"inner": "eager"}).to_json()
+    assert [row["module"] for row in rows if row["taken"]] == ["up", "down"]
+    assert model._compiled_call_impl is compiled
