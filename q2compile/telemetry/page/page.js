@@ -13,7 +13,7 @@ const ABOUT = {
   scale_largest: "Share of the block scales at the largest that the scheme aims for.",
   changed: "Of weights: share of the codes that are others than at the last record.",
 };
-const WIDTH = 300, HEIGHT = 96, LEFT = 38, BOTTOM = 14, TOP = 6;
+const WIDTH = 300, HEIGHT = 96, LEFT = 44, BOTTOM = 14, TOP = 6;
 const byId = (id) => document.getElementById(id);
 let open = null;
 

@@ -1,5 +1,5 @@
-"""A NaN or Inf is found where it appeared first: module, GEMM, operand and step, though that step was
-not a recorded one, and nothing is run again."""
+"""A NaN or Inf is found where it appeared first: module, GEMM, operand and step, though that step
+was not a recorded one, and nothing is run again."""
 
 import math
 

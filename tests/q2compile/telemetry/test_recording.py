@@ -13,7 +13,6 @@ import q2compile
 from q2compile.recipes.published import RECIPES
 from q2compile.telemetry.folder import Folder
 from tests.q2compile.telemetry.training import (
-    ROWS,
     WIDTH,
     all_operands,
     batch,

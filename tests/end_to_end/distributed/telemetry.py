@@ -1,0 +1,51 @@
+"""FSDP2 and tensor parallel on 2 ranks, with telemetry and without."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from data_parallel import SAME_IN_ALL_LAYERS, half, sharded_blocks
+from tensor_parallel import EAGER, compiled, tensor_parallel
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from training import Result, new_model, run_scenarios
+
+from q2compile.telemetry import clock, flush
+
+FOLDER = Path(sys.argv[1])
+
+
+def fsdp(options: dict[str, Any]) -> Result:
+    """Blocks that share a graph, each sharded on its own and computed again in backward."""
+    model = new_model()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(layer)
+        model.layers[i].compile(backend="quartet2", options={**SAME_IN_ALL_LAYERS, **options})
+    return half(sharded_blocks(model), model)
+
+
+def tensor(options: dict[str, Any]) -> Result:
+    return compiled(tensor_parallel, {**EAGER, **options})
+
+
+def recording(name: str, scenario: Callable[[dict[str, Any]], Result]) -> Result:
+    clock.restart()
+    to = str(FOLDER / name)
+    try:
+        return scenario({"telemetry": {"every": 2, "to": to}})
+    finally:
+        flush()
+        dist.barrier()
+
+
+SCENARIOS: dict[str, Callable[[], Result]] = {}
+for _name, _scenario in {"fsdp": fsdp, "tensor": tensor}.items():
+    SCENARIOS[f"{_name}_plain"] = partial(_scenario, {})
+    SCENARIOS[_name] = partial(recording, _name, _scenario)
+
+if __name__ == "__main__":
+    run_scenarios(lambda ranks: SCENARIOS)
