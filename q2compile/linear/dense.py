@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
 from q2compile.linear import tensor_parallel
+from q2compile.linear.autocast import cast, without_autocast
 from q2compile.linear.autograd import LinearFunction, forward_parts
 from q2compile.recipes.recipe import Operand, parse
 from q2compile.torch_internals.jagged import jagged_like
@@ -53,11 +54,7 @@ def linear_of_codes(
     salt: int,
 ) -> Tensor:
     """`linear`, with what `quantize_weight` makes of w given, or () to make it here."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, w = x.to(dtype), w.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    x, w, bias = cast(x, w, bias)
     recipe = parse(fprop, dgrad, wgrad)
 
     def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,7 +62,7 @@ def linear_of_codes(
         y = LinearFunction.apply(flat, w, bias, recipe, salt, *codes)
         return y.reshape(*x.shape[:-1], w.shape[0])
 
-    with torch.autocast(device, enabled=False):
+    with without_autocast(x.device.type):
         if x.is_nested:  # the values of a jagged tensor are its rows
             return jagged_like(x, local_linear(x.values(), w, bias))
         if isinstance(w, DTensor):
@@ -78,7 +75,7 @@ def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]
     """What fprop makes of w [N, K], first cast to ``dtype``: codes, scales, global scale, and the
     mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`).
     """
-    with torch.autocast(w.device.type, enabled=False):
+    with without_autocast(w.device.type):
         return list(forward_parts(w.to(dtype), Operand.parse(operand)))
 
 

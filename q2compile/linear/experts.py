@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from q2compile.linear.autocast import cast
 from q2compile.linear.autograd import Codes, OneWeight, Saved, backward, forward, unit_of
 from q2compile.recipes.recipe import Gemm, Recipe, parse
 
@@ -108,7 +109,7 @@ def grouped_linear(
 
 def batched_linear(x: Tensor, w: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int) -> Tensor:
     """y [E, ..., N]: x[e] [..., K] times w[e] [N, K]. Under autocast cast as bmm's operands are."""
-    x, w = _autocast(x, w)
+    x, w = cast(x, w)
     rows = x.reshape(w.shape[0], -1, w.shape[2])
     ends = torch.arange(1, w.shape[0] + 1, dtype=torch.int32, device=x.device) * rows.shape[1]
     y = grouped_linear(rows.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt)
@@ -124,7 +125,7 @@ def indexed_linear(
     tokens of an expert are quantised together for wgrad, and a weight once. index [T] is integer;
     as in torch's indexing -1 is the last expert. Under autocast cast as bmm's operands are.
     """
-    x, w = _autocast(x, w)
+    x, w = cast(x, w)
     experts = w.shape[0]
     ordered, order = torch.where(index < 0, index + experts, index).sort(stable=True)
     ends = torch.searchsorted(
@@ -132,14 +133,6 @@ def indexed_linear(
     )
     y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, salt)
     return y[order.argsort()]
-
-
-def _autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, w
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), w.to(dtype)
 
 
 for _schema, _function in {

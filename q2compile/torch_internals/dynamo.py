@@ -130,9 +130,11 @@ def restore_arguments(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None
     if tracing is None:
         return
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        context = tracing.tensor_to_context.get(value) if _is_own_parameter(value) else None
-        if "grapharg" not in node.meta and hasattr(context, "tensor_source"):
-            node.meta["grapharg"] = _Argument(weakref.ref(value), context.tensor_source)
+        if "grapharg" in node.meta or not _is_own_parameter(value):
+            continue
+        source = getattr(tracing.tensor_to_context.get(value), "tensor_source", None)
+        if source is not None:
+            node.meta["grapharg"] = _Argument(weakref.ref(value), source)
 
 
 def _is_own_parameter(value: Any) -> bool:

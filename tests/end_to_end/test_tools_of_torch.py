@@ -195,6 +195,18 @@ def test_transforms_of_torch_func(transform):
     assert any("torch.func" in row.why for row in rows)
 
 
+def test_a_model_without_numbers():
+    """On the meta device, which knows no autocast either: a report of what is too large to make."""
+    with torch.device("meta"):
+        model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+    with torch.autocast("cpu"):
+        y = compiled(model, inner="eager")(x)
+    y.sum().backward()
+    assert (y.shape, model.up.weight.grad.shape) == (x.shape, model.up.weight.shape)
+    rows = explain(model, x, options={"inner": "eager"}).rows
+    assert [(row.module, row.taken) for row in rows] == [("up", True), ("down", True)]
+
+
 def test_second_derivatives_are_refused():
     """As everywhere under AOTAutograd. Nothing saved leads back to x, so who allows that x is not
     used, as vhp does unless strict, is given zeros; Inductor alone raises there, too."""

@@ -1,0 +1,24 @@
+"""Autocast as torch's own linear meets it, and a region without; meta, say, knows no autocast."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cast(x: Tensor, *others: Any) -> tuple[Any, ...]:
+    """``x`` and ``others`` in the dtype of autocast for the device of ``x``, if it is enabled."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *others))
+
+
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
