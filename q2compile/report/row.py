@@ -44,6 +44,7 @@ class Row:
     graph         number of the compiled graph; None for a linear that never reached the backend
     calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
     scope         the module whose code holds the matmul, where it has no parameter to name it
+    measured      {"device", "microseconds", "bf16_microseconds"} where it was timed, else {}
     source        [file, line, code] of the matmul in the model's source; [] where it is not known
     """
 
@@ -70,6 +71,7 @@ class Row:
     salt: int | None = None
     has_parameter: bool = True
     calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     scope: str = ""
     source: list[Any] = field(default_factory=list)
 

@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from q2compile.errors import ConfigError
 from q2compile.report.page.document import report_page
 from q2compile.report.read_dump import read_dump
 from q2compile.telemetry.page.document import telemetry_page
 from q2compile.telemetry.page.read import is_telemetry
+from q2compile.tools.measure import measure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,19 +25,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the folder given as options={'dump': DIR} or as telemetry's 'to'",
     )
     parser.add_argument("-o", "--output", help="the page to write; default DIR/report.html")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time each matmul that was taken on this machine, beside BF16",
+    )
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
-    page = telemetry_page(folder) if is_telemetry(folder) else dump_page(folder)
+    if is_telemetry(folder):
+        if arguments.measure:
+            raise ConfigError("--measure times the matmuls of a dump; telemetry's folder has none")
+        page = telemetry_page(folder)
+    else:
+        page = dump_page(folder, arguments.measure)
     path = Path(arguments.output or Path(arguments.folder) / "report.html")
     path.write_text(page, encoding="utf-8")
     print(path)
     return 0
 
 
-def dump_page(folder: str | Path) -> str:
-    """A dump folder as one page: rows, then every graph's stages.
+def dump_page(folder: str | Path, measured: bool = False) -> str:
+    """A dump folder as one page: rows, then every graph's stages; with times of this machine if
+    ``measured``.
 
     Raises ValueError when ``folder`` holds no report.json, or files that no dump has.
     """
     folder = Path(folder)
-    return report_page(folder.name or str(folder), *read_dump(folder))
+    rows, notes, graphs = read_dump(folder)
+    if measured:
+        measure(rows)
+    return report_page(folder.resolve().name, rows, notes, graphs)

@@ -111,9 +111,15 @@ def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
     if ratios := predicted_ratios(taken):
         each = ", ".join(f"on {name} {time_words(ratio)}" for name, ratio in ratios.items())
         said.append(f"Predicted from data sheets for these matmuls: {each}.")
-    devices = {row["device"] for row in taken if row["device"]}
-    if ratios and devices <= {"cpu"}:
-        said.append("Nothing was measured: they were compiled for a CPU.")
+    measured = [row["measured"] for row in taken if row["measured"]]
+    for device in dict.fromkeys(times["device"] for times in measured):
+        own, bf16 = (
+            sum(times[key] for times in measured if times["device"] == device)
+            for key in ("microseconds", "bf16_microseconds")
+        )
+        said.append(f"Measured on {device}, each alone: {time_words(own / bf16)}.")
+    if ratios and not measured:
+        said.append("Not measured (q2compile report --measure does).")
     return said
 
 

@@ -18,6 +18,9 @@ function details(data, row, links) {
     row.taken && Object.keys(row.predicted).length
       ? ["Predicted", predictionList(data, row)]
       : null,
+    row.measured.device
+      ? ["Measured", h("ul", { class: "plain" }, timesText(row.measured.device, row.measured))]
+      : null,
     row.flops
       ? [
           "Work",
@@ -67,21 +70,14 @@ function savedWords(row) {
 }
 
 function predictionList(data, row) {
-  return h(
-    "ul",
-    { class: "plain" },
-    data.devices
-      .filter(({ column }) => row.predicted[column])
-      .map(({ column, name }) => {
-        const { microseconds, bf16_microseconds: bf16 } = row.predicted[column];
-        return h(
-          "li",
-          {},
-          h("b", {}, name),
-          ` ${timeWords(microseconds / bf16)}: ${microsecondsText(microseconds)}, BF16 ${microsecondsText(bf16)}`,
-        );
-      }),
-  );
+  const devices = data.devices.filter(({ column }) => row.predicted[column]);
+  const each = devices.map(({ column, name }) => timesText(name, row.predicted[column]));
+  return h("ul", { class: "plain" }, each);
+}
+
+function timesText(name, { microseconds, bf16_microseconds: bf16 }) {
+  const times = `${microsecondsText(microseconds)}, BF16 ${microsecondsText(bf16)}`;
+  return h("li", {}, h("b", {}, name), ` ${timeWords(microseconds / bf16)}: ${times}`);
 }
 
 function sourceText([file, line, code]) {

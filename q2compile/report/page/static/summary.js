@@ -127,40 +127,55 @@ function bar(name, value, largest, text, tint) {
   );
 }
 
-// For each GPU that is predicted for, and each that was measured on.
+// Predicted, for each GPU, and measured, where it was.
 function timeTiles(data) {
-  const rows = data.rows.filter((row) => row.taken && Object.keys(row.predicted).length);
-  if (!rows.length) return [];
-  const times = data.devices
-    .map(({ column, name }) => {
-      const sum = (key) =>
-        rows.reduce((total, row) => total + (row.predicted[column] || { [key]: 0 })[key], 0);
+  const predicted = data.devices.map(({ column, name }) => ({
+    name,
+    times: data.rows.filter((row) => row.taken).map((row) => row.predicted[column]),
+  }));
+  const measured = new Map();
+  for (const { measured: times } of data.rows) {
+    if (!times.device) continue;
+    if (!measured.has(times.device)) measured.set(times.device, []);
+    measured.get(times.device).push(times);
+  }
+  const stands = h(
+    "details",
+    {},
+    h("summary", {}, "what this stands on"),
+    h("p", { class: "muted" }, data.assumptions),
+  );
+  const alone = h("p", { class: "muted" }, "each matmul alone, forward and backward, not fused");
+  return [
+    timeTile("Predicted time", predicted, stands),
+    timeTile(
+      "Measured time",
+      [...measured].map(([name, times]) => ({ name, times })),
+      alone,
+    ),
+  ];
+}
+
+// devices: [{name, times}]; null if none has times.
+function timeTile(title, devices, note) {
+  const sums = devices
+    .map(({ name, times }) => {
+      const known = times.filter(Boolean);
+      const sum = (key) => known.reduce((total, one) => total + one[key], 0);
       return { name, own: sum("microseconds"), bf16: sum("bf16_microseconds") };
     })
     .filter(({ bf16 }) => bf16);
-  return [
-    tile(
-      "Predicted time",
-      timesHeadline(times),
-      ...times.flatMap(({ name, own, bf16 }) => [
-        h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(own / bf16)}`),
-        bar(
-          "here",
-          own,
-          Math.max(own, bf16),
-          microsecondsText,
-          own > bf16 ? "var(--series-3)" : "var(--series-0)",
-        ),
-        bar("BF16", bf16, Math.max(own, bf16), microsecondsText),
-      ]),
-      h(
-        "details",
-        {},
-        h("summary", {}, "what this stands on"),
-        h("p", { class: "muted" }, data.assumptions),
-      ),
-    ),
-  ];
+  if (!sums.length) return null;
+  const bars = sums.flatMap(({ name, own, bf16 }) => {
+    const largest = Math.max(own, bf16);
+    const tint = own > bf16 ? "var(--series-3)" : "var(--series-0)";
+    return [
+      h("p", { class: "device" }, h("b", {}, name), ` ${timeWords(own / bf16)}`),
+      bar("here", own, largest, microsecondsText, tint),
+      bar("BF16", bf16, largest, microsecondsText),
+    ];
+  });
+  return tile(title, timesHeadline(sums), ...bars, note);
 }
 
 function timesHeadline(times) {

@@ -14,6 +14,7 @@ from q2compile.report.page.headline import bytes_words, headline, time_words
 from q2compile.report.page.saved_tensors import saved_tensors
 from q2compile.report.read_dump import read_dump
 from q2compile.report.row import Row
+from q2compile.tools.measure import measure
 from q2compile.tools.report_page import dump_page
 from tests.support.page_data import data_of
 from tests.support.page_dumps import SCRIPT, dump_of_net, widened
@@ -82,7 +83,7 @@ def test_nodes_have_their_source_and_dynamos_node(dumped):
 def test_old_reports_render(dumped):
     """Written before rows had calls, a scope and a source, and graphs nodes.json."""
     rows, notes, graphs = read_dump(dumped)
-    new = ("calls", "scope", "source")
+    new = ("calls", "measured", "scope", "source")
     old = [Row(**{k: v for k, v in r.items() if k not in new}).to_json() for r in rows]
     files = {n: {f: t for f, t in of.items() if f != "nodes.json"} for n, of in graphs.items()}
     shown = document("old", old, notes, files)["rows"]
@@ -153,7 +154,26 @@ def test_the_headline_of_a_model(dumped):
     kept = r"For the backward pass the matmuls taken keep .* where BF16 takes .*: 4\.\d\d bits a "
     assert re.fullmatch(rf"{kept}number instead of 16\.", saved)
     assert predicted.startswith("Predicted from data sheets for these matmuls: on B200 ")
-    assert measured == "Nothing was measured: they were compiled for a CPU."
+    assert measured == "Not measured (q2compile report --measure does)."
+
+
+def test_measured_times(dumped):
+    """On this machine's CPU, where nothing can be gained. Equal matmuls are timed once."""
+    rows, notes, graphs = read_dump(dumped)
+    up = [r for r in rows if r["module"].endswith("up")]
+    measure(up, inner="eager")
+    assert len({id(r["measured"]) for r in up}) == 1
+    times = up[0]["measured"]
+    assert times["device"] == "CPU"
+    assert times["microseconds"] > times["bf16_microseconds"] > 0
+    assert re.fullmatch(
+        r"Measured on CPU, each alone: .* times BF16's time \(slower\)\.", headline(up)[-1]
+    )
+    up[0]["device"] = "tpu"
+    with pytest.raises(
+        ValueError, match="--measure: .* compiled for 'tpu', which this machine lacks"
+    ):
+        measure(up, inner="eager")
 
 
 def test_headlines_of_little():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from q2compile.report.page.document import report_page
+from q2compile.report.read_dump import read_dump
 from q2compile.tools import cli
 from tests.support.page_dumps import SCRIPT, dump_of_net, widened
 
@@ -252,7 +253,7 @@ def test_old_dumps_open(browser, dumped, tmp_path):
     shutil.copytree(dumped, folder)
     rows = json.loads((folder / "report.json").read_text())
     for row in rows:
-        for key in ("calls", "scope", "source"):
+        for key in ("calls", "measured", "scope", "source"):
             del row[key]
     (folder / "report.json").write_text(json.dumps(rows))
     (folder / "graph_0" / "nodes.json").unlink()
@@ -263,6 +264,20 @@ def test_old_dumps_open(browser, dumped, tmp_path):
     browser.click(".details a", "graph 0")
     assert "layers.0.up" in browser.find(".info").text
     assert browser.errors() == []
+
+
+def test_measured_times_are_shown(browser, dumped, tmp_path):
+    rows, notes, graphs = read_dump(dumped)
+    times = {"device": "<b>GPU", "microseconds": 45.0, "bf16_microseconds": 100.0}
+    for row in rows:
+        row["measured"] = times if row["taken"] else {}
+    path = tmp_path / "page.html"
+    path.write_text(report_page("measured", rows, notes, graphs))
+    browser.open(path)
+    assert browser.find(".tile", "Measured time0.45 of BF16's")
+    browser.click("#table .opener", "▸layers.0–3.up")
+    text = "<b>GPU 0.45 of BF16's time (2.2 times as fast): 45 µs, BF16 100 µs"
+    assert text in browser.find(".details .facts").text
 
 
 def test_a_page_of_nothing_opens(browser, tmp_path):
