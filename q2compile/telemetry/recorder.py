@@ -35,7 +35,7 @@ from q2compile.telemetry.folder import Folder, Record
 from q2compile.telemetry.into_graph import Layout, Place, instrument
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import STEPS, Finding
-from q2compile.torch_internals.aot_autograd import backward_node, in_backward
+from q2compile.torch_internals.aot_autograd import backward_node, computes_again
 
 KINDS = ("forward", "backward")
 _OPERANDS = 8  # of one linear, at most, in one graph
@@ -131,7 +131,7 @@ class Recorder:
         """The callable that Dynamo gets."""
 
         def call(*args: Any) -> Any:
-            if not torch.is_grad_enabled() or in_backward():  # a checkpoint computes it again
+            if not torch.is_grad_enabled() or computes_again():
                 return plain(*args)
             number = self._begin(clock.trains(), args)
             step = self._calls.step

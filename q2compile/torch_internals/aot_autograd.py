@@ -75,9 +75,13 @@ def backward_node(outputs: Any) -> Any:
     return None
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward now, on this thread."""
-    return torch._C._current_graph_task_id() != -1
+def computes_again() -> bool:
+    """Whether a checkpointed region is computed a second time now, for its backward. The older,
+    reentrant kind of checkpoint is none of that: there this is the only time with gradients.
+    """
+    if torch._C._current_graph_task_id() == -1:  # autograd runs no backward on this thread
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def graph_kind(graph: fx.Graph) -> str:
