@@ -113,3 +113,10 @@ def in_compiled_autograd() -> bool:
     from torch._dynamo import compiled_autograd
 
     return compiled_autograd.in_compiled_autograd_region
+
+
+def compiles_autograd() -> bool:
+    """Whether compiled autograd takes over the backward of what runs now."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)

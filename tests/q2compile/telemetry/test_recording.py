@@ -285,6 +285,15 @@ def test_a_backward_that_is_compiled_at_once(tmp_path):
     assert operands(records(tmp_path), 1) == all_operands(names(1))
 
 
+def test_beside_compiled_autograd(tmp_path):
+    """Whose graphs are not recorded: the forward is."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        model = new_model(blocks=1)
+        train(model, compiled(model, tmp_path, every=2), steps=3)
+    wanted = {o for o in all_operands(names(1)) if o[1] == "fprop"}
+    assert operands(records(tmp_path), 0) == operands(records(tmp_path), 2) == wanted
+
+
 def test_files(tmp_path):
     """CSV has what JSONL has; the summary is short; a second run goes on."""
     model = new_model(blocks=1)
