@@ -60,8 +60,8 @@ def compiled_function() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]]
 
 @contextmanager
 def not_compiled(model: Any) -> Iterator[None]:
-    """``model`` as it was before ``model.compile(...)``, which else runs what it compiled, by its
-    own backend and options, inside of any torch.compile."""
+    """``model`` as it was before ``model.compile(...)``: what that compiled, by its own backend and
+    options, would run inside of any torch.compile."""
     compiled = getattr(model, "_compiled_call_impl", None)
     if compiled is None:
         yield

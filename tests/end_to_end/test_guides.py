@@ -40,7 +40,16 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "examples" / "guides"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(GUIDES.glob("*.md"))]
-DOCUMENTS = sorted({*PAGES, *ROOT.glob("examples/**/*.md"), *ROOT.glob("tests/*.md")})
+PAGES += [GUIDES.parent / name / "README.md" for name in ("", "benchmarks", "pretraining")]
+
+
+def tracked() -> list[Path]:
+    """A user's notes beside them are nobody's business."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in done.stdout.splitlines()]
+
+
+DOCUMENTS = [path for path in tracked() if path.suffix == ".md"]
 # Programs that a command may start without a path: those of the reader.
 READERS_OWN = {"train.py"}
 # Pages whose blocks call what they compile, a model other than `model`.
@@ -80,7 +89,7 @@ def run_python(page: Page, block: Block) -> None:
         exec(code, page.names)
     if "options" in page.names and page.names["options"] is not before["options"]:
         Config.from_options(page.names["options"])
-    if 'backend="quartet2"' in block.text and page.path.name not in RUN_THEIR_OWN:
+    if re.search(r'\bmodel\b.*compile\(', block.text) and page.path.name not in RUN_THEIR_OWN:
         train_a_step(page.names)
 
 
@@ -167,8 +176,8 @@ def installs(page: Page, words: list[str]) -> None:
     assert words[0] == "install"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    ours = (re.split(r"[^\w-]", x)[0] for extra in extras.values() for x in extra)
-    known = {"tensorboard", "tlparse", *ours}
+    known = {re.split(r"[^\w-]", name)[0] for extra in extras.values() for name in extra}
+    known |= {"tensorboard", "tlparse"}  # programs of others, which read what ours write
     for word in words[1:]:
         own = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
         if own:
@@ -295,11 +304,6 @@ VARIABLES: dict[str, Callable[[Page, str], None]] = {
 
 
 # ---- the pages ----------------------------------------------------------------------------------
-
-
-def tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    return [ROOT / name for name in listed.stdout.splitlines()]
 
 
 def name_of(path: Path) -> str:
