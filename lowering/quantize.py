@@ -58,7 +58,8 @@ def _apart(x: ir.TensorBox) -> ir.TensorBox:
         inner_fn=x.make_loader(),
         ranges=list(x.get_size()),
     )
-    V.graph.no_fuse_buffer_names.add(copy.realize())
+    copy.realize()
+    V.graph.no_fuse_buffer_names.add(copy.get_name())
     return copy
 
 

@@ -110,7 +110,8 @@ def test_entries_of_the_front() -> None:
 
 def test_no_long_files() -> None:
     counts = {
-        relative(p): len(p.read_text().splitlines()) for p in files(".py", ".cu", ".cuh", ".html")
+        relative(p): len(p.read_text().splitlines())
+        for p in files(".py", ".cu", ".cuh", ".html", ".css", ".js")
     }
     assert len(counts) > 20
     assert {name: count for name, count in counts.items() if count > MAX_FILE} == {}
@@ -269,7 +270,7 @@ def test_no_paths_of_one_machine() -> None:
     pattern = re.compile(
         r"(?<![\w.:/])/(" + "|".join(["work", "root", "home", "tmp", "Users"]) + r")/"
     )
-    texts = [*files(".py", ".cu", ".cuh", ".html", ".json", ".md"), *documents()]
+    texts = [*files(".py", ".cu", ".cuh", ".html", ".css", ".js", ".json", ".md"), *documents()]
     texts += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci" / "run"]
     assert [relative(p) for p in texts if pattern.search(p.read_text())] == []
 
@@ -310,7 +311,7 @@ def test_the_wheel_holds_every_source(tmp_path: Path) -> None:
         "/".join(
             [*PACKAGES[p.relative_to(ROOT).parts[0]].split("."), *p.relative_to(ROOT).parts[1:]]
         )
-        for p in files(".py", ".cu", ".cuh", ".html", folders=list(PACKAGES))
+        for p in files(".py", ".cu", ".cuh", ".html", ".css", ".js", folders=list(PACKAGES))
     }
     assert expected - shipped == set(), "add the folder to [tool.setuptools] packages"
     assert shipped - expected == set()

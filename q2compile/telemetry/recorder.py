@@ -35,10 +35,15 @@ from q2compile.telemetry.folder import Folder, Record
 from q2compile.telemetry.into_graph import Layout, Place, instrument
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import STEPS, Finding
-from q2compile.torch_internals.aot_autograd import backward_node, in_backward
+from q2compile.torch_internals.aot_autograd import (
+    backward_node,
+    compiles_autograd,
+    computes_again,
+)
 
 KINDS = ("forward", "backward")
 _OPERANDS = 8  # of one linear, at most, in one graph
+_MOST_LAYERS = 1024  # that a graph serves; where parameters are made anew in each call, more come
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Recorder:
         """The callable that Dynamo gets."""
 
         def call(*args: Any) -> Any:
-            if not torch.is_grad_enabled() or in_backward():  # a checkpoint computes it again
+            if not torch.is_grad_enabled() or computes_again():
                 return plain(*args)
             number = self._begin(clock.trains(), args)
             step = self._calls.step
@@ -157,10 +162,19 @@ class Recorder:
             self._calls.step = step
             self._calls.recorded.clear()
             self.folder.begin(step)
-        key = tuple(id(args[i]) for i in self._parameters)
-        number = self._calls.numbers.setdefault(key, len(self._calls.numbers))
+        number = self._number(args)
         self._point(step, number)
         return number
+
+    def _number(self, args: Sequence[Any]) -> int:
+        """Which layer calls: 0 for the one that the graph was compiled for."""
+        if self._capacity == 1:
+            return 0
+        key = tuple(id(args[i]) for i in self._parameters)
+        known = self._calls.numbers
+        if key not in known and len(known) < _MOST_LAYERS:
+            known[key] = len(known)
+        return known.get(key, _MOST_LAYERS)
 
     def _point(self, step: int, number: int) -> None:
         """Say on the device where marks go."""
@@ -204,7 +218,7 @@ class Recorder:
 
     def _follow_backward(self, outputs: Any, step: int, number: int, records: bool) -> None:
         """Have autograd tell when the backward of this call begins, and when it has run."""
-        node = backward_node(outputs)
+        node = None if compiles_autograd() else backward_node(outputs)
         if node is None:
             return
         if self._capacity > 1:

@@ -75,9 +75,13 @@ def backward_node(outputs: Any) -> Any:
     return None
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward now, on this thread."""
-    return torch._C._current_graph_task_id() != -1
+def computes_again() -> bool:
+    """Whether a checkpointed region is computed a second time now, for its backward. The older,
+    reentrant kind of checkpoint is none of that: there this is the only time with gradients.
+    """
+    if torch._C._current_graph_task_id() == -1:  # autograd runs no backward on this thread
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def graph_kind(graph: fx.Graph) -> str:
@@ -109,3 +113,10 @@ def in_compiled_autograd() -> bool:
     from torch._dynamo import compiled_autograd
 
     return compiled_autograd.in_compiled_autograd_region
+
+
+def compiles_autograd() -> bool:
+    """Whether compiled autograd takes over the backward of what runs now."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)

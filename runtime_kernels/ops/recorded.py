@@ -120,7 +120,7 @@ def _requantize(
     spec = get_scheme(source_scheme)
 
     def values(chosen: torch.Tensor | None) -> torch.Tensor:
-        return source_values(*source, spec, chosen)[:rows]
+        return source_values(codes, scales, global_scale, spec, chosen)[:rows]
 
     amax = largest_of_codes(*source, spec)
     return [_measured(values, parts, plain_name(scheme), seed, transform, amax)]

@@ -151,7 +151,7 @@ function showDetail(module, rows) {
     figure.append(...readable(chart(rows, statistic, bounds), rows, statistic, bounds));
     grid.append(figure);
   }
-  const formats = element("p", { class: "muted" }, rows.map(({ name, row }) => `${name}: ${row.format}`).join("   "));
+  const formats = element("p", { class: "muted" }, rows.map(({ name, row }) => `${name}: ${row.format}`).join(" · "));
   detail.replaceChildren(element("header", {}, element("h2", {}, module), close), formats, grid);
 }
 

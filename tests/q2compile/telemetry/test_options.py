@@ -14,7 +14,7 @@ from q2compile.telemetry.options import TelemetryOptions
     [
         (3, r"telemetry: got 3; allowed: a mapping such as"),
         (True, r"telemetry: got True; allowed: a mapping"),
-        ({"evry": 3}, r"unknown key of telemetry 'evry'; did you mean 'every'\?"),
+        ({"everyy": 3}, r"unknown key of telemetry 'everyy'; did you mean 'every'\?"),
         ({"every": 0}, r"telemetry: every: got 0; allowed: a whole number of steps, from 1 on"),
         ({"every": True}, r"telemetry: every: got True"),
         ({"every": 1.5}, r"telemetry: every: got 1.5"),

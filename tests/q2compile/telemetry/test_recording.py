@@ -13,6 +13,7 @@ import q2compile
 from q2compile.recipes.published import RECIPES
 from q2compile.telemetry.folder import Folder
 from tests.q2compile.telemetry.training import (
+    LINEARS,
     WIDTH,
     all_operands,
     batch,
@@ -56,19 +57,18 @@ class OfAllRecipes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [("eager", torch.float32), ("inductor", torch.bfloat16)]
+)
 def test_no_bit_changes(inner, dtype, tmp_path):
     """Of losses and gradients, in recorded steps and in others, whatever the recipe."""
-    if inner == "inductor" and dtype == torch.float32:
-        pytest.skip("bf16 is what fusion could round otherwise")
     policy = {name: name for name in QUANTISING}
     seen = []
     for folder in (None, tmp_path):
         torch.manual_seed(0)
         model = OfAllRecipes().to(dtype)
         call = compiled(model, folder, policy=policy, inner=inner, every=2)
-        seen.append(train(model, call, steps=4))
+        seen.append(train(model, call, steps=3))
         torch._dynamo.reset()
     assert same(*seen)
     found = records(tmp_path)
@@ -111,7 +111,7 @@ def test_operands_that_gemms_share_have_the_same_numbers(tmp_path):
 
 
 def test_every(tmp_path):
-    model = new_model()
+    model = new_model(blocks=1)
     train(model, compiled(model, tmp_path, every=3), steps=8)
     assert sorted({r["step"] for r in records(tmp_path)}) == [0, 3, 6]
 
@@ -200,9 +200,11 @@ def test_inference_records_nothing_and_counts_nothing(tmp_path):
     assert {r["step"] for r in records(tmp_path)} == {0}
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", ["inside", "outside", "reentrant"])
 def test_under_checkpointing(where, tmp_path):
-    """Of the graph, or around a compiled block, whose forward is then called again."""
+    """Of the graph, or around a compiled block, whose forward is then called again; of the
+    reentrant kind only the second call has gradients, and no module around the block is in sight.
+    """
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -211,7 +213,7 @@ def test_under_checkpointing(where, tmp_path):
 
         def forward(self, x):
             for layer in self.model.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
+                x = checkpoint(layer, x, use_reentrant=where == "reentrant")
             return x
 
     seen = []
@@ -224,11 +226,11 @@ def test_under_checkpointing(where, tmp_path):
             for layer in model.model.layers:
                 kind = {"telemetry": {"every": 2, "to": str(folder)}} if folder else {}
                 layer.compile(backend="quartet2", options={"inner": "eager", **kind})
-        seen.append(train(model, call, steps=3))
+        seen.append(train(model, call, steps=3, inputs_need_gradients=where == "reentrant"))
         torch._dynamo.reset()
     assert same(*seen)
     found = records(tmp_path)
-    modules = [f"model.{name}" for name in names()]
+    modules = LINEARS if where == "reentrant" else [f"model.{name}" for name in names()]
     assert operands(found, 0) == operands(found, 2) == all_operands(modules)
     assert len(found) == 2 * len(all_operands(modules))
 
@@ -282,6 +284,15 @@ def test_a_backward_that_is_compiled_at_once(tmp_path):
         model = new_model(blocks=1)
         train(model, compiled(model, tmp_path, on_error="bf16"), steps=2)
     assert operands(records(tmp_path), 1) == all_operands(names(1))
+
+
+def test_beside_compiled_autograd(tmp_path):
+    """Whose graphs are not recorded: the forward is."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        model = new_model(blocks=1)
+        train(model, compiled(model, tmp_path, every=2), steps=3)
+    wanted = {o for o in all_operands(names(1)) if o[1] == "fprop"}
+    assert operands(records(tmp_path), 0) == operands(records(tmp_path), 2) == wanted
 
 
 def test_files(tmp_path):

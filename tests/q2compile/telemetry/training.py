@@ -55,7 +55,9 @@ def batch(step: int, like: nn.Module) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator).to(weight)
 
 
-def train(model, call, steps=3, micro_batches=1, before=None, lr=0.05) -> list[Tensor]:
+def train(
+    model, call, steps=3, micro_batches=1, before=None, lr=0.05, inputs_need_gradients=False
+) -> list[Tensor]:
     """Losses and gradients of all steps; the optimizer's step ends each. before(step): called
     first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -65,7 +67,8 @@ def train(model, call, steps=3, micro_batches=1, before=None, lr=0.05) -> list[T
         if before is not None:
             before(step)
         for part in range(micro_batches):
-            loss = call(batch(step * micro_batches + part, model)).float().square().mean()
+            x = batch(step * micro_batches + part, model).requires_grad_(inputs_need_gradients)
+            loss = call(x).float().square().mean()
             loss.backward()
             seen.append(loss.detach())
         seen += [p.grad.clone() for p in model.parameters()]
