@@ -89,7 +89,7 @@ def run_python(page: Page, block: Block) -> None:
         exec(code, page.names)
     if "options" in page.names and page.names["options"] is not before["options"]:
         Config.from_options(page.names["options"])
-    if re.search(r'\bmodel\b.*compile\(', block.text) and page.path.name not in RUN_THEIR_OWN:
+    if re.search(r"\bmodel\b.*compile\(", block.text) and page.path.name not in RUN_THEIR_OWN:
         train_a_step(page.names)
 
 
