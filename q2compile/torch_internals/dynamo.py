@@ -6,7 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -82,6 +82,15 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile or Module.compile was called on it."""
     compiled = module._compiled_call_impl is not None
     return compiled or isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def compiling_alone() -> AbstractContextManager[Any]:
+    """No other thread compiles meanwhile: tracing patches nn.Module for all of them. Dynamo holds
+    this lock while it calls a backend; what is compiled later has to take it itself.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def compile_id() -> str:

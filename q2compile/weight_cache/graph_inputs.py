@@ -15,7 +15,7 @@ import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
 from q2compile.recipes.recipe import parse
-from q2compile.torch_internals.dynamo import copied, parameter_of
+from q2compile.torch_internals.dynamo import compiling_alone, copied, parameter_of
 from q2compile.weight_cache.cache import Form, parts_of
 
 _LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default
@@ -172,7 +172,8 @@ def with_codes(
     def make(form: Form, w: Tensor) -> Sequence[Tensor]:
         key = (form, w.shape, w.stride(), w.dtype, w.device)
         if key not in makers:
-            makers[key] = compile_form(form.graph(), [w.detach()])
+            with compiling_alone():
+                makers[key] = compile_form(form.graph(), [w.detach()])
         return makers[key](w.detach())
 
     def call(*args: Any) -> Any:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 
 import q2compile
 from q2compile.weight_cache import graph_inputs
@@ -233,3 +234,17 @@ def test_a_captured_quantisation_is_part_of_the_capture():
         w.add_(1)
     graph.replay()
     assert make.calls == 2 and torch.equal(codes, w)
+
+
+def test_codes_are_compiled_while_no_other_thread_compiles():
+    """At the first call, where Dynamo's lock isn't held: tracing changes nn.Module for all threads,
+    and a thread that Dynamo compiled for met it."""
+    owned = []
+
+    def compile_form(gm, inputs):
+        owned.append(compile_lock._is_owned())
+        return gm.forward
+
+    weight = nn.Parameter(torch.randn(32, 32))
+    call = graph_inputs.with_codes(lambda *args: len(args), [(0, FORM)], compile_form)
+    assert (call(weight), owned) == (4, [True])
