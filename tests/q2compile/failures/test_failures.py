@@ -155,7 +155,8 @@ def test_on_error_bf16_compiles_the_graph_as_if_q2compile_were_not_there(
     model, x = Net(), torch.randn(2, 8, 32)
     with pytest.warns(FaultWarning, match="boom") as caught:
         y, grads = step(model, x, **EAGER, on_error="bf16", dump=str(tmp_path))
-    assert len(caught) == 1 and "It runs in bf16 now." in str(caught[0].message)
+    said = [str(w.message) for w in caught if w.category is FaultWarning]  # torch warns, too
+    assert len(said) == 1 and "It runs in bf16 now." in said[0]
     monkeypatch.undo()  # nothing is broken any more
     torch._dynamo.reset()
     own, own_grads = step(model, x, **EAGER, recipe="bf16")
