@@ -34,6 +34,9 @@ R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
 Placements = list[Placement]
 
+# torch 2.11 flattens the x of a linear, which DTensor refuses when it is sharded in the sequence.
+FLATTENS_X = torch.__version__ < "2.12"
+
 
 @pytest.fixture(autouse=True, scope="module")
 def four_ranks() -> Iterator[None]:
@@ -88,7 +91,10 @@ def collectives(model: Placed, recipe: str, folder: Path) -> Counter[str]:
         ([S2], [S1], [R]),  # row-wise
         ([R], [S1], [R]),
         ([S0], [R], [R]),  # data parallel
-        ([S1], [R], None),  # sequence parallel
+        pytest.param(
+            *([S1], [R], None),  # sequence parallel
+            marks=pytest.mark.skipif(FLATTENS_X, reason="torch 2.11 flattens a sharded sequence"),
+        ),
         ([R], [R], [R]),  # redundant
         ([S0, R], [R, S0], [R, S0]),  # data x column-wise
         ([S0, S2], [R, S1], [R, R]),  # data x row-wise
@@ -150,9 +156,10 @@ def test_the_report_has_a_ranks_part() -> None:
     shapes = {
         (BATCH * SEQ, N // 4, K): ([R], [S0]),
         (BATCH * SEQ, N, K // 4): ([S2], [S1]),
-        (BATCH * SEQ // 4, N, K): ([S1], [R]),
         (BATCH * SEQ // 2, N // 2, K): ([S0, R], [R, S0]),
     }
+    if not FLATTENS_X:
+        shapes[BATCH * SEQ // 4, N, K] = ([S1], [R])
     for shape, (x, w) in shapes.items():
         model = Placed(x, w)
         (row,) = reported(model, model.part()).rows
