@@ -112,19 +112,24 @@ collector: ContextVar[Report | None] = ContextVar("q2compile_report", default=No
 
 
 def _predictions(rows: list[Row]) -> list[str]:
-    """The predicted gain over all that is taken, and what it stands on; [] without a prediction."""
+    """The predicted time of all that is taken, and what it stands on; [] without a prediction."""
     predicted = [row for row in rows if row.predicted]
     taken = [row.predicted for row in predicted if row.taken]
     notes = [ASSUMPTIONS] if predicted else []
     if taken:
-        speeds = []
+        of_bf16 = []
         for device in DEVICES:
             bf16, own = (
                 sum(times[device.column][key] for times in taken)
                 for key in ("bf16_microseconds", "microseconds")
             )
-            speeds.append(f"{bf16 / own:.2f}x of BF16 on {device.name}")
-        notes.insert(0, f"predicted for the matmuls taken together: {', '.join(speeds)}")
+            of_bf16.append(f"{own / bf16:.2f} on {device.name}")
+        columns = " and ".join(device.column for device in DEVICES)
+        notes.insert(
+            0,
+            f"predicted time over BF16's, of the matmuls taken together: {', '.join(of_bf16)}; "
+            f"of each in the columns {columns}",
+        )
     return notes
 
 

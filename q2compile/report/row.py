@@ -109,6 +109,6 @@ def cells(row: Row) -> dict[str, str]:
         "recipe": row.recipe if row.taken else "",
         **gemms,
         "saved": saved_text(row),
-        **{name: f"{of['speed']:.2f}x" for name, of in row.predicted.items()},
+        **{name: f"{1 / of['speed']:.2f}" for name, of in row.predicted.items()},
         "why": row.why,
     }

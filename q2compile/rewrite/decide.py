@@ -85,4 +85,4 @@ def why_left(prediction: Prediction | None) -> str:
         return ""
     at = ", ".join(f"{symbol} = {hint}" for symbol, hint in prediction.at.items())
     where = f" for {at}, the size it was compiled with" if at else ""
-    return f"auto: predicted {speed:.2f}x of BF16 on {device.name}{where}"
+    return f"auto: predicted to take {1 / speed:.2f} times BF16's time on {device.name}{where}"

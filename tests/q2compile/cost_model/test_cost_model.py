@@ -1,5 +1,7 @@
 """The cost model by hand-made sums, the policy "auto", and the report's columns."""
 
+import re
+
 import pytest
 import sympy
 import torch
@@ -206,7 +208,8 @@ def test_auto_takes_the_large_and_leaves_the_small():
     assert (middle.recipe, middle.pattern, middle.fprop) == ("quartet2", "*", QUARTET2.texts()[0])
     assert (up.recipe, up.fprop, up.wanted) == ("bf16", "bf16", False)
     speed = up.predicted["b200"]["speed"]
-    assert up.why == f"auto: predicted {speed:.2f}x of BF16 on B200" and speed < 1
+    said = re.fullmatch(r"auto: predicted to take ([\d.]+) times BF16's time on B200", up.why)
+    assert float(said[1]) == pytest.approx(1 / speed, abs=0.01) and speed < 1
     assert middle.predicted["b200"]["speed"] > 1.5
 
 
@@ -263,10 +266,10 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     report = q2compile.explain(model, torch.randn(16, 64), options={"inner": "eager"})
     text = str(report).splitlines()
     assert text[0].split()[-3:] == ["b200", "rtx5090", "why"]
-    speeds = [f"{r.predicted[d.column]['speed']:.2f}x" for r in report.rows for d in DEVICES]
-    assert [word for line in text[2:4] for word in line.split()[-2:]] == speeds
+    times = [f"{1 / r.predicted[d.column]['speed']:.2f}" for r in report.rows for d in DEVICES]
+    assert [word for line in text[2:4] for word in line.split()[-2:]] == times
     assert text[-1] == f"note: {ASSUMPTIONS}"
-    assert text[-2].startswith("note: predicted for the matmuls taken together: ")
+    assert text[-2].startswith("note: predicted time over BF16's, of the matmuls taken together: ")
     page = report.to_html(tmp_path / "report.html")
     data = data_of(page)
     assert [d["column"] for d in data["devices"]] == [d.column for d in DEVICES]
