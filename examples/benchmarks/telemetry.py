@@ -57,8 +57,8 @@ def training_steps(
 
     on_gpu = device.type != "cpu"
     config = LlamaConfig(**(ON_GPU if on_gpu else ON_CPU), use_cache=False)
-    model = LlamaForCausalLM(config)
-    model.to(str(device))
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    model.to(device)
     shape = (8, 2048) if on_gpu else (2, 64)
     tokens = torch.randint(config.vocab_size, shape, device=device)
     options: dict[str, dict[str, Any]] = {
