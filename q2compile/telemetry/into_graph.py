@@ -20,6 +20,7 @@ import json
 import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ class Layout:
     def text(self) -> str:
         return json.dumps(asdict(self))
 
-    @classmethod
-    def parse(cls, text: str) -> Layout:
+    @staticmethod
+    @cache
+    def parse(text: str) -> Layout:
+        """What `text` wrote; once, since a graph that runs on the host notes in every step."""
         found = json.loads(text)
-        return cls(
+        return Layout(
             [(salt, gemm, role) for salt, gemm, role in found["marks"]],
             [((salt, gemm, role), index) for (salt, gemm, role), index in found["rows"]],
             found["weights"],

@@ -45,7 +45,7 @@ FIELDS = (
     "scale_subnormal",
     "scale_largest",
 )
-SAMPLE = 2**21  # elements
+SAMPLE = 2**20  # elements
 CODES_SAMPLE = 2**16  # codes of a weight that are kept, to see how many change
 GROUP = 16  # rows: those of a square block share a scale
 _LEAST_NORMAL = 2.0**-6  # of e4m3

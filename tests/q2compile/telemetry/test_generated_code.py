@@ -16,17 +16,16 @@ from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, lower_on
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HOPPER = 90
-RECIPES = ("quartet2", "nvfp4")  # the others have no loops of Inductor's that fuse there
 
 
-def graphs_of(monkeypatch, recipe: str, options: dict) -> dict[str, list[list[str]]]:
+def graphs_of(monkeypatch, options: dict) -> dict[str, list[list[str]]]:
     """Kind of graph -> the Triton kernels of each that was compiled for two training steps."""
     with monkeypatch.context() as patch, inductor_config.patch(INDUCTOR_OPTIONS):
         sources = emulate(patch, HOPPER)
         serve_as_on(patch, HOPPER)
         torch._dynamo.reset()
         model = new_model(blocks=1, dtype=torch.bfloat16)
-        step = torch.compile(model, backend="quartet2", options={"recipe": recipe, **options})
+        step = torch.compile(model, backend="quartet2", options=options)
         for _ in range(2):
             step(torch.zeros(256, WIDTH, dtype=torch.bfloat16)).sum().backward()
             telemetry.step()
@@ -44,12 +43,11 @@ def kernels(source: str) -> list[str]:
     return sorted(neutral.sub("", code.replace(name, "kernel")) for name, code in found)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_all_kernels_stay(recipe, monkeypatch, tmp_path):
-    plain = graphs_of(monkeypatch, recipe, {})
+def test_all_kernels_stay(monkeypatch, tmp_path):
+    plain = graphs_of(monkeypatch, {})
     forget_all()  # the steps of those graphs
     option = {"telemetry": {"every": 100, "to": str(tmp_path)}}
-    recorded = graphs_of(monkeypatch, recipe, option)
+    recorded = graphs_of(monkeypatch, option)
     forget_all()
     for kind, (wanted,) in plain.items():
         recording, idle = recorded[kind]  # in the order in which they are compiled

@@ -252,7 +252,7 @@ def test_blocks_that_share_a_graph_are_told_apart(tmp_path):
     assert amax["layers.1.up"] == pytest.approx(8 * amax["layers.0.up"], rel=0.2)
 
 
-@pytest.mark.parametrize("option", ["cache_weights", "recompute_weights", "keep_packed", "dump"])
+@pytest.mark.parametrize("option", ["cache_weights", "recompute_weights", "dump"])
 def test_beside_other_options(option, tmp_path):
     value = str(tmp_path / "graphs") if option == "dump" else True
     seen = []

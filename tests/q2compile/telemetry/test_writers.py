@@ -1,0 +1,56 @@
+"""TensorBoard's events, by a stand-in for its writer; a folder that can't be written any more."""
+
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.telemetry.copies import HostCopy
+from q2compile.telemetry.folder import Folder, Record, TelemetryWarning
+from q2compile.telemetry.options import TelemetryOptions
+from q2compile.telemetry.watch import Finding
+from q2compile.telemetry.writers import Tensorboard
+
+
+class Writer:
+    def __init__(self, path):
+        self.path, self.seen = path, []
+
+    def add_scalar(self, tag, value, step):
+        self.seen.append((tag, value, step))
+
+    def add_text(self, tag, text, step):
+        self.seen.append((tag, text, step))
+
+    def flush(self):
+        self.seen.append("flushed")
+
+
+def test_scalars(monkeypatch, tmp_path):
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    board = Tensorboard.where_installed(tmp_path, ("amax", "changed"))
+    row = {"step": 3, "module": "up", "gemm": "fprop", "operand": "x", "amax": 2.0}
+    finding = Finding((3,), 3, "up", "fprop", "x")
+    board.write([{**row, "changed": None}], finding)
+    board.flush()
+    text = "NaN or Inf first in x of fprop of up, at step 3"
+    assert board._writer.seen == [("amax/up.fprop.x", 2.0, 3), ("nonfinite", text, 3), "flushed"]
+
+
+def test_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert Tensorboard.where_installed(tmp_path, ()) is None
+
+
+def test_a_folder_that_is_gone_ends_no_training(tmp_path):
+    folder = Folder(TelemetryOptions(to=str(tmp_path / "records"), tensorboard=False))
+    shutil.rmtree(tmp_path / "records")
+    rows = [("up", "fprop", "x", "nvfp4", 0)]
+    folder.add(Record(0, rows, 1, [], HostCopy.of(torch.zeros(len(FIELDS)))))
+    with pytest.warns(TelemetryWarning, match="records: .*; what is missing there is lost"):
+        folder.flush()

@@ -1,0 +1,151 @@
+"""The recorded quantisers: outputs of the op they stand for, to the bit; statistics against those
+computed from `q2compile.quantize`; samples of large tensors."""
+
+import pytest
+import torch
+
+import q2compile
+from q2compile.runtime_kernels.numerics.layout import Tiling
+from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.statistics import (
+    CODES_SAMPLE,
+    FIELDS,
+    GROUP,
+    SAMPLE,
+    sampled_rows,
+)
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+
+q2 = torch.ops.q2
+EDEN = "nvfp4_ms_eden_pow2"
+
+
+def matrix(rows=64, columns=96):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator)
+    x[1] *= 1e-3
+    x[2, :48] = 0
+    return x.bfloat16()
+
+
+def seed():
+    return torch.tensor(11)
+
+
+def calls(ending=""):
+    """op -> (its arguments, the same quantisation through q2compile.quantize)"""
+    x = matrix()
+    source = q2compile.quantize(x, "nvfp4_46_pow2")
+    parts = (source.codes, source.scales, source.global_scale)
+    eden = {"transform": "rht128", "seed": seed()}
+    again = source.dequantize()
+    return {
+        "quantize": ((x, None, None, "nvfp4_46_pow2", 0), [(x, "nvfp4_46_pow2", {})]),
+        "quantize_masked": (
+            (x, "mxfp4_quest", "h32"),
+            [(x, "mxfp4_quest", {"transform": "h32"})],
+        ),
+        "rht_quantize": (
+            (x, seed(), EDEN + ending, "rht128", True, 0),
+            [(x, EDEN, {**eden, "transpose": True})],
+        ),
+        "rht_quantize_both": (
+            (x, seed(), seed(), EDEN + ending, "rht128", 0),
+            [(x, EDEN, eden), (x, EDEN, {**eden, "transpose": True})],
+        ),
+        "requantize": (
+            (*parts, seed(), "nvfp4_46_pow2", EDEN + ending, "rht128", 96, 1),
+            [(again, EDEN, {**eden, "transpose": True, "stream": 1})],
+        ),
+    }
+
+
+def measured(x, scheme, options):
+    """The statistics, in fp64. What was rounded is recovered by rotating x as quantising does."""
+    q = q2compile.quantize(x, scheme, **options)
+    rounded = q.dequantize(torch.float64, rotate_back=False)
+    exact = x.double().t() if q.transpose else x.double()
+    size = {"none": 1, "h32": 32, "rht128": 128}[q.transform]
+    if size > 1:
+        exact = torch.nn.functional.pad(exact, (0, -exact.shape[1] % size))
+        eye = torch.eye(size)
+        # Its rows as a quantiser rotates them: signs, then Hadamard.
+        tiling = Tiling.of(eye, size, transpose=False)
+        turn = tiling.join(rotate_tiles(tiling.cut(eye), get_transform(q.transform), q.seed))
+        exact = (exact.view(-1, size) @ turn.double() / size**0.5).view(exact.shape)
+    rounded = rounded[:, : exact.shape[1]]
+    width = 16 if scheme.startswith("nvfp4") else 32
+    largest = 6 * q.scales.double().repeat_interleave(width, 1) * q.global_scale
+    nvfp4 = scheme.startswith("nvfp4")
+    scales = q.scales.double()
+    return {
+        "amax": x.double().abs().max(),
+        "relative_error": (rounded - exact).norm() / exact.norm(),
+        "cosine": torch.cosine_similarity(rounded.flatten(), exact.flatten(), 0),
+        "zero": ((rounded == 0) & (exact.abs() > 1e-30)).double().mean(),
+        "saturated": (exact.abs() > largest[:, : exact.shape[1]] * (1 + 1e-6)).double().mean(),
+        "scale_zero": (scales == 0).double().mean(),
+        "scale_subnormal": ((scales > 0) & (scales < 2**-6) & nvfp4).double().mean(),
+    }
+
+
+@pytest.mark.parametrize("ending", ["", SWIZZLED, WIDENED])
+@pytest.mark.parametrize("op", calls())
+def test_outputs_and_statistics(op, ending):
+    args, operands = calls(ending)[op]
+    wanted = getattr(q2, op)(*args)
+    found = getattr(q2, f"{op}_recorded")(*args)
+    for one, other in zip(found, wanted, strict=False):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    assert len(found) == len(wanted) + len(operands)
+    for statistics, operand in zip(found[len(wanted) :], operands, strict=True):
+        values = dict(zip(FIELDS, statistics.tolist(), strict=True))
+        for name, value in measured(*operand).items():
+            # Counts: an element in a tie of fp32 and fp64 may go either way.
+            tolerance = {"rel": 1e-5, "abs": 1e-6} if name not in ("zero", "saturated") else None
+            near = pytest.approx(value.item(), **(tolerance or {"abs": 2e-3}))
+            assert values[name] == near, name
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
+def test_of_a_large_tensor_a_sample(scheme):
+    """Whole groups of rows, spread over the tensor, and numbers close to those of all."""
+    x = matrix(8192, 512)
+    rows = sampled_rows(*x.shape, x.device)
+    assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] > 8192 - 8 * GROUP
+    *_, found = q2.quantize_recorded(x, None, None, scheme, 0)
+    wanted = measured_plainly(x, scheme)
+    assert found[0] == x.abs().max()
+    assert found[1].item() == pytest.approx(wanted, rel=0.02)
+    codes = q2.sampled_codes(q2.quantize(x, None, None, scheme, 0)[0])
+    assert codes.numel() == CODES_SAMPLE // 2
+
+
+def test_of_large_saved_codes_a_sample():
+    """requantize reads columns of its source."""
+    parts = q2.quantize(matrix(8192, 512), None, None, "nvfp4_46_pow2", 0)
+    args = (*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 512, 1)
+    *_, found = q2.requantize_recorded(*args)
+    assert 0.09 < found[1] < 0.105 and found[2] > 0.99
+
+
+def measured_plainly(x, scheme):
+    rounded = q2compile.quantize(x, scheme).dequantize(torch.float64)
+    return ((rounded - x).norm() / x.double().norm()).item()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_not_finite(number):
+    x = matrix()
+    x[5, 5] = number
+    *_, scale, found = q2.quantize_recorded(x, None, None, "nvfp4_46_pow2", 0)
+    assert scale.isnan() and not found[0].isfinite() and found[1:].isnan().all()
+
+
+def test_zeros_and_nothing():
+    zeros = q2.quantize_recorded(torch.zeros(32, 32), None, None, "nvfp4_46_pow2", 0)[-1]
+    values = dict(zip(FIELDS, zeros.tolist(), strict=True))
+    assert (values["amax"], values["relative_error"], values["cosine"]) == (0, 0, 1)
+    assert values["scale_zero"] == 1 and values["zero"] == values["saturated"] == 0
+    assert q2.quantize_recorded(torch.zeros(0, 32), None, None, "nvfp4_46_pow2", 0)[-1][0] == 0
