@@ -310,4 +310,6 @@ def test_no_collective_more_than_in_bf16(
 def test_pipeline(pipeline: Ranks, one_process: OneProcess) -> None:
     """Two stages, two micro-batches: the gradient of a mean of halves."""
     assert_trains_alike(pipeline, one_process(), one_process("bf16")[0])
-    assert [taken(result) for result in pipeline] == [BLOCKS[:3], [*BLOCKS[3:], "head"]]
+    # Each once: torch 2.11 learns a stage's shapes by running it under no_grad, a graph of its own.
+    stages = [list(dict.fromkeys(taken(result))) for result in pipeline]
+    assert stages == [BLOCKS[:3], [*BLOCKS[3:], "head"]]
