@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.picture:
         comparison.draw(args.picture)
 
-    model = torch.compile(model, backend="quartet2", options=options)  # and go on training
-    print(f"loss with that policy: {loss_of(model(batches[0])).item():.4f}")
+    compiled = torch.compile(model, backend="quartet2", options=options)  # and go on training
+    print(f"loss with that policy: {loss_of(compiled(batches[0])).item():.4f}")
     return 0
 
 
