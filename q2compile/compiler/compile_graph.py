@@ -13,7 +13,11 @@ from q2compile.compiler.joint_passes import JointPasses
 from q2compile.compiler.post_grad_passes import Fault, PostGradPasses
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
-from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once
+from q2compile.torch_internals.aot_autograd import (
+    aot_eager_compile,
+    backward_at_once,
+    checkpoints_left_on_error,
+)
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     inductor_compile,
@@ -37,7 +41,7 @@ def compile_graph(
     watcher  told of every stage; the caches are off then, since a hit would skip the stages
     fault    see `PostGradPasses`
     """
-    with backward_at_once(config.on_error == "bf16"):
+    with checkpoints_left_on_error(), backward_at_once(config.on_error == "bf16"):
         if not config.cache_weights:
             return _compiled(gm, example_inputs, config, watcher, fault)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes

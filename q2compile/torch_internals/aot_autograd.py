@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import fx
@@ -55,6 +56,26 @@ def backward_at_once(wanted: bool) -> AbstractContextManager[None]:
     from torch._functorch import config
 
     return config.patch(force_non_lazy_backward_lowering=True) if wanted else nullcontext()
+
+
+@contextmanager
+def checkpoints_left_on_error() -> Iterator[None]:
+    """An error inside leaves the checkpoints that it is raised in.
+
+    In torch 2.12 it does not, 2.13 mended it: a checkpoint enters its modes in a generator, which
+    the error's traceback keeps alive, and what is compiled next is compiled in those modes.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    depth = len(_get_current_dispatch_mode_stack())
+    try:
+        yield
+    except Exception as error:
+        raised: BaseException | None = error
+        while raised is not None and len(_get_current_dispatch_mode_stack()) > depth:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__cause__ or raised.__context__
+        raise
 
 
 def graph_kind(graph: fx.Graph) -> str:
