@@ -14,7 +14,11 @@ from q2compile.compiler.joint_passes import JointPasses
 from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
-from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once
+from q2compile.torch_internals.aot_autograd import (
+    aot_eager_compile,
+    backward_at_once,
+    checkpoints_left_on_error,
+)
 from q2compile.torch_internals.dynamo import copied
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
@@ -41,7 +45,7 @@ def compile_graph(
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
     """
-    with backward_at_once(config.on_error == "bf16"):
+    with checkpoints_left_on_error(), backward_at_once(config.on_error == "bf16"):
         if not config.cache_weights:
             return _variants(gm, example_inputs, config, watcher, fault, instrument)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes

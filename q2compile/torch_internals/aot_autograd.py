@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,6 +83,26 @@ def computes_again() -> bool:
     if torch._C._current_graph_task_id() == -1:  # autograd runs no backward on this thread
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextmanager
+def checkpoints_left_on_error() -> Iterator[None]:
+    """An error inside leaves the checkpoints that it is raised in.
+
+    In torch 2.12 it does not, 2.13 mended it: a checkpoint enters its modes in a generator, which
+    the error's traceback keeps alive, and what is compiled next is compiled in those modes.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    depth = len(_get_current_dispatch_mode_stack())
+    try:
+        yield
+    except Exception as error:
+        raised: BaseException | None = error
+        while raised is not None and len(_get_current_dispatch_mode_stack()) > depth:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__cause__ or raised.__context__
+        raise
 
 
 def graph_kind(graph: fx.Graph) -> str:
