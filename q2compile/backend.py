@@ -17,8 +17,8 @@ from q2compile.compiler.compile_graph import compile_graph, compile_plain
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
 from q2compile.report.graph_log import GraphLog
-from q2compile.report.row import Row
 from q2compile.rewrite.rewrite_graph import rewrite
+from q2compile.telemetry.begin import recorder_of
 from q2compile.torch_internals.dynamo import (
     calling_wrapper,
     control_flow,
@@ -59,7 +59,7 @@ def quartet2(
         rows = rewrite(gm, config, names)
         log.rewritten("1_rewritten", gm, rows, names)
         stage = COMPILE
-        recorder = _recorder(gm, config, rows, names)
+        recorder = recorder_of(gm, config.telemetry_options, rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
             gm, example_inputs, config, root, watcher, faults.of_pass, recorder
@@ -71,12 +71,3 @@ def quartet2(
         log.left_in_bf16(faults.raise_or_warn(stage, original, error), names)
         return compile_plain(original, example_inputs, config)
     return log.checked(compiled)
-
-
-def _recorder(gm: fx.GraphModule, config: Config, rows: list[Row], names: Names) -> Any:
-    """What records the graph under the option telemetry, or None."""
-    if config.telemetry_options is None:
-        return None
-    from q2compile.telemetry.of_graph import recorder_of  # listens to optimizers from now on
-
-    return recorder_of(gm, config.telemetry_options, rows, names)

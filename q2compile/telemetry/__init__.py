@@ -1,5 +1,6 @@
 """The option ``telemetry``: what quantising does to each operand, recorded while a model trains.
 
+    begin        whether a graph is recorded
     clock        which step it is
     into_graph   what a compiled graph is given to note
     recorder     one graph: which variant runs, and its memory on the device

@@ -34,14 +34,13 @@ _numbers = itertools.count()
 
 
 def recorder_of(
-    gm: fx.GraphModule, options: TelemetryOptions | None, rows: Iterable[Taken], names: Names
+    gm: fx.GraphModule, options: TelemetryOptions, rows: Iterable[Taken], names: Names
 ) -> Recorder | None:
-    """For a graph that trains; None without the option, for a graph that does not train, or for
-    one that has no linear of ours.
+    """For a graph that trains; None for a graph that does not train, or that has no linear of ours.
 
     rows: its matmuls.
     """
-    if options is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return None
     modules = {row.salt: row.module for row in rows if row.taken}
     sites, device = {}, None
