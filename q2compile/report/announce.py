@@ -3,8 +3,8 @@ that tlparse reads.
 
 The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
 
-    INFO    a line for the first graph with matmuls that a process compiles; it is shown even where
-            nobody has configured logging: once, on stderr, by rank 0
+    INFO    a line for the first graph with matmuls to quantise that a process compiles; it is shown
+            even where nobody has configured logging: once, on stderr, by rank 0
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
             pass did
 
@@ -40,7 +40,7 @@ class _Stderr(logging.Handler):
 
 
 class _First:
-    """Whether a graph with matmuls was compiled in this process."""
+    """Whether a graph with matmuls to quantise was compiled in this process."""
 
     compiled = False
 
@@ -49,8 +49,8 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
     """Of a graph that was rewritten."""
     if not any(row.has_parameter for row in rows):
         return
-    first = not _First.compiled
-    _First.compiled = True
+    first = not _First.compiled and any(row.wanted for row in rows)
+    _First.compiled |= first
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if first and rank == 0:
         if LOG.level == logging.NOTSET:  # nobody has said what they want to see

@@ -138,7 +138,10 @@ def test_names_that_were_left_are_counted_by_reason():
     assert nothing == "q2compile: 0 of 1 matmuls quantised; left: a (recipe)"
 
 
-def test_a_graph_without_weights_is_not_the_first(run, caplog):
+def test_a_graph_without_weights_or_all_in_bf16_is_not_the_first(run, caplog):
+    bf16 = {"inner": "eager", "recipe": "bf16"}
+    torch.compile(nn.Linear(32, 32), backend="quartet2", options=bf16)(torch.randn(4, 32))
+    assert not announce._First.compiled and not caplog.messages
     scores = torch.compile(lambda x: x @ x.t(), backend="quartet2", options={"inner": "eager"})
     scores(torch.randn(32, 32))
     assert not announce._First.compiled
