@@ -41,13 +41,8 @@ def step(number: int | None = None) -> None:
     _clock.trained = False
 
 
-def current_step() -> int:
-    """The number of the step that runs now."""
-    return _clock.number
-
-
 def trains() -> int:
-    """The same, to be called by a training forward: only what trained can end."""
+    """The number of the step that runs now, for a training forward: only what trained can end."""
     _clock.trained = True
     return _clock.number
 
