@@ -13,6 +13,7 @@ of that kind, with a KernelWarning, and the next one serves them.
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ class Kernel:
         in words.
     prepare: called with the op's arguments, whose tensors may be fake: compiles and loads what a
         call with the like of them will launch.
+    launching: of a kernel that is launches alone, what generated code needs to enqueue them past
+        the dispatcher (cuda/calls.py).
     """
 
     op: str
@@ -46,6 +49,7 @@ class Kernel:
     function: Callable
     refuses: Callable[..., str | None]
     prepare: Callable[..., None]
+    launching: Any = None
 
     def why_not(self, *args) -> str | None:
         """None when this kernel serves the arguments, otherwise the reason in words."""
@@ -173,13 +177,15 @@ def kernel(
     device_type: str | None = None,
     refuses: Callable[..., str | None] = _nothing,
     prepare: Callable[..., None] = _nothing,
+    launching: Any = None,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers an implementation of an op. A later registration is tried before an
     earlier one."""
 
     def register(function: Callable) -> Callable:
         assert all(k.name != name for k in _KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
-        _KERNELS[op].insert(0, Kernel(op, name, device_type, function, refuses, prepare))
+        added = Kernel(op, name, device_type, function, refuses, prepare, launching)
+        _KERNELS[op].insert(0, added)
         return function
 
     return register

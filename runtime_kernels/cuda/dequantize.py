@@ -5,12 +5,13 @@ import functools
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, launch, on_device
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.registry import CUDA, kernel
+from q2compile.runtime_kernels.registry import CUDA
 
 THREADS = 256
 _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -46,7 +47,12 @@ def _prepare(codes, scales, global_scale, scheme, cols, dtype) -> None:
     prepare(codes, scheme, cols, dtype)
 
 
-@kernel("dequantize", CUDA, device_type="cuda", refuses=_refuses, prepare=_prepare)
+@launching(
+    "dequantize",
+    refuses=_refuses,
+    prepare=_prepare,
+    forms={0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS},
+)
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -54,32 +60,20 @@ def dequantize(
     scheme: str,
     cols: int,
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """See ops/dequantize.py. global_scale None: code * scale alone."""
-    if global_scale is not None:
-        check_quantized("dequantize", codes, scales, global_scale)
-    codes, scales = codes.contiguous(), scales.contiguous()
-    return _dequantize(codes.device.index, codes, scales, global_scale, scheme, cols, dtype)
-
-
-@on_device
-def _dequantize(index: int, codes, scales, global_scale, scheme, cols, dtype) -> torch.Tensor:
+) -> Call:
+    """See ops/dequantize.py."""
+    check_quantized("dequantize", codes, scales, global_scale)
     spec = get_scheme(scheme)
     rows, half = codes.shape
-    out = empty((rows, cols), (cols, 1), dtype)
+    operands = 2 + (global_scale is not None)
     groups = rows * half // 4
-    if groups == 0:
-        return out
-    dequantize_launch(dtype, spec.format == "mxfp4", cols == 2 * half and spec.block[0] == 1)(
-        index,
-        (ceil_div(groups, THREADS), 1),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        0 if global_scale is None else global_scale.data_ptr(),
-        out.data_ptr(),
-        groups,
-        half // 4,
-        cols,
-        4 if spec.block[0] == 16 else 0,
-    )
-    return out
+    steps = ()
+    if groups:
+        launched = dequantize_launch(
+            dtype, spec.format == "mxfp4", cols == 2 * half and spec.block[0] == 1
+        )
+        unit = 0 if global_scale is None else At(2)
+        extents = (groups, half // 4, cols, 4 if spec.block[0] == 16 else 0)
+        values = (At(0), At(1), unit, At(operands), *extents)
+        steps = (Step(launched, (ceil_div(groups, THREADS), 1), values),)
+    return Call(operands, (Output((rows, cols), dtype),), 0, steps)

@@ -4,11 +4,12 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, launch, on_device
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.masked_unrotate import checked_shapes
-from q2compile.runtime_kernels.registry import CUDA, kernel
+from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
 _CHUNK = 32
@@ -31,30 +32,18 @@ def _prepare_unrotate(grad, mask, transform) -> None:
     unrotate_launch(grad.dtype).warm_up(grad.device.index)
 
 
-@kernel(
+@launching(
     "masked_unrotate",
-    CUDA,
-    device_type="cuda",
     refuses=_refuses_unrotate,
     prepare=_prepare_unrotate,
+    forms={0: Form.ALIGNED, 1: Form.ALIGNED},
 )
-def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
+def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Call:
     """See ops/masked_unrotate.py."""
     norm = checked_shapes(grad, mask, transform).norm
-    grad, mask = grad.contiguous(), mask.contiguous()
-    if grad.data_ptr() % 16 or mask.data_ptr() % 4:  # views into larger tensors
-        grad, mask = grad.clone(), mask.clone()
-    return _masked_unrotate(grad.device.index, grad, mask, norm)
-
-
-@on_device
-def _masked_unrotate(index: int, grad, mask, norm: float) -> torch.Tensor:
-    out = empty(tuple(grad.shape), grad.stride(), grad.dtype)
     chunks = grad.numel() // _CHUNK
+    steps = ()
     if chunks:
-        unrotate_launch(grad.dtype)(
-            index,
-            (ceil_div(chunks, _THREADS), 1),
-            *(grad.data_ptr(), mask.data_ptr(), out.data_ptr(), chunks, norm),
-        )
-    return out
+        values = (At(0), At(1), At(2), chunks, norm)
+        steps = (Step(unrotate_launch(grad.dtype), (ceil_div(chunks, _THREADS), 1), values),)
+    return Call(2, (Output(tuple(grad.shape), grad.dtype),), 0, steps)

@@ -95,6 +95,7 @@ def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str |
 _RESULTS = {
     "dequantize": ("numbers",),
     "masked_unrotate": ("numbers",),
+    "signs": ("signs",),
     "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
     "split_scales": ("scales", "global scale"),
 }
@@ -149,6 +150,7 @@ ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "quantize_masked": lambda s: (_matrix(), s, "h32"),
     "masked_unrotate": _masked_unrotate,
     "dequantize": lambda s: (*_quantized(s), s, _SHAPE[1], torch.bfloat16),
+    "signs": lambda s: (_SEED, "rht128"),
     "split_scales": lambda s: (_matrix().float().abs(), s),
     "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
 }
@@ -174,6 +176,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "quantize_masked": _with_swizzled("mxfp4_quest"),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(_OF_FORMAT.values()),
+    "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),
 }

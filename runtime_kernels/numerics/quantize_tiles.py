@@ -70,11 +70,15 @@ def _widened(codes, scales, global_scale, scheme: Scheme) -> Quantized:
 
 
 def rotate_tiles(
-    tiles: torch.Tensor, transform: Transform, seed: torch.Tensor | None
+    tiles: torch.Tensor,
+    transform: Transform,
+    seed: torch.Tensor | None,
+    signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
-    transform.norm. Overwrites them."""
-    signs = signs_of(transform, seed, tiles.device)
+    transform.norm. Overwrites them. signs: D, where it is there already."""
+    if signs is None:
+        signs = signs_of(transform, seed, tiles.device)
     if signs is not None:
         tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
     return hadamard(_chunks(tiles, transform)).view(tiles.shape)

@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.ops import (
     rht_quantize,
     rht_quantize_both,
     seed,
+    signs,
     split_scales,
     transpose,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "rht_quantize",
     "rht_quantize_both",
     "seed",
+    "signs",
     "split_scales",
     "transpose",
 ]

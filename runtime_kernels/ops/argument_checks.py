@@ -62,12 +62,12 @@ def check_quantized(
     op: str,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    global_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
     *,
     widened: bool = False,
 ) -> None:
     """A quantised operand must be uint8 codes [M, Kp/2] (widened: bf16 [M, Kp]), 8-bit scales (2-D)
-    and an fp32 scalar.
+    and an fp32 scalar, where an op has it.
 
     Raises:
         ValueError: it is not.
@@ -78,7 +78,9 @@ def check_quantized(
             f"q2::{op}: a quantised operand has {name} codes and 8-bit scales in two dimensions, "
             f"got {codes.dtype} in {codes.dim()} and {scales.dtype} in {scales.dim()}."
         )
-    if global_scale.dtype != torch.float32 or global_scale.dim() != 0:
+    if global_scale is not None and (
+        global_scale.dtype != torch.float32 or global_scale.dim() != 0
+    ):
         raise ValueError(
             f"q2::{op}: the global scale must be a float32 scalar, got {global_scale.dtype}."
         )

@@ -1,6 +1,8 @@
 """q2::dequantize: the numbers that a quantised matrix stands for.
 
-    dequantize(codes [M, Kp/2], scales, global_scale, scheme, cols, dtype) -> [M, cols]
+    dequantize(codes [M, Kp/2], scales, global_scale?, scheme, cols, dtype) -> [M, cols]
+
+Without a global scale it is code * scale alone, which bf16 holds exactly in every scheme.
 
 value = (e2m1(code) * scale) * global_scale in fp32, the first product exact, then one rounding to
 dtype. With a power of two as global scale the value is exact in bf16: e2m1 has 2 significant bits
@@ -22,7 +24,7 @@ def fake(codes, scales, global_scale, scheme, cols, dtype):
 
 
 define(
-    "dequantize(Tensor codes, Tensor scales, Tensor global_scale, str scheme, SymInt cols,"
+    "dequantize(Tensor codes, Tensor scales, Tensor? global_scale, str scheme, SymInt cols,"
     " ScalarType dtype) -> Tensor",
     fake=fake,
 )
@@ -32,12 +34,14 @@ define(
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
-    global_scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
     scheme: str,
     cols: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The reference: see the top of this file."""
     check_quantized("dequantize", codes, scales, global_scale)
-    values = scaled_codes(codes, scales, get_scheme(scheme)).mul_(global_scale)
+    values = scaled_codes(codes, scales, get_scheme(scheme))
+    if global_scale is not None:
+        values.mul_(global_scale)
     return values[:, :cols].to(dtype, memory_format=torch.contiguous_format)

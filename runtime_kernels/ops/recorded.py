@@ -67,7 +67,8 @@ def _measured(values: Callable, parts, scheme: str, seed, transform: str, amax) 
     x = values(rows)
     if rotation.size > 1:
         tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=False)
-        x = tiling.join(rotate_tiles(tiling.cut(x), rotation, seed)).mul_(rotation.norm)
+        signs = torch.ops.q2.signs(seed, transform) if rotation.seeded else None
+        x = tiling.join(rotate_tiles(tiling.cut(x), rotation, seed, signs)).mul_(rotation.norm)
     codes, scales = of_rows(codes, scales, spec, rows)
     return statistics(x, codes, scales, global_scale, spec, amax)
 
@@ -148,6 +149,8 @@ def _define_recorded(op: str, fake: Callable, observe: Callable, at: int, operan
 
     def prepare(*args):
         warm_up(op, args)
+        for signed in [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int64]:
+            warm_up("signs", (signed, "rht128"))
         warm_up(op, (*args[:at], plain_name(args[at]), *args[at + 1 :]))
 
     name = op + RECORDED

@@ -16,8 +16,9 @@ import functools
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Output, Step
 from q2compile.runtime_kernels.cuda.gemm.operands import finished, reads_codes, two_formats
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, launch, on_device
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
@@ -111,24 +112,18 @@ def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
     that has them so already."""
     if spec.swizzled:
         return scales.flatten()
-    return _swizzled(scales.device.index, scales.contiguous(), rows, spec)
+    return _swizzled(scales, rows, spec.block[0])
 
 
-@on_device
-def _swizzled(index: int, scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
+def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> Call:
     blocks = scales.shape[1]
     tiles_across = ceil_div(blocks, 4)
     words = ceil_div(rows, 128) * tiles_across * 128
-    out = empty((4 * words,), (1,), scales.dtype)
-    swizzle_launch()(
-        index,
-        (ceil_div(words, THREADS), 1),
-        scales.data_ptr(),
-        out.data_ptr(),
-        rows,
-        blocks,
-        4 if spec.block[0] == 16 else 0,
-        tiles_across,
-        words,
-    )
-    return out
+    shift = height.bit_length() - 1  # blocks of 1 or 16 rows
+    values = (At(0), At(1), rows, blocks, shift, tiles_across, words)
+    grid = ceil_div(words, THREADS), 1
+    output = Output((4 * words,), scales.dtype)
+    return Call(1, (output,), 0, (Step(swizzle_launch(), grid, values),))
+
+
+_swizzled = Launching(_swizzle_call, {0: Form.CONTIGUOUS})

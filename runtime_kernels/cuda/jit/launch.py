@@ -1,25 +1,27 @@
-"""Loading a cubin onto a device, and launching it on torch's current stream.
+"""Loading a cubin onto a device, and launching it on a stream.
 
-A kernel takes one struct by value. Its fields are written with Python's `struct` in native
-alignment into a buffer made once, and the driver is called through ctypes with arguments made once,
-so that a launch costs a pack and a call; -DQ2_PARAMS_BYTES and a static_assert in the source hold
-the two layouts together.
+A kernel takes one struct by value. Its fields are written once into a buffer, with Python's
+`struct` in native alignment, all but the addresses of tensors; the driver is called through ctypes
+with arguments made once. A launch then costs those addresses and a call; -DQ2_PARAMS_BYTES and a
+static_assert in the source hold the two layouts together.
 """
 
 import ctypes
 import functools
+import operator
 import struct
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import Variant
 
-_LOCK = threading.Lock()  # the driver reads a parameter buffer with Python's global lock released
+_ADDRESS = struct.calcsize("@P")
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
@@ -48,28 +50,26 @@ class Launch:
     overlaps: bool = False
     loaded: dict[int, "_Loaded"] = field(default_factory=dict, repr=False)  # by device index
 
-    def __call__(self, index: int, grid: tuple[int, int], *values) -> None:
-        """Enqueues the kernel.
+    def bind(self, index: int, grid: tuple[int, int], values: Sequence, slots: dict) -> "Bound":
+        """The kernel, loaded on CUDA device `index`, with all that does not change between its
+        launches.
 
-        Args:
-            index: of the current CUDA device (on_device).
-            grid: thread blocks in x and y.
-            values: the fields of the parameter struct, in order; addresses and numbers.
+        grid: thread blocks in x and y.
+        values: the fields of the parameter struct, in order: numbers, and keys of slots.
+        slots: where in the addresses of a launch the value of such a field is.
 
         Raises:
             LaunchError: the driver refuses, or the first use falls into a CUDA graph capture.
             torch.OutOfMemoryError: the driver has no memory for it.
         """
-        loaded = self.loaded.get(index)
-        if loaded is None:
-            loaded = self.loaded[index] = _load(self, index)
-        loaded.run(grid, torch._C._cuda_getCurrentRawStream(index), values)
+        self.warm_up(index)
+        return Bound(self, self.loaded[index], grid, values, slots)
 
     def warm_up(self, index: int) -> None:
         """Compiles and loads the kernel on a device, if that is still to be done.
 
         Raises:
-            LaunchError: as a launch does.
+            LaunchError: as bind does.
         """
         if index not in self.loaded:
             with torch.cuda.device(index):
@@ -90,20 +90,6 @@ def launch(
     sizes = ("Q2_PARAMS_BYTES", params_bytes(layout))
     variant = Variant(file, (*defines.items(), sizes))
     return Launch(variant, layout, threads, shared, overlaps)
-
-
-def on_device(function):
-    """Decorator: runs function(index, ...) with CUDA device `index` as the current one, which costs
-    nothing where it is that already."""
-
-    @functools.wraps(function)
-    def run(index, *args):
-        if index == torch._C._cuda_getDevice():
-            return function(index, *args)
-        with torch.cuda.device(index):
-            return function(index, *args)
-
-    return run
 
 
 # empty(size, stride, dtype) on the current CUDA device: what Inductor's generated code allocates
@@ -130,32 +116,59 @@ class _Config(ctypes.Structure):
     ]
 
 
-class _Loaded:
+class _Loaded(NamedTuple):
     """A launch's kernel on one device."""
 
-    def __init__(self, launch: Launch, function: int, context, overlaps: bool) -> None:
-        self._launch, self._context = launch, context
+    function: int
+    context: Any
+    overlaps: bool
+
+
+class Bound:
+    """A launch that waits for the addresses of its tensors."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        loaded: _Loaded,
+        grid: tuple[int, int],
+        values: Sequence,
+        slots: dict,
+    ) -> None:
+        self._launch, self._context = launch, loaded.context
+        # The driver reads the buffer with Python's global lock released.
+        self._lock = threading.Lock()
         self._enqueue = _driver().cuLaunchKernelEx
-        self._pack_into = struct.Struct("@" + launch.layout).pack_into
         self._buffer = ctypes.create_string_buffer(params_bytes(launch.layout))
+        fixed = (0 if value in slots else value for value in values)
+        struct.pack_into("@" + launch.layout, self._buffer, 0, *fixed)
+        self._writes = [
+            (struct.Struct(f"@{len(run)}P").pack_into, offset, _taker(run))
+            for offset, run in _address_runs(launch.layout, values, slots)
+        ]
         self._config = _Config(
-            grid=(1, 1, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
+            grid=(*grid, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
         )
-        self._grid = self._config.grid
-        if overlaps:
+        if loaded.overlaps:
             self._attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION)
             self._attribute.value[0] = 1
             self._config.attributes = ctypes.pointer(self._attribute)
             self._config.count = 1
         # The driver wants an array of addresses of parameters; there is one parameter.
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
+        function = ctypes.c_void_p(loaded.function)
+        self._arguments = ctypes.byref(self._config), function, parameters, None
 
-    def run(self, grid: tuple[int, int], stream: int, values: tuple) -> None:
-        with _LOCK:
-            self._grid[0], self._grid[1] = grid
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Enqueues the kernel.
+
+        Raises:
+            LaunchError, torch.OutOfMemoryError: the driver refuses.
+        """
+        with self._lock:
             self._config.stream = stream
-            self._pack_into(self._buffer, 0, *values)
+            for pack_into, offset, take in self._writes:
+                pack_into(self._buffer, offset, *take(addresses))
             status = self._enqueue(*self._arguments)
             if status == _INVALID_CONTEXT:
                 # A thread that has made no call to the CUDA runtime yet (autograd's may be such)
@@ -166,6 +179,27 @@ class _Loaded:
                 status = self._enqueue(*self._arguments)
         if status:
             raise _error(f"cannot launch {self._launch.variant}", status)
+
+
+def _address_runs(layout: str, values: Sequence, slots: dict) -> Iterator[tuple[int, list[int]]]:
+    """The fields that are addresses, as runs of neighbours: (byte offset of the first, their
+    slots)."""
+    runs: list[tuple[int, list[int]]] = []
+    for i, value in enumerate(values):
+        if value in slots:
+            offset = struct.calcsize("@" + layout[: i + 1]) - _ADDRESS
+            if runs and offset == runs[-1][0] + _ADDRESS * len(runs[-1][1]):
+                runs[-1][1].append(slots[value])
+            else:
+                runs.append((offset, [slots[value]]))
+    return iter(runs)
+
+
+def _taker(run: list[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    if len(run) == 1:  # of one, itemgetter makes no tuple
+        at = run[0]
+        return lambda addresses: (addresses[at],)
+    return operator.itemgetter(*run)
 
 
 @functools.cache
@@ -195,7 +229,7 @@ def _load(launch: Launch, index: int) -> _Loaded:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, launch.shared), launch)
     overlaps = launch.overlaps and torch.cuda.get_device_capability(index) >= (9, 0)
-    return _Loaded(launch, int(function), context, overlaps)
+    return _Loaded(int(function), context, overlaps)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a call of the rotating quantisers launches, worked out once for each kind of operand.
+"""What a call of the rotating quantisers launches.
 
 Two launches a call: rotate_quantize.cu makes the codes, align_scales.cu what has to wait for the
 largest of them. A scheme whose global scale is the tensor's exact one needs that largest first:
@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, multiprocessors, on_device
+from q2compile.runtime_kernels.cuda.calls import At, Call, Output, Step
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     NO_SIDE,
     align_end,
@@ -40,8 +41,16 @@ from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Trans
 
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
 
-Quantized = tuple[torch.Tensor, ...]  # codes, scales, global scale, and a mask where there is one
-Draw = tuple[torch.Tensor | None, int]  # of a direction: the seed of its signs and coins, a stream
+Address = At | int  # 0: there is no such tensor
+
+
+class Direction(NamedTuple):
+    """Along rows or along columns: the seed of its signs and coins, their stream, and the number of
+    its first output among the tensors of the call: codes, scales, global scale, mask if any."""
+
+    seed: Address
+    stream: int
+    first: int
 
 
 def launches(
@@ -65,165 +74,143 @@ def launches(
 class _Side(NamedTuple):
     """One direction's results."""
 
+    direction: Direction
     rows: int
     blocks: int  # of 16, a row
-    scales_shape: tuple[int, int]
-    scale_dtype: torch.dtype
-    widened: bool
-
-    @property
-    def worths(self) -> int:
-        return self.rows * self.blocks
+    outputs: tuple[Output, ...]
+    worths: int  # numbers in the workspace that rotate_quantize.cu leaves for align_scales.cu
 
 
-class Plan(NamedTuple):
-    """All of a call that follows from the kind of its operand."""
+def _side(direction: Direction, rows: int, width: int, spec: Scheme, rotation: Transform) -> _Side:
+    width = padded(width, spec, rotation)
+    codes = Output((rows, width), torch.bfloat16)
+    if not spec.widened:
+        codes = Output((rows, width // 2), torch.uint8)
+    dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
+    scales = Output(scales_shape(rows, width // spec.width, spec), dtype)
+    outputs = [codes, scales, Output((), torch.float32)]
+    if spec.masked:
+        outputs.append(Output((rows, width // 8), torch.uint8))
+    if spec.rounding == "sr" and rows * width > _MOST_COINS:
+        raise ValueError(
+            f"{spec.name} of {rows} x {width} numbers: the CUDA kernels draw coins for at most "
+            "2^34 numbers of one operand; quantise it in parts."
+        )
+    worths = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
+    return _Side(direction, rows, width // 16, tuple(outputs), worths)
 
-    device: int
-    launches: tuple[Launch, ...]  # in order
-    rule: Rule
-    walk: tuple  # the fields of rotate_quantize.cu's Params after its outputs
-    parts: int  # thread blocks of a rotate_quantize.cu, each of which leaves its largest
-    room: int  # numbers in the workspace before those
-    align_grid: tuple[int, int]
-    sides: tuple[_Side | None, _Side | None]
-    align_end: tuple  # the last fields of align_scales.cu's Params, from `norm` on
-    fixed_signs: bool
-    masked: bool
 
-
-def make_plan(
+def quantizer_call(
     index: int,
     source: int,
     spec: Scheme,
     rotation: Transform,
     extents: tuple[int, int, int, int, int],
-    directions: tuple[bool, bool],
+    directions: tuple[Direction | None, Direction | None],
+    operands: int,
     *,
+    operand: tuple[Address, Address, Address],
+    amax: Address = 0,
     vectors: bool = True,
-    amax_known: bool = False,
-) -> Plan:
+) -> Call:
     """For CUDA device `index`.
 
     extents: pitch, rows and columns of x, and for codes the scales a row of theirs and the
         logarithm of the rows that share one.
     directions: along rows, along columns.
+    operands: how many tensors the op is given.
+    operand: x or its codes, its scales, its global scale.
+    amax: the largest |x|, where the caller has it and the scheme takes it.
     """
     _, m, k, *_ = extents
-    threads, blocks_per_multiprocessor = thread_shape(spec, directions[0])
+    along_rows, along_cols = directions
+    threads, blocks_per_multiprocessor = thread_shape(spec, along_rows is not None)
     rule = Rule.of(spec)
     # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(m, TILE) * across
-    dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
-    sides = tuple(
-        _Side(rows, width // 16, scales_shape(rows, width // spec.width, spec), dtype, spec.widened)
-        if wanted
-        else None
-        for rows, width, wanted in (
-            (m, padded(k, spec, rotation), directions[0]),
-            (k, padded(m, spec, rotation), directions[1]),
-        )
+    parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
+    sides = (
+        along_rows and _side(along_rows, m, k, spec, rotation),
+        along_cols and _side(along_cols, k, m, spec, rotation),
     )
-    present = [side for side in sides if side]
-    if spec.rounding == "sr" and any(16 * side.worths > _MOST_COINS for side in present):
-        raise ValueError(
-            f"{spec.name} of {m} x {k} numbers: the CUDA kernels draw coins for at most 2^34 "
-            "numbers of one operand; quantise it in parts."
-        )
-    order = [*present, None][:2]
-    worths = rule in SCALED_AFTERWARDS
-    sizes = [(side.rows, side.blocks) if worths else (0, 0) for side in present]
-    made_by, of_sides = align_grid(spec, *sizes)
-    if spec.widened:  # thread blocks of settle_widened.cu stay for more, or mostly leave at once
-        made_by = min(made_by, 2 * multiprocessors(index))
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
     norm = rotation.norm * (128 if nvfp4 else 1)
-    return Plan(
-        index,
-        launches(source, spec, rotation, directions, vectors=vectors, amax_known=amax_known),
-        rule,
-        (*extents, tiles, across, norm),
-        max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index))),
-        sum(ceil_div(side.worths, 4) * 4 for side in present) if worths else 0,
-        (made_by, of_sides),
-        sides,  # type: ignore[arg-type]
-        ({Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0),)
-        + align_end(spec, *(side.blocks if side else 0 for side in order)),
-        rotation.signs == "fixed",
-        spec.masked,
+    present = sorted(filter(None, sides), key=lambda side: side.direction.first)
+    outputs = tuple(output for side in present for output in side.outputs)
+    workspace = At(operands + len(outputs))
+    fields = _Fields(index, spec, rule, parts, sides, workspace, amax, rotation.signs == "fixed")
+    walk = (*extents, tiles, across, norm, *fields.mask)
+    launched = launches(
+        source,
+        spec,
+        rotation,
+        (along_rows is not None, along_cols is not None),
+        vectors=vectors,
+        amax_known=bool(amax),
     )
+    steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk))]
+    if rule != Rule.EXACT:
+        factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
+        source_global = operand[2] if rule == Rule.MS_EDEN else 0
+        steps.append(fields.align(launched[1], source_global, factor))
+    elif len(launched) == 2:
+        steps.append(steps[0]._replace(launch=launched[1]))
+    return Call(operands, outputs, fields.workspace_bytes, tuple(steps))
 
 
-@on_device
-def _run(
-    index: int, plan: Plan, operand: tuple[int, int, int], draws: tuple, amax: int
-) -> list[Quantized]:
-    sides = [(s, d) for s, d in zip(plan.sides, draws, strict=True) if s]
-    parts = plan.parts
-    # Of each side the largest, and with settle_widened.cu the smallest.
-    extents = parts * (2 if plan.room and sides[0][0].widened else 1)
-    workspace = empty((plan.room + extents * len(sides),), (1,), torch.float32)
-    worths = workspace.data_ptr()
-    largest = worths + 4 * plan.room
-    outputs: list[tuple] = []
-    ends: tuple = ()
-    results: list[Quantized] = []
-    for side, (seed, stream) in sides:
-        rows, blocks, shape, dtype, widened = side
-        width, element = (16 * blocks, torch.bfloat16) if widened else (8 * blocks, torch.uint8)
-        codes = empty((rows, width), (width, 1), element)
-        scales = empty(shape, (shape[1], 1), dtype)
-        global_scale = empty((), (), torch.float32)
-        results.append((codes, scales, global_scale))
-        scales_at, unit_at = scales.data_ptr(), global_scale.data_ptr()
-        seed_at = 0 if seed is None else seed.data_ptr()
-        signs_at = _fixed_seed(index).data_ptr() if plan.fixed_signs else seed_at
-        made_at = worths if plan.room else scales_at
-        outputs.append(
-            (codes.data_ptr(), made_at, amax or largest, unit_at, signs_at, seed_at)
-            + (rows, blocks, stream, 1 if amax else parts)
-        )
-        count = rows * blocks if plan.room else 0
-        settled_at = codes.data_ptr() if widened else scales_at
-        ends += (worths, largest, seed_at, settled_at, unit_at, count, stream, parts)
-        worths, largest = worths + 4 * ceil_div(count, 4) * 4, largest + 4 * extents
-    if len(sides) == 1:
-        both = (*outputs[0], *NO_OUTPUT) if plan.sides[0] else (*NO_OUTPUT, *outputs[0])
-        ends += NO_SIDE
-    else:
-        both = (*outputs[0], *outputs[1])
-    values = (*operand, *both, *plan.walk)
-    if plan.masked:
-        mask = empty((rows, 2 * blocks), (2 * blocks, 1), torch.uint8)
-        results = [(*results[0], mask)]
-        values += (mask.data_ptr(),)
-    first, *second = plan.launches
-    first(index, (parts, 1), *values)
-    if plan.rule == Rule.EXACT:
-        for again in second:
-            again(index, (parts, 1), *values)
-    else:
-        source_global = operand[2] if plan.rule == Rule.MS_EDEN else 0
-        second[0](index, plan.align_grid, *ends, source_global, *plan.align_end)
-    return results
+class _Fields:
+    """The parameters of both kernels that say where results and what is on the way to them lie."""
 
+    def __init__(
+        self,
+        index: int,
+        spec: Scheme,
+        rule: Rule,
+        parts: int,
+        sides: tuple[_Side | None, _Side | None],
+        workspace: At,
+        amax: Address,
+        fixed_signs: bool,
+    ) -> None:
+        self._index, self._spec = index, spec
+        self._present = [side for side in sides if side]
+        room = sum(ceil_div(side.worths, 4) * 4 for side in self._present)
+        # Of each side the largest, and with settle_widened.cu the smallest.
+        extents = parts * (2 if room and spec.widened else 1)
+        self.workspace_bytes = 4 * (room + extents * len(self._present))
+        worths, largest = workspace, workspace + 4 * room
+        outputs: list[tuple] = []
+        self._ends: tuple = ()
+        for side in self._present:
+            seed, stream, first = side.direction
+            codes, scales, unit = (At(first + i) for i in range(3))
+            signs = _fixed_seed(index).data_ptr() if fixed_signs else seed
+            made = worths if room else scales
+            outputs.append(
+                (codes, made, amax or largest, unit, signs, seed)
+                + (side.rows, side.blocks, stream, 1 if amax else parts)
+            )
+            settled = codes if spec.widened else scales
+            self._ends += (worths, largest, seed, settled, unit, side.worths, stream, parts)
+            worths, largest = worths + 4 * ceil_div(side.worths, 4) * 4, largest + 4 * extents
+        if len(outputs) == 1:
+            self._ends += NO_SIDE
+            outputs.insert(1 if sides[0] else 0, NO_OUTPUT)
+        self.outputs = (*outputs[0], *outputs[1])
+        self.mask = (At(self._present[0].direction.first + 3),) if spec.masked else ()
 
-def run(
-    plan: Plan,
-    operand: tuple[int, int, int],
-    along_rows: Draw | None,
-    along_cols: Draw | None,
-    amax: int = 0,
-) -> list[Quantized]:
-    """The results of the directions that the plan has, rows first.
-
-    operand: addresses of x, its scales, its global scale; 0 for what it has not.
-    amax: address of the largest |x|, for an EXACT plan that knows it.
-    """
-    return _run(plan.device, plan, operand, (along_rows, along_cols), amax)
+    def align(self, launch: Launch, source_global: Address, factor: float) -> Step:
+        """align_scales.cu or settle_widened.cu."""
+        sizes = [(side.rows, side.blocks) if side.worths else (0, 0) for side in self._present]
+        made_by, of_sides = align_grid(self._spec, *sizes)
+        if self._spec.widened:  # thread blocks of settle_widened.cu stay, or mostly leave at once
+            made_by = min(made_by, 2 * multiprocessors(self._index))
+        blocks = [side.blocks for side in self._present]
+        end = align_end(self._spec, *(blocks + [0])[:2])
+        return Step(launch, (made_by, of_sides), (*self._ends, source_global, factor, *end))
 
 
 @functools.cache

@@ -4,10 +4,13 @@ the codes.
 
 import torch
 
+from q2compile.runtime_kernels.cuda.calls import Call, Form, launching
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.quantize.plan import Direction
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.registry import CUDA, kernel
+from q2compile.runtime_kernels.ops.quantize_masked import checked
+from q2compile.runtime_kernels.registry import CUDA
 
 
 def _refuses_quantize(x, scheme, transform) -> str | None:
@@ -19,14 +22,13 @@ def _prepare_quantize(x, scheme, transform) -> None:
     rotating_ops.prepare(x.contiguous(), scheme, transform, (True, False))
 
 
-@kernel(
+@launching(
     "quantize_masked",
-    CUDA,
-    device_type="cuda",
     refuses=_refuses_quantize,
     prepare=_prepare_quantize,
+    forms={0: Form.CONTIGUOUS},
 )
-def quantize_masked(x: torch.Tensor, scheme: str, transform: str) -> tuple[torch.Tensor, ...]:
+def quantize_masked(x: torch.Tensor, scheme: str, transform: str) -> Call:
     """See ops/quantize_masked.py."""
-    draws = ((None, 0), None)
-    return rotating_ops.rotated("quantize_masked", x.contiguous(), scheme, transform, draws)[0]
+    checked(x, scheme, transform)
+    return rotating_ops.rotated(x, scheme, transform, (Direction(0, 0, 1), None), 1)

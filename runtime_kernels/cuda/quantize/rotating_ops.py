@@ -4,18 +4,14 @@ q2::quantize for the schemes they have, which is the same without a rotation.
 Seeds stay on the device, so that a captured CUDA graph draws fresh coins at every replay.
 """
 
-from collections.abc import Callable, Hashable
-
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, aligned, launching
 from q2compile.runtime_kernels.cuda.quantize.plan import (
-    Draw,
-    Plan,
-    Quantized,
+    Direction,
     launches,
-    make_plan,
-    run,
+    quantizer_call,
 )
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, not_served
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
@@ -23,28 +19,8 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_quantized
 from q2compile.runtime_kernels.ops.quantize import checked as checked_without_rotation
-from q2compile.runtime_kernels.ops.quantize_masked import checked as checked_masked
 from q2compile.runtime_kernels.ops.rht_quantize import checked
-from q2compile.runtime_kernels.registry import CUDA, kernel
-
-_PLANS: dict[Hashable, Plan] = {}
-_MOST_PLANS = 4096  # of a program whose shapes never repeat
-
-
-def _planned(key: Hashable, make: Callable[[], Plan]) -> Plan:
-    """The plan of an earlier call like this one, or a new one: `make` checks the arguments, and
-    the key holds all that it looks at."""
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = make()
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = plan
-    return plan
-
-
-def _kind(scalar: torch.Tensor | None) -> Hashable:
-    return scalar if scalar is None else (scalar.dtype, scalar.dim())
+from q2compile.runtime_kernels.registry import CUDA
 
 
 def prepare(
@@ -78,94 +54,83 @@ def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None
     return not_served(scheme, transform) or refusal(op, CUDA, x.device.index, scheme)
 
 
-@kernel(
+@launching(
     "rht_quantize",
-    CUDA,
-    device_type="cuda",
     refuses=lambda x, seed, scheme, transform, *rest: refuses("rht_quantize", x, scheme, transform),
     prepare=lambda x, seed, scheme, transform, transpose, stream: prepare(
         x, scheme, transform, (not transpose, transpose)
     ),
+    forms={0: Form.LINES},
 )
-def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Quantized:
+def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Call:
     """See ops/rht_quantize.py."""
-    draw = (seed, stream)
-    draws = (None, draw) if transpose else (draw, None)
-    return rotated("rht_quantize", x, scheme, transform, draws)[0]
+    check_operand("rht_quantize", x)
+    checked("rht_quantize", seed, scheme, transform)
+    operands = 1 + (seed is not None)
+    along = Direction(At(1) if seed is not None else 0, stream, operands)
+    return rotated(x, scheme, transform, (None, along) if transpose else (along, None), operands)
 
 
-@kernel(
+@launching(
     "rht_quantize_both",
-    CUDA,
-    device_type="cuda",
     refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(
         "rht_quantize_both", x, scheme, transform
     ),
     prepare=lambda x, row_seed, col_seed, scheme, transform, stream: prepare(
         x, scheme, transform, (True, True)
     ),
+    forms={0: Form.LINES},
 )
-def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream):
+def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream) -> Call:
     """See ops/rht_quantize_both.py."""
-    draws = ((row_seed, stream), (col_seed, stream))
-    along_rows, along_cols = rotated("rht_quantize_both", x, scheme, transform, draws)
-    return (*along_rows, *along_cols)
+    check_operand("rht_quantize_both", x)
+    seeds = [seed for seed in (row_seed, col_seed) if seed is not None]
+    for seed in (row_seed, col_seed):
+        checked("rht_quantize_both", seed, scheme, transform)
+    operands = 1 + len(seeds)
+    along_rows = Direction(At(1) if row_seed is not None else 0, stream, operands)
+    along_cols = Direction(At(len(seeds)) if col_seed is not None else 0, stream, operands + 3)
+    return rotated(x, scheme, transform, (along_rows, along_cols), operands)
 
 
-@kernel(
+@launching(
     "quantize",
-    CUDA,
-    device_type="cuda",
     refuses=lambda x, amax, seed, scheme, stream: refuses("quantize", x, scheme, "none"),
     prepare=lambda x, amax, seed, scheme, stream: prepare(x, scheme, "none", (True, False), amax),
+    forms={0: Form.LINES},
 )
-def quantize(x, amax, seed, scheme, stream) -> Quantized:
+def quantize(x, amax, seed, scheme, stream) -> Call:
     """See ops/quantize.py."""
-    return rotated("quantize", x, scheme, "none", ((seed, stream), None), amax)[0]
+    checked_without_rotation(x, amax, seed, scheme)
+    operands = 1 + (amax is not None) + (seed is not None)
+    along_rows = Direction(At(operands - 1) if seed is not None else 0, stream, operands)
+    known = At(1) if amax is not None else 0
+    return rotated(x, scheme, "none", (along_rows, None), operands, known)
 
 
 def rotated(
-    op: str,
     x: torch.Tensor,
     scheme: str,
     transform: str,
-    draws: tuple[Draw | None, Draw | None],
-    amax: torch.Tensor | None = None,
-) -> list[Quantized]:
-    """x along its rows, its columns or both: the results of those asked for, in this order."""
-    index, shape, strides, address = x.device.index, x.shape, x.stride(), x.data_ptr()
-    if len(shape) == 2 and strides[1] != 1:
-        if strides[0] == 1:  # a transposed matrix lies in rows the other way
-            return rotated(op, x.t(), scheme, transform, draws[::-1], amax)[::-1]
-        return rotated(op, x.contiguous(), scheme, transform, draws, amax)
-    aligned = address % 16 == 0
-    along_rows, along_cols = draws
-    kinds = (along_rows and _kind(along_rows[0]), along_cols and _kind(along_cols[0]), _kind(amax))
-    directions = (along_rows is not None, along_cols is not None)
-    key = (op, index, x.dtype, shape, strides, aligned, scheme, transform, directions, kinds)
-
-    def make() -> Plan:
-        check_operand(op, x)
-        for draw in draws:
-            if op == "quantize_masked":
-                checked_masked(x, scheme, transform)
-            elif draw is not None and op == "quantize":
-                checked_without_rotation(x, amax, draw[0], scheme)
-            elif draw is not None:
-                checked(op, draw[0], scheme, transform)
-        return make_plan(
-            index,
-            SOURCES[x.dtype],
-            get_scheme(scheme),
-            get_transform(transform),
-            (strides[0], *shape, 0, 0),
-            directions,
-            vectors=aligned and strides[0] * x.element_size() % 16 == 0,
-            amax_known=amax is not None,
-        )
-
-    plan = _planned(key, make)
-    return run(plan, (address, 0, 0), *draws, 0 if amax is None else amax.data_ptr())
+    directions: tuple[Direction | None, Direction | None],
+    operands: int,
+    amax: At | int = 0,
+) -> Call:
+    """x along its rows, its columns or both. A transposed matrix lies in rows the other way."""
+    if x.stride(1) != 1:
+        x, directions = x.t(), directions[::-1]
+    return quantizer_call(
+        x.device.index,
+        SOURCES[x.dtype],
+        get_scheme(scheme),
+        get_transform(transform),
+        (x.stride(0), *x.shape, 0, 0),
+        directions,
+        operands,
+        operand=(At(0), 0, 0),
+        amax=amax,
+        vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
+    )
 
 
 def _source(spec: Scheme) -> int:
@@ -190,31 +155,28 @@ def _prepare_requantize(
         launch.warm_up(codes.device.index)
 
 
-@kernel(
+@launching(
     "requantize",
-    CUDA,
-    device_type="cuda",
     refuses=_refuses_requantize,
     prepare=_prepare_requantize,
+    forms={0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS},
 )
 def requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
-) -> Quantized:
+) -> Call:
     """See ops/requantize.py. The source is dequantised on its way into shared memory."""
-    codes, scales = codes.contiguous(), scales.contiguous()
-    index, shape = codes.device.index, codes.shape
-    operands = (codes.dtype, shape, scales.dtype, scales.shape, _kind(global_scale))
-    key = (index, operands, _kind(seed), source_scheme, scheme, transform, rows)
-
-    def make() -> Plan:
-        check_quantized("requantize", codes, scales, global_scale)
-        spec, rotation = checked("requantize", seed, scheme, transform)
-        source = get_scheme(source_scheme)
-        shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
-        blocks = 2 * shape[1] // source.width
-        extents = (shape[1], shape[0], rows, blocks, shift)
-        return make_plan(index, _source(source), spec, rotation, extents, (False, True))
-
-    plan = _planned(key, make)
-    operand = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
-    return run(plan, operand, None, (seed, stream))[0]
+    check_quantized("requantize", codes, scales, global_scale)
+    spec, rotation = checked("requantize", seed, scheme, transform)
+    source, (height, half) = get_scheme(source_scheme), codes.shape
+    shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
+    operands = 3 + (seed is not None)
+    return quantizer_call(
+        codes.device.index,
+        _source(source),
+        spec,
+        rotation,
+        (half, height, rows, 2 * half // source.width, shift),
+        (None, Direction(At(3) if seed is not None else 0, stream, operands)),
+        operands,
+        operand=(At(0), At(1), At(2)),
+    )

@@ -4,13 +4,8 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.launch import (
-    Launch,
-    empty,
-    launch,
-    multiprocessors,
-    on_device,
-)
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     NO_SIDE,
     align_end,
@@ -21,7 +16,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.split_scales import checked
-from q2compile.runtime_kernels.registry import CUDA, kernel
+from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
 _PER_THREAD = 16  # as many loads as that are under way at once
@@ -40,32 +35,30 @@ def _prepare(worth, scheme) -> None:
         kernel_launch.warm_up(worth.device.index)
 
 
-@kernel(
+@launching(
     "split_scales",
-    CUDA,
-    device_type="cuda",
     refuses=lambda worth, scheme: refusal("split_scales", CUDA, worth.device.index, scheme),
     prepare=_prepare,
+    forms={0: Form.CONTIGUOUS},
 )
-def split_scales(worth: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+def split_scales(worth: torch.Tensor, scheme: str) -> Call:
     """See ops/split_scales.py."""
-    checked(worth, scheme)
-    return _split_scales(worth.device.index, worth.contiguous(), scheme)
-
-
-@on_device
-def _split_scales(index: int, worth: torch.Tensor, scheme: str):
-    spec = get_scheme(scheme)
+    spec = checked(worth, scheme)
     rows, blocks = worth.shape
     count = rows * blocks
-    parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), 8 * multiprocessors(index)))
-    largest = empty((parts,), (1,), torch.int32)
+    most = 8 * multiprocessors(worth.device.index)
+    parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), most))
     shape = scales_shape(rows, blocks, spec) if spec.swizzled else (rows, blocks)
-    scales = empty(shape, (shape[1], 1), torch.float8_e4m3fn)
-    global_scale = empty((), (), torch.float32)
-    partial_max_launch()(index, (parts, 1), worth.data_ptr(), largest.data_ptr(), count)
-    side = (worth.data_ptr(), largest.data_ptr(), 0, scales.data_ptr(), global_scale.data_ptr())
-    align = align_launch(spec, interleaved=False)
+    outputs = Output(shape, torch.float8_e4m3fn), Output((), torch.float32)
+    worths, scales, global_scale, largest = map(At, range(4))
+    side = (worths, largest, 0, scales, global_scale, count, 0, parts)
     grid, end = align_grid(spec, (rows, blocks)), align_end(spec, blocks, 0)
-    align(index, grid, *side, count, 0, parts, *NO_SIDE, 0, 1.0, *end)
-    return scales, global_scale
+    return Call(
+        1,
+        outputs,
+        4 * parts,
+        (
+            Step(partial_max_launch(), (parts, 1), (worths, largest, count)),
+            Step(align_launch(spec, interleaved=False), grid, (*side, *NO_SIDE, 0, 1.0, *end)),
+        ),
+    )

@@ -12,11 +12,9 @@ from itertools import product
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
+from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
@@ -43,24 +41,11 @@ def architecture() -> str:
 @pytest.fixture(autouse=True)
 def on_cpu(architecture, monkeypatch) -> Iterator[None]:
     """Launches go to the emulation, of a GPU with two multiprocessors."""
-
-    def run(launch, index, grid, *values):
-        emulation.emulate(launch, architecture, grid, *values)
-
-    def empty(size, stride, dtype):
-        return torch.empty_strided(size, stride, dtype=dtype)
-
-    monkeypatch.setattr(Launch, "__call__", run)
+    emulation.serve(monkeypatch, architecture)
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
     fixed = torch.tensor(FIXED_SIGN_SEED)
     monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
-    functions = ((plan, "_run"), (dequantize, "_dequantize"), (cublaslt_fp4, "_swizzled"))
-    for module, function in (*functions, (masked_unrotate, "_masked_unrotate")):
-        monkeypatch.setattr(module, "empty", empty)
-        monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)
-    rotating_ops._PLANS.clear()
     yield
-    rotating_ops._PLANS.clear()
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -467,3 +452,9 @@ def test_from_e4m3_by_arithmetic() -> None:
     nan = want.isnan()
     assert torch.equal(got[~nan].view(torch.int16), want[~nan].view(torch.int16))
     assert got[nan].isnan().all()
+
+
+@pytest.mark.parametrize("transform", ["rht16", "rht128"])
+def test_signs(transform) -> None:
+    for seed in SEEDS:
+        assert_same_bits((signs.signs(seed, transform),), (q2.signs(seed, transform),))

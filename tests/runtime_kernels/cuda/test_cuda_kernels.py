@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda import calls, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
@@ -336,7 +336,7 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
         pytest.raises(launch.LaunchError, match="run the model once"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        fresh(0, (1, 1), 0, 0, 0, 0, 0, 1, 0)
+        fresh.bind(0, (1, 1), (0, 0, 0, 0, 0, 1, 0), {})
 
 
 @pytest.mark.parametrize(
@@ -352,13 +352,14 @@ def as_on_ampere(monkeypatch) -> None:
     """Kernels without conversion instructions, as sm_80 gets them, launched one after the other."""
     ampere, loaded = nvrtc.conversions("sm_80"), {}
 
-    def run(self, index, grid, *values) -> None:
+    def bind(self, index, grid, values, slots) -> launch.Bound:
         if self not in loaded:
             loaded[self] = launch._load(replace(self, overlaps=False), index)
-        loaded[self].run(grid, torch._C._cuda_getCurrentRawStream(index), values)
+        return launch.Bound(self, loaded[self], grid, values, slots)
 
+    monkeypatch.setattr(calls, "_READY", {})
     monkeypatch.setattr(nvrtc, "conversions", lambda architecture: ampere)
-    monkeypatch.setattr(launch.Launch, "__call__", run)
+    monkeypatch.setattr(launch.Launch, "bind", bind)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import scaled_mm_arguments, swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
@@ -23,7 +24,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
-from q2compile.runtime_kernels.cuda.quantize.plan import make_plan
+from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
     not_served,
@@ -319,7 +320,8 @@ def test_a_wrong_layout_does_not_compile() -> None:
 
 def test_the_registry_has_them_before_the_reference() -> None:
     rotating = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
-    for op in (*rotating, "quantize_masked", "masked_unrotate", "dequantize", "split_scales"):
+    alone = ("quantize_masked", "masked_unrotate", "dequantize", "split_scales", "signs")
+    for op in (*rotating, *alone):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
     names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference"]
     assert [k.name for k in kernels("gemm")] == names
@@ -443,10 +445,15 @@ def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
 
 def test_more_coins_than_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
-    half = (1 << 17, 1 << 17, 1 << 17, 0, 0)
+
+    def call(scheme: str, rows: int) -> None:
+        spec, rotation = get_scheme(scheme), get_transform("rht128")
+        extents = (1 << 17, rows, 1 << 17, 0, 0)
+        along = (Direction(At(1), 0, 2), None)
+        quantizer_call(0, BF16, spec, rotation, extents, along, 2, operand=(At(0), 0, 0))
+
     for scheme in (SR, EDEN):
-        make_plan(0, BF16, get_scheme(scheme), get_transform("rht128"), half, ROW)
-    too_many = (1 << 17, (1 << 17) + 1, 1 << 17, 0, 0)
-    make_plan(0, BF16, get_scheme(EDEN), get_transform("rht128"), too_many, ROW)
+        call(scheme, 1 << 17)
+    call(EDEN, (1 << 17) + 1)
     with pytest.raises(ValueError, match="at most 2.34 numbers"):
-        make_plan(0, BF16, get_scheme(SR), get_transform("rht128"), too_many, ROW)
+        call(SR, (1 << 17) + 1)

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import split_scales as on_cuda
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
@@ -76,18 +75,11 @@ def test_refused_schemes(scheme: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (300, 41)])
 @pytest.mark.parametrize("scheme", ON_CUDA)
 def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
-    monkeypatch.setattr(
-        Launch,
-        "__call__",
-        lambda launch, index, grid, *values: emulation.emulate(launch, "sm_90a", grid, *values),
-    )
+    emulation.serve(monkeypatch, "sm_90a")
     monkeypatch.setattr(on_cuda, "multiprocessors", lambda index: 2)
-    monkeypatch.setattr(
-        on_cuda, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
-    )
     generator = torch.Generator().manual_seed(1)
     worth = torch.randn(shape, generator=generator).mul(4).exp()
-    got = on_cuda._split_scales.__wrapped__(0, worth, scheme)
+    got = on_cuda.split_scales(worth, scheme)
     want = torch.ops.q2.split_scales(worth, scheme)
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and got[1] == want[1]
 

@@ -113,7 +113,7 @@ def test_of_a_large_tensor_a_sample(scheme):
     """Whole groups of rows, spread over the tensor, and numbers close to those of all."""
     x = matrix(8192, 512)
     rows = sampled_rows(*x.shape, x.device)
-    assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] > 8192 - 8 * GROUP
+    assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] >= 8192 - 16 * GROUP
     *_, found = q2.quantize_recorded(x, None, None, scheme, 0)
     wanted = measured_plainly(x, scheme)
     assert found[0] == x.abs().max()

@@ -11,8 +11,13 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import calls
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 
@@ -37,6 +42,26 @@ def emulate(launch: Launch, architecture: str, grid: tuple[int, int], *values) -
     struct.pack_into("@" + launch.layout, parameters, 0, *values)
     converts = nvrtc.conversions(architecture)
     _kernel(launch.variant, launch.threads, converts).run(parameters, *grid)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Calls of our kernels on tensors of the CPU are launched in the emulation."""
+
+    def bind(launch, index, grid, values, slots):
+        def enqueue(stream, addresses):
+            fields = (addresses[slots[v]] if v in slots else v for v in values)
+            emulate(launch, architecture, grid, *fields)
+
+        return enqueue
+
+    def empty(size, stride, dtype):
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    monkeypatch.setattr(Launch, "bind", bind)
+    monkeypatch.setattr(calls, "empty", empty)
+    monkeypatch.setattr(calls, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(calls, "_READY", {})
+    monkeypatch.setattr(calls, "on_device", lambda index: nullcontext())
 
 
 @functools.cache

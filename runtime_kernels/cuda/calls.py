@@ -1,0 +1,243 @@
+"""Calls of ops that are launches of our own kernels, worked out once for each kind of operands.
+
+A kernel of the registry made by `launching` is a function from an op's arguments to a Call: which
+outputs it has, and which launches write them. Who calls the op has the outputs made and the
+launches enqueued; generated code brings buffers that Inductor has planned, and enqueues the
+launches into them (site.py). Both end in the same Ready, in which nothing is left to be done but
+to ask the tensors for their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty
+from q2compile.runtime_kernels.registry import CUDA, kernel
+
+_MOST_READY = 4096  # of a program whose shapes never repeat
+_ALIGNMENT = 16  # bytes: of what the kernels load at once
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
+
+
+class Form(Enum):
+    """How the kernels want an operand to lie."""
+
+    LINES = "a matrix whose rows or columns are contiguous"
+    CONTIGUOUS = "contiguous"
+    ALIGNED = "contiguous, on 16 bytes"
+
+
+class At(NamedTuple):
+    """A field of a launch's parameters that is an address: `past` bytes into tensor number
+    `tensor` of the call, whose tensors are its operands, its outputs and its workspace."""
+
+    tensor: int
+    past: int = 0
+
+    def __add__(self, more: int) -> At:  # type: ignore[override]
+        return At(self.tensor, self.past + more)
+
+
+class Step(NamedTuple):
+    """A launch, its thread blocks in x and y, and the fields of its parameter struct: numbers, and
+    At."""
+
+    launch: Launch
+    grid: tuple[int, int]
+    values: Sequence[Any]
+
+
+class Output(NamedTuple):
+    """A contiguous tensor that a call writes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        strides = [1]
+        for size in self.shape[:0:-1]:
+            strides.append(strides[-1] * size)
+        return tuple(reversed(strides)) if self.shape else ()
+
+    @property
+    def bytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of an op is: operands tensors in, outputs out, steps between.
+
+    workspace: bytes of memory that the steps need besides; the last tensor, if they need any.
+    """
+
+    operands: int
+    outputs: tuple[Output, ...]
+    workspace: int
+    steps: tuple[Step, ...]
+
+
+class Ready:
+    """A call on CUDA device `index`, its kernels loaded.
+
+    wanted: for each output, whether the caller has a tensor for it. The others are written into
+        the workspace.
+    pasts: for each operand, how many bytes past the beginning of what is given for it.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        index: int,
+        wanted: Sequence[bool] | None = None,
+        pasts: Sequence[int] | None = None,
+    ) -> None:
+        wanted = wanted or [True] * len(call.outputs)
+        pasts = pasts or [0] * call.operands
+        self.outputs = call.outputs
+        self._index = index
+        given = call.operands + sum(wanted)
+        self._bytes = call.workspace
+        place: dict[int, At] = {i: At(i, past) for i, past in enumerate(pasts)}
+        place[call.operands + len(call.outputs)] = At(given)
+        for i, (output, has_tensor) in enumerate(zip(call.outputs, wanted, strict=True)):
+            if has_tensor:
+                place[call.operands + i] = At(call.operands + sum(wanted[:i]))
+            else:
+                self._bytes = -(-self._bytes // _ALIGNMENT) * _ALIGNMENT
+                place[call.operands + i] = At(given, self._bytes)
+                self._bytes += output.bytes
+        self._pasts: list[At] = []
+        slots: dict[At, int] = {}
+        for field in (v for step in call.steps for v in step.values if isinstance(v, At)):
+            at = place[field.tensor] + field.past
+            if field not in slots:
+                slots[field] = at.tensor
+                if at.past:
+                    slots[field] = given + 1 + len(self._pasts)
+                    self._pasts.append(at)
+        self._launches = [
+            step.launch.bind(index, step.grid, step.values, slots) for step in call.steps
+        ]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Enqueues the launches on the current stream of the device, which is the current one.
+
+        tensors: the operands and the wanted outputs, in order.
+        """
+        addresses = [t.data_ptr() for t in tensors]
+        # It may be freed at once: what its memory is used for next is behind this in the stream.
+        workspace = empty((self._bytes,), (1,), torch.uint8) if self._bytes else None
+        addresses.append(workspace.data_ptr() if workspace is not None else 0)
+        for tensor, past in self._pasts:
+            addresses.append(addresses[tensor] + past)
+        stream = _raw_stream(self._index)
+        for launch in self._launches:
+            launch(stream, addresses)
+
+
+@dataclass(frozen=True)
+class Launching:
+    """The `launches` of a registry's kernel.
+
+    call: from the op's arguments, in their forms, to the Call.
+    forms: of arguments, by position.
+    """
+
+    call: Callable[..., Call]
+    forms: dict[int, Form]
+
+    def ready(
+        self,
+        args: Sequence[Any],
+        wanted: tuple[bool, ...] | None = None,
+        pasts: tuple[int, ...] | None = None,
+    ) -> Ready:
+        """That of an earlier call like this one, or a new one; for arguments in their forms."""
+        key = (self.call, wanted, pasts, *map(_kind, args))
+        ready = _READY.get(key)
+        if ready is None:
+            device = next(a.device for a in args if isinstance(a, torch.Tensor))
+            ready = Ready(self.call(*args), device.index, wanted, pasts)
+            if len(_READY) >= _MOST_READY:
+                _READY.clear()
+            _READY[key] = ready
+        return ready
+
+    def in_form(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, copied where they have another form than the kernels want."""
+        args = list(args)
+        for i, form in self.forms.items():
+            args[i] = _formed(args[i], form)
+        return args
+
+    def __call__(self, *args: Any) -> Any:
+        """What the op returns: tensors, or one alone."""
+        args = self.in_form(args)  # type: ignore[assignment]
+        operands = tensors_of(args)
+        with on_device(operands[0].device.index):
+            ready = self.ready(args)
+            outputs = [empty(o.shape, o.strides, o.dtype) for o in ready.outputs]
+            ready([*operands, *outputs])
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+_READY: dict[Hashable, Ready] = {}
+_HERE = nullcontext()
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    """CUDA device `index` as the current one, which costs nothing where it is that already."""
+    return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
+
+
+def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
+    return [a for a in args if isinstance(a, torch.Tensor)]
+
+
+def launching(
+    op: str,
+    *,
+    refuses: Callable[..., str | None],
+    prepare: Callable[..., None],
+    forms: dict[int, Form] | None = None,
+) -> Callable[[Callable[..., Call]], Launching]:
+    """Decorator: registers a function from the arguments of an op to its Call as the op's kernel
+    CUDA. Equal kinds of arguments must give equal Calls: the same types, sizes, strides and names,
+    and addresses that are on 16 bytes alike."""
+
+    def register(call: Callable[..., Call]) -> Launching:
+        launches = Launching(call, forms or {})
+        kernel(op, CUDA, device_type="cuda", refuses=refuses, prepare=prepare, launching=launches)(
+            launches
+        )
+        return launches
+
+    return register
+
+
+def aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % _ALIGNMENT == 0
+
+
+def _kind(arg: Any) -> Hashable:
+    if isinstance(arg, torch.Tensor):
+        return arg.device.index, arg.dtype, arg.shape, arg.stride(), aligned(arg)
+    return arg
+
+
+def _formed(x: torch.Tensor, form: Form) -> torch.Tensor:
+    if form is Form.LINES:
+        return x if x.dim() != 2 or 1 in x.stride() else x.contiguous()
+    x = x.contiguous()
+    return x.clone() if form is Form.ALIGNED and not aligned(x) else x

@@ -1,0 +1,28 @@
+"""q2::signs on CUDA: signs.cu."""
+
+import functools
+
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import At, Call, Output, Step, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.ops.signs import checked
+from q2compile.runtime_kernels.registry import CUDA
+
+
+@functools.cache
+def signs_launch() -> Launch:
+    return launch("signs.cu", "PPi", 128, defines={})
+
+
+@launching(
+    "signs",
+    refuses=lambda seed, transform: refusal("signs", CUDA, seed.device.index, "nvfp4"),
+    prepare=lambda seed, transform: signs_launch().warm_up(seed.device.index),
+)
+def signs(seed: torch.Tensor, transform: str) -> Call:
+    """See ops/signs.py."""
+    size = checked(transform).size
+    step = Step(signs_launch(), (1, 1), (At(0), At(1), size))
+    return Call(1, (Output((size,), torch.float32),), 0, (step,))

@@ -1,0 +1,38 @@
+"""q2::signs: the diagonal of a randomised Hadamard transform, as the rotating quantisers draw it.
+
+    signs(seed int64 0-dim, transform) -> fp32 [size], +1 and -1
+
+For who wants an operand as it was rounded (telemetry): in torch's arithmetic Philox is some 160
+small operations.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform, signs_of
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+
+
+def checked(transform: str) -> Transform:
+    """The transform by name.
+
+    Raises:
+        ValueError: unknown, or it draws no signs.
+    """
+    rotation = get_transform(transform)
+    if not rotation.seeded:
+        raise ValueError(f"q2::signs takes transforms that draw signs, {transform!r} draws none.")
+    return rotation
+
+
+define(
+    "signs(Tensor seed, str transform) -> Tensor",
+    fake=lambda seed, transform: seed.new_empty((checked(transform).size,), dtype=torch.float32),
+)
+
+
+@kernel("signs", REFERENCE)
+def signs(seed: torch.Tensor, transform: str) -> torch.Tensor:
+    """The reference: see the top of this file."""
+    drawn = signs_of(checked(transform), seed, seed.device)
+    assert drawn is not None
+    return drawn
