@@ -10,11 +10,12 @@ which order as the values do; under exact its e4m3 byte.
 
 from __future__ import annotations
 
+import functools
+
 import torch
-from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering import fp32
+from q2compile.lowering import fp32, launches
 from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import ComparedScales, FourOverSix, Quantized, Rounding
@@ -97,7 +98,7 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
     return codes, *_split_scales(worths, scheme.name)
 
 
-_split_scales = fallback_handler(torch.ops.q2.split_scales.default, add_to_fallback_set=False)
+_split_scales = functools.partial(launches.call, torch.ops.q2.split_scales.default)
 
 
 def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quantized:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import mxfp4, nvfp4, support, tile_config
+from q2compile.lowering import launches, mxfp4, nvfp4, support, tile_config
 from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import float_of
 from q2compile.lowering.reduction_blocks import ReducedBlocks
@@ -31,7 +31,7 @@ def quantize(
 ) -> Any:
     """See runtime_kernels/ops/quantize.py."""
     if not _lowered("quantize", x, name, "none"):
-        return _call(QUANTIZE, x, amax, seed, name, stream)
+        return launches.call(QUANTIZE, x, amax, seed, name, stream)
     return _quantize(x, amax, seed, name, stream)
 
 
@@ -44,10 +44,10 @@ def quantize_recorded(
     so that the other kernels of the graph, and what they round, are those of the graph without it.
     """
     if not _lowered("quantize", x, name, "none"):
-        return _call(QUANTIZE_RECORDED, x, amax, seed, name, stream)
+        return launches.call(QUANTIZE_RECORDED, x, amax, seed, name, stream)
     parts = _quantize(x, amax, seed, name, stream)
     args = (_apart(x), *parts, name)
-    return *parts, _call(torch.ops.q2.statistics_of_operand.default, *args)
+    return *parts, launches.call(torch.ops.q2.statistics_of_operand.default, *args)
 
 
 def _apart(x: ir.TensorBox) -> ir.TensorBox:
@@ -87,7 +87,7 @@ def rht_quantize(
 ) -> Any:
     """See runtime_kernels/ops/rht_quantize.py."""
     if not _lowered("rht_quantize", x, name, transform):
-        return _call(RHT_QUANTIZE, x, seed, name, transform, transpose, stream)
+        return launches.call(RHT_QUANTIZE, x, seed, name, transform, transpose, stream)
     scheme = get_scheme(name)
     draws = Draws(_loader(seed), stream)
     blocks = HeldBlocks(x, scheme, get_transform(transform), draws, transpose=transpose)
@@ -117,11 +117,6 @@ def _lowered(op: str, x: ir.TensorBox, scheme: str, transform: str) -> bool:
         return False  # there is no largest number
     fuses = support.beats_kernels(scheme, transform) and _computed(x)
     return fuses or _served_by_reference_alone(op)
-
-
-def _call(op: torch._ops.OpOverload, *args: Any) -> Any:
-    """The registry's kernel."""
-    return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
 def _computed(x: ir.TensorBox) -> bool:

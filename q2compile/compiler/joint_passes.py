@@ -26,6 +26,7 @@ class JointPasses(CustomGraphPass):
             "share_operands": config.resolved_policy.random_forward,
             "share_saved_rotations": config.resolved_policy.random_forward,
             "swizzle_saved_scales": True,
+            "turn_in_backward": True,
             "keep_packed": config.keep_packed,
             "recompute_weights": config.recompute_weights,
         }

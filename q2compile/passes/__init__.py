@@ -6,7 +6,7 @@ them, JOINT_PASSES over both in one, before the partitioner cuts it. A pass is a
 runners (`q2compile.compiler`) time it, count ops before and after, dump, and leave it out when
 disabled by name.
 
-The last two joint passes change nothing that is computed. They tag nodes with torch's
+The last three joint passes change nothing that is computed. They tag nodes with torch's
 CheckpointPolicy, in ``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the
 partitioner what to save and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11
 to 2.13. The min-cut partitioner looks at the op, the default one at the getitems, so both carry the
@@ -21,6 +21,7 @@ from torch import fx
 
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
+from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
@@ -47,6 +48,7 @@ JOINT_PASSES: dict[str, Pass] = {
     "share_operands": share_operands_pass,  # for the next one: views of one x become one
     "share_saved_rotations": share_saved_rotations_pass,
     "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
+    "turn_in_backward": turn_in_backward_pass,
     # In this order: asked for both, the packed activations are kept and the weights' codes are not.
     "keep_packed": keep_packed_pass,
     "recompute_weights": recompute_weights_pass,

@@ -55,10 +55,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
         chain = _chain_to_input(weight)
         if chain is None:
             continue
-        codes = _with_outputs(weight)
-        # Codes that dgrad re-uses transposed would else be saved in that form.
-        transposed = {n for output in codes for n in output.users if is_q2(n, "transpose")}
-        for node in (*chain, *codes, *(n for t in transposed for n in _with_outputs(t))):
+        for node in (*chain, *_with_outputs(weight)):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         marked.add(weight)
     return len(marked)

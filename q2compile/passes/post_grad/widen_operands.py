@@ -8,9 +8,10 @@ from torch import fx
 
 from q2compile.passes.graph_queries import is_q2, q2_nodes, serving_kernel, update_outputs
 from q2compile.passes.verify import named_arguments
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
+_QUANTISERS = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of q2.gemm, of a and b
 
 
@@ -26,15 +27,18 @@ def widen_operands_pass(graph: fx.Graph) -> int:
 
     Preconditions: all that comes out of the op is read by q2.gemm nodes alone, which the CUDA
     kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such numbers of this
-    scheme and transform; a pair of directions has one scheme, so both must be so.
+    scheme and transform; a pair of directions has one scheme, so both must be so. Of q2.quantize
+    only the schemes that draw coins: the others may be loops, which fuse with what makes x.
 
     Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
     """
     matches = 0
-    for node in list(q2_nodes(graph, "rht_quantize", "rht_quantize_both", "requantize")):
+    for node in list(q2_nodes(graph, *_QUANTISERS)):
         at = list(named_arguments(node)).index("scheme")
         scheme: Any = node.args[at]
         readers = {gemm for output in node.users for gemm in output.users}
+        if is_q2(node, "quantize") and not get_scheme(scheme).stochastic:
+            continue
         if "@" in scheme or not readers or not all(_is_bf16(gemm) for gemm in readers):
             continue
         args = (*node.args[:at], scheme + WIDENED, *node.args[at + 1 :])

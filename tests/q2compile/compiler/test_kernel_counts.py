@@ -135,6 +135,7 @@ ROWS = [
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
+    _joint_pass("turn_in_backward", "nvfp4"),
     _option("keep_packed", model=Mlp),
     _option("recompute_weights"),
     _option("cache_weights"),
@@ -149,7 +150,10 @@ def test_every_pass_has_a_row() -> None:
 Graphs = dict[str, Counter[str]]
 _CALL = re.compile(
     r"= torch\.ops\.(\w+\.\w+)\.\w+\(|\b(triton_)\w+\.run\(|\bextern_kernels\.(\w+)\("
+    r"|^ +(q2_site_\d+)\(",
+    re.M,
 )
+_SITE = re.compile(r"^(q2_site_\d+) = q2_Site\('(\w+)'", re.M)
 _GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\(.*'(\S+)', '(\S+)', ")
 
 
@@ -157,8 +161,10 @@ def calls(source: str, capability: int) -> Counter[str]:
     """What a graph's generated code launches, by name: ops, Triton kernels together, torch's GEMMs.
     And its inputs: in backward the tensors that were saved, and the gradients."""
     body = source[source.index("def call(") :]
+    ops = {site: f"q2.{op}" for site, op in _SITE.findall(source)}
     found = Counter(
-        "triton" if triton else op or extern for op, triton, extern in _CALL.findall(body)
+        "triton" if triton else op or extern or ops[site]
+        for op, triton, extern, site in _CALL.findall(body)
     )
     del found["aten.view"]  # no kernel
     inputs = re.search(r"^ +(.*) = args$", body, re.M)
@@ -244,21 +250,21 @@ class TestKernelCounts(TestCase):
             table(),
             """\
 share_operands (post-grad)
-  forward   q2.quantize 6 -> 4, dequantize.cu 6, inputs 4, q2.gemm 3, triton 1
+  forward   q2.dequantize 6 -> 4, q2.quantize 6 -> 4, inputs 4, mm 3, triton 1
 
 merge_seeds (post-grad)
-  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, dequantize.cu 14, inputs 18, q2.gemm 7,
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, inputs 18, mm 7, q2.dequantize 14,
             q2.requantize 7, q2.rht_quantize 7, triton 2
 
 pair_directions (post-grad)
-  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.rht_quantize 7 -> 1, q2.rht_quantize_both 0 -> 3, aten.randint 1, dequantize.cu 14,
-            inputs 18, q2.gemm 7, q2.requantize 7, triton 2
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.rht_quantize 7 -> 1, q2.rht_quantize_both 0 -> 3, aten.randint 1, inputs 18, mm 7,
+            q2.dequantize 14, q2.requantize 7, triton 2
 
 share_rotations (post-grad)
-  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.requantize 7 -> 5, aten.randint 1, dequantize.cu 14, inputs 18, q2.gemm 7,
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.dequantize 14 -> 12, q2.requantize 7 -> 5, aten.randint 1, inputs 18, mm 7,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 swizzle_scales (post-grad)
@@ -267,20 +273,20 @@ swizzle_scales (post-grad)
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 widen_operands (post-grad)
-  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  dequantize.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 share_operands (joint)
-  forward   q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1, dequantize.cu 8, inputs 5,
-            q2.gemm 4, q2.split_scales 5, q2.transpose 3, triton 10
-  backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
+  forward   q2.dequantize 8 -> 6, q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1,
+            inputs 5, mm 4, q2.split_scales 5, triton 10
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
             q2.rht_quantize 4, triton 2
 
 share_saved_rotations (joint)
-  forward   q2.rht_quantize 4 -> 2, aten.randint 1, dequantize.cu 8, inputs 5, q2.gemm 4,
-            q2.quantize 1, q2.split_scales 5, q2.transpose 3, triton 10
-  backward  inputs 28 -> 20, aten.randint 1, dequantize.cu 10, q2.gemm 7, q2.quantize 3,
+  forward   q2.rht_quantize 4 -> 2, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
+            q2.quantize 1, q2.split_scales 5, triton 10
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
             q2.rht_quantize 4, triton 2
 
 swizzle_saved_scales (joint)
@@ -289,21 +295,25 @@ swizzle_saved_scales (joint)
   backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
             q2.rht_quantize_both 3, triton 2
 
+turn_in_backward (joint)
+  forward   q2.transpose 3 -> 0, aten.randint 1, inputs 5, mm 4, q2.dequantize 6, q2.quantize 1,
+            q2.rht_quantize 2, q2.split_scales 5, triton 10
+  backward  aten.randint 1, inputs 20, mm 7, q2.dequantize 5, q2.quantize 3, q2.rht_quantize 4,
+            triton 2
+
 keep_packed (option)
-  forward   dequantize.cu 4, inputs 3, q2.gemm 2, q2.quantize 3, q2.split_scales 1, triton 1
-  backward  inputs 4 -> 13, q2.quantize 3 -> 0, q2.split_scales 1 -> 0, aten.randint 1,
-            dequantize.cu 2, q2.gemm 4, q2.requantize 3, q2.rht_quantize 1,
-            q2.rht_quantize_both 1, triton 1
+  forward   inputs 3, mm 2, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
+  backward  inputs 4 -> 13, q2.quantize 3 -> 0, q2.split_scales 1 -> 0, aten.randint 1, mm 4,
+            q2.dequantize 2, q2.requantize 3, q2.rht_quantize 1, q2.rht_quantize_both 1, triton 1
 
 recompute_weights (option)
-  forward   dequantize.cu 8, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  inputs 18 -> 12, q2.quantize 0 -> 3, aten.randint 1, q2.gemm 7, q2.requantize 5,
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  inputs 18 -> 12, q2.quantize 0 -> 3, aten.randint 1, mm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
 cache_weights (option)
-  forward   inputs 5 -> 17, q2.quantize 5 -> 1, dequantize.cu 8, q2.gemm 4, q2.split_scales 1,
-            triton 2
+  forward   inputs 5 -> 17, q2.quantize 5 -> 1, mm 4, q2.dequantize 6, q2.split_scales 1, triton 2
   weights   inputs 0 -> 1, q2.quantize 0 -> 1
-  backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
+  backward  aten.randint 1, inputs 18, mm 7, q2.requantize 5, q2.rht_quantize 1,
             q2.rht_quantize_both 3, triton 2""",
         )

@@ -13,6 +13,7 @@ from q2compile.compiler.joint_passes import JointPasses
 from q2compile.passes import JOINT_PASSES
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
+from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from tests.support.graph_builder import Builder, q2
 from tests.support.small_model import Mlp, quantised
 
@@ -76,10 +77,14 @@ def test_the_codes_of_a_weight_and_its_cast_are_made_again():
     assert recompute_weights_pass(graph) == 1 and len(policies(graph)) == 5
 
 
-def test_codes_that_are_used_transposed_are_transposed_again():
+def test_codes_that_are_used_transposed_are_turned_in_the_backward():
     graph = joint_graph(reuse=True)
+    assert turn_in_backward_pass(graph) == 1
+    turned = {name for name in policies(graph) if "transpose" in name}
+    assert turned == {"transpose_default"} and len(policies(graph)) == 3  # and its two outputs
+    assert set(policies(graph).values()) == {AGAIN}
     assert recompute_weights_pass(graph) == 1
-    assert {"transpose_default", "quantize_default_1"} <= set(policies(graph))
+    assert "quantize_default_1" in policies(graph)
     assert "quantize_default_2" not in policies(graph)  # the gradient's
 
 
@@ -124,15 +129,20 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     graph = joint_graph()
     runner(graph)
     ran = [(r.graph, r.name, r.matches) for r in records]
-    assert ran == [("joint", "swizzle_saved_scales", 0), ("joint", "recompute_weights", 1)]
+    assert ran == [
+        ("joint", "swizzle_saved_scales", 0),
+        ("joint", "turn_in_backward", 0),
+        ("joint", "recompute_weights", 1),
+    ]
     b = Builder()
     b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
     runner(b.graph)
-    assert len(records) == 2
+    assert len(records) == 3
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
-    assert JointPasses(Config(), []).names == ["swizzle_saved_scales"]
-    names = ["share_operands", "share_saved_rotations", "swizzle_saved_scales"]
+    names = ["swizzle_saved_scales", "turn_in_backward"]
+    assert JointPasses(Config(), []).names == names
+    names = ["share_operands", "share_saved_rotations", *names]
     assert JointPasses(Config(recipe="nvfp4"), []).names == names
     assert JointPasses(Config(recipe="nvfp4", disable_passes=names), []).names == []
 

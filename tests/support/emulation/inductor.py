@@ -28,6 +28,7 @@ from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_
 from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops, split_scales
+from q2compile.runtime_kernels.cuda.site import Site
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
 
@@ -136,10 +137,11 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     served on the CPU, by the reference."""
 
     def why_not(kernel: registry.Kernel, *args: Any) -> str | None:
-        return kernel.refuses(*args) if kernel.device_type in (None, "cuda") else "not of CUDA"
+        return kernel.declines(args) if kernel.device_type in (None, "cuda") else "not of CUDA"
 
     monkeypatch.setattr(registry.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
+    monkeypatch.setattr(Site, "_call", lambda site, given: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4)
     for module in (rotating_ops, dequantize, *gemms, split_scales):
         monkeypatch.setattr(module, "refusal", lambda *names: None)

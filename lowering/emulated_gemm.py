@@ -1,0 +1,97 @@
+"""The lowering of `q2::gemm` where bf16 tensor cores multiply for fp4 ones: torch's own product,
+which Inductor allocates, chooses a kernel for and fuses behind as for any other.
+
+    gemm(a.., b.., bias, ...)   ->   numbers of a @ numbers of bᵀ (+ bias)             scales fold
+                                     (fp32 product * alpha + bias) to dtype            otherwise
+
+The numbers of an operand are what its quantiser wrote, where that writes them (scheme@bf16), or
+dequantised from its codes, once however many GEMMs read them. Codes that q2::transpose turned are
+dequantised as they lay before, and read by columns.
+
+Of the second form, only the product is rounded to fp32 by a kernel; alpha and bias are Inductor's
+to fuse with what comes next, which then reads them before they are rounded to dtype, as it does
+with other operations that it fuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.virtualized import V
+
+from q2compile.lowering import launches
+from q2compile.lowering.gemm_operands import (
+    GEMM,
+    TRANSPOSE,
+    is_emulated,
+    reads_unturned,
+    turned,
+)
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+
+_aten = torch.ops.aten
+_KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+@register_lowering(GEMM, type_promotion_kind=None)
+def gemm(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> Any:
+    """See runtime_kernels/ops/gemm.py."""
+    args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias)
+    if not is_emulated(V.current_node):
+        return launches.call(GEMM, *args, a_scheme, b_scheme, dtype)
+    a, _ = _numbers(*args[:3], a_scheme, V.current_node.args[0])
+    b, is_turned = _numbers(*args[3:6], b_scheme, V.current_node.args[3])
+    if not is_turned:
+        b = lowerings[_aten.permute.default](b, [1, 0])
+    folds = get_scheme(a_scheme).folds and get_scheme(b_scheme).folds
+    if folds and dtype == torch.bfloat16 and (bias is None or bias.get_dtype() == dtype):
+        if bias is None:
+            return lowerings[_aten.mm.default](a, b)
+        return lowerings[_aten.addmm.default](bias, a, b)
+    out = fallback_handler(_aten.mm.dtype, add_to_fallback_set=False)(a, b, torch.float32)
+    multiply, add = lowerings[_aten.mul.Tensor], lowerings[_aten.add.Tensor]
+    if not folds:
+        out = multiply(out, multiply(a_global, b_global))
+    if bias is not None:
+        out = add(out, bias)
+    return lowerings[torch.ops.prims.convert_element_type.default](out, dtype)
+
+
+@register_lowering(TRANSPOSE, type_promotion_kind=None)
+def transpose(codes, scales, scheme: str, rows: Any) -> Any:
+    """See runtime_kernels/ops/transpose.py. Nothing, for GEMMs that read what was not turned."""
+    readers = [gemm for output in V.current_node.users for gemm in output.users]
+    if readers and all(reads_unturned(reader) for reader in readers):
+        _known()[V.current_node] = codes, scales, rows
+        return None, None
+    return launches.call(TRANSPOSE, codes, scales, scheme, rows)
+
+
+def _numbers(codes, scales, global_scale, scheme: str, node: Any) -> tuple[Any, bool]:
+    """An operand as bf16 [rows, contraction], or turned, and whether it is. node: of its codes."""
+    spec = get_scheme(scheme)
+    if spec.widened:
+        return codes, False
+    maker = turned(node) if reads_unturned(V.current_node) else None
+    if maker is None:
+        cols = 2 * codes.get_size()[1]
+    else:
+        node = maker.args[0]
+        codes, scales, cols = _known()[maker]
+    key = (node, cols)
+    if key not in _known():
+        op = torch.ops.q2.dequantize.default
+        unit = global_scale if spec.folds else None
+        _known()[key] = launches.call(op, codes, scales, unit, scheme, cols, torch.bfloat16)
+    return _known()[key], maker is not None
+
+
+def _known() -> dict[Any, Any]:
+    """Of the graph that is lowered: numbers by the node of their codes and how many columns; what
+    is not turned by the node that would have."""
+    return _KNOWN.setdefault(V.graph, {})

@@ -1,0 +1,61 @@
+"""What the GEMMs of bf16 tensor cores need of their operands, asked of the FX graph that Inductor
+lowers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.virtualized import V
+from torch.fx.node import map_arg
+
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.registry import CUDA_BF16, serving
+
+GEMM, TRANSPOSE = torch.ops.q2.gemm.default, torch.ops.q2.transpose.default
+_OPERANDS = ((0, 7), (3, 8))  # of q2::gemm: where three arguments begin, and their scheme
+
+
+def is_emulated(node: fx.Node) -> bool:
+    """Whether a node is a GEMM by bf16 tensor cores."""
+    if node.target is not GEMM:
+        return False
+    args = map_arg(node.args, lambda n: n.meta["val"])
+    return serving("gemm", args).name == CUDA_BF16
+
+
+def is_read(output: fx.Node) -> bool:
+    """Whether an output of a quantiser is needed: a GEMM of bf16 numbers asks for nothing else but
+    their global scale, where that is not in them."""
+    return any(not _is_left_unread(output, reader) for reader in output.users)
+
+
+def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
+    if not is_emulated(reader):
+        return False
+    for first, at in _OPERANDS:
+        spec = get_scheme(str(reader.args[at]))
+        unread = reader.args[first + 1 : first + (3 if spec.folds else 2)] if spec.widened else ()
+        if output in reader.args[first : first + 3] and output not in unread:
+            return False
+    return output is not reader.args[6]
+
+
+def turned(codes: Any) -> fx.Node | None:
+    """The q2::transpose that made these codes, or these scales."""
+    maker = codes.args[0] if codes.args else None
+    return maker if isinstance(maker, fx.Node) and maker.target is TRANSPOSE else None
+
+
+def reads_unturned(node: fx.Node) -> bool:
+    """Whether a GEMM's second operand, turned, can be dequantised where it was: its contraction
+    needs no padding."""
+    if not is_emulated(node):
+        return False
+    maker = turned(node.args[3])
+    if maker is None or turned(node.args[0]) is not None:
+        return False
+    codes: Any = maker.args[0]
+    side = get_scheme(str(maker.args[2])).width
+    return V.graph.sizevars.statically_known_equals(codes.meta["val"].shape[0] % side, 0)

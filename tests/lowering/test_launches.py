@@ -1,0 +1,214 @@
+"""Calls of our kernels in generated code: buffers of Inductor's, and launches into them past the
+dispatcher. The kernels run on a CPU (tests/support/emulation) for an H200 that is not there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._inductor.lowering import lowerings
+
+from q2compile import lowering
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
+from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
+from q2compile.runtime_kernels.cuda.site import Site
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED
+from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support import emulation
+from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+WIDTH = 64
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> Iterator[list[str]]:
+    """Generated code is that for an H200, and its sites launch in the emulation. The sources of the
+    graphs that are compiled."""
+    call = Site._call
+    sources = emulate(monkeypatch, 90)
+    serve_as_on(monkeypatch, 90)
+    monkeypatch.setattr(Site, "_call", call)
+    emulation.serve(monkeypatch, "sm_90a")
+    for module in (plan, split_scales):
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 2)
+    fixed = torch.tensor(FIXED_SIGN_SEED)
+    monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
+    monkeypatch.setattr(registry, "_FAILURES", {})
+    monkeypatch.setattr(registry, "_SAID", set())
+    with inductor_config.patch(INDUCTOR_OPTIONS):
+        yield sources
+
+
+def step_of(recipe: str, bias: bool = False, **how: Any) -> Callable[..., list[torch.Tensor]]:
+    """y, dw and dx of a linear of bf16, for an x and always the same weights and coins."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH, bias=bias, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="quartet2", options={"recipe": recipe}, **how)
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = x.detach().requires_grad_()
+        torch.manual_seed(1)
+        with inductor_config.patch(force_disable_caches=True):
+            y = compiled(x)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+        return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    return step
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=generator).bfloat16()
+
+
+# What the reference gives, before anything is said to be a GPU.
+def wanted(recipe: str, bias: bool = False, count: int = 40) -> list[torch.Tensor]:
+    return step_of(recipe, bias)(rows(count))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_bits_are_the_reference_s(bias, request) -> None:
+    """All but dbias, which a Triton kernel adds up: those are stubs here."""
+    want = wanted("quartet2", bias)
+    sources = request.getfixturevalue("hopper")
+    step = step_of("quartet2", bias)
+    for _ in range(2):  # the second time with addresses alone
+        got = step(rows(40))
+        assert all(map(torch.equal, got[:3], want[:3]))
+    assert len(sources) == 2 and not any("torch.ops.q2." in s for s in sources)
+
+
+def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(hopper) -> None:
+    step_of("quartet2")(rows(40))
+    forward, backward = hopper
+    of_sites = re.findall(r"q2_Site\('(\w+)', .*, \(([01, ]+),\), fixed=True\)", backward)
+    assert of_sites == [
+        ("rht_quantize_both", "1, 0, 0, 1, 0, 0"),
+        ("requantize", "1, 0, 0"),
+        ("requantize", "1, 0, 0"),
+    ]
+    assert forward.count("q2_Site('dequantize'") == 2 and "extern_kernels.mm(" in forward
+    assert backward.count("extern_kernels.mm(") == 2
+
+
+def test_codes_that_are_turned_are_read_by_columns(hopper) -> None:
+    """nvfp4's weight in dgrad: no q2.transpose is left, in neither graph."""
+    step_of("nvfp4")
+    sources = generated("nvfp4")
+    assert len(sources) == 2 and not any("transpose" in s for s in sources)
+
+
+def generated(recipe: str) -> list[str]:
+    """The sources of a step whose kernels, Triton's among them, are stubs."""
+    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(INDUCTOR_OPTIONS):
+        sources = emulate(patch, 90)
+        serve_as_on(patch, 90)
+        step_of(recipe)(rows(48))
+    return sources
+
+
+def test_any_number_of_rows(request) -> None:
+    """One graph; and sizes that are known are not taken for others."""
+    want = {count: wanted("quartet2", count=count) for count in (40, 33, 130)}
+    sources = request.getfixturevalue("hopper")
+    step = step_of("quartet2", dynamic=True)
+    for count in (40, 33, 130, 40):
+        assert all(map(torch.equal, step(rows(count)), want[count]))
+    assert len(sources) == 2 and "fixed=False" in sources[1]
+
+
+def test_operands_that_lie_otherwise(request) -> None:
+    """Off 16 bytes: other kernels, or a copy. One graph was compiled for operands on 16 bytes."""
+    want = wanted("quartet2")
+    request.getfixturevalue("hopper")
+    step = step_of("quartet2")
+    shifted = torch.empty(40 * WIDTH + 1, dtype=torch.bfloat16)[1:].view(40, WIDTH)
+    for x in (rows(40), shifted.copy_(rows(40)), rows(40)):
+        assert all(map(torch.equal, step(x), want))
+
+
+def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) -> None:
+    want = wanted("quartet2")
+    request.getfixturevalue("hopper")
+    bind, refused = Launch.bind, []
+
+    def failing(launch, *args):
+        if launch.variant.file == "rotate_quantize.cu":
+            refused.append(launch)
+            raise LaunchError("cannot launch rotate_quantize.cu: CUDA_ERROR_INVALID_IMAGE")
+        return bind(launch, *args)
+
+    monkeypatch.setattr(Launch, "bind", failing)
+    step = step_of("quartet2")
+    with pytest.warns(KernelWarning, match="INVALID_IMAGE") as caught:
+        got = step(rows(40))
+    assert all(map(torch.equal, got, want))
+    texts = [str(w.message) for w in caught if w.category is KernelWarning]
+    said = {name for text in texts for name in re.findall(r"of q2::(\w+) is", text)}
+    assert said == {"quantize", "rht_quantize_both", "requantize"}
+    tried = len(refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(map(torch.equal, step(rows(40)), want))
+    assert len(refused) == tried
+
+
+def test_want_of_memory_is_raised(request, monkeypatch) -> None:
+    request.getfixturevalue("hopper")
+
+    def failing(launch, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Launch, "bind", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        step_of("quartet2")(rows(40))
+    assert not registry._FAILURES
+
+
+def test_a_site_where_another_kernel_serves() -> None:
+    """Generated code may come from a cache that a process with a GPU filled."""
+    x, seed = rows(40), torch.tensor([5, 7])
+    from q2compile.runtime_kernels.cuda.site import View
+
+    args = (..., View((), (), 1), "nvfp4_sr_pow2", "rht16", False, 0)
+    site = Site("rht_quantize", args, (1, 0, 1), fixed=True)
+    want = torch.ops.q2.rht_quantize(x, seed[1], "nvfp4_sr_pow2", "rht16", False, 0)
+    codes, unit = torch.empty_like(want[0]), torch.empty(1)
+    site(x, seed, codes, unit)
+    assert torch.equal(codes, want[0]) and unit == want[2]
+
+
+def test_profiles_name_the_ops(request) -> None:
+    request.getfixturevalue("hopper")
+    step = step_of("quartet2")
+    step(rows(40))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(rows(40))
+    names = {event.key for event in profile.key_averages()}
+    assert {"q2::quantize", "q2::dequantize", "q2::rht_quantize_both", "q2::requantize"} <= names
+
+
+def test_every_op_that_reads_an_operand_has_a_lowering() -> None:
+    """Inductor puts the operands of an op without one into memory, from the second such op of a
+    process on: what other loops read of them is rounded then."""
+    lowering.register()
+    for name in registry.ops():
+        if name.partition("_recorded")[0] in (
+            *("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"),
+            *("masked_unrotate", "dequantize", "split_scales", "gemm", "transpose"),
+        ):
+            assert getattr(torch.ops.q2, name).default in lowerings, name
