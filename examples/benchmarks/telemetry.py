@@ -8,7 +8,7 @@
     telemetry_recorded   the recorded step alone, from those two; over the same
 
 A step is forward and backward of Hugging Face's Llama; on a GPU that of models.py (width 2048, MLP
-8192, 8 layers, 8 x 2048 tokens, bf16 autocast), on a CPU a very small one, which says how long the
+8192, 2 layers, 8 x 2048 tokens, bf16 autocast), on a CPU a very small one, which says how long the
 program's own work takes, and nothing of a GPU. Times are of the wall clock over 100 steps, the
 device waited for at their end; medians of rounds in which the three take turns.
 """
@@ -34,7 +34,7 @@ EVERY = 100
 ON_GPU: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 2,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
@@ -130,7 +130,7 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, type=torch.device)
     parser.add_argument("--mode", help="of Inductor, such as reduce-overhead")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "telemetry.json")
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if args.device.type == "cuda" else str(args.device)

@@ -1,0 +1,197 @@
+"""Times whole training steps of Hugging Face Llamas against plain Inductor, on one GPU.
+
+    python examples/benchmarks/steps.py [--only NAME,...] [--out FILE]
+
+A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are within this run:
+
+    llama_30m_64x512          30M parameters (examples/pretraining), 64 x 512 tokens; over BF16
+    llama_30m_64x512_graphs   the same under mode="reduce-overhead", both
+    llama_30m_8x512           8 x 512 tokens, where the host is the limit
+    RECIPE_30m_64x512         the other recipes; `kernels` is the time of its kernels over BF16's
+                              step, what a step with nothing else would take
+    llama_8b_step             width 4096, MLP 14336, 32 layers, 1 x 4096 tokens, bf16 parameters;
+                              llama_8b_peak_memory, llama_8b_first_step (empty caches) beside it
+    llama_8b_step_kept        the same with recompute_weights=False
+    host_us_per_call          microseconds of the host for a call of an op of two launches in a
+                              compiled graph, its buffers included: not a ratio
+
+`launches` counts the kernels of a step, `kernel_milliseconds` adds up their times.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import GPU, in_turns, record
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from pretraining.model import SIZES, build_model
+
+VOCABULARY, SEQUENCE = 4096, 512
+EIGHT_B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+OTHERS = ("nvfp4", "tetrajet2", "quartet", "mxfp4")
+Step = Callable[[], None]
+
+
+def step_of(model: torch.nn.Module, tokens: torch.Tensor, options: dict[str, Any] | None) -> Step:
+    """A training step of the model; options None: under plain Inductor."""
+    torch._dynamo.reset()
+    mode = (options or {}).get("mode")
+    compiled: Any = (
+        torch.compile(model, backend="quartet2", options=options)
+        if options is not None and "recipe" in options
+        else torch.compile(model, mode=mode)
+    )
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+
+    return step
+
+
+def kernels_of(step: Step) -> tuple[int, float]:
+    """How many kernels a step launches, and milliseconds of them together."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = [e for e in profile.key_averages() if e.self_device_time_total]
+    return sum(e.count for e in events), sum(e.self_device_time_total for e in events) / 1e3
+
+
+def small(names: dict[str, tuple[str, int, str | None]]) -> list[dict[str, Any]]:
+    """Rows of the 30M Llama: name -> (recipe, sequences, mode), all of one number of sequences and
+    one mode, in turns with BF16."""
+    (sequences, mode), *others = {row[1:] for row in names.values()}
+    assert not others
+    torch.manual_seed(0)
+    model = build_model(SIZES["30m"], VOCABULARY, SEQUENCE).to(GPU)
+    tokens = torch.randint(VOCABULARY, (sequences, SEQUENCE), device=GPU)
+    in_mode = {} if mode is None else {"mode": mode}
+    steps = {"bf16": step_of(model, tokens, in_mode)}
+    steps["bf16"]()  # compiles, before Dynamo is reset
+    for name, (recipe, *_) in names.items():
+        steps[name] = step_of(model, tokens, {"recipe": recipe, **in_mode})
+        for _ in range(3):
+            steps[name]()
+    times = in_turns(steps, rounds=10, calls=4)
+    rows = []
+    for name in names:
+        own: dict[str, Any] = {}
+        if mode is None:
+            launches, busy = kernels_of(steps[name])
+            own = {"launches": launches, "kernel_milliseconds": round(busy, 2)}
+            own["kernels"] = round(busy / times["bf16"], 3)
+            own["bf16_launches"] = kernels_of(steps["bf16"])[0]
+        rows.append({**_row(name, times[name], times["bf16"], "BF16 times"), **own})
+    return rows
+
+
+def _row(name: str, own: float, bf16: float, unit: str) -> dict[str, Any]:
+    values = {"value": round(own, 3), "bf16": round(bf16, 3)}
+    return {"name": name, "ratio": round(own / bf16, 3), "unit": unit, **values}
+
+
+def large() -> list[dict[str, Any]]:
+    """The rows of the 8B Llama."""
+    torch.manual_seed(0)
+    tokens = torch.randint(EIGHT_B["vocab_size"], (1, 4096), device=GPU)
+    with torch.device(GPU):
+        model: Any = LlamaForCausalLM(LlamaConfig(**EIGHT_B, use_cache=False)).bfloat16()
+    variants: dict[str, dict[str, Any] | None] = {
+        "bf16": None,
+        "llama_8b_step": {"recipe": "quartet2"},
+        "llama_8b_step_kept": {"recipe": "quartet2", "recompute_weights": False},
+    }
+    steps, first, peaks = {}, {}, {}
+    for name, options in variants.items():
+        step = steps[name] = step_of(model, tokens, options)
+        gc.collect()
+        start = time.perf_counter()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            step()
+        torch.cuda.synchronize()
+        first[name] = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+        print(
+            name, "first step", round(first[name], 1), "s, peak", round(peaks[name], 2), flush=True
+        )
+    times = in_turns(steps, rounds=6, calls=1)
+    rows = [
+        _row(name, times[name], times["bf16"], "BF16 times") for name in variants if name != "bf16"
+    ]
+    for name, values, unit in (("peak_memory", peaks, "BF16 peaks"), ("first_step", first, "BF16")):
+        rows.append(_row(f"llama_8b_{name}", values["llama_8b_step"], values["bf16"], unit))
+    return rows
+
+
+def host() -> list[dict[str, Any]]:
+    """The slope of the host's time over the number of calls in a graph."""
+    x = torch.randn(128, 128, device=GPU).bfloat16()
+    seeds = torch.arange(64, device=GPU)
+
+    def calls(count: int) -> Callable[[], Any]:
+        def function(x: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
+            results: list[torch.Tensor] = []
+            for i in range(count):
+                args = (x, seeds[i], "nvfp4_ms_eden_pow2", "rht128", False, 0)
+                results += torch.ops.q2.rht_quantize(*args)
+            return results
+
+        return partial(torch.compile(function, dynamic=False), x, seeds)
+
+    def seconds(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(200):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    from q2compile import lowering
+
+    lowering.register()
+    few, many = seconds(calls(8)), seconds(calls(40))
+    each = 1e6 * (many - few) / 32
+    return [{"name": "host_us_per_call", "ratio": round(each, 2), "unit": "microseconds"}]
+
+
+BENCHMARKS: dict[str, Callable[[], Any]] = {
+    "host": host,
+    "30m_8x512": partial(small, {"llama_30m_8x512": ("quartet2", 8, None)}),
+    "30m_64x512": partial(
+        small,
+        {"llama_30m_64x512": ("quartet2", 64, None)}
+        | {f"{recipe}_30m_64x512": (recipe, 64, None) for recipe in OTHERS},
+    ),
+    "30m_graphs": partial(small, {"llama_30m_64x512_graphs": ("quartet2", 64, "reduce-overhead")}),
+    "8b": large,
+}
+
+
+if __name__ == "__main__":
+    record("steps", __doc__, BENCHMARKS)
