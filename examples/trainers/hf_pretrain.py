@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,12 @@ class Clock(TrainerCallback):
         return (max(self.marks.values()) - min(self.marks.values())) / steps if steps else 0.0
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train by the Trainer, unmodified; returns what came out."""
+def train(args: argparse.Namespace, **others: Any) -> dict[str, Any]:
+    """Train by the Trainer, unmodified; returns what came out. others: options of q2compile."""
     corpus, size = Corpus.open(args.corpus), SIZES[args.size]
     torch.manual_seed(args.seed)
     model = build_model(size, corpus.facts.vocab, args.seq)
-    options = {"recipe": args.recipe, "policy": {"*lm_head*": "bf16"}}
+    options = {"recipe": args.recipe, "policy": {"*lm_head*": "bf16"}, **others}
     if args.dump:
         options["dump"] = args.dump
     model.compile(backend="quartet2", options=options)  # the one line that q2compile needs
@@ -113,7 +114,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder that `pretrain.py corpus` built")
@@ -127,7 +128,11 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--dump", help="folder for graphs and the report")
     add("--out", default="runs/hf_pretrain")
-    print(json.dumps(train(parser.parse_args())), flush=True)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    print(json.dumps(train(parse_args())), flush=True)
 
 
 if __name__ == "__main__":
