@@ -110,9 +110,11 @@ def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison
         stop_at=args.stop_at,
         deadline=args.deadline,
     )
-    val_batches = len(corpus.val) // per_step
+    val_batches = min(len(corpus.val), args.val_tokens or len(corpus.val)) // per_step
     if not val_batches:
-        raise ValueError(f"{len(corpus.val):,} tokens held out, less than a batch of {per_step:,}")
+        held_out = f"{len(corpus.val):,} tokens held out"
+        asked = f", --val-tokens {args.val_tokens:,}" if args.val_tokens else ""
+        raise ValueError(f"{held_out}{asked}, less than a batch of {per_step:,}")
 
     def train(seed: int) -> Windows:
         return Windows(corpus.train, steps, args.batch, args.seq, seed)
@@ -197,10 +199,13 @@ def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
     """`train` with all of this command's settings, but for runs, options, out and device."""
     command = [*devices.this_program(), "train", "--quiet", "--corpus", str(args.corpus)]
     command += ["--seeds", ",".join(map(str, job.seeds)), "--tokens", str(job.tokens)]
-    for name in ("batch", "seq", "evals", "eval_batches", "save_every", "mode", "lr", "coins"):
+    own = ("batch", "seq", "evals", "eval_batches", "val_tokens", "save_every", "mode", "lr")
+    for name in (*own, "coins"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    flags = [f"--{name}" for name in ("dump", "keep", "deterministic", "oracle") if getattr(args, name)]
+    flags = [
+        f"--{name}" for name in ("dump", "keep", "deterministic", "oracle") if getattr(args, name)
+    ]
     return [*command, "--size", job.size, *flags, "--asked", args.asked]
 
 
@@ -302,6 +307,7 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     add("--evals", type=positive, default=10, help="validations over a run")
     text = "batches of a validation on the way; the last one takes all that is held out"
     add("--eval-batches", type=positive, default=16, help=text)
+    add("--val-tokens", type=positive, help="held-out tokens to validate on; by default all")
     add("--mode", help="Inductor's mode, reduce-overhead for example")
     add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
     add("--deterministic", action="store_true", help="only kernels that repeat their bits")
@@ -430,13 +436,12 @@ def measure_operands(args: argparse.Namespace) -> int:
     count = min(args.batches, len(corpus.val) // (batch * seq))
     held_out = Windows(corpus.val, count, batch, seq, None)
     batches = [held_out[index].to(args.device) for index in range(count)]
-    found = []
-    for name in args.runs:
-        run = runs.parse(name)
-        found.append(operands.measure(trained, run, batches, args.device, args.inner))
     facts = {"run": trained.run, "step": trained.step, "setup": trained.setup}
     facts |= {"corpus": corpus.facts.hash, "command": args.asked, **environment()}
-    operands.write(found, facts, args.out / "operands.json")
+    found = []
+    for run in [runs.parse(name) for name in args.runs]:
+        found.append(operands.measure(trained, run, batches, args.device, args.inner))
+        operands.write(found, facts, args.out / "operands.json")
     print(f"{trained.run}, {trained.setup['size']}, after step {trained.step}")
     print(operands.table(found), flush=True)
     return 0

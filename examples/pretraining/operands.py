@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from q2compile import telemetry
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 NORMAL_SIZE = 2048  # T, N and K of the linear of N(0,1)
-Place = tuple[str, str]  # GEMM, operand
 
 
 @dataclass(frozen=True)
@@ -125,26 +124,28 @@ def recorded_of_normal(options: Mapping[str, Any], device: str) -> list[dict[str
     def normal() -> Tensor:
         return torch.randn(size, size, generator=generator).to(device, torch.bfloat16)
 
-    model = nn.Sequential(nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16))
+    linear = nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
-        model[0].weight.copy_(normal())
+        linear.weight.copy_(normal())
 
     def step(compiled: Any, x: Tensor) -> None:
         compiled(x.requires_grad_()).backward(normal())
 
-    return list(lines(model, [normal()], options, step))
+    return list(lines(nn.Sequential(linear), [normal()], options, step))
 
 
 def lines(
-    model: nn.Module, batches: Sequence[Tensor], options: Mapping[str, Any], step: Any
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    options: Mapping[str, Any],
+    step: Callable[[Any, Tensor], None],
 ) -> Iterator[dict[str, Any]]:
     """What telemetry writes of a step of each batch."""
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as folder:
         record = {"every": 1, "to": folder, "tensorboard": False}
-        compiled = torch.compile(
-            model, backend="quartet2", options={**options, "telemetry": record}
-        )
+        asked: dict[str, Any] = {**options, "telemetry": record}
+        compiled: Any = torch.compile(model, backend="quartet2", options=asked)
         for batch in batches:
             model.zero_grad(set_to_none=True)
             step(compiled, batch)
@@ -158,7 +159,7 @@ def lines(
 
 
 def of_operands(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """"fprop x" -> module -> the root of its mean squared error over the steps."""
+    """ "fprop x" -> module -> the root of its mean squared error over the steps."""
     found: dict[str, dict[str, list[float]]] = {}
     for line in lines:
         place = f"{line['gemm']} {line['operand']}"
@@ -201,8 +202,10 @@ def table(found: Sequence[OperandErrors]) -> str:
         of_gemms = [number(errors.gemms.get(gemm)) for gemm in GEMMS]
         of_gradients = [number(errors.gradients.get(key)) for key in ("all", *GEMMS)]
         gemms.append([errors.run, *of_gemms, *of_gradients])
-    return f"{aligned(rows)}\n\n{aligned(gemms)}\n(gradient: of all parameters, under the whole "\
+    return (
+        f"{aligned(rows)}\n\n{aligned(gemms)}\n(gradient: of all parameters, under the whole "
         "recipe and with one GEMM alone quantised)"
+    )
 
 
 def number(value: float | None) -> str:

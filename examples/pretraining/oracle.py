@@ -1,9 +1,9 @@
 """A model's linear layers by the torch references, in fp32, without compiling: what numerics say.
 
-Nothing is captured, rewritten or compiled, no pass runs and no kernel: each `nn.Linear` calls the op
-q2::linear on fp32 tensors, and every op in it is computed by its torch reference, sums in fp32.
-What a compiled run differs by is what bf16 around the linears, Inductor, the passes and the kernels
-do, and its coins, which are drawn in another order.
+Nothing is captured, rewritten or compiled, no pass runs and no kernel: each `nn.Linear` calls the
+op q2::linear on fp32 tensors, and every op in it is computed by its torch reference, with sums in
+fp32. What a compiled run differs by is what bf16 around the linears, Inductor, the passes and the
+kernels do, and its coins, which are drawn in another order.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Difference:
             return f"{self.run}, {self.variant}: the same bits in all steps"
         return (
             f"{self.run}, {self.variant}: differs from step {self.first} on, loss by at most "
-            f"{self.largest_loss:.2e} and by {self.mean_loss:+.2e} over the second half, norm by at "
-            f"most {100 * self.largest_norm:.2f}%, validation loss by {self.val_loss:+.2e}"
+            f"{self.largest_loss:.2e} and by {self.mean_loss:+.2e} over the second half, norm by "
+            f"at most {100 * self.largest_norm:.2f}%, validation loss by {self.val_loss:+.2e}"
         )
 
 

@@ -23,9 +23,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pretraining.batches import Windows  # noqa: E402
-from pretraining.corpus import Corpus  # noqa: E402
-from pretraining.model import SIZES, build_model  # noqa: E402
+from pretraining.batches import Windows
+from pretraining.corpus import Corpus
+from pretraining.model import SIZES, build_model
 
 UNTIMED = 10  # steps: the first compiles
 
