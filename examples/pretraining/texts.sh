@@ -3,8 +3,6 @@
 # sources of Python packages, at fixed versions.
 #
 #     examples/pretraining/texts.sh texts/
-#     python examples/pretrain.py corpus --data texts/debian texts/python --vocab 4096 \
-#         --name "Debian 12 documentation and Python packages" --out corpus/
 #
 # Needs Debian's apt and dpkg, unzip and pip, and no rights. What Debian has replaced by a newer version
 # is kept on snapshot.debian.org.
