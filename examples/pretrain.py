@@ -9,6 +9,8 @@
     python examples/pretrain.py page --of runs/table
     python examples/pretrain.py throughput --corpus corpus/ --runs bf16 --mode reduce-overhead
     python examples/pretrain.py stability --corpus corpus/ --runs bf16,quartet2 --steps 200
+    python examples/pretrain.py operands --corpus corpus/ --runs quartet2,nvfp4 \\
+        --checkpoint runs/30m/bf16-seed0/checkpoint.pt
 
 `train` may be stopped or killed at any moment: the same command goes on from the last checkpoints,
 and a run that went on has the same bits as one that was never stopped. Every run of a seed starts
@@ -37,9 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pretraining import devices, page, results, runs, stability, throughput
+from pretraining import devices, operands, page, results, runs, stability, throughput
 from pretraining.batches import Windows
-from pretraining.comparison import Comparison, Data
+from pretraining.comparison import Comparison, Data, environment
 from pretraining.corpus import Corpus, build
 from pretraining.model import SIZES
 from pretraining.training import Rhythm, Setup, Stopped
@@ -85,7 +87,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison:
     per_step = args.batch * args.seq
     steps = max(1, round(job.tokens / per_step))
-    eager = args.compile_options.get("inner") == "eager"  # has no modes
+    eager = args.oracle or args.compile_options.get("inner") == "eager"  # has no modes
     options = {"mode": args.mode} if args.mode and not eager else {}
     setup = Setup(
         size=job.size,
@@ -95,6 +97,8 @@ def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison
         seq=args.seq,
         device=args.device,
         lr=args.lr,
+        coins=args.coins,
+        oracle=args.oracle,
         compile_options={**options, **args.compile_options},
     )
     rhythm = Rhythm(
@@ -102,12 +106,15 @@ def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison
         eval_batches=args.eval_batches,
         fetch_every=FETCH_EVERY if args.device.startswith("cuda") else 1,
         save_every=args.save_every,
+        keep=args.keep,
         stop_at=args.stop_at,
         deadline=args.deadline,
     )
-    val_batches = len(corpus.val) // per_step
+    val_batches = min(len(corpus.val), args.val_tokens or len(corpus.val)) // per_step
     if not val_batches:
-        raise ValueError(f"{len(corpus.val):,} tokens held out, less than a batch of {per_step:,}")
+        held_out = f"{len(corpus.val):,} tokens held out"
+        asked = f", --val-tokens {args.val_tokens:,}" if args.val_tokens else ""
+        raise ValueError(f"{held_out}{asked}, less than a batch of {per_step:,}")
 
     def train(seed: int) -> Windows:
         return Windows(corpus.train, steps, args.batch, args.seq, seed)
@@ -192,10 +199,13 @@ def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
     """`train` with all of this command's settings, but for runs, options, out and device."""
     command = [*devices.this_program(), "train", "--quiet", "--corpus", str(args.corpus)]
     command += ["--seeds", ",".join(map(str, job.seeds)), "--tokens", str(job.tokens)]
-    for name in ("batch", "seq", "evals", "eval_batches", "save_every", "mode", "lr"):
+    own = ("batch", "seq", "evals", "eval_batches", "val_tokens", "save_every", "mode", "lr")
+    for name in (*own, "coins"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    flags = [f"--{name}" for name in ("dump", "deterministic") if getattr(args, name)]
+    flags = [
+        f"--{name}" for name in ("dump", "keep", "deterministic", "oracle") if getattr(args, name)
+    ]
     return [*command, "--size", job.size, *flags, "--asked", args.asked]
 
 
@@ -250,8 +260,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add_page(commands.add_parser("page", help="gaps.json and tables.md of runs that ended"))
     help = "the loop's tokens/s over those of the bare compiled step"
     add_throughput(commands.add_parser("throughput", help=help))
-    help = "a seed compiled, compiled again, resumed and in eager mode: where the losses differ"
+    help = "a seed trained in ways that should be one (see --variants): where the losses differ"
     add_stability(commands.add_parser("stability", help=help))
+    help = "the error of each operand on a run's own tensors, recipe by recipe"
+    add_operands(commands.add_parser("operands", help=help))
     args = parser.parse_args(argv)
     args.asked = getattr(args, "asked", None) or shlex.join(["pretrain.py", *argv])
     return args
@@ -295,9 +307,13 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     add("--evals", type=positive, default=10, help="validations over a run")
     text = "batches of a validation on the way; the last one takes all that is held out"
     add("--eval-batches", type=positive, default=16, help=text)
+    add("--val-tokens", type=positive, help="held-out tokens to validate on; by default all")
     add("--mode", help="Inductor's mode, reduce-overhead for example")
     add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
     add("--deterministic", action="store_true", help="only kernels that repeat their bits")
+    add("--coins", type=int, help="seed of the rounding; by default the run's")
+    text = "linears by the torch references in fp32, nothing compiled: what numerics alone say"
+    add("--oracle", action="store_true", help=text)
     add("--device", default="auto", help="auto takes CUDA when there is one")
     add("--devices", help="cuda:0,cuda:1,...: a process for each, taking the next run")
 
@@ -309,6 +325,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add("--plan", type=Path, help="TOML with a [[comparison]] a folder: folder, runs, seeds, ...")
     add("--tokens", type=float, default=75e6, help="to train on")
     add("--dump", action="store_true", help="write graphs and reports into OUT/graphs")
+    add("--keep", action="store_true", help="keep the checkpoint of the last step")
     add("--save-every", type=float, default=SAVE_EVERY, help="seconds between two checkpoints")
     add("--time-limit", type=float, default=math.inf, help="seconds after which to leave")
     add("--stop-at", type=positive, help="step after which to leave, with a checkpoint")
@@ -354,7 +371,8 @@ def write_page(args: argparse.Namespace) -> int:
 def add_throughput(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
     parser.add_argument("--steps", type=positive, default=200, help="timed, of each")
-    parser.set_defaults(main=measure_throughput, save_every=None, stop_at=None, dump=False)
+    parser.set_defaults(main=measure_throughput, save_every=None, keep=False)
+    parser.set_defaults(stop_at=None, dump=False)
 
 
 def measure_throughput(args: argparse.Namespace) -> int:
@@ -370,7 +388,10 @@ def measure_throughput(args: argparse.Namespace) -> int:
 def add_stability(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
     parser.add_argument("--steps", type=positive, default=200)
-    parser.set_defaults(main=compare_ways, save_every=1e9, dump=False)
+    text = f"comma-separated, of {', '.join(stability.VARIANTS)}"
+    variants = list(stability.VARIANTS)
+    parser.add_argument("--variants", type=names, default=variants, help=text)
+    parser.set_defaults(main=compare_ways, save_every=1e9, keep=False, dump=False)
 
 
 def compare_ways(args: argparse.Namespace) -> int:
@@ -384,9 +405,45 @@ def compare_ways(args: argparse.Namespace) -> int:
             if status not in (0, devices.STOPPED):
                 raise ValueError(f"exit status {status} of {shlex.join(commands[index])}")
 
-    stability.train(args.runs, args.steps, args.out, command, run_all)
-    for difference in stability.differences(args.runs, args.out):
-        print(difference, flush=True)
+    variants = ["compiled", *(v for v in args.variants if v != "compiled")]
+    if unknown := [v for v in variants if v not in stability.VARIANTS]:
+        allowed = ", ".join(stability.VARIANTS)
+        raise ValueError(f"--variants {','.join(unknown)}: allowed are {allowed}")
+    stability.train(args.runs, variants, args.steps, args.out, command, run_all)
+    found = stability.differences(args.runs, variants, args.out)
+    print(*found, *stability.gaps(args.runs, variants, args.out), sep="\n", flush=True)
+    return 0
+
+
+def add_operands(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="folder that `corpus` built")
+    add("--checkpoint", type=Path, required=True, help="of a run; `train --keep` leaves it")
+    add("--runs", type=names, default=["quartet2", "nvfp4", "tetrajet2"], help="comma-separated")
+    add("--batches", type=positive, default=4, help="held-out batches to measure on")
+    add("--batch", type=positive, help="sequences of each; by default the run's")
+    add("--inner", choices=("inductor", "eager"), default="inductor")
+    add("--device", default="auto", help="auto takes CUDA when there is one")
+    add("--out", type=Path, default=Path("runs/operands"), help="folder of operands.json")
+    parser.set_defaults(main=measure_operands, devices=None, deterministic=False)
+
+
+def measure_operands(args: argparse.Namespace) -> int:
+    choose_device(args)
+    corpus = Corpus.open(args.corpus)
+    trained = operands.Trained.load(args.checkpoint, args.device)
+    batch, seq = args.batch or trained.setup["batch"], trained.setup["seq"]
+    count = min(args.batches, len(corpus.val) // (batch * seq))
+    held_out = Windows(corpus.val, count, batch, seq, None)
+    batches = [held_out[index].to(args.device) for index in range(count)]
+    facts = {"run": trained.run, "step": trained.step, "setup": trained.setup}
+    facts |= {"corpus": corpus.facts.hash, "command": args.asked, **environment()}
+    found = []
+    for run in [runs.parse(name) for name in args.runs]:
+        found.append(operands.measure(trained, run, batches, args.device, args.inner))
+        operands.write(found, facts, args.out / "operands.json")
+    print(f"{trained.run}, {trained.setup['size']}, after step {trained.step}")
+    print(operands.table(found), flush=True)
     return 0
 
 

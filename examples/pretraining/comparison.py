@@ -87,7 +87,8 @@ class Comparison:
         result = self.result(trainee.run, seed, outcome, loop.losses)
         if self.team.leads:
             result.write(folder / "result.json")
-            loop.checkpoint.unlink(missing_ok=True)
+            if not self.rhythm.keep:
+                loop.checkpoint.unlink(missing_ok=True)
         return Finished(result, loop.losses)
 
     def result(self, run: Run, seed: int, outcome: Outcome, losses: Losses) -> Result:

@@ -1,6 +1,7 @@
 """The results that are kept: gaps.json, a row a run, and the page of tables made of it.
 
-The tables are a function of gaps.json alone; the pictures are made of the runs' folders.
+The tables are a function of gaps.json alone; the pictures are made of the runs' folders. Runs on
+different corpora stand in one gaps.json and are never compared: a corpus is its hash.
 """
 
 from __future__ import annotations
@@ -120,17 +121,23 @@ def results(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[Result
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """tables.md."""
-    compared = results(rows)
-    spread = spread_over_seeds(compared.values())
     parts = [
         "# The gaps, measured",
         "Made of `gaps.json` beside this page by `python examples/pretrain.py page`; what they say "
-        "is in `examples/pretraining/README.md`.",
-        provenance(rows),
-        *(section(*key, runs, spread) for key, runs in compared.items()),
+        "is in `examples/pretraining/README.md`. Runs on different texts are not compared.",
+        *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
         papers_table(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def on(corpus: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The parts of the page about the runs on one corpus, by its hash."""
+    own = [row for row in rows if row["corpus"] == corpus]
+    compared = results(own)
+    spread = spread_over_seeds(compared.values())
+    sections = [section(*key, runs, spread) for key, runs in compared.items()]
+    return [f"## {own[0]['corpus_name']}, {corpus[:12]}", provenance(own), *sections]
 
 
 def spread_over_seeds(comparisons: Iterable[Sequence[Result]]) -> float | None:
@@ -151,7 +158,7 @@ def provenance(rows: Sequence[dict[str, Any]]) -> str:
     versions = sorted({f"{k} {v}" for row in rows for k, v in row["versions"].items()})
     return (
         f"{len(rows)} runs on {all_of('device')}, {all_of('date')}; {', '.join(versions)}. "
-        f"Corpus: {all_of('corpus_name')}, SHA-256 {all_of('corpus')}."
+        f"The corpus's SHA-256: {all_of('corpus')}."
     )
 
 
@@ -163,7 +170,7 @@ def section(size: str, tokens: int, runs: Sequence[Result], spread: float | None
     found = gaps(runs, wanted, spread)
     first = runs[0].setup
     title = (
-        f"## Llama {size}, {tokens / 1e6:.0f}M tokens ({first['epochs']:g} epochs), "
+        f"### Llama {size}, {tokens / 1e6:.0f}M tokens ({first['epochs']:g} epochs), "
         f"{first['batch']} x {first['seq']} a step"
     )
     lines = [
@@ -226,12 +233,17 @@ def papers_table() -> str:
 def write(into: Path, folder: Path | None) -> None:
     """Write gaps.json and the pictures of the comparisons in ``folder``, and tables.md.
 
-    Without a folder tables.md alone, of the gaps.json that is there.
+    The runs of gaps.json that are of other corpora stay in it; those of the folder's corpora are
+    replaced. Without a folder tables.md alone, of the gaps.json that is there.
     """
     into.mkdir(parents=True, exist_ok=True)
     file = into / "gaps.json"
     if folder is not None:
-        text = ",\n".join(json.dumps(row) for row in rows(folder))
+        new = rows(folder)
+        replaced = {row["corpus"] for row in new}
+        there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        kept = [row for row in there if row["corpus"] not in replaced]
+        text = ",\n".join(json.dumps(row) for row in kept + new)
         file.write_text(f"[\n{text}\n]\n", encoding="utf-8")
         for comparison in sorted(p for p in folder.iterdir() if p.is_dir()):
             for picture in PICTURES:

@@ -4,15 +4,21 @@
     again     the same once more: what the device's own order of sums makes of it
     resumed   stopped in the middle and gone on with by another process
     eager     the same graphs without Inductor (`inner="eager"`)
+    coins     compiled, with other coins: what may differ between two right ways to compute
+    oracle    linears by the torch references in fp32, nothing compiled (see `oracle`)
 
 Inductor keeps what it fuses in fp32 where eager rounds to bf16 in between, so eager is close and
-not equal. The other three are equal on a CPU, and on CUDA with --deterministic; without it some
-CUDA kernels (of attention's and the embedding's gradient) add up in an order that changes.
+not equal. Again and resumed are equal to compiled on a CPU, and on CUDA with --deterministic;
+without it some CUDA kernels (of attention's and the embedding's gradient) add up in an order that
+changes. The oracle draws other coins and rounds nothing to bf16: its numerics agree if its losses
+lie no further from the compiled ones than those of other coins do, and if the gap between two runs
+is that of the compiled ones.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +26,15 @@ from pathlib import Path
 from pretraining.record import Losses, Result
 from pretraining.results import run_folder
 
-VARIANTS = ("compiled", "again", "resumed", "eager")
+COINS = 1234567  # a seed that no run has
+VARIANTS = {
+    "compiled": [],
+    "again": [],
+    "resumed": [],
+    "eager": ["--compile-options", json.dumps({"inner": "eager"})],
+    "coins": ["--coins", str(COINS)],
+    "oracle": ["--oracle"],
+}
 # Runs a command of `pretrain.py train` per entry, all at once where there are devices.
 RunAll = Callable[[Sequence[Sequence[str]]], None]
 
@@ -33,6 +47,7 @@ class Difference:
     variant: str
     first: int
     largest_loss: float  # largest difference of a step's loss, nats per token
+    mean_loss: float  # mean difference of the losses of the second half of the steps
     largest_norm: float  # largest difference of a step's gradient norm, relative
     val_loss: float  # difference of the validation loss at the end
 
@@ -41,32 +56,52 @@ class Difference:
             return f"{self.run}, {self.variant}: the same bits in all steps"
         return (
             f"{self.run}, {self.variant}: differs from step {self.first} on, loss by at most "
-            f"{self.largest_loss:.2e}, norm by {100 * self.largest_norm:.2f}%, validation loss by "
-            f"{self.val_loss:+.2e}"
+            f"{self.largest_loss:.2e} and by {self.mean_loss:+.2e} over the second half, norm by "
+            f"at most {100 * self.largest_norm:.2f}%, validation loss by {self.val_loss:+.2e}"
         )
 
 
 def train(
-    names: Sequence[str], steps: int, out: Path, command: Sequence[str], run_all: RunAll
+    names: Sequence[str],
+    variants: Sequence[str],
+    steps: int,
+    out: Path,
+    command: Sequence[str],
+    run_all: RunAll,
 ) -> None:
-    """Train every variant of every run. command: `train` with all but runs, options and out."""
+    """Train the variants of every run. command: `train` with all but runs, options and out."""
     first, second = [], []
     for name in names:
-        for variant in VARIANTS:
-            options = {"inner": "eager"} if variant == "eager" else {}
-            one = [*command, "--runs", name, "--out", str(out / variant)]
-            one += ["--compile-options", json.dumps(options)] if options else []
+        for variant in variants:
+            one = [*command, "--runs", name, "--out", str(out / variant), *VARIANTS[variant]]
             first.append([*one, "--stop-at", str(steps // 2)] if variant == "resumed" else one)
             second += [one] if variant == "resumed" else []
     run_all(first)
     run_all(second)
 
 
-def differences(names: Sequence[str], out: Path) -> list[Difference]:
+def differences(names: Sequence[str], variants: Sequence[str], out: Path) -> list[Difference]:
     """Also written to stability.json."""
-    found = [difference(name, v, out) for name in names for v in VARIANTS if v != "compiled"]
+    others = [v for v in variants if v != "compiled"]
+    found = [difference(name, v, out) for name in names for v in others]
     (out / "stability.json").write_text(json.dumps([asdict(d) for d in found], indent=1) + "\n")
     return found
+
+
+def gaps(names: Sequence[str], variants: Sequence[str], out: Path) -> list[str]:
+    """Of the validation losses of each variant: a line for each run after the first."""
+    lines = []
+    for name in names[1:]:
+        shown = [
+            f"{variant} {val_loss(out / variant, name) - val_loss(out / variant, names[0]):+.4f}"
+            for variant in variants
+        ]
+        lines.append(f"{name} - {names[0]}, validation loss: {', '.join(shown)}")
+    return lines
+
+
+def val_loss(folder: Path, name: str) -> float:
+    return Result.read(run_folder(folder, name, 0) / "result.json").val_loss
 
 
 def difference(name: str, variant: str, out: Path) -> Difference:
@@ -76,15 +111,13 @@ def difference(name: str, variant: str, out: Path) -> Difference:
         steps.append([p for p in losses.points if p.split == "train"])
     pairs = list(zip(*steps, strict=True))
     differing = [x.step for x, y in pairs if (x.loss, x.grad_norm) != (y.loss, y.grad_norm)]
-    val = [
-        Result.read(run_folder(folder, name, 0) / "result.json").val_loss
-        for folder in (out / "compiled", out / variant)
-    ]
+    half = pairs[len(pairs) // 2 :]
     return Difference(
         run=name,
         variant=variant,
         first=min(differing, default=0),
         largest_loss=max(abs(x.loss - y.loss) for x, y in pairs),
+        mean_loss=statistics.fmean(y.loss - x.loss for x, y in half),
         largest_norm=max(abs(x.grad_norm - y.grad_norm) / x.grad_norm for x, y in pairs),
-        val_loss=val[1] - val[0],
+        val_loss=val_loss(out / variant, name) - val_loss(out / "compiled", name),
     )

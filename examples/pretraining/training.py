@@ -11,7 +11,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from pretraining import checkpoint
 from pretraining.batches import Backwards, Batches, First, prefetched
 from pretraining.model import SIZES, build_model
+from pretraining.oracle import References, by_references, exact_sums
 from pretraining.record import Losses, Point
 from pretraining.runs import Run
 
@@ -35,7 +37,7 @@ class Setup:
     """What the runs of a comparison share.
 
     lr: peak; None is the size's. coins: seed of the rounding, where it is not the run's seed.
-    compile_options: on top of every run's own.
+    compile_options: on top of every run's own. oracle: see `oracle`; nothing is compiled then.
     """
 
     size: str
@@ -47,6 +49,7 @@ class Setup:
     lr: float | None = None
     coins: int | None = None
     compile_options: dict[str, Any] = field(default_factory=dict)
+    oracle: bool = False
 
     @property
     def peak_lr(self) -> float:
@@ -65,6 +68,7 @@ class Rhythm:
     takes all each time.
     fetch_every: steps between two looks at the losses.
     save_every: seconds between two checkpoints; None writes none and starts afresh.
+    keep: leave the checkpoint of the last step.
     stop_at: a step after which to leave with a checkpoint. deadline: the same for a time, of
     `time.time`. Both are noticed when losses are looked at.
     """
@@ -73,6 +77,7 @@ class Rhythm:
     eval_batches: int | None = None
     fetch_every: int = 1
     save_every: float | None = None
+    keep: bool = False
     stop_at: int | None = None
     deadline: float = math.inf
 
@@ -147,9 +152,20 @@ class Trainee:
 
     def compile(self, late: bool) -> Callable[..., Any]:
         options = self.setup.options(self.run, late)
+        if self.setup.oracle:
+            return by_references(self.model, options)
         if self.dump is not None and self.run.options.get("recipe") != "bf16":
             options = {"dump": str(self.dump / "late" if late else self.dump), **options}
         return self.team.compile(self.model, backend="quartet2", options=options)
+
+    @contextmanager
+    def numerics(self) -> Iterator[None]:
+        """What a step's forward and backward are computed in."""
+        if self.setup.oracle:
+            with References(), exact_sums():
+                yield
+        else:
+            yield
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
         """Of a batch, by the options of this step."""
@@ -158,13 +174,15 @@ class Trainee:
             self.compiled[late] = self.compile(late)
         torch.compiler.cudagraph_mark_step_begin()
         tokens = self.team.share(tokens)
-        with torch.autocast(self.setup.device, torch.bfloat16):
+        autocast = not self.setup.oracle
+        with torch.autocast(self.setup.device, torch.bfloat16, enabled=autocast):
             return self.compiled[late](input_ids=tokens, labels=tokens).loss
 
     def train(self, tokens: Tensor, step: int, out: Tensor) -> None:
         """One step; the loss and the norm of the gradient are put into ``out``, fp32 [2]."""
-        loss = self.loss(tokens, step)
-        loss.backward()
+        with self.numerics():
+            loss = self.loss(tokens, step)
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -177,7 +195,7 @@ class Trainee:
         Gradients stay enabled: the graph that trains also evaluates, and nothing compiles twice.
         """
         losses = torch.empty(len(batches), device=self.setup.device)
-        with prefetched(batches, 0, self.setup.device) as source:
+        with prefetched(batches, 0, self.setup.device) as source, self.numerics():
             for index, tokens in enumerate(source):
                 losses[index] = self.team.mean(self.loss(tokens, step).detach())
         return losses.tolist()
@@ -278,7 +296,11 @@ class Loop:
             return
         if self.step % self.rhythm.eval_every == 0 or self.step == self.steps:
             self.validate(val_batches, bar)
-        if self.rhythm.save_every is None or self.step == self.steps:
+        if self.rhythm.save_every is None:
+            return
+        if self.step == self.steps:
+            if self.rhythm.keep:
+                self.save()
             return
         late = time.time() >= self.rhythm.deadline
         if late or self.step == self.rhythm.stop_at:

@@ -245,6 +245,28 @@ def test_the_page_is_made_of_gaps_json(tmp_path: Path) -> None:
     assert (into / "tables.md").read_text() == before
 
 
+def test_corpora_stand_apart(tmp_path: Path) -> None:
+    """Two tables of the same size and tokens: neither gap nor spread of one has runs of the other,
+    and a table that is written again replaces its own rows alone."""
+    into = tmp_path / "results"
+    for corpus, gap in (("abc", 0.02), ("def", 0.5), ("def", 0.04)):
+        data = {"tokens": 75_000_000, "epochs": 0.5, "corpus": corpus, "name": f"text {corpus}"}
+        provenance = {"data": data, "device": "a GPU", "versions": {"torch": "2.11.0"}}
+        provenance |= {"date": "2026-11-22", "command": "pretrain.py train"}
+        folder = tmp_path / corpus / f"75M-{corpus}"
+        for seed in (0, 1):
+            recorded(folder, "bf16", seed, [1.0, 2.0], provenance=provenance)
+            losses = [1 + gap * (1 + seed), 2 + gap * (1 + seed)]
+            recorded(folder, "quartet2", seed, losses, provenance=provenance)
+        page.write(into, tmp_path / corpus)
+    rows = json.loads((into / "gaps.json").read_text())
+    assert [row["corpus"] for row in rows] == ["abc"] * 4 + ["def"] * 4
+    first, second = (into / "tables.md").read_text().split("## text def, def")
+    # .02 and .04; .04 and .08: over the root of two, their deviation is half of their difference.
+    assert "| `quartet2` | 2 | 1.5300 | +0.0300 ± 0.0100 | 1.00 | 1.00 |" in first
+    assert "| `quartet2` | 2 | 1.5600 | +0.0600 ± 0.0200 | 1.00 | 1.00 |" in second
+
+
 @pytest.mark.parametrize("gaps_file", (EXAMPLES / "pretraining").glob("results/gaps.json"))
 def test_the_recorded_page_is_that_of_the_recorded_gaps(gaps_file: Path) -> None:
     rows = json.loads(gaps_file.read_text())

@@ -47,6 +47,31 @@ def test_hugging_face_trainer(tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
 
 
+def test_hugging_face_trainer_on_a_corpus(tmp_path):
+    """The program that the measured 100m Llama was trained with, tiny: every linear but the output
+    layer is taken, and the loss is that of the held-out text."""
+    example("hf_trainer")
+    program = importlib.import_module("hf_pretrain")
+    (tmp_path / "text").mkdir()
+    for part in range(40):
+        squares = (f"the square of {i} is {i * i}." for i in range(100 * part, 100 * part + 100))
+        (tmp_path / "text" / f"{part}.txt").write_text("\n".join(squares))
+    corpus = tmp_path / "corpus"
+    from pretraining.corpus import build
+
+    build([tmp_path / "text"], corpus, name="squares", vocab=300, val_bytes=4000, say=str)
+    options = ["--size", "tiny", "--steps", "12", "--batch", "2", "--seq", "16"]
+    options += ["--eval-batches", "2", "--dump", str(tmp_path / "graphs")]
+    found = program.train(
+        program.parse_args(["--corpus", str(corpus), *options, "--out", str(tmp_path / "out")]),
+        inner="eager",
+    )
+    assert 0 < found["eval_loss"] < 5.71  # ln 300: it learns
+    assert found["tokens"] == 12 * 2 * 16 and found["tokens_per_second"] > 0
+    names = taken(tmp_path / "graphs")
+    assert len(set(names)) == 7 and not any("lm_head" in name for name in names)
+
+
 def test_the_trainer_takes_no_backend_that_accelerate_does_not_list(tmp_path):
     """Why the way in is Module.compile. When this fails, the name alone has become enough."""
     example("hf_trainer")
