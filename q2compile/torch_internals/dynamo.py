@@ -84,13 +84,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return compiled or isinstance(module, torch._dynamo.OptimizedModule)
 
 
-def compiling_alone() -> AbstractContextManager[Any]:
-    """No other thread compiles meanwhile: tracing patches nn.Module for all of them. Dynamo holds
-    this lock while it calls a backend; what is compiled later has to take it itself.
+def compiling_apart() -> AbstractContextManager[Any]:
+    """What a backend compiles inside is a graph of its own: what AOTAutograd notes of it is not
+    noted of the graph that Dynamo called the backend for.
     """
-    from torch._dynamo.convert_frame import compile_lock
-
-    return compile_lock
+    return torch._guards.tracing(None)
 
 
 def compile_id() -> str:
