@@ -19,6 +19,7 @@ from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
 from q2compile.report.graph_log import GraphLog
 from q2compile.rewrite.rewrite_graph import rewrite
 from q2compile.telemetry.begin import recorder_of
+from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
 from q2compile.torch_internals.dynamo import (
     calling_wrapper,
     control_flow,
@@ -47,6 +48,8 @@ def quartet2(
     config = Config.from_options(options, mode)
     if called := calling_wrapper(quartet2):  # calls are equal only if their options mean the same
         called.kwargs = CallArguments(config)
+    if compiles_ahead_of_time():
+        config.refuse_unsaved()
     restore_arguments(gm, example_inputs)
     names = Names.of_graph(gm)
     log = GraphLog(config, names)

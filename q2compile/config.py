@@ -189,6 +189,21 @@ class Config:
             one_of("pass in disable_passes", name, [*PASSES, *JOINT_PASSES])
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
 
+    def refuse_unsaved(self) -> None:
+        """Raises ConfigError for options that add to what is compiled what can't be saved."""
+        unsaved = {
+            "inner='eager'": self.inner == "eager",
+            "cache_weights=True": self.cache_weights,
+            "telemetry": self.telemetry is not None,
+        }
+        given = [name for name, is_given in unsaved.items() if is_given]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} can't be used with aot_compile, which saves what Inductor "
+                "makes of a graph and nothing around it: leave it out, or call the compiled "
+                "function without aot_compile"
+            )
+
     @cached_property
     def resolved_policy(self) -> Policy:
         return Policy.build(self.recipe, self.policy, self.global_scale)

@@ -54,7 +54,7 @@ def compile_graph(
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
         compiled = _variants(gm, inputs, config, watcher, fault, instrument)
-        return with_codes(compiled, sites, partial(_compiled_form, config))
+        return with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
 def compile_plain(

@@ -22,7 +22,7 @@ from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector, table
 from q2compile.report.row import Row
 from q2compile.report.saved_for_backward import count_saved
-from q2compile.torch_internals.aot_autograd import graph_kind
+from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
 from q2compile.torch_internals.dynamo import compile_id
 from q2compile.torch_internals.trace import is_traced, trace_artifact
 
@@ -99,8 +99,15 @@ class GraphLog:
             record.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
 
     def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What was compiled; under ``strict`` with a check of what never came to the backend."""
-        return self._coverage.check_in_first_backward(compiled) if self._config.strict else compiled
+        """What was compiled; under ``strict`` with a check of what never came to the backend: now if
+        this graph is all there is and is to be saved, in the first backward if others may follow.
+        """
+        if not self._config.strict:
+            return compiled
+        if compiles_ahead_of_time():
+            self._coverage.refuse_not_seen()
+            return compiled
+        return self._coverage.check_in_first_backward(compiled)
 
     def forget(self) -> None:
         """Take back what the reports were told of this graph."""

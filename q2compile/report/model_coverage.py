@@ -105,9 +105,19 @@ class Coverage:
         sites = self.sites.union(site_names(root, self.label) if root is not None else ())
         return self.config.resolved_policy.unmatched(sites | self.seen) if sites else []
 
+    def refuse_not_seen(self) -> None:
+        """Raises NotTakenError for linears that the policy wanted and that have not come so far."""
+        missing = [r.module for r in self.not_seen() if r.wanted]
+        if missing:
+            raise NotTakenError(
+                f"strict: {len(missing)} linear(s) never reached the backend: "
+                f"{', '.join(missing)}. "
+                "Look for graph breaks (TORCH_LOGS=graph_breaks), give them 'bf16' in the "
+                "policy, or set strict=False"
+            )
+
     def check_in_first_backward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` that raises NotTakenError in its first backward for linears that the policy
-        wanted and that never came.
+        """``compiled`` that calls `refuse_not_seen` in its first backward.
 
         By then the whole forward has run, so what has not reached the backend never will; and no
         optimizer step has been taken.
@@ -117,14 +127,7 @@ class Coverage:
         def check(grad: torch.Tensor) -> torch.Tensor:
             nonlocal checked
             checked = True
-            missing = [r.module for r in self.not_seen() if r.wanted]
-            if missing:
-                raise NotTakenError(
-                    f"strict: {len(missing)} linear(s) never reached the backend: "
-                    f"{', '.join(missing)}. "
-                    "Look for graph breaks (TORCH_LOGS=graph_breaks), give them 'bf16' in the "
-                    "policy, or set strict=False"
-                )
+            self.refuse_not_seen()
             return grad
 
         def call(*args: Any) -> Any:

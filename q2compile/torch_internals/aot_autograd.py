@@ -59,6 +59,16 @@ def backward_at_once(wanted: bool) -> AbstractContextManager[None]:
     return config.patch(force_non_lazy_backward_lowering=True) if wanted else nullcontext()
 
 
+def compiles_ahead_of_time() -> bool:
+    """Whether ``torch.compile(...).aot_compile`` has a function compiled, always in one graph. It
+    takes from a backend what AOTAutograd and Inductor made, which can be saved, and no other
+    callable.
+    """
+    from torch._functorch import config
+
+    return getattr(config, "bypass_autograd_cache_key", False)
+
+
 def backward_node(outputs: Any) -> Any:
     """The node of autograd's graph that runs the compiled backward of a call with these outputs;
     None if there is none.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 # Whether a compiled graph gives the right gradient to an input that is an AsyncCollectiveTensor. It
 # does in 2.11; from 2.12 to 2.15 backward fails in DTensor's redistribute.
@@ -84,13 +84,18 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return compiled or isinstance(module, torch._dynamo.OptimizedModule)
 
 
-def compiling_alone() -> AbstractContextManager[Any]:
-    """No other thread compiles meanwhile: tracing patches nn.Module for all of them. Dynamo holds
-    this lock while it calls a backend; what is compiled later has to take it itself.
+@contextmanager
+def compiling_apart(example: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a backend compiles inside is a graph of its own: what AOTAutograd notes of it is not
+    noted of the graph that Dynamo called the backend for. Yields ``example`` to compile it for, as
+    a fake tensor of fixed sizes; torch's caches want its mode to have a ShapeEnv.
     """
-    from torch._dynamo.convert_frame import compile_lock
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return compile_lock
+    fake = isinstance(example, FakeTensor)
+    mode = example.fake_mode if fake else FakeTensorMode(shape_env=ShapeEnv())
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        yield example if fake else mode.from_tensor(example, static_shapes=True)
 
 
 def compile_id() -> str:

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
+from threading import RLock
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ class _Made:
 
 # By storage, not by tensor: torch.utils.swap_tensors refuses a tensor that has weak references.
 _made: Any = WeakIdKeyDictionary()  # storage -> _Made
+# A model may be called in one thread while an optimizer steps in another, which walks over _made.
+_lock = RLock()
 
 
 def forget_weights() -> None:
@@ -92,12 +95,14 @@ def forget_weights() -> None:
     For code that writes into a parameter in a way that autograd does not see, such as
     ``p.data.copy_(average)``. Needed with the option ``cache_weights`` alone.
     """
-    _made.clear()
+    with _lock:
+        _made.clear()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for storage in [s for s, made in _made.items() if made.trains]:
-        del _made[storage]
+    with _lock:
+        for storage in [s for s, made in _made.items() if made.trains]:
+            del _made[storage]
     for group in optimizer.param_groups:
         for w in group["params"]:
             if _trains(w):
@@ -113,7 +118,8 @@ def _trains(w: Tensor) -> bool:
 
 def _forget(w: Tensor) -> None:
     if _is_plain(w):
-        _made.pop(w.untyped_storage(), None)
+        with _lock:
+            _made.pop(w.untyped_storage(), None)
 
 
 def _is_plain(w: Tensor) -> bool:
@@ -129,18 +135,19 @@ def _traceable(w: Tensor) -> bool:
 
 
 def parts_of(w: Tensor, form: Form, make: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
-    """``make(w)``, or what it gave when ``w`` was last as it is now."""
+    """``make(w.detach())``, or what it gave when ``w`` was last as it is now."""
     if not _traceable(w):
         _forget(w)
-        return make(w)
+        return make(w.detach())
     storage = w.untyped_storage()
     state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version)
-    made = _made.get(storage)
-    if made is None or made.state != state:
-        made = _made[storage] = _Made(state, False)
-    made.trains = made.trains or _trains(w)
+    with _lock:
+        made = _made.get(storage)
+        if made is None or made.state != state:
+            made = _made[storage] = _Made(state, False)
+        made.trains = made.trains or _trains(w)
     if form not in made.forms:
         # Codes made in inference mode could not be saved for a backward later.
         with torch.inference_mode(False), torch.no_grad():
-            made.forms[form] = make(w)
+            made.forms[form] = make(w.detach())
     return made.forms[form]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
 from q2compile.recipes.recipe import parse
-from q2compile.torch_internals.dynamo import compiling_alone, copied, parameter_of
+from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
 from q2compile.weight_cache.cache import Form, parts_of
 
 _LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default
@@ -31,8 +30,8 @@ def take_codes(
     """A copy of ``gm``, rewritten to `q2::linear`, that takes the codes of its weights as further
     inputs; the example inputs with theirs; and which they are.
 
-    Taken are parameters that are inputs of the graph and used in it by linears and embeddings
-    alone, in checkpointed regions, too. Others are quantised in the graph as before.
+    Taken are parameters that are inputs of the graph, of sizes known now, and used in it by linears
+    and embeddings alone, in checkpointed regions, too. Others are quantised in the graph as before.
 
     Raises ConfigError under FSDP.
     """
@@ -48,12 +47,18 @@ def take_codes(
     weights = {
         node: i
         for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
-        if type(parameter_of(node)) is nn.Parameter
+        if type(parameter_of(node)) is nn.Parameter and _has_sizes(example(node))
     }
     inputs = _Inputs(own, weights)
     inputs.rewrite()
     codes = [example(node) for parts in inputs.sites.values() for node in parts]
     return own, [*example_inputs, *codes], list(inputs.sites)
+
+
+def _has_sizes(w: Tensor) -> bool:
+    """Whether they are numbers: they are symbols where Dynamo's force_parameter_static_shapes is
+    off and a weight of other sizes came."""
+    return all(isinstance(size, int) for size in (*w.shape, *w.stride()))
 
 
 class _Inputs:
@@ -161,25 +166,29 @@ def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
 def with_codes(
     compiled: Callable[..., Any],
     sites: list[Site],
+    example_inputs: list[Any],
     compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
     """``compiled``, called with the weights' codes after its own inputs.
 
-    compile_form: makes a function of `Form.graph`, once for each form and shape, at the first call
+    compile_form: makes a function of `Form.graph`, once for each form and kind of weight. Now: a
+        backend is called in Dynamo's compilation, in which the other threads go on. Tracing at the
+        first call instead would fail theirs, as FX marks it for the whole process.
     """
-    makers: dict[Any, Callable[..., Any]] = {}
-
-    def make(form: Form, w: Tensor) -> Sequence[Tensor]:
+    compiled_forms: dict[Any, Callable[..., Any]] = {}
+    makers = []
+    for index, form in sites:
+        w = example_inputs[index]
         key = (form, w.shape, w.stride(), w.dtype, w.device)
-        if key not in makers:
-            with compiling_alone():
-                makers[key] = compile_form(form.graph(), [w.detach()])
-        return makers[key](w.detach())
+        if key not in compiled_forms:
+            with compiling_apart(w.detach()) as example_input:
+                compiled_forms[key] = compile_form(form.graph(), [example_input])
+        makers.append(compiled_forms[key])
 
     def call(*args: Any) -> Any:
         codes: list[Tensor] = []
-        for index, form in sites:
-            codes += parts_of(args[index], form, partial(make, form))
+        for (index, form), make in zip(sites, makers, strict=True):
+            codes += parts_of(args[index], form, make)
         return compiled(*args, *codes)
 
     return call

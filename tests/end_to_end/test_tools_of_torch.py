@@ -10,6 +10,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from q2compile import explain
+from q2compile.errors import ConfigError, NotTakenError
 
 WIDTH = 64
 INNER = pytest.mark.parametrize("inner", ["eager", "inductor"])
@@ -24,9 +25,9 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def compiled(model, **options):
+def compiled(model, fullgraph=False, **options):
     torch._dynamo.reset()
-    return torch.compile(model, backend="quartet2", options=options)
+    return torch.compile(model, backend="quartet2", fullgraph=fullgraph, options=options)
 
 
 def cosine(a, b):
@@ -127,20 +128,25 @@ def test_an_exported_program_keeps_its_names():
     assert [(row.module, row.taken) for row in rows] == [("up", False), ("down", True)]
 
 
-@pytest.mark.skipif(
+AHEAD_OF_TIME = pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "enable_aot_compile"), reason="a torch without aot_compile"
 )
-def test_compiled_ahead_of_time(tmp_path):
-    """For ``aot_compile`` Dynamo erases what the graph's inputs are before it calls a backend."""
-    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
 
+
+def ahead_of_time(model, x, **options):
     def run(model, x):
         return model(x)
 
+    compiled = torch.compile(run, backend="quartet2", fullgraph=True, options=options)
     with torch._dynamo.config.patch(enable_aot_compile=True):
-        options = {"policy": {"up": "bf16"}, "dump": str(tmp_path)}
-        call = torch.compile(run, backend="quartet2", fullgraph=True, options=options)
-        call = call.aot_compile(((model, x), {}))
+        return compiled.aot_compile(((model, x), {}))
+
+
+@AHEAD_OF_TIME
+def test_compiled_ahead_of_time(tmp_path):
+    """For ``aot_compile`` Dynamo erases what the graph's inputs are before it calls a backend."""
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+    call = ahead_of_time(model, x, policy={"up": "bf16"}, dump=str(tmp_path), strict=True)
     rows = json.loads((tmp_path / "report.json").read_text())
     assert [(row["module"], row["taken"]) for row in rows] == [("up", False), ("down", True)]
     call.save_compiled_function(str(tmp_path / "compiled"))
@@ -148,6 +154,32 @@ def test_compiled_ahead_of_time(tmp_path):
         loaded = torch.compiler.load_compiled_function(file)
     assert torch.equal(loaded(model, x), call(model, x))
     assert 0.98 < cosine(loaded(model, x), model(x)) < 0.9999
+
+
+@AHEAD_OF_TIME
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("inner", "eager"), ("cache_weights", True), ("telemetry", {"every": 1})],
+)
+def test_what_can_not_be_saved_ahead_of_time(option, value):
+    """torch wants what Inductor made, and would name a class of its own."""
+    with pytest.raises(ConfigError, match=f"{option}.* can't be used with aot_compile"):
+        ahead_of_time(Mlp(), torch.randn(WIDTH, WIDTH), **{option: value})
+
+
+@AHEAD_OF_TIME
+def test_strict_ahead_of_time_looks_at_once():
+    """The graph holds the whole call: nothing more will come."""
+    from torch._dynamo.aot_compile import ModelInput
+
+    model = Mlp()
+    model.unused = nn.Linear(WIDTH, WIDTH)
+    call = compiled(model, strict=True, fullgraph=True)
+    with (
+        torch._dynamo.config.patch(enable_aot_compile=True),
+        pytest.raises(NotTakenError, match="1 linear.s. never reached the backend: unused"),
+    ):
+        call._aot_compile([ModelInput((torch.randn(WIDTH, WIDTH),), {}, [])])
 
 
 @INNER

@@ -369,6 +369,44 @@ def test_a_cold_process_needs_no_import_and_caches_hit_and_miss(tmp_path):
     assert disabled["autograd_cache_hit"] == "0"
 
 
+MEGA_CACHE = """
+import sys, torch
+from torch._dynamo.utils import counters
+artifacts, results = {files}
+options = {options}
+torch.manual_seed(0)
+m = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False), torch.nn.Linear(96, 64, bias=False))
+x = torch.randn(32, 64)
+if {loads}:
+    torch.compiler.load_cache_artifacts(open(artifacts, "rb").read())
+y = torch.compile(m, backend="quartet2", options=options)(x)
+y.square().mean().backward()
+found = [y.detach(), *(p.grad for p in m.parameters())]
+if {loads}:
+    print([torch.equal(a, b) for a, b in zip(found, torch.load(results))])
+else:
+    torch.save(found, results)
+    with open(artifacts, "wb") as file:
+        file.write(torch.compiler.save_cache_artifacts()[0])
+print([counters["aot_autograd"]["autograd_cache_" + what] for what in ("hit", "miss", "bypass")])
+"""
+
+
+@pytest.mark.parametrize(("options", "graphs"), [({}, 1), ({"cache_weights": True}, 3)])
+def test_caches_travel_as_one_file(options, graphs, tmp_path):
+    """torch's mega cache: a second process, with no cache on its disk, compiles nothing and computes
+    the same bits. Codes of two weights are made by two graphs more."""
+    files = (str(tmp_path / "artifacts"), str(tmp_path / "results.pt"))
+    outputs = []
+    for loads in (False, True):
+        code = MEGA_CACHE.replace("{files}", repr(files)).replace("{options}", repr(options))
+        cache = tmp_path / f"cache{loads}"
+        cache.mkdir()
+        outputs.append(python(code.replace("{loads}", str(loads)), cache).splitlines())
+    assert outputs[0] == [str([0, graphs, 0])]
+    assert outputs[1] == [str([True] * 3), str([graphs, 0, 0])]
+
+
 def test_inductors_global_config_is_not_touched():
     import torch._inductor.config as inductor_config
 

@@ -1,6 +1,7 @@
 """What is kept of a weight, and when it is made again: never stale."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -279,3 +280,24 @@ def test_tensors_whose_changes_cannot_be_seen_are_not_cached():
         parts_of(w, FORM, make)
         parts_of(w, FORM, make)
         assert make.calls == 2 and len(_made) == 0
+
+
+def test_an_optimizer_steps_while_another_thread_makes_codes():
+    """In the middle of the step's walk over all weights the thread adds one; unless it had to wait,
+    the walk would fail."""
+    threads, new = [], weight()
+
+    class MadeOfAFrozenWeight:
+        @property
+        def trains(self):
+            threads.append(threading.Thread(target=parts_of, args=(new, FORM, Counting())))
+            threads[-1].start()
+            threads[-1].join(0.2)
+            return False
+
+    old = weight()
+    _made[old.untyped_storage()] = MadeOfAFrozenWeight()
+    _after_step(torch.optim.SGD([weight()]))
+    (thread,) = threads
+    thread.join()
+    assert new.untyped_storage() in _made

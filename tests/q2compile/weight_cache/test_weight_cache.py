@@ -1,17 +1,17 @@
 """Models whose weights' codes are made once: never stale, and the same bits as without."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 
 import q2compile
 from q2compile.weight_cache import graph_inputs
-from q2compile.weight_cache.cache import parts_of
+from q2compile.weight_cache.cache import Form, parts_of
 from tests.q2compile.weight_cache.test_cache import FORM, Counting
 from tests.support.small_model import Mlp, quantised
 
@@ -236,15 +236,64 @@ def test_a_captured_quantisation_is_part_of_the_capture():
     assert make.calls == 2 and torch.equal(codes, w)
 
 
-def test_codes_are_compiled_while_no_other_thread_compiles():
-    """At the first call, where Dynamo's lock isn't held: tracing changes nn.Module for all threads,
-    and a thread that Dynamo compiled for met it."""
-    owned = []
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "_compile_session_context"),
+    reason="before torch 2.13 no compiled model can be called while another thread compiles",
+)
+def test_threads_go_on_while_codes_are_compiled(monkeypatch):
+    """FX notes for all threads that it traces, and what Dynamo compiled refuses to be traced. Within
+    a compilation of Dynamo's it does not. Here the other thread comes in the middle of the trace.
+    """
+    x = torch.randn(32, 64)
+    others = quantised(Mlp(), inner="eager")
+    expected, met, plain = others(x), [], Form.graph
+
+    def meet():
+        def call():
+            try:
+                met.append(torch.equal(others(x), expected))
+            except RuntimeError as error:
+                met.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    def meeting(form):
+        gm = plain(form)
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            gm.graph.call_function(meet)
+        gm.recompile()
+        return gm
+
+    monkeypatch.setattr(Form, "graph", meeting)
+    quantised(Mlp(), inner="eager", cache_weights=True)(x)
+    assert met and set(met) == {True}, met
+
+
+def test_codes_are_compiled_with_their_graph():
+    """Not at the first call, where Dynamo compiles no more: see the test above. Once for each form
+    and shape."""
+    compiled = []
 
     def compile_form(gm, inputs):
-        owned.append(compile_lock._is_owned())
+        compiled.append(tuple(inputs[0].shape))
         return gm.forward
 
-    weight = nn.Parameter(torch.randn(32, 32))
-    call = graph_inputs.with_codes(lambda *args: len(args), [(0, FORM)], compile_form)
-    assert (call(weight), owned) == (4, [True])
+    weights = [nn.Parameter(torch.randn(n, 32)) for n in (32, 64, 32)]
+    sites = [(i, FORM) for i in range(3)]
+    call = graph_inputs.with_codes(lambda *args: len(args), sites, weights, compile_form)
+    assert compiled == [(32, 32), (64, 32)]
+    assert call(*weights) == 3 + 3 * 3 and len(compiled) == 2
+
+
+def test_weights_of_symbolic_sizes_are_quantised_in_the_graph():
+    """Codes are compiled for a size; Dynamo can be told to make symbols of parameters' sizes."""
+    x = torch.randn(32, 64)
+    with torch._dynamo.config.patch(force_parameter_static_shapes=False), counted() as making:
+        compiled = quantised(F.linear, cache_weights=True, inner="eager")
+        for width in (64, 96, 128):
+            weight = nn.Parameter(torch.randn(width, 64))
+            expected = F.linear(x, weight)
+            assert F.cosine_similarity(compiled(x, weight), expected, 1).min() > 0.97
+    assert making.calls == 1
