@@ -2,6 +2,7 @@
 
 import torch
 
+from q2compile.runtime_kernels.cuda.selfcheck import Form
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 
@@ -18,6 +19,20 @@ def reads_plain_scales(a_scheme: str, b_scheme: str) -> str | None:
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     widened = get_scheme(a_scheme).widened or get_scheme(b_scheme).widened
     return "it reads codes, not the bf16 numbers that they stand for" if widened else None
+
+
+def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.dtype) -> Form:
+    """What a GEMM's self-check is told of these arguments."""
+    swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
+    return dtype, None if bias is None else bias.dtype, swizzled
+
+
+def without_contraction(
+    a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """A sum of nothing, and the bias: the product where a size is 0."""
+    out = a_codes.new_zeros((a_codes.shape[0], b_codes.shape[0]), dtype=dtype)
+    return out if bias is None else out + bias.to(dtype)
 
 
 def finished(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzled
+from q2compile.runtime_kernels.cuda.gemm import swizzle
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
@@ -54,7 +54,7 @@ def on_cpu(architecture, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
     fixed = torch.tensor(FIXED_SIGN_SEED)
     monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
-    functions = ((plan, "_run"), (dequantize, "_dequantize"), (cublaslt_fp4, "_swizzled"))
+    functions = ((plan, "_run"), (dequantize, "_dequantize"), (swizzle, "_swizzled"))
     for module, function in (*functions, (masked_unrotate, "_masked_unrotate")):
         monkeypatch.setattr(module, "empty", empty)
         monkeypatch.setattr(module, function, getattr(module, function).__wrapped__)

@@ -17,7 +17,7 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import scaled_mm_arguments, swizzle_launch
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
@@ -30,7 +30,6 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     rotate_launch,
 )
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
-from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.tools import doctor
@@ -388,46 +387,6 @@ def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
     assert set(loaded_by(monkeypatch, "gemm", *args)) == {widen}
     got = loaded_by(monkeypatch, "rht_quantize", x, unit.long(), EDEN, "rht128", False, 0)
     assert got == [rotate(BF16, "rht128", EDEN, ROW, vectors=False), align(EDEN, True)]
-
-
-# --- the fp4 GEMM's arguments, which only a Blackwell can run -------------------------------------
-
-
-@pytest.mark.parametrize("m, n, k", [(128, 128, 256), (1, 200, 80), (33, 5, 48)])
-@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16"])
-def test_scaled_mm_accepts_our_arguments(m, n, k, scheme, monkeypatch) -> None:
-    """torch's meta function checks shapes, strides, types, and the sizes of swizzled scales."""
-    spec = get_scheme(scheme)
-
-    def operand(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = torch.randn(rows, k)
-        amax = torch.ops.q2.amax(x) if spec.takes_amax else None
-        codes, scales, global_scale = torch.ops.q2.quantize(x, amax, None, scheme, 0)
-        rows_of_scales = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
-        return codes, swizzle_32x4x4(rows_of_scales.view(scales.dtype)), global_scale
-
-    arguments = scaled_mm_arguments(*operand(m), *operand(n), spec)
-    # As if on a CUDA device: torch checks less on a CPU.
-    monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
-    out = torch.nn.functional.scaled_mm(**{k: on_meta(v) for k, v in arguments.items()})
-    assert out.shape == (m, n + -n % 16)
-
-
-def on_meta(value):
-    if isinstance(value, list):
-        return [on_meta(v) for v in value]
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def test_padding_the_codes_adds_only_zeros() -> None:
-    x = torch.randn(5, 48)
-    packed = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
-    arguments = scaled_mm_arguments(*packed, *packed, get_scheme("nvfp4_46_pow2"))
-    a = arguments["mat_a"].view(torch.uint8)
-    b = arguments["mat_b"].t().view(torch.uint8)
-    assert a.shape == (5, 32) and b.shape == (16, 32)
-    assert torch.equal(a[:, :24], packed[0]) and torch.equal(b[:5, :24], packed[0])
-    assert a[:, 24:].sum() == b[:, 24:].sum() == b[5:].sum() == 0
 
 
 # --- doctor ---------------------------------------------------------------------------------------
