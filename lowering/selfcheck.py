@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from q2compile.lowering import register
 from q2compile.runtime_kernels import numerics
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, proven
@@ -43,7 +44,7 @@ def refusal(
 ) -> str | None:
     """None when the loops of an op may be used with a scheme on this device, otherwise the reason
     in words."""
-    if device.type != "cuda" or proven(device.index):
+    if _known(device):
         return None
     check = (op, device, scheme, transform, transpose)
     if check not in _VERDICTS:
@@ -59,6 +60,10 @@ def refusal(
         if reason is not None:
             warn_of_failure(op, LOOPS, device, reason)
     return _VERDICTS[check]
+
+
+def _known(device: torch.device) -> bool:
+    return device.type != "cuda" or proven(device.index)
 
 
 def _checked(
@@ -87,10 +92,11 @@ def disagreement(
     Raises:
         Exception: whatever Inductor, Triton or the driver raises.
     """
+    register()
     settings = copy_context()  # the caller's, of Inductor
     with ThreadPoolExecutor(1) as pool:
-        check = (op, device, scheme, transform, transpose)
-        return pool.submit(settings.run, _disagreement, *check).result()
+        check = functools.partial(_disagreement, op, device, scheme, transform, transpose)
+        return pool.submit(settings.run, check).result()
 
 
 def _disagreement(
@@ -115,7 +121,7 @@ def _disagreement(
 def _compiled(function: Callable, inputs: list) -> Callable:
     """The function as Inductor compiles it, without passes, caches and graphs of the caller's."""
     from torch._inductor import compile as compile_graph
-    from torch._inductor import config
+    from torch._inductor import list_options
 
     own = {
         "fx_graph_cache": False,
@@ -125,28 +131,28 @@ def _compiled(function: Callable, inputs: list) -> Callable:
         "coordinate_descent_tuning": False,
         "triton.cudagraphs": False,
     }
-    passes = [name for name in config._config if name.endswith("_pass") and "custom" in name]
+    passes = [name for name in list_options() if name.endswith("_pass") and "custom" in name]
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     return compile_graph(graph, inputs, options={**own, **dict.fromkeys(passes)})
 
 
 def _mark(device: torch.device, *check) -> Path:
     """The empty file that says that this check was passed on a device like this one."""
-    properties = torch.cuda.get_device_properties(device)
     key = hashlib.sha256()
-    for part in (
-        *(properties.name, properties.major, properties.minor, *check),
-        *(torch.__version__, _triton_version(), _sources()),
-    ):
+    for part in (*_named(device), *check, *_versions(), _sources()):
         key.update(f"{part}\0".encode())
     return nvrtc.cache_dir() / f"{check[0]}-loops-{key.hexdigest()[:24]}.checked"
 
 
-@functools.cache
-def _triton_version() -> str:
+def _named(device: torch.device) -> tuple[str, int, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.major, properties.minor
+
+
+def _versions() -> tuple[str, str]:
     import triton
 
-    return triton.__version__
+    return torch.__version__, triton.__version__
 
 
 @functools.cache

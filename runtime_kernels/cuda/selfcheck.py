@@ -184,8 +184,8 @@ def _of_gemm(name: str, device: torch.device, arguments: tuple) -> str | None:
         raise Declined(*error.args) from error
     got = function(*on_device).cpu().float()
     want = select("gemm", arguments, REFERENCE)(*arguments)
-    error = (got - want.float()).norm() / want.float().norm()
-    return None if error <= _GEMM_ERROR[want.dtype] else f"relative error {error:.1e}"
+    off = (got - want.float()).norm() / want.float().norm()
+    return None if off <= _GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
 
 
 def _words(form: Form, rows: int) -> str:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
 
 _COMPUTE_32F, _TRANSPOSE, _POINTERS_ON_DEVICE, _EPILOGUE_BIAS = 68, 1, 1, 4
@@ -36,7 +37,6 @@ _WORKSPACE_BYTES, _ALIGNMENTS = 1, (5, 6, 7, 8)  # of a preference
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 E2M1, E4M3 = 33, 28
 SCALES_ARE_ONE_FP32, SCALES_OF_16 = 0, 1
-ALIGNMENT = 16  # bytes, of every operand and of the result
 _MOST_WORKSPACE = 32 << 20
 _MOST_PLANS = 4096  # of a program whose shapes never repeat
 

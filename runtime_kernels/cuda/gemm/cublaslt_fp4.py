@@ -9,10 +9,12 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.gemm import swizzle
-from q2compile.runtime_kernels.cuda.gemm.cublaslt import ALIGNMENT, Product, ready, run
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product, ready, run
 from q2compile.runtime_kernels.cuda.gemm.operands import (
+    aligned,
     finished,
     form,
+    padded,
     reads_codes,
     two_formats,
     without_contraction,
@@ -97,7 +99,7 @@ def _product(index: int, product: Product, a, b, bias: torch.Tensor | None) -> t
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
     columns, missing = b_codes.shape[0], product.columns - b_codes.shape[0]
     if bias is not None:
-        bias = _aligned(pad(bias, (0, missing)) if missing else bias.contiguous())
+        bias = aligned(pad(bias, (0, missing)) if missing else bias.contiguous())
     out = empty((product.rows, product.columns), (product.columns, 1), product.dtype)
     run(
         product,
@@ -108,16 +110,3 @@ def _product(index: int, product: Product, a, b, bias: torch.Tensor | None) -> t
         out,
     )
     return out[:, :columns].contiguous() if missing else out
-
-
-def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Packed codes [rows, width] with zeros at the ends, in one piece; as they are where they have
-    that size. Padding codes changes none of the sizes of swizzled scales."""
-    if codes.shape != (rows, width):
-        codes = pad(codes, (0, width - codes.shape[1], 0, rows - codes.shape[0]))
-    return _aligned(codes.contiguous())
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A view may begin anywhere."""
-    return x.clone() if x.data_ptr() % ALIGNMENT else x

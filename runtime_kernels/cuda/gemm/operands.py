@@ -1,9 +1,12 @@
 """What the GEMM kernels ask of their operands, as reasons in words, and what they do at the end."""
 
 import torch
+from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.selfcheck import Form
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+
+ALIGNMENT = 16  # bytes, of every operand and of the rows of codes
 
 
 def two_formats(a_scheme: str, b_scheme: str) -> str | None:
@@ -44,3 +47,16 @@ def finished(
     if bias is not None:
         out = out + bias
     return out.to(dtype)
+
+
+def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Packed codes [rows, width] with zeros at the ends, in one piece; as they are where they have
+    that size. Padding codes changes none of the sizes of swizzled scales."""
+    if codes.shape != (rows, width):
+        codes = pad(codes, (0, width - codes.shape[1], 0, rows - codes.shape[0]))
+    return aligned(codes.contiguous())
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """A view may begin anywhere."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x

@@ -7,13 +7,16 @@ import torch
 
 from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
+    ALIGNMENT,
     form,
+    padded,
     reads_codes,
     two_formats,
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors, on_device
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.gemm import checked
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
 
@@ -57,8 +60,9 @@ def gemm_triton(
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     if 0 in (*a_codes.shape, columns):
         return without_contraction(a_codes, b_codes, bias, dtype)
-    a = a_codes, swizzle.swizzled(a_scales, rows, a_spec), a_global
-    b = b_codes, swizzle.swizzled(b_scales, columns, b_spec), b_global
+    width = ceil_div(a_codes.shape[1], ALIGNMENT) * ALIGNMENT
+    a = padded(a_codes, rows, width), swizzle.swizzled(a_scales, rows, a_spec), a_global
+    b = padded(b_codes, columns, width), swizzle.swizzled(b_scales, columns, b_spec), b_global
     return _product(a_codes.device.index, a, b, bias, a_spec.width, dtype)
 
 

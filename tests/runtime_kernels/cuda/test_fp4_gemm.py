@@ -55,9 +55,7 @@ def products(monkeypatch) -> list[Product]:
         assert product.k % 32 == 0 and product.columns % 16 == 0
         assert (bias is not None) == (product.bias is not None)
         with torch._C._DisableTorchDispatch():
-            sums = (
-                operand(*a, product.rows, product.k) @ operand(*b, product.columns, product.k).t()
-            )
+            sums = operand(*a, product.rows, k) @ operand(*b, product.columns, k).t()
             sums = sums * alpha + (0 if bias is None else bias.float())
             out.copy_(sums.to(product.dtype))
 
