@@ -14,12 +14,13 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     aligned,
     finished,
     form,
+    on,
     padded,
     reads_codes,
     two_formats,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import empty, on_device
+from q2compile.runtime_kernels.cuda.jit.launch import empty
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -83,18 +84,17 @@ def gemm_fp4(
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     if 0 in (*a_codes.shape, columns):
         return without_contraction(a_codes, b_codes, bias, dtype)
-    out = _product(
-        a_codes.device.index,
-        product_of(a_codes, b_codes, bias, dtype),
-        (a_codes, swizzle.swizzled(a_scales, rows, a_spec), a_global),
-        (b_codes, swizzle.swizzled(b_scales, columns, b_spec), b_global),
-        bias if takes(bias, dtype) else None,
-    )
+    with on(a_codes.device.index):
+        out = _product(
+            product_of(a_codes, b_codes, bias, dtype),
+            (a_codes, swizzle.swizzled(a_scales, rows, a_spec), a_global),
+            (b_codes, swizzle.swizzled(b_scales, columns, b_spec), b_global),
+            bias if takes(bias, dtype) else None,
+        )
     return finished(out, None, None if takes(bias, dtype) else bias, dtype)
 
 
-@on_device
-def _product(index: int, product: Product, a, b, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(product: Product, a, b, bias: torch.Tensor | None) -> torch.Tensor:
     """a and b: codes, swizzled scales, global scale. The product without its padding."""
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
     columns, missing = b_codes.shape[0], product.columns - b_codes.shape[0]

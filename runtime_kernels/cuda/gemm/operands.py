@@ -1,5 +1,7 @@
 """What the GEMM kernels ask of their operands, as reasons in words, and what they do at the end."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch.nn.functional import pad
 
@@ -22,6 +24,13 @@ def reads_plain_scales(a_scheme: str, b_scheme: str) -> str | None:
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     widened = get_scheme(a_scheme).widened or get_scheme(b_scheme).widened
     return "it reads codes, not the bf16 numbers that they stand for" if widened else None
+
+
+def on(index: int) -> AbstractContextManager:
+    """With CUDA device `index` as the current one, which costs nothing where it is that already."""
+    if torch._C._cuda_getDevice() == index:
+        return nullcontext()
+    return torch.cuda.device(index)
 
 
 def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.dtype) -> Form:

@@ -9,12 +9,13 @@ from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     ALIGNMENT,
     form,
+    on,
     padded,
     reads_codes,
     two_formats,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors, on_device
+from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.gemm import checked
@@ -54,6 +55,8 @@ def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
     """See ops/gemm.py."""
+    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import choose_tile, gemm_fp4
+
     a_spec, b_spec = checked(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
@@ -63,16 +66,11 @@ def gemm_triton(
     width = ceil_div(a_codes.shape[1], ALIGNMENT) * ALIGNMENT
     a = padded(a_codes, rows, width), swizzle.swizzled(a_scales, rows, a_spec), a_global
     b = padded(b_codes, columns, width), swizzle.swizzled(b_scales, columns, b_spec), b_global
-    return _product(a_codes.device.index, a, b, bias, a_spec.width, dtype)
-
-
-@on_device
-def _product(index: int, a, b, bias, width: int, dtype: torch.dtype) -> torch.Tensor:
-    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import choose_tile, gemm_fp4
-
+    index = a_codes.device.index
     major = torch.cuda.get_device_capability(index)[0]
-    tile = choose_tile(major, a[0].shape[0], b[0].shape[0], multiprocessors(index))
-    return gemm_fp4(a, b, bias, width, dtype, tile)
+    tile = choose_tile(major, rows, columns, multiprocessors(index))
+    with on(index):
+        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
 
 
 @functools.cache
