@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
@@ -25,9 +26,11 @@ from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import make_plan
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    _KIB,
     SOURCES,
     not_served,
     rotate_launch,
+    shared_memory,
 )
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -214,9 +217,66 @@ def test_before_sm_89_there_is_no_fp8_either() -> None:
     assert disassembled(HOT["rht_quantize_both"], "sm_90a").count("PREEXIT") == 1
 
 
-def test_a_multiprocessor_of_8_6_has_room_for_them() -> None:
-    """It has 99 KiB of shared memory for a thread block; the static part is below 2 KiB."""
-    assert max(launch.shared for launch in (*HOT.values(), *OTHERS.values())) <= 97 * 1024
+SMALL, LARGE = 100 * 1024, 228 * 1024  # bytes of shared memory of a multiprocessor
+# Source, transform, scheme, directions; stages and thread blocks at once in LARGE, and in SMALL.
+OCCUPANCY = {
+    "row": ((BF16, "rht128", EDEN, ROW), (2, 2), (1, 2)),
+    "col": ((BF16, "rht128", EDEN, COL), (2, 4), (1, 4)),
+    "both": ((BF16, "rht128", EDEN, BOTH), (2, 2), (1, 2)),
+    "requantize": ((NVFP4, "rht128", EDEN, COL), (2, 4), (1, 4)),
+    "fprop": ((BF16, "none", "nvfp4_46_pow2", ROW), (2, 2), (1, 2)),
+    "wgrad": ((BF16, "rht16", SR, COL), (2, 3), (1, 3)),
+    "mxfp4 both": ((BF16, "rht64", "mxfp4_sr", BOTH), (2, 2), (1, 2)),
+    # One tile of fp32 is as large as two of 16 bits, and numbers that leave widened are staged.
+    "float32 row": ((FP32, "rht128", EDEN, ROW), (1, 2), (1, 1)),
+    "float32 col": ((FP32, "rht128", EDEN, COL), (1, 4), (1, 2)),
+    "values both": ((BF16, "rht128", EDEN + WIDENED, BOTH), (2, 2), (2, 1)),
+    "values col": ((NVFP4, "rht128", EDEN + WIDENED, COL), (2, 4), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", OCCUPANCY)
+@pytest.mark.parametrize("room", [LARGE, SMALL])
+def test_thread_blocks_at_once(name, room) -> None:
+    """By registers and shared memory, as ptxas tells them: 64 Ki registers, given out by 8 a
+    thread; of shared memory CUDA keeps 1 KiB for each thread block."""
+    kind, large, small = OCCUPANCY[name]
+    stages, blocks = small if room == SMALL else large
+    launch = rotate(*kind, room=room)
+    values = get_scheme(kind[2]).widened
+    architecture = "sm_90a" if room == LARGE else "sm_89" if values else "sm_120a"
+    _, log = nvrtc.compile_variant(launch.variant, architecture, ("--ptxas-options=-v",))
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    static = int(re.search(r"(\d+) bytes smem", log)[1])
+    assert dict(launch.variant.defines)["Q2_STAGES"] == stages
+    assert launch.shared <= 99 * 1024 - static, "what a thread block may have on 8.6"
+    by_registers = 64 * 1024 // (-(-registers // 8) * 8 * launch.threads)
+    by_shared = room // (launch.shared + static + 1024)
+    wanted = dict(launch.variant.defines)["Q2_BLOCKS_PER_SM"]
+    assert min(wanted, by_registers, by_shared) == blocks
+
+
+@pytest.mark.parametrize("architecture", ["sm_89", "sm_120a"])
+@pytest.mark.parametrize("name", ["row", "both", "requantize", "fprop", "wgrad"])
+def test_one_tile_at_a_time_spills_nothing(name, architecture) -> None:
+    code = disassembled(rotate(*OCCUPANCY[name][0], room=SMALL), architecture)
+    assert code.count("LDL") == code.count("STL") == 0
+
+
+@pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
+def test_shared_memory_by_capability(capability, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    shared_memory.cache_clear()
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    assert shared_memory(0) == 1024 * (100 if small else 228 if capability >= (9, 0) else 164)
+    shared_memory.cache_clear()
+
+
+@pytest.mark.gpu
+def test_shared_memory_of_this_gpu() -> None:
+    by_capability = 1024 * _KIB.get(torch.cuda.get_device_capability(), 100)
+    assert shared_memory(0) == by_capability
 
 
 def test_sm_100_works_on_pairs() -> None:
