@@ -3,6 +3,7 @@ import runtime_kernels.
 
 quantize.py          the lowerings: of q2::quantize and q2::rht_quantize
 support.py           for which schemes, and when instead of a kernel's call
+selfcheck.py         on a GPU where nobody ran them: a small graph against the reference
 rounding.py          the rounding rules, once, in Inductor's `ops`; nvfp4.py, mxfp4.py the formats'
 blocks.py            a matrix in blocks: reduction_blocks.py as a reduction, register_blocks.py held
                      by a thread, for rotations and coins

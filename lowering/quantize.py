@@ -10,7 +10,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import launches, mxfp4, nvfp4, support, tile_config
+from q2compile.lowering import launches, mxfp4, nvfp4, selfcheck, support, tile_config
 from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import float_of
 from q2compile.lowering.reduction_blocks import ReducedBlocks
@@ -86,7 +86,7 @@ def rht_quantize(
     stream: int,
 ) -> Any:
     """See runtime_kernels/ops/rht_quantize.py."""
-    if not _lowered("rht_quantize", x, name, transform):
+    if not _lowered("rht_quantize", x, name, transform, transpose):
         return launches.call(RHT_QUANTIZE, x, seed, name, transform, transpose, stream)
     scheme = get_scheme(name)
     draws = Draws(_loader(seed), stream)
@@ -110,13 +110,18 @@ def _loader(scalar: ir.TensorBox | None) -> PerBlock | None:
     return None if scalar is None else scalar.make_loader()
 
 
-def _lowered(op: str, x: ir.TensorBox, scheme: str, transform: str) -> bool:
-    if support.why_not_lowered(x.get_device_or_error(), scheme, transform) is not None:
+def _lowered(
+    op: str, x: ir.TensorBox, scheme: str, transform: str, transpose: bool = False
+) -> bool:
+    device = x.get_device_or_error()
+    if support.why_not_lowered(device, scheme, transform) is not None:
         return False
     if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
         return False  # there is no largest number
     fuses = support.beats_kernels(scheme, transform) and _computed(x)
-    return fuses or _served_by_reference_alone(op)
+    if not fuses and not _served_by_reference_alone(op):
+        return False
+    return selfcheck.refusal(op, device, scheme, transform, transpose) is None
 
 
 def _computed(x: ir.TensorBox) -> bool:

@@ -22,6 +22,7 @@ LIBRARY = torch.library.Library("q2", "DEF")
 # Names of kernels, as reports show them and `select` takes them.
 REFERENCE = "reference"
 CUDA = "cuda"
+LOOPS = "inductor"  # no kernel of the registry's: what Inductor makes of an op
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 FAILED = "it failed"  # how the reason begins why a kernel was given up
 
@@ -66,7 +67,7 @@ class Kernel:
 _KERNELS: dict[str, list[Kernel]] = {}
 _FAILURES: dict[Hashable, str] = {}  # kind of call -> why the kernel was given up for it
 _MOST_FAILURES = 4096  # of a program whose shapes never repeat
-_SAID: set[tuple[str, str, torch.device]] = set()
+_SAID: dict[tuple[str, str, torch.device], str] = {}  # what was given up, and why at first
 
 
 def _nothing(*args) -> None:
@@ -158,9 +159,9 @@ def failure_text(error: Exception) -> str:
 
 
 def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
-    """Warns that a kernel was given up, once a kernel and device."""
+    """Warns that a kernel was given up, once a kernel and device, and notes it for reports."""
     if (op, name, device) not in _SAID:
-        _SAID.add((op, name, device))
+        _SAID[op, name, device] = reason
         warnings.warn(
             f"q2compile: kernel {name!r} of q2::{op} is given up on {device}: {reason}\n"
             "Another runs in its place, slower. `q2compile doctor` checks all kernels of this "
@@ -168,6 +169,14 @@ def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> No
             KernelWarning,
             stacklevel=2,
         )
+
+
+def given_up() -> list[str]:
+    """What was given up in this process, in words."""
+    return [
+        f"kernel {name!r} of q2::{op} is given up on {device}: {' '.join(reason.split())}"
+        for (op, name, device), reason in _SAID.items()
+    ]
 
 
 def kernel(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(DumpFolder, "_open", {})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], None]]:
+    """Called with a compute capability, makes all think that there is such a GPU."""
+    from tests.support.pretended_gpu import pretend, unsupported
+
+    yield partial(pretend, monkeypatch)
+    unsupported.cache_clear()
 
 
 @pytest.fixture

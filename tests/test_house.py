@@ -42,8 +42,8 @@ MAY_IMPORT = {
     "backend": ["capture", "compiler", "config", "failures", "report", "rewrite"]
     + ["telemetry", "torch_internals"],
     "config": ["passes", "recipes", "telemetry.options", "torch_internals"],
-    "tools": ["backend", "capture", "compiler", "config", "cost_model", "linear", "recipes"]
-    + ["report", "rewrite", "runtime_kernels", "telemetry", "torch_internals"],
+    "tools": ["backend", "capture", "compiler", "config", "cost_model", "linear", "lowering"]
+    + ["recipes", "report", "rewrite", "runtime_kernels", "telemetry", "torch_internals"],
     "rewrite": ["capture", "config", "cost_model", "linear", "recipes", "report.row"]
     + ["torch_internals"],
     "compiler": ["config", "lowering", "passes", "runtime_kernels.registry", "torch_internals"]

@@ -28,7 +28,7 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.dequantize import dequantize
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzle_launch
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme

@@ -193,5 +193,9 @@ BENCHMARKS: dict[str, Callable[[], Any]] = {
 }
 
 
-if __name__ == "__main__":
+def main() -> None:
     record("steps", __doc__, BENCHMARKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,10 @@
 
     q2compile doctor [--no-check]
 
-The self-check sends a small tile through every CUDA kernel that serves the device and compares it
-with the torch reference on the CPU: quantisers bit by bit, GEMMs to the rounding of bf16. The exit
-status is 1 when one disagrees or fails to run.
+The self-check sends small tiles through every CUDA kernel that serves the device, and through the
+loops that Inductor makes of quantisers, and compares them with the torch reference on the CPU:
+quantisers bit by bit, GEMMs to the rounding of the result. The exit status is 1 when one disagrees
+or fails to run.
 """
 
 import argparse
@@ -15,10 +16,12 @@ import warnings
 
 import torch
 
+from q2compile.lowering import selfcheck as loops
 from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.registry import (
     FAILED,
+    LOOPS,
     REFERENCE,
     Kernel,
     KernelWarning,
@@ -26,6 +29,8 @@ from q2compile.runtime_kernels.registry import (
     ops,
 )
 
+# The schemes of the recipes' operands that Inductor's loops are taken for.
+LOOPS_CHECKED = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 
@@ -82,7 +87,8 @@ def _device(index: int, *, check: bool) -> int:
     reason = launch.unsupported(index)
     target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
     print(f"device    cuda:{index} {torch.cuda.get_device_name(index)}, {major}.{minor}, {target}")
-    faults = 0
+    print(f"  {'loops of quantize':18} {LOOPS}")
+    faults = _loops(torch.device("cuda", index), check)
     for op in ops():
         names = [k.name for k in kernels(op)]
         print(f"  {op:18} {', '.join(names)}")
@@ -102,6 +108,21 @@ def _kernel(kernel: Kernel, device: torch.device, check: bool) -> int:
     return faults
 
 
+def _loops(device: torch.device, check: bool) -> int:
+    """Prints what is to be said of Inductor's loops on a device; the number of faulty ones."""
+    faults = 0
+    for scheme in LOOPS_CHECKED:
+        difference, start = None, time.perf_counter()
+        try:
+            if check:
+                difference = loops.disagreement("quantize", device, scheme)
+        except Exception as error:  # whatever Inductor does, the report goes on
+            difference = _on_one_line(f"{type(error).__name__}: {error}")
+        print(f"    {LOOPS:16} {scheme:20} {_verdict(difference, check, start)}")
+        faults += difference is not None
+    return faults
+
+
 def _with_scheme(kernel: Kernel, device: torch.device, check: bool, scheme: str) -> tuple[str, int]:
     """A verdict on a kernel with one scheme; and 1 when it is at fault."""
     arguments = selfcheck.ARGUMENTS[kernel.op](scheme)
@@ -112,13 +133,19 @@ def _with_scheme(kernel: Kernel, device: torch.device, check: bool, scheme: str)
         if reason is not None:
             return f"not here: {_on_one_line(reason)}", int(reason.startswith(FAILED))
         if not check:
-            return "serves this device", 0
+            return _verdict(None, check, start), 0
         difference = selfcheck.disagreement(kernel.op, kernel.name, device, scheme)
     except Exception as error:  # whatever a kernel does, the report goes on
         difference = _on_one_line(f"{type(error).__name__}: {error}")
+    return _verdict(difference, check, start), int(difference is not None)
+
+
+def _verdict(difference: str | None, check: bool, start: float) -> str:
+    if not check:
+        return "serves this device"
     took = 1e3 * (time.perf_counter() - start)
     verdict = "agrees with the reference" if difference is None else f"FAULT: {difference}"
-    return f"{verdict} ({took:.0f} ms)", int(difference is not None)
+    return f"{verdict} ({took:.0f} ms)"
 
 
 def _on_one_line(text: str) -> str:

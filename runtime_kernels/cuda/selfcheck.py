@@ -1,17 +1,23 @@
-"""One small tile through each CUDA kernel, compared with the torch reference on the CPU.
+"""Small tiles through each CUDA kernel, compared with the torch reference on the CPU.
 
-Quantising kernels must give the reference's bits; GEMMs its numbers, to the rounding of bf16. Used
-by `q2compile doctor`, and before the first use of a kernel on GPUs that this project could not be
-tested on: a kernel that disagrees is refused there.
+Quantising kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,
+for every type of result and bias. Used by `q2compile doctor`, and before the first use of a kernel
+on GPUs that this project could not be tested on: a kernel that disagrees is refused there.
+
+A check runs on a stream of its own, and leaves alone what the caller has set: modes, default
+device and type, autocast, the random state. Inside a CUDA graph capture there can be none.
 """
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
-from q2compile.runtime_kernels.cuda.jit.launch import unsupported
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, unsupported
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import (
     FAILED,
@@ -24,72 +30,173 @@ from q2compile.runtime_kernels.registry import (
 
 # Where the kernels have been run, not only compiled.
 PROVEN = {(9, 0)}
-_SHAPE = (200, 264)  # no multiple of 16 or 128, several tiles
-# bf16 rounds with a relative error of at most 2^-9; the order of the fp32 sums matters far less.
-_GEMM_ERROR = 2.0**-8
+_WIDTH = 264  # no multiple of 16 or 128, several tiles
+_ROWS = (130, 1)
+_COLUMNS = 200  # of a product
+# Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
+# order of the fp32 sums, and how many bits tensor cores keep on the way to them.
+_GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
+
+# Of a GEMM: the type of its result, that of its bias, and whether scales come swizzled.
+Form = tuple[torch.dtype, torch.dtype | None, bool]
+FORMS: tuple[Form, ...] = tuple(
+    (dtype, bias, swizzled)
+    for dtype in _GEMM_ERROR
+    for bias in (None, dtype)
+    for swizzled in (False, True)
+)
+
+_VERDICTS: dict[tuple, str | None] = {}
+_RUNNING: set[tuple] = set()  # checks under way, which must not ask themselves
+_LOCK = threading.RLock()
 
 
-def refusal(op: str, name: str, index: int, scheme: str) -> str | None:
+def refusal(op: str, name: str, index: int, scheme: str, form: Form | None = None) -> str | None:
     """None when the kernel may be used with a scheme on this CUDA device, otherwise the reason in
-    words."""
-    if _proven(index):
+    words. form: of a GEMM.
+
+    Raises:
+        LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
+    """
+    if proven(index):
         return None
     reason = unsupported(index)
     if reason is not None:
         return reason
     if op in ("dequantize", "gemm"):  # where the format is all that counts
         scheme = _OF_FORMAT[get_scheme(scheme).format]
-    check = (op, name, index, scheme)
-    return None if check in _RUNNING else _refusal(*check)
+    check = (op, name, index, scheme, form)
+    return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
 
 
-@functools.cache
-def _proven(index: int) -> bool:
-    return unsupported(index) is None and torch.cuda.get_device_capability(index) in PROVEN
+def proven(index: int) -> bool:
+    """Whether kernels need no check on this CUDA device."""
+    return torch.cuda.get_device_capability(index) in PROVEN and unsupported(index) is None
 
 
-_RUNNING: set[tuple[str, str, int, str]] = set()  # checks under way, which must not ask themselves
-
-
-@functools.cache
-def _refusal(op: str, name: str, index: int, scheme: str) -> str | None:
+def _refusal(check: tuple) -> str | None:
+    op, name, index, scheme, form = check
     device = torch.device("cuda", index)
-    _RUNNING.add((op, name, index, scheme))
-    try:
-        reason = disagreement(op, name, device, scheme)
-        reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
-    except Exception as error:
-        if not kernels_own(error, device):
-            raise
-        reason = failure_text(error)
-    finally:
-        _RUNNING.discard((op, name, index, scheme))
+    with _LOCK:
+        if check in _VERDICTS:
+            return _VERDICTS[check]
+        if check in _RUNNING:
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            raise LaunchError(
+                f"kernel {name!r} of q2::{op} is to be checked on this GPU before its first use, "
+                "which cannot be done inside a CUDA graph capture: run the model once before "
+                "capturing it."
+            )
+        _RUNNING.add(check)
+        try:
+            forms = () if form is None else ((form,),)
+            reason = disagreement(op, name, device, scheme, *forms)
+            reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
+        except Exception as error:
+            if not kernels_own(error, device):
+                raise
+            reason = failure_text(error)
+        finally:
+            _RUNNING.discard(check)
+        _VERDICTS[check] = reason
     if reason is not None:
         warn_of_failure(op, name, device, reason)
     return reason
 
 
-def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str | None:
-    """Runs kernel `name` of an op on a small input of a scheme: None when it agrees with the
+def disagreement(
+    op: str, name: str, device: torch.device, scheme: str, forms: tuple[Form, ...] = FORMS
+) -> str | None:
+    """Runs kernel `name` of an op on small inputs of a scheme: None when it agrees with the
     reference, otherwise how it differs.
+
+    forms: of a GEMM; those that the kernel declines are left out, if it takes any.
 
     Raises:
         ValueError: the kernel does not serve this device or scheme.
     """
-    with unset_fake_temporarily(), torch.no_grad():
-        arguments = ARGUMENTS[op](scheme)
-        on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        got = select(op, on_device, name)(*on_device)
-        want = select(op, arguments, REFERENCE)(*arguments)
-        if op == "gemm":
-            error = (got.cpu().float() - want.float()).norm() / want.float().norm()
-            return None if error <= _GEMM_ERROR else f"relative error {error:.1e}"
-        names = _RESULTS.get(op, ("codes", "scales", "global scale") * 2)
-        for which, a, b in zip(names, _tuple(got), _tuple(want), strict=False):
-            wrong = (a.cpu().float() != b.float()).sum().item()
-            if wrong:
-                return f"{wrong} of {b.numel()} {which} differ from the reference"
+    with apart(device):
+        if op != "gemm":
+            cases = [ARGUMENTS[op](scheme, rows) for rows in _ROWS]
+            differences = (_of_quantiser(op, name, device, arguments) for arguments in cases)
+            return next(filter(None, differences), None)
+        declined: ValueError | None = None
+        agreed = False
+        quantized = functools.cache(_quantized)
+        for form, source, rows in product(forms, _OF_GEMM[get_scheme(scheme).format], _ROWS):
+            try:
+                difference = _of_gemm(name, device, _gemm(source, rows, form, quantized))
+            except Declined as error:
+                declined = error
+                continue
+            if difference is not None:
+                return f"{difference}, of a result of {_words(form, rows)}"
+            agreed = True
+        if declined is not None and not agreed:
+            raise declined
     return None
+
+
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Without the caller's modes and settings, and on a CUDA device on a stream of its own."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.device("cpu"))
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield
+
+
+def _of_quantiser(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
+    on_device = _on(device, arguments)
+    got = select(op, on_device, name)(*on_device)
+    want = select(op, arguments, REFERENCE)(*arguments)
+    return difference_of_bits(op, got, want)
+
+
+def difference_of_bits(op: str, got, want) -> str | None:
+    """How the results of an op differ from its reference's, which are on the CPU; None when they
+    are the same numbers."""
+    names = _RESULTS.get(op, ("codes", "scales", "global scale") * 2)
+    for which, a, b in zip(names, _tuple(got), _tuple(want), strict=False):
+        wrong = (a.cpu().float() != b.float()).sum().item()
+        if wrong:
+            return f"{wrong} of {b.numel()} {which} differ from the reference"
+    return None
+
+
+class Declined(ValueError):
+    """A kernel does not take a form of GEMM."""
+
+
+def _of_gemm(name: str, device: torch.device, arguments: tuple) -> str | None:
+    on_device = _on(device, arguments)
+    try:
+        function = select("gemm", on_device, name)
+    except ValueError as error:
+        raise Declined(*error.args) from error
+    got = function(*on_device).cpu().float()
+    want = select("gemm", arguments, REFERENCE)(*arguments)
+    off = (got - want.float()).norm() / want.float().norm()
+    return None if off <= _GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
+
+
+def _words(form: Form, rows: int) -> str:
+    dtype, bias, swizzled = form
+    parts = [f"{rows} x {_COLUMNS} in {dtype}"]
+    parts += [f"with a bias in {bias}"] * (bias is not None) + ["from swizzled scales"] * swizzled
+    return " ".join(parts)
+
+
+def _on(device: torch.device, arguments: tuple) -> list:
+    return [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
 _RESULTS = {
@@ -101,58 +208,73 @@ _RESULTS = {
 }
 
 
-def _tuple(result) -> tuple[torch.Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+def _tuple(result) -> Sequence[torch.Tensor]:
+    return result if isinstance(result, tuple | list) else (result,)
 
 
-def _matrix() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(_SHAPE, generator=generator).to(torch.bfloat16)
+def _matrix(rows: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(rows)
+    x = torch.randn((rows, _WIDTH), generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(torch.bfloat16)
 
 
-def _quantized(scheme: str) -> tuple[torch.Tensor, ...]:
-    return torch.ops.q2.quantize(_matrix(), _amax(scheme), None, scheme, 0)
+def _quantized(scheme: str, rows: int) -> tuple[torch.Tensor, ...]:
+    return torch.ops.q2.quantize(_matrix(rows), _amax(scheme, rows), None, scheme, 0)
 
 
-def _amax(scheme: str) -> torch.Tensor | None:
-    return torch.ops.q2.amax(_matrix()) if get_scheme(scheme).takes_amax else None
+def _amax(scheme: str, rows: int) -> torch.Tensor | None:
+    return torch.ops.q2.amax(_matrix(rows)) if get_scheme(scheme).takes_amax else None
 
 
-_SEED = torch.tensor(0x123456789ABCDEF)
+def _seed(offset: int = 0) -> torch.Tensor:
+    return torch.tensor(0x123456789ABCDEF + offset, device="cpu")
+
+
 _FORWARD = "nvfp4_46_pow2"
 _OF_FORMAT = {"nvfp4": _FORWARD, "mxfp4": "mxfp4_rtn"}
+# Of these one has a global scale that operands can take along, and one has another.
+_OF_GEMM = {"nvfp4": (_FORWARD, "nvfp4_46"), "mxfp4": ("mxfp4_rtn", "mxfp4_rtn34")}
 
 
-def _source(scheme: str) -> tuple[str, tuple[torch.Tensor, ...]]:
+def _source(scheme: str, rows: int) -> tuple[str, tuple[torch.Tensor, ...]]:
     """A forward scheme of the same format, its scales swizzled where the scheme's are, and an
     operand in it."""
     spec = get_scheme(scheme)
     source = _OF_FORMAT[spec.format] + (SWIZZLED if spec.swizzled else "")
-    return source, _quantized(source)
+    return source, _quantized(source, rows)
 
 
-def _requantize(scheme: str) -> tuple:
-    source, packed = _source(scheme)
-    return (*packed, _SEED, source, scheme, "rht128", _SHAPE[1], 1)
+def _requantize(scheme: str, rows: int) -> tuple:
+    source, packed = _source(scheme, rows)
+    return (*packed, _seed(), source, scheme, "rht128", _WIDTH, 1)
 
 
-def _masked_unrotate(scheme: str) -> tuple:
-    codes, *_, mask = torch.ops.q2.quantize_masked(_matrix(), scheme, "h32")
-    return _matrix().repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
+def _masked_unrotate(scheme: str, rows: int) -> tuple:
+    codes, *_, mask = torch.ops.q2.quantize_masked(_matrix(rows), scheme, "h32")
+    return _matrix(rows).repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
 
 
-# For each op that has a CUDA kernel, its arguments on the CPU for a scheme.
-ARGUMENTS: dict[str, Callable[[str], tuple]] = {
-    "quantize": lambda s: (_matrix(), _amax(s), _SEED, s, 0),
-    "rht_quantize": lambda s: (_matrix(), _SEED, s, "rht128", True, 1),
-    "rht_quantize_both": lambda s: (_matrix(), _SEED, _SEED + 1, s, "rht128", 0),
-    "requantize": _requantize,
-    "quantize_masked": lambda s: (_matrix(), s, "h32"),
-    "masked_unrotate": _masked_unrotate,
-    "dequantize": lambda s: (*_quantized(s), s, _SHAPE[1], torch.bfloat16),
-    "signs": lambda s: (_SEED, "rht128"),
-    "split_scales": lambda s: (_matrix().float().abs(), s),
-    "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
+def _gemm(
+    scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
+) -> tuple:
+    dtype, bias_dtype, swizzled = form
+    name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
+    bias = None if bias_dtype is None else 4 * _matrix(_COLUMNS)[:, 0].to(bias_dtype)
+    return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
+
+
+# For each op that has a CUDA kernel, its arguments on the CPU for a scheme and rows of its operand.
+ARGUMENTS: dict[str, Callable[..., tuple]] = {
+    "quantize": lambda s, t=_ROWS[0]: (_matrix(t), _amax(s, t), _seed(), s, 0),
+    "rht_quantize": lambda s, t=_ROWS[0]: (_matrix(t), _seed(), s, "rht128", True, 1),
+    "rht_quantize_both": lambda s, t=_ROWS[0]: (_matrix(t), _seed(), _seed(1), s, "rht128", 0),
+    "requantize": lambda s, t=_ROWS[0]: _requantize(s, t),
+    "quantize_masked": lambda s, t=_ROWS[0]: (_matrix(t), s, "h32"),
+    "masked_unrotate": lambda s, t=_ROWS[0]: _masked_unrotate(s, t),
+    "dequantize": lambda s, t=_ROWS[0]: (*_quantized(s, t), s, _WIDTH, torch.bfloat16),
+    "signs": lambda s, t=_ROWS[0]: (_seed(), "rht128"),
+    "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
+    "gemm": lambda s, t=_ROWS[0]: _gemm(s, t),
 }
 
 

@@ -20,7 +20,7 @@ from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import selfcheck
-from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -90,30 +90,22 @@ def test_without_triton_and_nvrtc_a_cpu_trains_the_same():
     assert without == with_all != "", error
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Arguments of q2::rht_quantize on a GPU that is not there, and a way to choose which it is."""
-
-    def forget():
-        for known in (launch.unsupported, selfcheck._proven, selfcheck._refusal):
-            known.cache_clear()
-
-    def of(capability):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
-        forget()
-        with FakeTensorMode():
-            x = torch.empty(32, 64, device="cuda:0", dtype=torch.bfloat16)
-            seed = torch.empty((), device="cuda:0", dtype=torch.int64)
-        return x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0
-
-    yield of
-    forget()
+def rht_arguments():
+    """Of q2::rht_quantize on a GPU that is not there."""
+    with FakeTensorMode():
+        x = torch.empty(32, 64, device="cuda:0", dtype=torch.bfloat16)
+        seed = torch.empty((), device="cuda:0", dtype=torch.int64)
+    return x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0
 
 
 def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
-    arguments = gpu((7, 5))
-    assert registry.serving("rht_quantize", arguments).name == "reference"
-    with pytest.raises(ValueError, match="capability 8.0, .*, not for 7.5"):
+    gpu((7, 5))
+    arguments = rht_arguments()
+    with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs on cuda:0") as said:
+        for _ in range(2):
+            assert registry.serving("rht_quantize", arguments).name == "reference"
+    assert len(said) == 1
+    with pytest.raises(ValueError, match="capability 8.0 and higher, not for 7.5"):
         registry.select("rht_quantize", arguments, "cuda")
 
 
@@ -121,9 +113,9 @@ def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
 @pytest.mark.parametrize("wrong", [None, "1 of 9 codes differ from the reference"])
 def test_where_nobody_ran_the_kernels_each_is_checked_once(gpu, monkeypatch, capability, wrong):
     checks = []
-    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what) or wrong)
-    arguments = gpu(capability)
+    arguments = rht_arguments()
     served = {registry.serving("rht_quantize", arguments).name for _ in range(2)}
     tried = capability == (9, 0)
     assert served == {"cuda" if tried or wrong is None else "reference"}
@@ -132,15 +124,20 @@ def test_where_nobody_ran_the_kernels_each_is_checked_once(gpu, monkeypatch, cap
 
 
 def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, monkeypatch):
-    arguments = gpu((9, 0))
-    nvrtc.version.cache_clear()
+    version = nvrtc.version
+    gpu((9, 0))
+    monkeypatch.setattr(nvrtc, "version", version)
+    version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    arguments = rht_arguments()
     try:
+        with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs"):
+            assert registry.serving("rht_quantize", arguments).name == "reference"
         assert registry.serving("rht_quantize", arguments).name == "reference"
         with pytest.raises(ValueError, match="pip install cuda-bindings nvidia-cuda-nvrtc"):
             registry.select("rht_quantize", arguments, "cuda")
     finally:
-        nvrtc.version.cache_clear()
+        version.cache_clear()
 
 
 # ---- the cubin cache ----------------------------------------------------------------------------
@@ -203,7 +200,7 @@ def test_a_corrupt_cubin_is_never_loaded(cache, content):
 BUILD = """
 import sys, time
 from pathlib import Path
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzle_launch
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 variant, started = swizzle_launch().variant, nvrtc.compile_variant
 def meet(*arguments):  # neither finds the other's file

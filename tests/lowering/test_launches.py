@@ -46,7 +46,7 @@ def hopper(monkeypatch) -> Iterator[list[str]]:
     fixed = torch.tensor(FIXED_SIGN_SEED)
     monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
     monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_SAID", set())
+    monkeypatch.setattr(registry, "_SAID", {})
     with inductor_config.patch(INDUCTOR_OPTIONS):
         yield sources
 

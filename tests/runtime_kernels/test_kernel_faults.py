@@ -2,18 +2,21 @@
 else changes. On a CPU, with kernels made for it and GPUs that are not there."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
 from q2compile.tools import doctor
+from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantised
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -32,7 +35,7 @@ ERRORS = (
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch) -> None:
     monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_SAID", set())
+    monkeypatch.setattr(registry, "_SAID", {})
 
 
 @pytest.fixture
@@ -204,35 +207,6 @@ def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
 # ---- in its self-check, and on GPUs that nobody knows -------------------------------------------
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Makes all think that there is a GPU of a compute capability."""
-
-    def forget():
-        for known in (launch.unsupported, selfcheck._proven, selfcheck._refusal):
-            known.cache_clear()
-
-    def of(capability):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
-        monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        forget()
-
-    yield of
-    forget()
-
-
-def on_gpu(op, scheme):
-    """The arguments of a self-check, as fake tensors of the GPU."""
-    with FakeTensorMode():
-        return [
-            torch.empty(a.shape, dtype=a.dtype, device="cuda:0")
-            if isinstance(a, torch.Tensor)
-            else a
-            for a in selfcheck.ARGUMENTS[op](scheme)
-        ]
-
-
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, error):
     gpu((12, 0))
@@ -268,15 +242,28 @@ def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
     assert registry.serving("rht_quantize", args).name == "cuda"
 
 
-@pytest.mark.parametrize("capability", [(5, 0), (7, 5), (8, 8), (10, 1), (11, 0), (12, 2), (13, 0)])
-def test_an_unknown_gpu_runs_the_references_and_every_kernel_says_why(gpu, capability):
+@pytest.mark.parametrize("capability", [(8, 8), (10, 1), (11, 0), (12, 2), (13, 0)])
+def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypatch, capability):
+    """After their self-checks, and none of the references."""
     gpu(capability)
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
     for op, schemes in selfcheck.CHECKED.items():
         for scheme in schemes:
-            args = on_gpu(op, scheme)
-            assert registry.serving(op, args).name == REFERENCE
-            for kernel in registry.kernels(op)[:-1]:
-                assert kernel.why_not(*args)
+            served = registry.serving(op, on_gpu(op, scheme)).name
+            assert served == ("cuda_bf16" if op == "gemm" else "cuda"), (op, scheme)
+
+
+@pytest.mark.parametrize("capability", [(5, 0), (7, 5)])
+def test_a_gpu_too_old_runs_the_references_and_every_kernel_says_why(gpu, capability):
+    gpu(capability)
+    with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs on cuda:0") as said:
+        for op, schemes in selfcheck.CHECKED.items():
+            for scheme in schemes:
+                args = on_gpu(op, scheme)
+                assert registry.serving(op, args).name == REFERENCE
+                for kernel in registry.kernels(op)[:-1]:
+                    assert kernel.why_not(*args)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("error", [OSError("libnvrtc.so: bad ELF"), AssertionError("status 7")])
@@ -288,9 +275,121 @@ def test_whatever_is_wrong_with_nvrtc_the_references_run(gpu, monkeypatch, error
 
     monkeypatch.setattr(nvrtc, "version", version)
     args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
-    assert registry.serving("rht_quantize", args).name == REFERENCE
+    with pytest.warns(RuntimeWarning, match=str(error)):
+        assert registry.serving("rht_quantize", args).name == REFERENCE
     with pytest.raises(ValueError, match=str(error)):
         registry.select("rht_quantize", args, "cuda")
+
+
+def test_in_a_capture_nothing_is_checked_and_the_error_says_what_to_do(gpu, monkeypatch):
+    gpu((12, 0))
+    checks = []
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what))
+    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        with pytest.raises(launch.LaunchError, match="run the model once before capturing"):
+            registry.serving("rht_quantize", args)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert registry.serving("rht_quantize", args).name == "cuda" and len(checks) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert registry.serving("rht_quantize", args).name == "cuda"
+
+
+# ---- what a self-check covers -------------------------------------------------------------------
+
+ON_CPU = torch.device("cpu")
+
+
+def product(*args, of):
+    """The reference of q2::gemm, wrong in one way."""
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, scheme, _, dtype = args
+    result = FAULTS[of](
+        registry.kernels("gemm")[-1].function(*args[:6], None, scheme, scheme, torch.float32),
+        a_global * b_global,
+        0 if bias is None else bias.float(),
+        dtype,
+        scheme,
+    )
+    return result.to(dtype)
+
+
+def off(here):
+    return 1.01 if here else 1
+
+
+# Of the product without its bias, alpha, the bias, the type and the scheme that were asked for.
+FAULTS = {
+    "no bias": lambda out, alpha, bias, *_: out,
+    "bias before alpha": lambda out, alpha, bias, *_: out + alpha * bias,
+    "no alpha": lambda out, alpha, bias, *_: out / alpha + bias,
+    "one row": lambda out, alpha, bias, *_: (out + bias) * (len(out) > 1),
+    "second tile": lambda out, alpha, bias, *_: (out + bias)[:128].repeat(2, 1)[: len(out)],
+    "fp16": lambda out, alpha, bias, dtype, _: (out + bias) * off(dtype == torch.float16),
+    "fp32": lambda out, alpha, bias, dtype, _: (out + bias) * off(dtype == torch.float32),
+    "swizzled": lambda out, alpha, bias, _, scheme: (out + bias) * off("@32x4x4" in scheme),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("scheme", selfcheck.CHECKED["gemm"])
+def test_a_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
+    if fault == "no alpha":  # which is one for a product of one scheme of mxfp4, not of the other
+        assert "mxfp4_rtn34" in selfcheck._OF_GEMM["mxfp4"]
+    candidate("gemm", None, function=functools.partial(product, of=fault))
+    found = selfcheck.disagreement("gemm", "broken", ON_CPU, scheme)
+    assert found is not None and "relative error" in found
+
+
+def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
+    """Also one that declines some forms, as cuda_bf16 does swizzled scales."""
+    reference = registry.select("gemm", gemm_arguments(), REFERENCE)
+    for refuses in (
+        registry._nothing,
+        lambda *args: "plain scales" if args[7].endswith("@32x4x4") else None,
+    ):
+        kernel = Kernel("gemm", "right", "cpu", reference, refuses, registry._nothing)
+        registry._KERNELS["gemm"].insert(0, kernel)
+        try:
+            for scheme in selfcheck.CHECKED["gemm"]:
+                assert selfcheck.disagreement("gemm", "right", ON_CPU, scheme) is None
+        finally:
+            registry._KERNELS["gemm"].remove(kernel)
+
+
+def test_alpha_is_not_one_and_all_forms_are_there():
+    for scheme in ("nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34"):
+        args = selfcheck.ARGUMENTS["gemm"](scheme)
+        assert args[2] * args[5] != 1
+    types = torch.bfloat16, torch.float16, torch.float32
+    asked = {(dtype, bias) for dtype, bias, _ in selfcheck.FORMS}
+    assert asked == {(dtype, bias) for dtype in types for bias in (None, dtype)}
+    assert selfcheck._ROWS == (130, 1)
+
+
+@pytest.mark.parametrize("op", selfcheck.CHECKED)
+def test_a_self_check_leaves_alone_what_the_caller_has_set(op, monkeypatch):
+    """Default device and type, modes, autocast, the random state."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    kernel = Kernel(op, "same", "cpu", registry.kernels(op)[-1].function, registry._nothing, None)
+    monkeypatch.setitem(registry._KERNELS, op, [kernel, *registry._KERNELS[op]])
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for device in ("meta", "cpu"):
+            modes = torch.autocast("cpu", torch.float16), Mode(), FakeTensorMode()
+            with torch.device(device), modes[0], modes[1], modes[2], torch.inference_mode():
+                scheme = selfcheck.CHECKED[op][0]
+                assert selfcheck.disagreement(op, "same", ON_CPU, scheme) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [] and torch.equal(torch.get_rng_state(), state)
 
 
 # ---- q2compile doctor ---------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from q2compile.passes.graph_queries import (
 )
 from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA, TRITON_FP4
 
 _QUANTISING = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
-# Which arguments of an op are scales, each with the one that names their scheme, and the kernel of
-# the op that reads them swizzled.
-_GEMM, _REQUANTIZE = ({1: 7, 4: 8}, CUBLASLT_FP4), ({1: 4}, CUDA)
+# Which arguments of an op are scales, each with the one that names their scheme, and the kernels of
+# the op that read them swizzled.
+_GEMM, _REQUANTIZE = ({1: 7, 4: 8}, (CUBLASLT_FP4, TRITON_FP4)), ({1: 4}, (CUDA,))
 
 
 def swizzle_scales_pass(graph: fx.Graph) -> int:
@@ -32,10 +32,10 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
         a = rht_quantize(dy, s, S, R, False, 0)           a = rht_quantize(dy, s, S@32x4x4, R, ...)
         gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@32x4x4, ...)
 
-    Preconditions: all users of the scales are q2.gemm nodes that cuBLASLt's fp4 kernel serves, and
-    maybe q2.requantize nodes whose CUDA kernel reads them swizzled, too; blocks have one row (those
-    of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled scales of this
-    scheme. A pair of directions has one scheme, so all must hold for both.
+    Preconditions: all users of the scales are q2.gemm nodes that a kernel for fp4 tensor cores
+    serves, and maybe q2.requantize nodes whose CUDA kernel reads them swizzled, too; blocks have
+    one row (those of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled
+    scales of this scheme. A pair of directions has one scheme, so all must hold for both.
 
     Exact: the same numbers in other places.
     """
@@ -88,13 +88,13 @@ def _index(output: fx.Node) -> int:
     return index
 
 
-def _schemes_of(reader: fx.Node, scales: fx.Node) -> tuple[dict[int, int], str]:
+def _schemes_of(reader: fx.Node, scales: fx.Node) -> tuple[dict[int, int], tuple[str, ...]]:
     """The arguments of the reader that are these scales, with those that name their scheme; and
-    the kernel that it takes to read them swizzled. None and "" for another op."""
+    the kernels that read them swizzled. None of either for another op."""
     if is_q2(reader, "gemm", "requantize"):
-        places, kernel = _GEMM if is_q2(reader, "gemm") else _REQUANTIZE
-        return {i: s for i, s in places.items() if reader.args[i] is scales}, kernel
-    return {}, ""
+        places, kernels = _GEMM if is_q2(reader, "gemm") else _REQUANTIZE
+        return {i: s for i, s in places.items() if reader.args[i] is scales}, kernels
+    return {}, ()
 
 
 def _with_swizzled(reader: fx.Node, places: dict[int, int]) -> tuple[Any, ...]:
@@ -106,5 +106,5 @@ def _with_swizzled(reader: fx.Node, places: dict[int, int]) -> tuple[Any, ...]:
 
 
 def _served(reader: fx.Node, scales: fx.Node) -> bool:
-    places, kernel = _schemes_of(reader, scales)
-    return bool(places) and serving_kernel(reader, _with_swizzled(reader, places)) == kernel
+    places, kernels = _schemes_of(reader, scales)
+    return bool(places) and serving_kernel(reader, _with_swizzled(reader, places)) in kernels

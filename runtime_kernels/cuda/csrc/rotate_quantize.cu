@@ -19,8 +19,8 @@
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
 // (rounding.cuh). Byte k/2 of a row of codes holds element k, in its low nibble for even k.
 //
-// A thread block walks over tiles of 128x128 (128x64 along columns alone); the next tile is on its
-// way into shared memory while this one is worked on. A thread holds 64 elements, always four whole
+// A thread block walks over tiles of 128x128 (128x64 along columns alone); where there is room for two
+// (Q2_STAGES), the next tile is on its way into shared memory while this one is worked on. A thread holds 64 elements, always four whole
 // blocks of 16: half a row of a tile, or a quarter of each of two columns. Bits 0-3 of an element's
 // place in a chunk of 128 count within a block, so that butterflies of h = 1, 2, 4, 8 stay in
 // registers. Along rows so do h = 16, 64, and h = 32 goes between two lanes; along columns so does
@@ -458,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (kCols) quantize_along_cols(p, tile, current, cols, extent_along_cols);
     if (kStages == 1) {
       __syncthreads();
-      if (more) fetch_elements(p, next, shared_tiles);
+      if (more && !kPacked) fetch_elements(p, next, shared_tiles);
     }
   }
   if (kRows) finish(p.along_rows, extent_along_rows);

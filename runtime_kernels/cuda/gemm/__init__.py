@@ -1,9 +1,10 @@
 """q2::gemm on CUDA, by three kernels. Imports jit, dequantize, selfcheck, ops, numerics, registry.
 
-cublaslt_fp4.py   codes and scales, by cuBLASLt, from compute capability 10.0 on
-triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py), where that works
+cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py): nvfp4
+triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4
 cuda_bf16.py      the numbers that the codes stand for, by cuBLAS in bf16, on any GPU
 operands.py       what they ask of their operands
+swizzle.py        scales as fp4 tensor cores read them
 
 They are tried in this order: a later registration comes first.
 """

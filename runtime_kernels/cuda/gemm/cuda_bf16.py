@@ -7,7 +7,12 @@ global scale is folded in for nothing.
 import torch
 
 from q2compile.runtime_kernels.cuda.dequantize import dequantize, prepare
-from q2compile.runtime_kernels.cuda.gemm.operands import finished, reads_plain_scales
+from q2compile.runtime_kernels.cuda.gemm.operands import (
+    finished,
+    form,
+    reads_plain_scales,
+    without_contraction,
+)
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.gemm import checked
@@ -17,8 +22,9 @@ from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 def _refuses_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
+    index = a_codes.device.index
     return reads_plain_scales(a_scheme, b_scheme) or refusal(
-        "gemm", CUDA_BF16, a_codes.device.index, a_scheme
+        "gemm", CUDA_BF16, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
     )
 
 
@@ -38,6 +44,8 @@ def gemm_bf16(
     a_spec, b_spec = checked(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
+    if 0 in (*a_codes.shape, *b_codes.shape):
+        return without_contraction(a_codes, b_codes, bias, dtype)
     folds = a_spec.folds and b_spec.folds
     a = _bf16(a_codes, a_scales, a_global if folds else None, a_spec)
     b = _bf16(b_codes, b_scales, b_global if folds else None, b_spec)

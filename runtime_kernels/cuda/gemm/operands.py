@@ -1,8 +1,12 @@
 """What the GEMM kernels ask of their operands, as reasons in words, and what they do at the end."""
 
 import torch
+from torch.nn.functional import pad
 
+from q2compile.runtime_kernels.cuda.selfcheck import Form
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+
+ALIGNMENT = 16  # bytes, of every operand and of the rows of codes
 
 
 def two_formats(a_scheme: str, b_scheme: str) -> str | None:
@@ -20,6 +24,20 @@ def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     return "it reads codes, not the bf16 numbers that they stand for" if widened else None
 
 
+def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.dtype) -> Form:
+    """What a GEMM's self-check is told of these arguments."""
+    swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
+    return dtype, None if bias is None else bias.dtype, swizzled
+
+
+def without_contraction(
+    a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """A sum of nothing, and the bias: the product where a size is 0."""
+    out = a_codes.new_zeros((a_codes.shape[0], b_codes.shape[0]), dtype=dtype)
+    return out if bias is None else out + bias.to(dtype)
+
+
 def finished(
     out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -29,3 +47,16 @@ def finished(
     if bias is not None:
         out = out + bias
     return out.to(dtype)
+
+
+def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Packed codes [rows, width] with zeros at the ends, in one piece; as they are where they have
+    that size. Padding codes changes none of the sizes of swizzled scales."""
+    if codes.shape != (rows, width):
+        codes = pad(codes, (0, width - codes.shape[1], 0, rows - codes.shape[0]))
+    return aligned(codes.contiguous())
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """A view may begin anywhere."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x

@@ -1,50 +1,84 @@
-"""q2::gemm by tl.dot_scaled (triton_kernel.py): CUBLASLT_FP4 tensor cores on plain scales."""
+"""q2::gemm by tl.dot_scaled (triton_kernel.py): fp4 tensor cores in one launch, nvfp4 and mxfp4."""
 
 import functools
 import importlib.util
 
 import torch
 
+from q2compile.runtime_kernels.cuda.calls import on_device
+from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
+    ALIGNMENT,
+    form,
+    padded,
     reads_codes,
-    reads_plain_scales,
     two_formats,
+    without_contraction,
 )
+from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.gemm import checked
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
 
-_DOT_SCALED = ((10, 0), (10, 3), (12, 0))
+# The first Triton that makes fp4 tensor-core instructions of tl.dot_scaled. On 12.1 Triton 3.6
+# asserts for nvfp4 and widens mxfp4 to bf16.
+_DOT_SCALED = {(10, 0): (3, 6), (10, 3): (3, 6), (12, 0): (3, 6), (12, 1): (3, 8)}
 
 
 def _refuses_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
-    capability = torch.cuda.get_device_capability(index)
-    if capability not in _DOT_SCALED:
-        return "tl.dot_scaled works on compute capability 10.0, 10.3 and 12.0"
-    if not _has_triton():
+    needed = _DOT_SCALED.get(torch.cuda.get_device_capability(index))
+    if needed is None:
+        return "tl.dot_scaled works on compute capability 10.0, 10.3, 12.0 and 12.1"
+    found = triton_version()
+    if found is None:
         return "Triton is not installed"
-    wrong = two_formats(a_scheme, b_scheme) or reads_plain_scales(a_scheme, b_scheme)
-    wrong = wrong or reads_codes(a_scheme, b_scheme)
-    return wrong or refusal("gemm", TRITON_FP4, index, a_scheme)
+    if found < needed:
+        return f"tl.dot_scaled works here from Triton {needed[0]}.{needed[1]} on"
+    wrong = two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
+    return wrong or refusal(
+        "gemm", TRITON_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
+    )
 
 
-@kernel("gemm", TRITON_FP4, device_type="cuda", refuses=_refuses_triton)
+def _prepare_triton(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
+) -> None:
+    swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
+
+
+@kernel("gemm", TRITON_FP4, device_type="cuda", refuses=_refuses_triton, prepare=_prepare_triton)
 def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
     """See ops/gemm.py."""
-    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import gemm_fp4
+    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import choose_tile, gemm_fp4
 
     a_spec, b_spec = checked(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
-    a, b = (a_codes, a_scales, a_global), (b_codes, b_scales, b_global)
-    return gemm_fp4(a, b, bias, a_spec, b_spec, dtype)
+    rows, columns = a_codes.shape[0], b_codes.shape[0]
+    if 0 in (*a_codes.shape, columns):
+        return without_contraction(a_codes, b_codes, bias, dtype)
+    width = ceil_div(a_codes.shape[1], ALIGNMENT) * ALIGNMENT
+    a = padded(a_codes, rows, width), swizzle.swizzled(a_scales, rows, a_spec), a_global
+    b = padded(b_codes, columns, width), swizzle.swizzled(b_scales, columns, b_spec), b_global
+    index = a_codes.device.index
+    major = torch.cuda.get_device_capability(index)[0]
+    tile = choose_tile(major, rows, columns, multiprocessors(index))
+    with on_device(index):
+        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def triton_version() -> tuple[int, int] | None:
+    """Major and minor; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)

@@ -1,28 +1,94 @@
 """q2::gemm in Triton: tl.dot_scaled, which is one tensor-core instruction on 4-bit operands on
-Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.0).
+Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.x).
 
-The second choice there, behind cuBLASLt: it takes scales in q2's plain layout and adds the bias
-before the one rounding. Triton before 3.8 asserts on 9.0 and 12.1.
+    a [M, K/2], b [N, K/2]    packed codes; M and N any, K whole blocks
+    a_scales, b_scales        swizzled (numerics/swizzle.py): 512 bytes that lie together are those
+                              of 128 rows and 4 blocks, so that a tile's come in loads of 16 bytes
+    out [M, N] = (sum over k of a * b) * (a_global * b_global) + bias
 
-Tiles of 128 x 128 and 128 of the contraction; program ids in groups of 8 tile rows, so that
-neighbours share B in L2. Bytes: A once for each 128 columns of the result, B for each 128 rows.
+The epilogue multiplies by both global scales and adds the bias in fp32, before the one rounding:
+nothing is launched besides. Rows outside of a matrix are read as some row inside, and not stored,
+so that the loop has masks only where K ends within a tile.
+
+A tile's scales are copied from shared to tensor memory as they lie where it has 128 rows; those of
+256 columns go by registers, an eighth of the tile's bytes.
+
+Program ids go in groups of 8 tile rows, so that neighbours share B in L2. Bytes: A once for each
+tile of columns, B once for each of rows.
+
+Triton before 3.8 asserts on 12.1.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 
-TILE = 128
 _GROUP = 8
+
+
+class Tile(NamedTuple):
+    """Of the result, and of the contraction in elements; how many of the loop's loads are under way
+    at once; warps of a thread block."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+
+# By the generation of tensor cores. 10.x: accumulators are in tensor memory, where 8 warps read 128
+# columns each; 227 KiB of shared memory. 12.x: accumulators are in registers, and shared memory
+# ends at 99 KiB. The small tiles are for products of too few large ones to keep all multiprocessors
+# busy.
+_TILES = {
+    10: (Tile(128, 256, 256, 4, 8), Tile(128, 128, 256, 5, 4)),
+    12: (Tile(128, 256, 128, 4, 8), Tile(128, 128, 128, 5, 8)),
+}
+
+
+def choose_tile(major: int, m: int, n: int, multiprocessors: int) -> Tile:
+    """The large tile where at least one wave of them is full, otherwise the small one."""
+    large, small = _TILES[major]
+    return large if ceil_div(m, large.m) * ceil_div(n, large.n) >= multiprocessors else small
+
+
+@triton.jit
+def _scales(
+    at,  # e4m3, or e8m0 as u8, swizzled
+    row,  # the tile's first row, a multiple of 128
+    rows,  # of the matrix
+    across,  # tiles of 4 blocks in a row
+    k_tile,  # the first of them
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """A tile's scales [TILE, TILE_K / BLOCK], loaded as [TILE / 128, bytes]: in this form the
+    compiler copies them from shared to tensor memory as they are."""
+    BYTES: tl.constexpr = TILE_K // BLOCK * 128
+    i = tl.minimum(row // 128 + tl.arange(0, TILE // 128), tl.cdiv(rows, 128) - 1)
+    j = tl.arange(0, BYTES)
+    at += (i.to(tl.int64) * across + k_tile)[:, None] * 512 + j[None, :]
+    if WHOLE:
+        found = tl.load(at)
+    else:
+        inside = (k_tile * 512 + j < across * 512)[None, :]
+        found = tl.load(at, mask=inside, other=0.0 if BLOCK == 16 else 0)
+    found = found.reshape(TILE // 128, TILE_K // BLOCK // 4, 32, 4, 4)
+    return found.trans(0, 3, 2, 1, 4).reshape(TILE, TILE_K // BLOCK)
 
 
 @triton.jit
 def _gemm_fp4(
     a,  # u8 [M, K/2]
     b,  # u8 [N, K/2]
-    a_scales,  # e4m3 (or e8m0 as u8) [ceil(M / A_ROWS), K / BLOCK]
+    a_scales,  # e4m3, or e8m0 as u8, swizzled
     b_scales,
     a_global,  # fp32
     b_global,
@@ -30,39 +96,40 @@ def _gemm_fp4(
     out,  # [M, N]
     M,
     N,
-    K,
+    half,  # K / 2, bytes of codes in a row
     BLOCK: tl.constexpr,  # elements that share a scale: 16 or 32
-    A_ROWS: tl.constexpr,  # rows that share a scale: 1 or 16
-    B_ROWS: tl.constexpr,
     BIASED: tl.constexpr,
-    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,  # K ends with a tile
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    tiles_m, tiles_n = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     program = tl.program_id(0)
     first = program // (GROUP * tiles_n) * GROUP
     height = min(tiles_m - first, GROUP)
-    m = (first + program % (GROUP * tiles_n) % height) * TILE + tl.arange(0, TILE)
-    n = program % (GROUP * tiles_n) // height * TILE + tl.arange(0, TILE)
-    k = tl.arange(0, TILE // 2)  # bytes
-    s = tl.arange(0, TILE // BLOCK)
-    half, blocks = K // 2, K // BLOCK
-    a_at = a + m[:, None].to(tl.int64) * half + k[None, :]
-    b_at = b + n[None, :].to(tl.int64) * half + k[:, None]
-    a_scales_at = a_scales + (m // A_ROWS)[:, None].to(tl.int64) * blocks + s[None, :]
-    b_scales_at = b_scales + (n // B_ROWS)[:, None].to(tl.int64) * blocks + s[None, :]
-    sums = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for at in range(0, K, TILE):
-        k_left, s_left = half - at // 2, blocks - at // BLOCK
-        a_tile = tl.load(a_at, mask=(m[:, None] < M) & (k[None, :] < k_left), other=0)
-        b_tile = tl.load(b_at, mask=(n[None, :] < N) & (k[:, None] < k_left), other=0)
-        a_scale = tl.load(a_scales_at, mask=(m[:, None] < M) & (s[None, :] < s_left), other=0.0)
-        b_scale = tl.load(b_scales_at, mask=(n[:, None] < N) & (s[None, :] < s_left), other=0.0)
+    top = (first + program % (GROUP * tiles_n) % height) * TILE_M
+    left = program % (GROUP * tiles_n) // height * TILE_N
+    m, n = top + tl.arange(0, TILE_M), left + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K // 2)  # bytes
+    across = tl.cdiv(half, 2 * BLOCK)
+    a_at = a + (m % M)[:, None].to(tl.int64) * half + k[None, :]
+    b_at = b + (n % N)[None, :].to(tl.int64) * half + k[:, None]
+    sums = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for step in range(tl.cdiv(half, TILE_K // 2)):
+        at = step * (TILE_K // BLOCK // 4)
+        a_scale = _scales(a_scales, top, M, across, at, BLOCK, WHOLE, TILE_M, TILE_K)
+        b_scale = _scales(b_scales, left, N, across, at, BLOCK, WHOLE, TILE_N, TILE_K)
+        if WHOLE:
+            a_tile, b_tile = tl.load(a_at), tl.load(b_at)
+        else:
+            rest = half - step * (TILE_K // 2)
+            a_tile = tl.load(a_at, mask=k[None, :] < rest, other=0)
+            b_tile = tl.load(b_at, mask=k[:, None] < rest, other=0)
         sums = tl.dot_scaled(a_tile, a_scale, "e2m1", b_tile, b_scale, "e2m1", sums)
-        a_at += TILE // 2
-        b_at += TILE // 2
-        a_scales_at += TILE // BLOCK
-        b_scales_at += TILE // BLOCK
+        a_at += TILE_K // 2
+        b_at += TILE_K // 2
     sums *= tl.load(a_global) * tl.load(b_global)
     if BIASED:
         sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -74,40 +141,40 @@ def gemm_fp4(
     a: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     b: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     bias: torch.Tensor | None,
-    a_spec: Scheme,
-    b_spec: Scheme,
+    width: int,
     dtype: torch.dtype,
+    tile: Tile,
 ) -> torch.Tensor:
-    """The product of two quantised matrices (codes, scales, global_scale) of one format: [M, N]."""
+    """The product of two quantised matrices (codes, swizzled scales, global_scale) of one format,
+    whose blocks are of `width`: [M, N]."""
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
-    m, n = a_codes.shape[0], b_codes.shape[0]
+    m, n, half = a_codes.shape[0], b_codes.shape[0], a_codes.shape[1]
     out = torch.empty((m, n), dtype=dtype, device=a_codes.device)
-    if out.numel() == 0:
-        return out
-    _gemm_fp4[(triton.cdiv(m, TILE) * triton.cdiv(n, TILE),)](
+    _gemm_fp4[(ceil_div(m, tile.m) * ceil_div(n, tile.n),)](
         a_codes.contiguous(),
         b_codes.contiguous(),
-        _plain(a_scales),
-        _plain(b_scales),
+        _bytes(a_scales),
+        _bytes(b_scales),
         a_global,
         b_global,
         out if bias is None else bias,
         out,
         m,
         n,
-        2 * a_codes.shape[1],
-        BLOCK=a_spec.width,
-        A_ROWS=a_spec.block[0],
-        B_ROWS=b_spec.block[0],
+        half,
+        BLOCK=width,
         BIASED=bias is not None,
-        TILE=TILE,
+        WHOLE=2 * half % tile.k == 0,
+        TILE_M=tile.m,
+        TILE_N=tile.n,
+        TILE_K=tile.k,
         GROUP=_GROUP,
-        num_warps=4 if torch.cuda.get_device_capability(a_codes.device)[0] == 10 else 8,
+        num_stages=tile.stages,
+        num_warps=tile.warps,
     )
     return out
 
 
-def _plain(scales: torch.Tensor) -> torch.Tensor:
+def _bytes(scales: torch.Tensor) -> torch.Tensor:
     """Triton knows no e8m0 pointers: the exponents as bytes."""
-    scales = scales.contiguous()
     return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales

@@ -12,6 +12,7 @@ import operator
 import struct
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -235,17 +236,29 @@ def _load(launch: Launch, index: int) -> _Loaded:
 @functools.cache
 def architecture(index: int) -> str:
     """The architecture that kernels are compiled for on this device. Call unsupported() first."""
-    return nvrtc.ARCHITECTURES[torch.cuda.get_device_capability(index)]
+    found = nvrtc.architecture(torch.cuda.get_device_capability(index))
+    assert found is not None
+    return found
 
 
 @functools.cache
 def unsupported(index: int) -> str | None:
     """None when kernels can be compiled for this CUDA device, otherwise the reason in words."""
-    capability = torch.cuda.get_device_capability(index)
-    if capability not in nvrtc.ARCHITECTURES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in nvrtc.ARCHITECTURES)
+    reason = _unsupported(torch.cuda.get_device_capability(index))
+    if reason is not None:
+        warnings.warn(
+            f"q2compile: none of its CUDA kernels runs on cuda:{index}: {reason}\n"
+            "Inductor's loops and the torch references run in their place, slower.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason
+
+
+def _unsupported(capability: tuple[int, int]) -> str | None:
+    if nvrtc.architecture(capability) is None:
         got = f"{capability[0]}.{capability[1]}"
-        return f"there are kernels for compute capability {known}, not for {got}"
+        return f"there are kernels for compute capability 8.0 and higher, not for {got}"
     try:
         nvrtc.version()
     except Exception as error:  # whatever is wrong with the installation, the references run

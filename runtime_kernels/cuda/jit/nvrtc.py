@@ -33,8 +33,26 @@ ARCHITECTURES = {
     (12, 0): "sm_120a",
     (12, 1): "sm_121a",
 }
+# For a capability that is not among them: PTX of the highest of these that it includes, without the
+# instructions of one architecture alone (the fp4 conversions). The driver makes machine code of it.
+_VIRTUAL = {
+    (8, 0): "compute_80",
+    (9, 0): "compute_90",
+    (10, 0): "compute_100",
+    (12, 0): "compute_120",
+}
 # No contraction of a * b + c: every operation rounds by itself, as in the reference.
 _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
+
+
+def architecture(capability: tuple[int, int]) -> str | None:
+    """What kernels are compiled for on a device of this compute capability: an architecture, or for
+    one that is not known "compute_...", as PTX. None before 8.0, which has no asynchronous copies.
+    """
+    if capability in ARCHITECTURES:
+        return ARCHITECTURES[capability]
+    lower = [name for least, name in _VIRTUAL.items() if least <= capability]
+    return lower[-1] if lower else None
 
 
 class CompileError(RuntimeError):
@@ -58,10 +76,10 @@ class Variant:
 
 
 def cubin(variant: Variant, architecture: str) -> bytes:
-    """The variant's machine code, from the cache or compiled now.
+    """The variant's machine code, from the cache or compiled now; PTX for a virtual architecture.
 
     Args:
-        architecture: a value of ARCHITECTURES, like "sm_90a".
+        architecture: as architecture() gives it, like "sm_90a".
 
     Raises:
         ImportError: cuda.bindings or NVRTC is not installed.
@@ -107,6 +125,8 @@ def compile_variant(
     try:
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{variant} does not compile for {architecture}:\n{log}")
+        if architecture.startswith("compute_"):
+            return _output(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program), log
         return _output(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -135,8 +155,9 @@ def version() -> tuple[int, int]:
 def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     """The defines that say which conversion instructions an architecture has; without them the
     sources make the same numbers by arithmetic (numbers.cuh)."""
-    number = int(architecture.strip("sm_a"))
-    return ("Q2_HW_FP8", int(number >= 89)), ("Q2_HW_FP4", int(number >= 100))
+    number = int(architecture.partition("_")[2].rstrip("a"))
+    fp4 = number >= 100 and architecture.endswith("a")
+    return ("Q2_HW_FP8", int(number >= 89)), ("Q2_HW_FP4", int(fp4))
 
 
 def cache_dir() -> Path:

@@ -32,6 +32,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
     TILE,
     rotate_launch,
+    shared_memory,
     thread_shape,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
@@ -59,11 +60,13 @@ def launches(
     rotation: Transform,
     directions: tuple[bool, bool],
     *,
+    room: int,
     vectors: bool,
     amax_known: bool,
 ) -> tuple[Launch, ...]:
-    """What a call launches, in order."""
-    rotate = functools.partial(rotate_launch, source, rotation, spec, *directions, vectors=vectors)
+    """What a call launches, in order. room: bytes of shared memory of a multiprocessor."""
+    kind = source, rotation, spec, *directions
+    rotate = functools.partial(rotate_launch, *kind, room=room, vectors=vectors)
     if Rule.of(spec) != Rule.EXACT:
         return rotate(), align_launch(spec, rotation.size == 128)
     if amax_known:
@@ -148,6 +151,7 @@ def quantizer_call(
         spec,
         rotation,
         (along_rows is not None, along_cols is not None),
+        room=shared_memory(index),
         vectors=vectors,
         amax_known=bool(amax),
     )

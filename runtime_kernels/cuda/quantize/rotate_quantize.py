@@ -16,6 +16,9 @@ SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
 _FP32 = SOURCES[torch.float32]
 TILE = 128
 _STAGED = 16 * 256  # bytes of a warp (widened.cuh)
+_BESIDES = 1024 + 896  # bytes of a thread block: what CUDA keeps of it, and static variables
+# Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
+_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 # The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
 _ROTATE = f"PPP{_OUTPUT}{_OUTPUT}qiiiiiif"
@@ -51,12 +54,14 @@ def rotate_launch(
     rows: bool,
     cols: bool,
     *,
+    room: int = 228 * 1024,
     vectors: bool = True,
     amax: bool = False,
     overlaps: bool = False,
 ) -> Launch:
     """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
 
+    room: bytes of shared memory of a multiprocessor.
     vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
     overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
     """
@@ -68,11 +73,14 @@ def rotate_launch(
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
     widened = spec.widened and not amax
     threads, blocks_per_multiprocessor = thread_shape(spec, rows)
-    tiles = TILE * (threads // 2) * (4 if source == _FP32 else 2) * (1 if source == _FP32 else 2)
+    tile = TILE * (threads // 2) * (4 if source == _FP32 else 2)
+    staged = widened * threads // 32 * _STAGED
+    stages = 1 if source == _FP32 else stages_in(room, blocks_per_multiprocessor, tile, staged)
     return _rotate_launch(
         threads,
-        tiles + widened * threads // 32 * _STAGED,
+        stages * tile + staged,
         overlaps,
+        Q2_STAGES=stages,
         Q2_THREADS=threads,
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
         Q2_SOURCE=source,
@@ -98,6 +106,24 @@ def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) ->
     file = "rotate_quantize.cu"
     layout = _ROTATE + "P" * defines["Q2_MASKED"]
     return launch(file, layout, threads, shared, overlaps=overlaps, defines=defines)
+
+
+@functools.cache
+def shared_memory(index: int) -> int:
+    """Bytes of shared memory of a multiprocessor of a CUDA device; by its capability where there is
+    no CUDA."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
+    return 1024 * _KIB.get(torch.cuda.get_device_capability(index), 100)
+
+
+def stages_in(room: int, blocks: int, tile: int, staged: int) -> int:
+    """Tiles of a thread block in shared memory: two, so that one is loaded while the other is
+    worked on, unless with one alone more thread blocks of those wanted fit on a multiprocessor.
+    They wait for their loads in turn then. (8.6, 8.9, 12.x: two of 256 threads where one would be.)
+    """
+    one, two = (min(blocks, room // (n * tile + staged + _BESIDES)) for n in (1, 2))
+    return 1 if one > two else 2
 
 
 def thread_shape(spec: Scheme, rows: bool) -> tuple[int, int]:

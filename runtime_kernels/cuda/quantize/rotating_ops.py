@@ -13,7 +13,11 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
     launches,
     quantizer_call,
 )
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, not_served
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    not_served,
+    shared_memory,
+)
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -43,6 +47,7 @@ def prepare(
                 get_scheme(scheme),
                 get_transform(transform),
                 directions,
+                room=shared_memory(x.device.index),
                 vectors=vectors,
                 amax_known=amax is not None,
             ):
@@ -151,8 +156,10 @@ def _prepare_requantize(
 ) -> None:
     source = _source(get_scheme(source_scheme))
     spec, rotation = get_scheme(scheme), get_transform(transform)
-    for launch in launches(source, spec, rotation, (False, True), vectors=True, amax_known=False):
-        launch.warm_up(codes.device.index)
+    index = codes.device.index
+    kind = source, spec, rotation, (False, True)
+    for launch in launches(*kind, room=shared_memory(index), vectors=True, amax_known=False):
+        launch.warm_up(index)
 
 
 @launching(

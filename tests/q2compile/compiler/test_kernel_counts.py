@@ -33,9 +33,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from q2compile.passes import JOINT_PASSES, PASSES
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzled
+from q2compile.runtime_kernels.cuda.gemm import cuda_bf16, swizzle
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import _bf16
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
@@ -178,9 +178,7 @@ def calls(source: str, capability: int) -> Counter[str]:
 
 def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
-    monkeypatch.setattr(
-        cublaslt_fp4, "_swizzled", lambda *args: launches.append("swizzle_scales.cu")
-    )
+    monkeypatch.setattr(swizzle, "_swizzled", lambda *args: launches.append("swizzle_scales.cu"))
     monkeypatch.setattr(cuda_bf16, "dequantize", lambda *args: launches.append("dequantize.cu"))
     codes, scales = torch.zeros(128, 32), torch.zeros(128, 4).to(torch.float8_e4m3fn)
     scheme = "nvfp4_ms_eden_pow2"

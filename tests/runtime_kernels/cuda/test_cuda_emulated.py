@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import swizzled
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
@@ -38,11 +38,18 @@ def architecture() -> str:
     return HOPPER
 
 
+@pytest.fixture
+def room() -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    return 228 * 1024
+
+
 @pytest.fixture(autouse=True)
-def on_cpu(architecture, monkeypatch) -> Iterator[None]:
+def on_cpu(architecture, room, monkeypatch) -> Iterator[None]:
     """Launches go to the emulation, of a GPU with two multiprocessors."""
     emulation.serve(monkeypatch, architecture)
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
+    monkeypatch.setattr(plan, "shared_memory", lambda index: room)
     fixed = torch.tensor(FIXED_SIGN_SEED)
     monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
     yield
@@ -72,6 +79,22 @@ def test_rht_quantize_both(shape) -> None:
     x = matrix(*shape)
     args = (x, *SEEDS, POW2, "rht128", 3)
     assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+
+
+@pytest.mark.parametrize("room", [100 * 1024])
+@pytest.mark.parametrize("architecture", [AMPERE, BLACKWELL])
+def test_one_tile_at_a_time() -> None:
+    """On 8.6, 8.9 and 12.x: several tiles for each thread block, in parts and whole, by all
+    directions; of elements, and of codes, which come into shared memory by registers."""
+    x = matrix(300, 700)
+    args = (x, *SEEDS, POW2, "rht128", 0)
+    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    args = (x, SEEDS[0], "nvfp4_sr", "rht16", True, 0)
+    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
+    for source, scheme in (("nvfp4_46_pow2", POW2), ("mxfp4_rtn", "mxfp4_rtn34")):
+        packed = q2.quantize(x, None, None, source, 0)
+        args = (*packed, SEEDS[0], source, scheme, "rht32", 700, 1)
+        assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
 
 
 @pytest.mark.parametrize("transpose", [False, True])

@@ -3,21 +3,24 @@ derived error. test_cuda_emulated.py holds the same kernels to the same bits wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
+from q2compile.lowering import selfcheck as loops
 from q2compile.runtime_kernels.cuda import calls, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import doctor
 from tests.support.emulation.coins import close_to_their_coins
 
 assert runtime_kernels  # importing it registers the ops
+q2 = torch.ops.q2
 pytestmark = pytest.mark.gpu
 
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
@@ -379,9 +382,102 @@ def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
             assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, scheme, "rht128", 0))
 
 
+@pytest.fixture
+def as_on_12_0(monkeypatch) -> Iterator[None]:
+    """100 KiB of shared memory a multiprocessor: one tile of a thread block at a time."""
+    monkeypatch.setattr(plan, "shared_memory", lambda index: 100 * 1024)
+    monkeypatch.setattr(rotating_ops, "shared_memory", lambda index: 100 * 1024)
+    rotating_ops._PLANS.clear()
+    yield
+    rotating_ops._PLANS.clear()
+
+
+@pytest.mark.parametrize(
+    "op, scheme",
+    [
+        (op, scheme)
+        for op in ("quantize", "rht_quantize", "rht_quantize_both", "requantize", "quantize_masked")
+        for scheme in selfcheck.CHECKED[op]
+    ],
+)
+def test_one_tile_at_a_time(op, scheme, as_on_12_0) -> None:
+    assert selfcheck.disagreement(op, "cuda", torch.device("cuda", 0), scheme) is None
+
+
+@pytest.mark.parametrize("shape", [(1024, 640), (129, 4097), (5000, 72), (8192, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_tile_at_a_time_of_many(shape, dtype, as_on_12_0) -> None:
+    x = matrix(shape, dtype, "outliers")
+    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
+
+
+@pytest.fixture
+def as_on_a_gpu_that_nobody_knows(monkeypatch) -> Iterator[None]:
+    """Kernels come as PTX, without the instructions of one architecture alone."""
+
+    def forget() -> None:
+        launch.architecture.cache_clear()
+        rotating_ops._PLANS.clear()
+
+    def warm_up(self, index) -> None:
+        fresh[self] = fresh.get(self) or launch._load(self, index)
+
+    def run(self, index, grid, *values) -> None:
+        warm_up(self, index)
+        fresh[self].run(grid, torch._C._cuda_getCurrentRawStream(index), values)
+
+    fresh: dict = {}
+    monkeypatch.setattr(nvrtc, "ARCHITECTURES", {})
+    monkeypatch.setattr(launch.Launch, "__call__", run)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("op", selfcheck.CHECKED)
+def test_on_a_gpu_that_nobody_knows(op, as_on_a_gpu_that_nobody_knows) -> None:
+    name = "cuda_bf16" if op == "gemm" else "cuda"
+    assert launch.architecture(0) == "compute_90" or torch.cuda.get_device_capability() != (9, 0)
+    scheme = selfcheck.CHECKED[op][0]
+    assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
+
+
+@pytest.mark.parametrize("scheme", doctor.LOOPS_CHECKED)
+def test_loops_agree(scheme) -> None:
+    assert loops.disagreement("quantize", torch.device("cuda", 0), scheme) is None
+
+
+def test_a_self_check_waits_for_nobody_and_changes_nothing() -> None:
+    """On a stream of its own, with a default device and type, autocast and modes of the caller."""
+    device, state = torch.device("cuda", 0), torch.cuda.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for default in ("cuda", "meta"):
+            with torch.device(default), torch.autocast("cuda"), torch.inference_mode():
+                for op in selfcheck.CHECKED:
+                    name = "cuda_bf16" if op == "gemm" else "cuda"
+                    scheme = selfcheck.CHECKED[op][0]
+                    assert selfcheck.disagreement(op, name, device, scheme) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 32), (8, 0, 32), (8, 8, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_nothing(shape, dtype) -> None:
+    """wgrad of no tokens is zero; with a bias, the bias."""
+    m, n, k = shape
+    scheme = "nvfp4_46_pow2"
+    for bias in (None, torch.randn(n).to(dtype)):
+        a, b = (q2.rht_quantize(torch.randn(k, r), None, scheme, "none", True, 0) for r in (m, n))
+        (got,), (want,) = run_both("gemm", *a, *b, bias, scheme, scheme, dtype, kernel="cuda_bf16")
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
 def test_this_gpu_is_served() -> None:
     capability = torch.cuda.get_device_capability()
-    assert (launch.unsupported(0) is None) == (capability in nvrtc.ARCHITECTURES)
+    assert (launch.unsupported(0) is None) == (capability >= (8, 0))
 
 
 def test_doctor(capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
@@ -18,7 +19,7 @@ from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import scaled_mm_arguments, swizzle_launch
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
@@ -26,12 +27,13 @@ from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    _KIB,
     SOURCES,
     not_served,
     rotate_launch,
+    shared_memory,
 )
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
-from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.tools import doctor
@@ -216,9 +218,66 @@ def test_before_sm_89_there_is_no_fp8_either() -> None:
     assert disassembled(HOT["rht_quantize_both"], "sm_90a").count("PREEXIT") == 1
 
 
-def test_a_multiprocessor_of_8_6_has_room_for_them() -> None:
-    """It has 99 KiB of shared memory for a thread block; the static part is below 2 KiB."""
-    assert max(launch.shared for launch in (*HOT.values(), *OTHERS.values())) <= 97 * 1024
+SMALL, LARGE = 100 * 1024, 228 * 1024  # bytes of shared memory of a multiprocessor
+# Source, transform, scheme, directions; stages and thread blocks at once in LARGE, and in SMALL.
+OCCUPANCY = {
+    "row": ((BF16, "rht128", EDEN, ROW), (2, 2), (1, 2)),
+    "col": ((BF16, "rht128", EDEN, COL), (2, 4), (1, 4)),
+    "both": ((BF16, "rht128", EDEN, BOTH), (2, 2), (1, 2)),
+    "requantize": ((NVFP4, "rht128", EDEN, COL), (2, 4), (1, 4)),
+    "fprop": ((BF16, "none", "nvfp4_46_pow2", ROW), (2, 2), (1, 2)),
+    "wgrad": ((BF16, "rht16", SR, COL), (2, 3), (1, 3)),
+    "mxfp4 both": ((BF16, "rht64", "mxfp4_sr", BOTH), (2, 2), (1, 2)),
+    # One tile of fp32 is as large as two of 16 bits, and numbers that leave widened are staged.
+    "float32 row": ((FP32, "rht128", EDEN, ROW), (1, 2), (1, 1)),
+    "float32 col": ((FP32, "rht128", EDEN, COL), (1, 4), (1, 2)),
+    "values both": ((BF16, "rht128", EDEN + WIDENED, BOTH), (2, 2), (2, 1)),
+    "values col": ((NVFP4, "rht128", EDEN + WIDENED, COL), (2, 4), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", OCCUPANCY)
+@pytest.mark.parametrize("room", [LARGE, SMALL])
+def test_thread_blocks_at_once(name, room) -> None:
+    """By registers and shared memory, as ptxas tells them: 64 Ki registers, given out by 8 a
+    thread; of shared memory CUDA keeps 1 KiB for each thread block."""
+    kind, large, small = OCCUPANCY[name]
+    stages, blocks = small if room == SMALL else large
+    launch = rotate(*kind, room=room)
+    values = get_scheme(kind[2]).widened
+    architecture = "sm_90a" if room == LARGE else "sm_89" if values else "sm_120a"
+    _, log = nvrtc.compile_variant(launch.variant, architecture, ("--ptxas-options=-v",))
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    static = int(re.search(r"(\d+) bytes smem", log)[1])
+    assert dict(launch.variant.defines)["Q2_STAGES"] == stages
+    assert launch.shared <= 99 * 1024 - static, "what a thread block may have on 8.6"
+    by_registers = 64 * 1024 // (-(-registers // 8) * 8 * launch.threads)
+    by_shared = room // (launch.shared + static + 1024)
+    wanted = dict(launch.variant.defines)["Q2_BLOCKS_PER_SM"]
+    assert min(wanted, by_registers, by_shared) == blocks
+
+
+@pytest.mark.parametrize("architecture", ["sm_89", "sm_120a"])
+@pytest.mark.parametrize("name", ["row", "both", "requantize", "fprop", "wgrad"])
+def test_one_tile_at_a_time_spills_nothing(name, architecture) -> None:
+    code = disassembled(rotate(*OCCUPANCY[name][0], room=SMALL), architecture)
+    assert code.count("LDL") == code.count("STL") == 0
+
+
+@pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
+def test_shared_memory_by_capability(capability, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    shared_memory.cache_clear()
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    assert shared_memory(0) == 1024 * (100 if small else 228 if capability >= (9, 0) else 164)
+    shared_memory.cache_clear()
+
+
+@pytest.mark.gpu
+def test_shared_memory_of_this_gpu() -> None:
+    by_capability = 1024 * _KIB.get(torch.cuda.get_device_capability(), 100)
+    assert shared_memory(0) == by_capability
 
 
 def test_sm_100_works_on_pairs() -> None:
@@ -390,46 +449,6 @@ def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
     assert set(loaded_by(monkeypatch, "gemm", *args)) == {widen}
     got = loaded_by(monkeypatch, "rht_quantize", x, unit.long(), EDEN, "rht128", False, 0)
     assert got == [rotate(BF16, "rht128", EDEN, ROW, vectors=False), align(EDEN, True)]
-
-
-# --- the fp4 GEMM's arguments, which only a Blackwell can run -------------------------------------
-
-
-@pytest.mark.parametrize("m, n, k", [(128, 128, 256), (1, 200, 80), (33, 5, 48)])
-@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16"])
-def test_scaled_mm_accepts_our_arguments(m, n, k, scheme, monkeypatch) -> None:
-    """torch's meta function checks shapes, strides, types, and the sizes of swizzled scales."""
-    spec = get_scheme(scheme)
-
-    def operand(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = torch.randn(rows, k)
-        amax = torch.ops.q2.amax(x) if spec.takes_amax else None
-        codes, scales, global_scale = torch.ops.q2.quantize(x, amax, None, scheme, 0)
-        rows_of_scales = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
-        return codes, swizzle_32x4x4(rows_of_scales.view(scales.dtype)), global_scale
-
-    arguments = scaled_mm_arguments(*operand(m), *operand(n), spec)
-    # As if on a CUDA device: torch checks less on a CPU.
-    monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
-    out = torch.nn.functional.scaled_mm(**{k: on_meta(v) for k, v in arguments.items()})
-    assert out.shape == (m, n + -n % 16)
-
-
-def on_meta(value):
-    if isinstance(value, list):
-        return [on_meta(v) for v in value]
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def test_padding_the_codes_adds_only_zeros() -> None:
-    x = torch.randn(5, 48)
-    packed = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
-    arguments = scaled_mm_arguments(*packed, *packed, get_scheme("nvfp4_46_pow2"))
-    a = arguments["mat_a"].view(torch.uint8)
-    b = arguments["mat_b"].t().view(torch.uint8)
-    assert a.shape == (5, 32) and b.shape == (16, 32)
-    assert torch.equal(a[:, :24], packed[0]) and torch.equal(b[:5, :24], packed[0])
-    assert a[:, 24:].sum() == b[:, 24:].sum() == b[5:].sum() == 0
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     monkeypatch.setattr(registry.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
     monkeypatch.setattr(Site, "_call", lambda site, given: None)
+    monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4)
     for module in (rotating_ops, dequantize, *gemms, split_scales):
         monkeypatch.setattr(module, "refusal", lambda *names: None)

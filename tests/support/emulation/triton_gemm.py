@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 
 assert runtime_kernels  # importing it registers the ops
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -23,13 +24,15 @@ GRID = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])
 
 
 def decoded(codes, scales, dim: int) -> torch.Tensor:
-    """[rows, K] of packed codes, two along dim (1: [rows, K/2], 0: [K/2, rows]), and of e4m3 scales
-    [rows, blocks]."""
+    """[rows, K] of packed codes, two along dim (1: [rows, K/2], 0: [K/2, rows]), and of scales
+    [rows, blocks]: e4m3 for blocks of 16, e8m0 for 32."""
     low, high = torch.from_numpy(codes & 15), torch.from_numpy(codes >> 4)
     values = GRID[torch.stack([low, high], dim + 1).flatten(dim, dim + 1).int()]
     values = values if dim == 1 else values.t()
-    scale = torch.from_numpy(scales.copy()).view(torch.float8_e4m3fn).float()
-    return values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
+    width = values.shape[1] // scales.shape[1]
+    kind = torch.float8_e4m3fn if width == 16 else torch.float8_e8m0fnu
+    scale = torch.from_numpy(scales.copy()).view(kind).float()
+    return values * scale.repeat_interleave(width, 1)
 
 
 def dot_scaled(self, a, a_scale, a_type, b, b_scale, b_type, sums, *rest):
@@ -49,28 +52,41 @@ def with_numpy_2_4(patch_tensor):
     return patched
 
 
-def check(m: int, n: int, k: int, b_scheme: str, biased: bool) -> None:
-    a_scheme = "nvfp4_46_pow2"
-    a = torch.ops.q2.quantize(torch.randn(m, k), None, None, a_scheme, 0)
-    w = torch.randn(n, k)
-    amax = w.abs().amax() if get_scheme(b_scheme).takes_amax else None
-    b = torch.ops.q2.quantize(w, amax, None, b_scheme, 0)
+def operand(rows: int, k: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its scales plain."""
+    x = torch.randn(rows, k)
+    amax = x.abs().amax() if get_scheme(scheme).takes_amax else None
+    return torch.ops.q2.quantize(x, amax, None, scheme, 0)
+
+
+def swizzled(packed, rows: int, scheme: str):
+    codes, scales, global_scale = packed
+    scales = scales.view(torch.uint8).repeat_interleave(get_scheme(scheme).block[0], 0)[:rows]
+    return codes, swizzle_32x4x4(scales.view(packed[1].dtype)), global_scale
+
+
+def check(m: int, n: int, k: int, schemes: tuple[str, str], biased: bool, tile: gemm.Tile) -> None:
+    a, b = (operand(rows, k, s) for rows, s in zip((m, n), schemes, strict=True))
     bias = torch.randn(n) if biased else None
-    got = gemm.gemm_fp4(a, b, bias, get_scheme(a_scheme), get_scheme(b_scheme), torch.float32)
-    want = torch.ops.q2.gemm(*a, *b, bias, a_scheme, b_scheme, torch.float32)
+    width = get_scheme(schemes[0]).width
+    operands = swizzled(a, m, schemes[0]), swizzled(b, n, schemes[1])
+    got = gemm.gemm_fp4(*operands, bias, width, torch.float32, tile)
+    want = torch.ops.q2.gemm(*a, *b, bias, *schemes, torch.float32)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def main() -> None:
     TritonSemantic.dot_scaled = dot_scaled
     interpreter._patch_lang_tensor = with_numpy_2_4(interpreter._patch_lang_tensor)
-    torch.cuda.get_device_capability = lambda device: (10, 0)
     torch.manual_seed(0)
-    shapes = [(128, 128, 128), (200, 136, 272), (1, 7, 16), (1200, 130, 48)]
-    schemes = ["nvfp4_46_pow2", "nvfp4_16x16"]
-    cases = list(itertools.product(shapes, schemes, [False, True]))
-    for shape, scheme, biased in cases:
-        check(*shape, scheme, biased)
+    shapes = [(128, 128, 256), (200, 136, 272), (1, 7, 16), (1200, 130, 48), (130, 300, 576)]
+    schemes = [("nvfp4_46_pow2", s) for s in ("nvfp4_46_pow2", "nvfp4_16x16", "nvfp4_46")]
+    schemes += [("mxfp4_rtn", "mxfp4_rtn34")]
+    tiles = [tile for generation in gemm._TILES.values() for tile in generation]
+    cases = list(itertools.product(shapes, schemes, [False, True], tiles))
+    cases = [(*shape, *others) for shape, *others in cases]
+    for case in cases:
+        check(*case)
     print(f"{len(cases)} products agree with the reference")
 
 

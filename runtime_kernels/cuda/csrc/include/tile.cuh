@@ -24,7 +24,7 @@ static_assert(!kRows || kTileCols == 128, "along rows a tile holds a chunk of 12
 constexpr int kBytes = kSource == F32 ? 4 : 2;  // an element in shared memory
 constexpr int kRowBytes = kTileCols * kBytes;
 constexpr int kTileBytes = kTileRows * kRowBytes;
-constexpr int kStages = kSource == F32 ? 1 : 2;  // tiles in shared memory
+constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's place, or none
 constexpr int kBlock = 16;
 // What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
 constexpr bool kValues = Q2_WIDENED;

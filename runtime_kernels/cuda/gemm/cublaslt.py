@@ -1,0 +1,260 @@
+"""cuBLASLt's products of scaled operands, called by ctypes: A B^T * alpha + bias, rounded once.
+
+torch.nn.functional.scaled_mm calls the same function, and this is for what it leaves open (read in
+torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
+
+    alpha      torch up to 2.13 copies it into the one buffer of the process, which two streams
+               write and read at once, and which lies on the first GPU that asked. Here cuBLASLt
+               reads it where it was made: in memory of this call's stream, which the caching
+               allocator gives to nothing else of that stream before the product has run.
+    look-up    torch asks cuBLASLt's heuristic for an algorithm, and makes and frees seven
+               descriptors, at every call. Here once for each kind of product.
+    bias       torch refuses one of an fp32 result.
+
+cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
+transpose of one, so its A is our b, its columns are our rows.
+
+The numbers are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1.
+"""
+
+import ctypes
+import functools
+import sys
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
+
+_COMPUTE_32F, _TRANSPOSE, _POINTERS_ON_DEVICE, _EPILOGUE_BIAS = 68, 1, 1, 4
+_POINTER_MODE, _TRANSA, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 2, 3, 7, 8, 26
+_A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
+_WORKSPACE_BYTES, _ALIGNMENTS = 1, (5, 6, 7, 8)  # of a preference
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+E2M1, E4M3 = 33, 28
+SCALES_ARE_ONE_FP32, SCALES_OF_16 = 0, 1
+_MOST_WORKSPACE = 32 << 20
+_MOST_PLANS = 4096  # of a program whose shapes never repeat
+
+
+Operand = tuple[torch.Tensor, torch.Tensor]  # numbers, scales
+
+
+class Product(NamedTuple):
+    """A kind of product: a [rows, k] times b [columns, k], transposed, on a CUDA device.
+
+    operand and scale_mode: cuBLASLt's numbers for the type of both, and how their scales lie.
+    """
+
+    device: int
+    rows: int
+    columns: int
+    k: int
+    dtype: torch.dtype
+    bias: torch.dtype | None
+    operand: int = E2M1
+    scale_mode: int = SCALES_OF_16
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+class Descriptors:
+    """What cuBLASLt is told of a product: an operation, three layouts, a preference. No device is
+    needed to make them."""
+
+    def __init__(self, product: Product) -> None:
+        p = product
+        self._made: list[tuple[str, ctypes.c_void_p]] = []
+        weakref.finalize(self, _destroy, self._made).atexit = False
+        self.operation = self._make("MatmulDesc", _COMPUTE_32F, 0)
+        for attribute, value in (
+            (_TRANSA, _TRANSPOSE),
+            (_POINTER_MODE, _POINTERS_ON_DEVICE),
+            (_A_SCALE_MODE, p.scale_mode),
+            (_B_SCALE_MODE, p.scale_mode),
+        ):
+            self.set(attribute, ctypes.c_int32(value))
+        # Looking an algorithm up, cuBLASLt asks these for nothing but their alignment.
+        for attribute in (_A_SCALE, _B_SCALE, *((_BIAS_POINTER,) if p.bias else ())):
+            self.set(attribute, ctypes.c_void_p(1 << 20))
+        if p.bias is not None:
+            self.set(_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
+            self.set(_BIAS_TYPE, ctypes.c_int32(_TYPES[p.bias]))
+        layout = functools.partial(self._make, "MatrixLayout")
+        wide = ctypes.c_uint64
+        self.a = layout(p.operand, wide(p.k), wide(p.columns), ctypes.c_int64(p.k))
+        self.b = layout(p.operand, wide(p.k), wide(p.rows), ctypes.c_int64(p.k))
+        sizes = wide(p.columns), wide(p.rows), ctypes.c_int64(p.columns)
+        self.result = layout(_TYPES[p.dtype], *sizes)
+        self.preference = self._make("MatmulPreference")
+        for attribute, number in (
+            (_WORKSPACE_BYTES, ctypes.c_uint64(_MOST_WORKSPACE)),
+            *((which, ctypes.c_uint32(ALIGNMENT)) for which in _ALIGNMENTS),
+        ):
+            self._set("MatmulPreference", self.preference, attribute, number)
+
+    def set(self, attribute: int, value) -> None:
+        """An attribute of the operation."""
+        self._set("MatmulDesc", self.operation, attribute, value)
+
+    def _set(self, kind: str, of: ctypes.c_void_p, attribute: int, value) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        _call(f"{kind}SetAttribute", of, attribute, ctypes.byref(value), size)
+
+    def _make(self, kind: str, *args) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        _call(f"{kind}Create", ctypes.byref(made), *args)
+        self._made.append((kind, made))
+        return made
+
+
+def _destroy(descriptors: list[tuple[str, ctypes.c_void_p]]) -> None:
+    for kind, made in descriptors:
+        getattr(_library(), f"cublasLt{kind}Destroy")(made)
+
+
+class Plan:
+    """A product, with the algorithm that cuBLASLt's heuristic chose for it.
+
+    Raises:
+        LaunchError: cuBLASLt has none.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self._product, self._parts = product, Descriptors(product)
+        self._handle, self._zero = _handle(product.device)
+        self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
+        found, count = _Heuristic(), ctypes.c_int()
+        p = self._parts
+        _call(
+            "MatmulAlgoGetHeuristic",
+            *(self._handle, p.operation, p.a, p.b, p.result, p.result, p.preference),
+            *(1, ctypes.byref(found), ctypes.byref(count)),
+        )
+        if not count.value or found.state:
+            raise LaunchError(f"cuBLASLt has no algorithm for {product}: status {found.state}.")
+        self._found = found
+
+    def run(self, a: Operand, b: Operand, alpha, bias, out) -> None:
+        p, at = self._parts, _address
+        size = self._found.workspace
+        workspace = empty((size,), (1,), torch.uint8) if size else None
+        with self._lock:
+            p.set(_A_SCALE, at(b[1]))
+            p.set(_B_SCALE, at(a[1]))
+            if bias is not None:
+                p.set(_BIAS_POINTER, at(bias))
+            _call(
+                "Matmul",
+                *(self._handle, p.operation, at(alpha)),
+                *(at(b[0]), p.a, at(a[0]), p.b, self._zero),
+                *(at(out), p.result, at(out), p.result, ctypes.byref(self._found)),
+                *(at(workspace), ctypes.c_size_t(size)),
+                ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._product.device)),
+            )
+
+
+def _address(x: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+_PLANS: dict[Product, Plan] = {}
+
+
+def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
+    """Enqueues a product on torch's current stream; its device is the current one.
+
+    a, b: numbers in rows, and their scales as cuBLASLt reads them; all in one piece and aligned.
+    alpha: one fp32.  bias: [columns], or None where the product has none.  out: [rows, columns].
+
+    Raises:
+        LaunchError: cuBLASLt is not there, or has no algorithm for this, or fails.
+    """
+    found = _PLANS.get(product)
+    if found is None:
+        found = Plan(product)
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[product] = found
+    found.run(a, b, alpha, bias, out)
+
+
+def ready(product: Product) -> None:
+    """Leaves nothing to be loaded at the first call; sizes may be symbolic.
+
+    Raises:
+        LaunchError: cuBLASLt is not there, or has no algorithm for this.
+    """
+    with torch.cuda.device(product.device):
+        _handle(product.device)
+        if all(isinstance(size, int) and size for size in product[1:4]) and product not in _PLANS:
+            _PLANS[product] = Plan(product)
+
+
+def _call(function: str, *args) -> None:
+    status = getattr(_library(), f"cublasLt{function}")(*args)
+    if status:
+        raise LaunchError(f"cublasLt{function}: {_STATUS.get(status, 'status')} ({status})")
+
+
+_STATUS = {
+    1: "NOT_INITIALIZED",
+    3: "ALLOC_FAILED",
+    7: "INVALID_VALUE",
+    8: "ARCH_MISMATCH",
+    11: "MAPPING_ERROR",
+    13: "EXECUTION_FAILED",
+    14: "INTERNAL_ERROR",
+    15: "NOT_SUPPORTED",
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The cuBLASLt that torch runs on, which has loaded it already."""
+    version = torch.version.cuda
+    if version is None:
+        raise LaunchError("this torch is built without CUDA, and so without cuBLASLt.")
+    major = version.partition(".")[0]
+    name = f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise LaunchError(
+            f"{name}, cuBLASLt of CUDA {version}, cannot be loaded: {error}"
+        ) from None
+
+
+@functools.cache
+def _handle(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    """cuBLASLt's handle for CUDA device `index`, the current one, and the address of a zero there.
+    Both stay for good."""
+    if torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            "cuBLASLt is used for the first time inside a CUDA graph capture, where it cannot be "
+            "loaded: run the model once before capturing it."
+        )
+    handle = ctypes.c_void_p()
+    _call("Create", ctypes.byref(handle))
+    with _disable_current_modes(), torch.inference_mode(False):
+        zero = torch.zeros((), dtype=torch.float32, device=torch.device("cuda", index))
+    _ZEROS.append(zero)
+    torch.cuda.synchronize(index)  # other streams will read it
+    return handle, ctypes.c_void_p(zero.data_ptr())
+
+
+_ZEROS: list[torch.Tensor] = []

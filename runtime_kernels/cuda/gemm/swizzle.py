@@ -1,0 +1,56 @@
+"""Block scales as the fp4 tensor cores read them: the 32x4x4 layout (numerics/swizzle.py).
+
+Quantisers write them so for operands that only GEMMs and requantisations read (pass
+swizzle_scales). For others swizzle_scales.cu does it ahead of the product, over 1/16 of the
+elements:
+
+    weights in 16x16 blocks, and what q2::transpose makes of them (recipe nvfp4): they are saved for
+        backward with one scale for 16 rows, the tensor cores read 16 copies of it
+    codes that a graph takes as inputs: the option cache_weights
+    what dequantize, grouped_gemm or the caller of the graph reads as well
+    calls outside of a compiled graph
+"""
+
+import functools
+
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Output, Step
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+
+THREADS = 256
+
+
+@functools.cache
+def swizzle_launch() -> Launch:
+    return launch("swizzle_scales.cu", "PPiiiii", THREADS, defines={})
+
+
+def prepare(index: int, *schemes: str) -> None:
+    """Loads what swizzles scales of these schemes on a CUDA device, if any are to be."""
+    if not all(get_scheme(scheme).swizzled for scheme in schemes):
+        swizzle_launch().warm_up(index)
+
+
+def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
+    """Scales of `rows` rows in the 32x4x4 layout, flat, padded with zeros; those of 16x16 blocks
+    are repeated for each of their rows. Nothing is done for a scheme that has them so already."""
+    if spec.swizzled:
+        return scales.flatten()
+    return _swizzled(scales, rows, spec.block[0])
+
+
+def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> Call:
+    blocks = scales.shape[1]
+    tiles_across = ceil_div(blocks, 4)
+    words = ceil_div(rows, 128) * tiles_across * 128
+    shift = height.bit_length() - 1  # blocks of 1 or 16 rows
+    values = (At(0), At(1), rows, blocks, shift, tiles_across, words)
+    grid = ceil_div(words, THREADS), 1
+    output = Output((4 * words,), scales.dtype)
+    return Call(1, (output,), 0, (Step(swizzle_launch(), grid, values),))
+
+
+_swizzled = Launching(_swizzle_call, {0: Form.CONTIGUOUS})

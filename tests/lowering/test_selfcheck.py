@@ -1,0 +1,170 @@
+"""The loops' self-check on a GPU that nobody knows, which here is the CPU: it runs in the midst of
+another compilation, once, and whatever fails in it leaves the work to a kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+from q2compile.lowering import selfcheck
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.registry import KernelWarning
+from q2compile.tools import doctor
+from tests.support.emulation.inductor import lower_on_cpu
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+CPU = torch.device("cpu")
+SCHEME = "nvfp4_46_pow2"
+
+
+@pytest.fixture(autouse=True)
+def unknown(monkeypatch, tmp_path) -> None:
+    lower_on_cpu(monkeypatch)
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(selfcheck, "_known", lambda device: False)
+    monkeypatch.setattr(selfcheck, "_named", lambda device: ("a CPU", 0, 0))
+    monkeypatch.setattr(registry, "_SAID", {})
+
+
+def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
+    """What `quantised` returns when it is compiled, and its code."""
+    with inductor_config.patch(force_disable_caches=True):
+        results, codes = run_and_get_code(torch.compile(quantised), x)
+    return results, codes[-1]
+
+
+@pytest.fixture
+def checks(monkeypatch) -> list[tuple]:
+    """Those that were run, all of which agree."""
+    run: list[tuple] = []
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check))
+    return run
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.ops.q2.quantize(x.relu() * 3, None, None, SCHEME, 0)
+
+
+def in_a_new_process(monkeypatch) -> None:
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+
+
+def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
+    """Of a program that has set a default device; its loops are used afterwards."""
+    run = []
+    disagreement = selfcheck.disagreement
+
+    def noted(*check):
+        run.append((check, disagreement(*check)))
+        return run[-1][1]
+
+    monkeypatch.setattr(selfcheck, "disagreement", noted)
+    x = torch.randn(40, 64)
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+        got, code = compiled_code(x)
+        want = quantised(x)
+    assert all(map(torch.equal, got, want))
+    assert "torch.ops.q2.quantize.default(" not in code
+    assert run == [(("quantize", CPU, SCHEME, "none", False), None)]
+
+
+def test_loops_that_differ_are_not_used(monkeypatch) -> None:
+    def compiled(function, inputs):
+        def wrong(*args):
+            codes, *others = function(*args)
+            return codes ^ 1, *others
+
+        return wrong
+
+    monkeypatch.setattr(selfcheck, "_compiled", compiled)
+    x = torch.randn(40, 64)
+    with pytest.warns(KernelWarning, match="'inductor' of q2::quantize is given up on cpu") as said:
+        got, code = compiled_code(x)
+    (message,) = (str(w.message) for w in said if w.category is KernelWarning)
+    assert "codes differ from the reference" in message
+    assert "torch.ops.q2.quantize.default(" in code
+    assert all(map(torch.equal, got, quantised(x)))
+    (noted,) = registry.given_up()
+    assert "kernel 'inductor' of q2::quantize is given up on cpu: it failed its self-check" in noted
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("Triton asserts"),
+        NotImplementedError("no such instruction"),
+        RuntimeError("ptxas fatal: unknown target"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_whatever_fails_there_is_a_reason_once(monkeypatch, error) -> None:
+    tried = []
+
+    def compiled(function, inputs):
+        tried.append(function)
+        raise error
+
+    monkeypatch.setattr(selfcheck, "_compiled", compiled)
+    with pytest.warns(KernelWarning, match=str(error)) as said:
+        for _ in range(3):
+            assert str(error) in (selfcheck.refusal("quantize", CPU, SCHEME) or "")
+    assert len(tried) == len(said) == 1
+
+
+def test_want_of_memory_is_no_verdict(monkeypatch) -> None:
+    answers = [torch.OutOfMemoryError("CUDA out of memory"), None]
+
+    def disagreement(*check):
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr(selfcheck, "disagreement", disagreement)
+    with pytest.raises(torch.OutOfMemoryError):
+        selfcheck.refusal("quantize", CPU, SCHEME)
+    assert selfcheck.refusal("quantize", CPU, SCHEME) is None
+
+
+def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, checks) -> None:
+    """On a GPU of the same name, with the same torch, Triton and sources."""
+    for times in (1, 1, 2, 3):
+        in_a_new_process(monkeypatch)
+        if times == 2:
+            monkeypatch.setattr(selfcheck, "_versions", lambda: ("99.0", "99.0"))
+        if times == 3:
+            monkeypatch.setattr(selfcheck, "_named", lambda device: ("another", 0, 0))
+        assert selfcheck.refusal("quantize", CPU, SCHEME) is None
+        assert len(checks) == times
+    assert selfcheck.refusal("quantize", CPU, "nvfp4_46") is None
+    assert len(checks) == 4
+
+
+def test_that_they_differ_is_found_again(monkeypatch) -> None:
+    run = []
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check) or "differs")
+    for _ in range(2):
+        in_a_new_process(monkeypatch)
+        with pytest.warns(KernelWarning):
+            assert selfcheck.refusal("quantize", CPU, SCHEME)
+        registry._SAID.clear()
+    assert len(run) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_a_check_a_process(monkeypatch, checks) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
+    for _ in range(2):
+        assert selfcheck.refusal("quantize", CPU, SCHEME) is None
+    assert len(checks) == 1
+
+
+def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
+    answers = {"nvfp4_46": "1 of 9 codes differ"}
+    monkeypatch.setattr(selfcheck, "disagreement", lambda op, device, s: answers.get(s))
+    assert doctor._loops(CPU, check=True) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(doctor.LOOPS_CHECKED)
+    assert sum("agrees with the reference" in line for line in lines) == len(lines) - 1
+    assert any("nvfp4_46 " in line and "FAULT: 1 of 9 codes differ" in line for line in lines)

@@ -1,0 +1,331 @@
+"""The GEMM on fp4 tensor cores without a Blackwell: what surrounds cuBLASLt's product, what
+cuBLASLt is told, and who is asked on which GPU. On a GPU, the same calls of cuBLASLt with fp8."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import q2compile.runtime_kernels  # noqa: F401  registers the ops
+from q2compile.runtime_kernels.cuda.gemm import cublaslt, cublaslt_fp4, swizzle, triton_fp4
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
+from q2compile.runtime_kernels.registry import KernelWarning, select, serving
+from tests.support.pretended_gpu import on_gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SCHEME = "nvfp4_46_pow2"
+
+
+class Calls(TorchDispatchMode):
+    """The ops of torch that would be launched on a GPU, and the sizes of what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.sizes = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not torch.ops.aten.empty_strided.default:
+            self.names.append(str(func))
+            self.sizes.append(result.numel())
+        return result
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[Product]:
+    """cuBLASLt's part, done by torch: fp32 sums, times alpha, plus the bias, rounded once. Returns
+    the list of what it was asked."""
+    asked: list[Product] = []
+
+    def operand(codes, scales, rows, k):
+        assert codes.shape == (rows, k // 2) and codes.is_contiguous()
+        plain = unswizzle_32x4x4(scales, rows, k // 16).float()
+        return decode_e2m1(codes) * plain.repeat_interleave(16, 1)
+
+    def run(product, a, b, alpha, bias, out):
+        asked.append(product)
+        k = product.k
+        assert product.k % 32 == 0 and product.columns % 16 == 0
+        assert (bias is not None) == (product.bias is not None)
+        with torch._C._DisableTorchDispatch():
+            sums = operand(*a, product.rows, k) @ operand(*b, product.columns, k).t()
+            sums = sums * alpha + (0 if bias is None else bias.float())
+            out.copy_(sums.to(product.dtype))
+
+    def swizzled(index, scales, rows, spec):
+        scales = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
+        return swizzle_32x4x4(scales.view(torch.float8_e4m3fn))
+
+    monkeypatch.setattr(cublaslt_fp4, "run", run)
+    monkeypatch.setattr(swizzle, "_swizzled", swizzled)
+    monkeypatch.setattr(cublaslt_fp4, "on", lambda index: nullcontext())
+    monkeypatch.setattr(cublaslt_fp4, "empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
+    return asked
+
+
+def arguments(m, n, k, bias=None, dtype=BF16, schemes=(SCHEME, SCHEME)):
+    packed = []
+    for rows, scheme in zip((m, n), schemes, strict=True):
+        x = torch.randn(rows, k)
+        amax = x.abs().amax() if get_scheme(scheme).takes_amax else None
+        packed += torch.ops.q2.quantize(x, amax, None, scheme, 0)
+    return (*packed, bias, *schemes, dtype)
+
+
+@pytest.mark.parametrize("m, n, k", [(128, 128, 256), (1, 200, 80), (33, 5, 48), (130, 264, 288)])
+@pytest.mark.parametrize("dtype, bias", [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)])
+@pytest.mark.parametrize("scheme", [SCHEME, "nvfp4_46", "nvfp4_16x16", SCHEME + SWIZZLED])
+def test_products_are_the_references(products, m, n, k, dtype, bias, scheme):
+    schemes = (SCHEME + SWIZZLED if scheme.endswith(SWIZZLED) else SCHEME, scheme)
+    args = arguments(m, n, k, None if bias is None else torch.randn(n).to(bias), dtype, schemes)
+    got, want = cublaslt_fp4.gemm_fp4(*args), torch.ops.q2.gemm(*args)
+    assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
+    assert products[0].dtype == dtype and products[0].bias == bias
+    # One rounding each of sums in two orders: a unit in the last place, or of the fp32 sums.
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_two_launches_whatever_the_bias(products, dtype, biased):
+    """The product of the global scales, and the GEMM: no round trip of the result."""
+    bias = torch.randn(48).to(dtype) if biased else None
+    args = arguments(64, 48, 64, bias, dtype, (SCHEME + SWIZZLED,) * 2)
+    with Calls() as calls:
+        cublaslt_fp4.gemm_fp4(*args)
+    assert len(products) == 1
+    assert calls.names == ["aten.mul.Tensor"] and calls.sizes == [1]
+
+
+def test_what_does_not_fit_is_padded_and_cut(products):
+    args = arguments(64, 40, 80, None, BF16, (SCHEME + SWIZZLED,) * 2)
+    with Calls() as calls:
+        cublaslt_fp4.gemm_fp4(*args)
+    padding, cut = "aten.constant_pad_nd.default", "aten.clone.default"
+    assert calls.names == [padding, padding, "aten.mul.Tensor", cut]
+
+
+def test_a_bias_of_another_type_is_added_in_fp32(products):
+    bias = torch.randn(48)
+    args = arguments(64, 48, 64, bias, BF16)
+    torch.testing.assert_close(cublaslt_fp4.gemm_fp4(*args), torch.ops.q2.gemm(*args))
+    assert products[0].dtype == FP32 and products[0].bias is None
+
+
+@pytest.mark.parametrize("kernel", [cublaslt_fp4.gemm_fp4, triton_fp4.gemm_triton])
+@pytest.mark.parametrize("shape", [(0, 8, 32), (8, 0, 32), (8, 8, 0)])
+def test_nothing_to_multiply(kernel, shape):
+    m, n, k = shape
+    bias = torch.randn(n).bfloat16()
+    codes = lambda rows: torch.zeros(rows, k // 2, dtype=torch.uint8)  # noqa: E731
+    scales = lambda rows: torch.zeros(rows, k // 16).to(torch.float8_e4m3fn)  # noqa: E731
+    one = torch.ones(())
+    args = (codes(m), scales(m), one, codes(n), scales(n), one)
+    for b in (None, bias):
+        got = kernel(*args, b, SCHEME, SCHEME, BF16)
+        want = torch.zeros(m, n, dtype=BF16) + (0 if b is None else b)
+        assert got.dtype == BF16 and torch.equal(got, want)
+
+
+# --- what cuBLASLt is told ------------------------------------------------------------------------
+
+
+class Library:
+    """Stands in for cuBLASLt: keeps what descriptors are made of, and the arguments of products."""
+
+    def __init__(self, found=1, status=0):
+        self.made: dict[int, tuple] = {}
+        self.attributes: dict[tuple[int, int], int] = {}
+        self.products: list[tuple] = []
+        self.look_ups = 0
+        self._found, self._status = found, status
+
+    def __getattr__(self, name):
+        kind = name.removeprefix("cublasLt")
+        if kind.endswith("Create"):
+            return lambda made, *args: self._create(made, args)
+        if kind.endswith("SetAttribute"):
+            return self._set
+        return {"MatmulAlgoGetHeuristic": self._look_up, "Matmul": self._matmul}[kind]
+
+    def _create(self, made, args):
+        made._obj.value = 1 + len(self.made)
+        self.made[made._obj.value] = tuple(getattr(a, "value", a) for a in args)
+        return 0
+
+    def _set(self, of, attribute, value, size):
+        assert size.value == ctypes.sizeof(value._obj)
+        self.attributes[of.value, attribute] = value._obj.value
+        return 0
+
+    def _look_up(self, *args):
+        self.look_ups += 1
+        args[-1]._obj.value = self._found
+        return self._status
+
+    def _matmul(self, *args):
+        self.products.append(tuple(getattr(a, "value", a) for a in args))
+        return self._status
+
+
+@pytest.fixture
+def library(monkeypatch):
+    def put(**settings):
+        made = Library(**settings)
+        monkeypatch.setattr(cublaslt, "_library", lambda: made)
+        monkeypatch.setattr(cublaslt, "_destroy", lambda descriptors: None)
+        monkeypatch.setattr(cublaslt, "_PLANS", {})
+        handle = ctypes.c_void_p(77), ctypes.c_void_p(88)
+        monkeypatch.setattr(cublaslt, "_handle", lambda index: handle)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
+        return made
+
+    return put
+
+
+def test_what_cublaslt_is_told(library):
+    """A is our b, transposed; columns come first in column-major matrices."""
+    told = library()
+    a, b, alpha, bias = (torch.zeros(16) for _ in range(4))
+    scales = torch.zeros(16), torch.zeros(16)
+    out = torch.zeros(16)
+    product = Product(0, 130, 208, 288, BF16, BF16)
+    for _ in range(2):
+        cublaslt.run(product, (a, scales[0]), (b, scales[1]), alpha, bias, out)
+    assert told.look_ups == 1, "once for each kind of product"
+    operation, of_a, of_b, of_out, _ = told.made
+    fp4, bf16 = 33, 14
+    assert [told.made[m] for m in (of_a, of_b)] == [(fp4, 288, 208, 288), (fp4, 288, 130, 288)]
+    assert told.made[of_out] == (bf16, 208, 130, 208)
+    settings = {n: v for (of, n), v in told.attributes.items() if of == operation}
+    addresses = {17: scales[1], 18: scales[0], 8: bias}
+    assert settings == {
+        2: 1,
+        3: 1,
+        7: 4,
+        26: bf16,
+        31: 1,
+        32: 1,
+        **{n: tensor.data_ptr() for n, tensor in addresses.items()},
+    }
+    at = [t.data_ptr() for t in (alpha, b, a, out)]
+    for made in told.products:
+        assert made[:4] == (77, operation, at[0], at[1]) and made[5] == at[2]
+        assert made[7:12] == (88, at[3], of_out, at[3], of_out) and made[-1] == 99
+
+
+@pytest.mark.parametrize("settings", [{"found": 0}, {"status": 15}])
+def test_no_algorithm_is_an_error_that_has_another_kernel_serve(library, settings):
+    library(**settings)
+    with pytest.raises(LaunchError, match="no algorithm|NOT_SUPPORTED"):
+        cublaslt.run(Product(0, 8, 16, 32, BF16, None), (None,) * 2, (None,) * 2, None, None, None)
+
+
+def test_without_cublaslt_the_reason_is_told(monkeypatch):
+    cublaslt._library.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(LaunchError, match="built without CUDA"):
+        cublaslt._library()
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    with pytest.raises(LaunchError, match=r"libcublasLt.so.99, .* cannot be loaded"):
+        cublaslt._library()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, bias", [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)])
+def test_cublaslt_multiplies_fp8(dtype, bias):
+    """With other numbers for the type and the scales, these are the calls that multiply fp4: alpha
+    of a power of two and not, on the device, before the bias; several shapes and streams."""
+    for m, n, k in ((1, 16, 64), (130, 208, 288), (256, 512, 1024)):
+        a, b = (torch.randn(r, k, device="cuda").to(torch.float8_e4m3fn) for r in (m, n))
+        scale = torch.tensor(0.5, device="cuda"), torch.tensor(4.0, device="cuda")
+        added = None if bias is None else torch.randn(n, device="cuda").to(bias)
+        product = Product(0, m, n, k, dtype, bias, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
+        sums = 2 * a.double() @ b.double().t()
+        found = []
+        for value in (1.0, 2.0**-9, 0.3):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                alpha = torch.full((), value, device="cuda")
+                out = torch.empty(m, n, dtype=dtype, device="cuda")
+                cublaslt.run(product, (a, scale[0]), (b, scale[1]), alpha, added, out)
+                found.append((value, out))
+        torch.cuda.synchronize()
+        for value, out in found:
+            want = sums * value + (0 if added is None else added.double())
+            # fp8 tensor cores keep 14 bits of each sum on their way to fp32.
+            atol = 2.0**-12 * value * (a.double().abs() @ b.double().abs().t()).max().item()
+            torch.testing.assert_close(
+                out.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=atol
+            )
+
+
+@pytest.mark.gpu
+def test_cublaslt_in_a_cuda_graph():
+    product = Product(0, 64, 64, 64, BF16, None, cublaslt.E4M3, cublaslt.SCALES_ARE_ONE_FP32)
+    a, b = (torch.ones(64, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one, out = torch.ones((), device="cuda"), torch.zeros(64, 64, device="cuda", dtype=BF16)
+    cublaslt.ready(product)
+    graph, alpha = torch.cuda.CUDAGraph(), torch.ones((), device="cuda")
+    with torch.cuda.graph(graph):
+        cublaslt.run(product, (a, one), (b, one), alpha, None, out)
+    for value in (1.0, 0.25):
+        alpha.fill_(value)
+        graph.replay()
+        assert (out == 64 * value).all()
+
+
+# --- who is asked ---------------------------------------------------------------------------------
+
+
+FORMATS = {"nvfp4": "nvfp4_46_pow2", "mxfp4": "mxfp4_rtn"}
+CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11, 0), (13, 0)]
+
+
+@pytest.mark.parametrize("triton", [None, (3, 6), (3, 8)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_order(gpu, monkeypatch, capability, triton, format_):
+    """mxfp4 never goes to cuBLASLt; GPUs that nobody knows get bf16."""
+    gpu(capability)
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
+    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
+    args = on_gpu("gemm", FORMATS[format_])
+    blackwell = capability in [(10, 0), (10, 3), (12, 0), (12, 1)]
+    by_triton = blackwell and triton is not None and (capability != (12, 1) or triton >= (3, 8))
+    want = "triton_fp4" if by_triton else "cuda_bf16"
+    if blackwell and format_ == "nvfp4":
+        want = "cublaslt_fp4"
+    assert serving("gemm", args).name == want
+    if not by_triton:
+        with pytest.raises(ValueError, match="dot_scaled works|not installed"):
+            select("gemm", args, "triton_fp4")
+
+
+@pytest.mark.parametrize("wrong", ["cublaslt_fp4", "triton_fp4", "cuda_bf16"])
+def test_one_form_that_fails_costs_that_form_alone(gpu, monkeypatch, wrong):
+    """cuBLASLt may have no bias in fp16, say."""
+    gpu((10, 0))
+    checks = []
+
+    def disagreement(op, name, device, scheme, forms):
+        checks.append((name, forms))
+        return "relative error 1.0e+00" if name == wrong and forms[0][0] == FP16 else None
+
+    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
+    order = [k for k in ("cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference") if k != wrong]
+    args = on_gpu("gemm", SCHEME)
+    half = (*args[:-1], FP16)
+    first = serving("gemm", args).name
+    if wrong == "cublaslt_fp4":
+        with pytest.warns(KernelWarning, match="relative error 1.0e"):
+            assert serving("gemm", half).name == order[0]
+        assert serving("gemm", args).name == first == "cublaslt_fp4"
+    assert len(checks) == len(set(checks)), "each once"

@@ -1,0 +1,36 @@
+"""A GPU that is not there: which kernels would serve it, on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import unsupported
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Makes all think that there is a GPU of a compute capability, as in a new process."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(registry, "_FAILURES", {})
+    monkeypatch.setattr(registry, "_SAID", {})
+    unsupported.cache_clear()
+
+
+def on_gpu(op: str, scheme: str) -> list:
+    """The arguments of a self-check, as fake tensors of the GPU."""
+    with FakeTensorMode():
+        return [
+            torch.empty(a.shape, dtype=a.dtype, device="cuda:0")
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in selfcheck.ARGUMENTS[op](scheme)
+        ]
