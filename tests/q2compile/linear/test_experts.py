@@ -331,11 +331,12 @@ def test_graphs(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(x, ids).sum().backward()
     assert counts["forward"] == {"quantize": 4, "grouped_gemm": 2}
     assert counts["backward"] == {
-        "rht_quantize": 4,  # dy along N and, its tokens padded by expert, along T
-        "requantize": 4,
+        "rht_quantize_groups_both": 2,  # dy along N, and along the tokens of each expert
+        "requantize": 2,
+        "requantize_groups": 2,
+        "padded_ends": 1,
         "grouped_gemm": 4,
-        # of dy, and of the codes and scales of x; of those of w where N is not whole chunks
-        "pad_groups": 2 * 3 + 2 * 2,
+        "pad_groups": 2 * 2,  # of the codes and scales of w, whose N is not whole chunks
     }
 
 
