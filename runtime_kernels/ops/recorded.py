@@ -186,11 +186,8 @@ def _requantize_groups(
     *,
     made,
 ):
-    source, groups, spec = (
-        (codes, scales, global_scale),
-        (offs, padded_offs),
-        get_scheme(source_scheme),
-    )
+    source, groups = (codes, scales, global_scale), (offs, padded_offs)
+    spec = get_scheme(source_scheme)
     parts = made(
         lambda s: torch.ops.q2.requantize_groups(
             *source, *groups, seed, source_scheme, s, transform, rows, stream
@@ -198,7 +195,7 @@ def _requantize_groups(
     )
 
     def values(chosen: torch.Tensor | None) -> torch.Tensor:
-        return source_values(*source, spec, chosen)[:rows]
+        return source_values(codes, scales, global_scale, spec, chosen)[:rows]
 
     scheme, amax = plain_name(scheme), largest_of_codes(*source, spec)
     laid = _in_groups(values, *groups, scheme, transform)

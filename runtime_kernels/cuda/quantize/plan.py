@@ -34,6 +34,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     thread_shape,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
@@ -52,9 +53,12 @@ def launches(
     *,
     vectors: bool,
     amax_known: bool,
+    grouped: bool = False,
 ) -> tuple[Launch, ...]:
     """What a call launches, in order."""
-    rotate = functools.partial(rotate_launch, source, rotation, spec, *directions, vectors=vectors)
+    rotate = functools.partial(
+        rotate_launch, source, rotation, spec, *directions, vectors=vectors, grouped=grouped
+    )
     if Rule.of(spec) != Rule.EXACT:
         return rotate(), align_launch(spec, rotation.size == 128)
     if amax_known:
@@ -102,20 +106,23 @@ def make_plan(
     *,
     vectors: bool = True,
     amax_known: bool = False,
+    groups: int = 0,
 ) -> Plan:
     """For CUDA device `index`.
 
     extents: pitch, rows and columns of x, and for codes the scales a row of theirs and the
         logarithm of the rows that share one.
     directions: along rows, along columns.
+    groups: of rows, which are kept apart along columns; 0 for a plain matrix.
     """
     _, m, k, *_ = extents
+    contracted = padded_rows(m, groups) if groups else padded(m, spec, rotation)
     threads, blocks_per_multiprocessor = thread_shape(spec, directions[0])
     rule = Rule.of(spec)
     # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
-    tiles = ceil_div(m, TILE) * across
+    tiles = ceil_div(contracted if groups else m, TILE) * across
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
     sides = tuple(
         _Side(rows, width // 16, scales_shape(rows, width // spec.width, spec), dtype, spec.widened)
@@ -123,7 +130,7 @@ def make_plan(
         else None
         for rows, width, wanted in (
             (m, padded(k, spec, rotation), directions[0]),
-            (k, padded(m, spec, rotation), directions[1]),
+            (k, contracted, directions[1]),
         )
     )
     present = [side for side in sides if side]
@@ -143,7 +150,12 @@ def make_plan(
     norm = rotation.norm * (128 if nvfp4 else 1)
     return Plan(
         index,
-        launches(source, spec, rotation, directions, vectors=vectors, amax_known=amax_known),
+        launches(
+            *(source, spec, rotation, directions),
+            vectors=vectors,
+            amax_known=amax_known,
+            grouped=groups > 0,
+        ),
         rule,
         (*extents, tiles, across, norm),
         max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index))),
@@ -159,7 +171,7 @@ def make_plan(
 
 @on_device
 def _run(
-    index: int, plan: Plan, operand: tuple[int, int, int], draws: tuple, amax: int
+    index: int, plan: Plan, operand: tuple[int, int, int], draws: tuple, amax: int, last: tuple
 ) -> list[Quantized]:
     sides = [(s, d) for s, d in zip(plan.sides, draws, strict=True) if s]
     parts = plan.parts
@@ -200,6 +212,7 @@ def _run(
         mask = empty((rows, 2 * blocks), (2 * blocks, 1), torch.uint8)
         results = [(*results[0], mask)]
         values += (mask.data_ptr(),)
+    values += last
     first, *second = plan.launches
     first(index, (parts, 1), *values)
     if plan.rule == Rule.EXACT:
@@ -217,13 +230,16 @@ def run(
     along_rows: Draw | None,
     along_cols: Draw | None,
     amax: int = 0,
+    last: tuple = (),
 ) -> list[Quantized]:
     """The results of the directions that the plan has, rows first.
 
     operand: addresses of x, its scales, its global scale; 0 for what it has not.
     amax: address of the largest |x|, for an EXACT plan that knows it.
+    last: the last fields of rotate_quantize.cu's Params: for groups the addresses of their ends and
+        of those in the padded layout, and their number.
     """
-    return _run(plan.device, plan, operand, (along_rows, along_cols), amax)
+    return _run(plan.device, plan, operand, (along_rows, along_cols), amax, last)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ _PLANS: dict[Hashable, Plan] = {}
 _MOST_PLANS = 4096  # of a program whose shapes never repeat
 
 
-def _planned(key: Hashable, make: Callable[[], Plan]) -> Plan:
+def planned(key: Hashable, make: Callable[[], Plan]) -> Plan:
     """The plan of an earlier call like this one, or a new one: `make` checks the arguments, and
     the key holds all that it looks at."""
     plan = _PLANS.get(key)
@@ -43,7 +43,7 @@ def _planned(key: Hashable, make: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def _kind(scalar: torch.Tensor | None) -> Hashable:
+def kind_of(scalar: torch.Tensor | None) -> Hashable:
     return scalar if scalar is None else (scalar.dtype, scalar.dim())
 
 
@@ -140,7 +140,11 @@ def rotated(
         return rotated(op, x.contiguous(), scheme, transform, draws, amax)
     aligned = address % 16 == 0
     along_rows, along_cols = draws
-    kinds = (along_rows and _kind(along_rows[0]), along_cols and _kind(along_cols[0]), _kind(amax))
+    kinds = (
+        along_rows and kind_of(along_rows[0]),
+        along_cols and kind_of(along_cols[0]),
+        kind_of(amax),
+    )
     directions = (along_rows is not None, along_cols is not None)
     key = (op, index, x.dtype, shape, strides, aligned, scheme, transform, directions, kinds)
 
@@ -164,11 +168,11 @@ def rotated(
             amax_known=amax is not None,
         )
 
-    plan = _planned(key, make)
+    plan = planned(key, make)
     return run(plan, (address, 0, 0), *draws, 0 if amax is None else amax.data_ptr())
 
 
-def _source(spec: Scheme) -> int:
+def source_of(spec: Scheme) -> int:
     return SOURCES[spec.format + (SWIZZLED if spec.swizzled else "")]
 
 
@@ -184,7 +188,7 @@ def _refuses_requantize(
 def _prepare_requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> None:
-    source = _source(get_scheme(source_scheme))
+    source = source_of(get_scheme(source_scheme))
     spec, rotation = get_scheme(scheme), get_transform(transform)
     for launch in launches(source, spec, rotation, (False, True), vectors=True, amax_known=False):
         launch.warm_up(codes.device.index)
@@ -203,8 +207,8 @@ def requantize(
     """See ops/requantize.py. The source is dequantised on its way into shared memory."""
     codes, scales = codes.contiguous(), scales.contiguous()
     index, shape = codes.device.index, codes.shape
-    operands = (codes.dtype, shape, scales.dtype, scales.shape, _kind(global_scale))
-    key = (index, operands, _kind(seed), source_scheme, scheme, transform, rows)
+    operands = (codes.dtype, shape, scales.dtype, scales.shape, kind_of(global_scale))
+    key = (index, operands, kind_of(seed), source_scheme, scheme, transform, rows)
 
     def make() -> Plan:
         check_quantized("requantize", codes, scales, global_scale)
@@ -213,8 +217,8 @@ def requantize(
         shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
         blocks = 2 * shape[1] // source.width
         extents = (shape[1], shape[0], rows, blocks, shift)
-        return make_plan(index, _source(source), spec, rotation, extents, (False, True))
+        return make_plan(index, source_of(source), spec, rotation, extents, (False, True))
 
-    plan = _planned(key, make)
+    plan = planned(key, make)
     operand = (codes.data_ptr(), scales.data_ptr(), global_scale.data_ptr())
     return run(plan, operand, None, (seed, stream))[0]
