@@ -27,6 +27,7 @@ PROVEN = {(9, 0)}
 _SHAPE = (200, 264)  # no multiple of 16 or 128, several tiles
 # bf16 rounds with a relative error of at most 2^-9; the order of the fp32 sums matters far less.
 _GEMM_ERROR = 2.0**-8
+_GEMMS = ("gemm", "grouped_gemm", "grouped_mm")
 
 
 def refusal(op: str, name: str, index: int, scheme: str) -> str | None:
@@ -37,7 +38,7 @@ def refusal(op: str, name: str, index: int, scheme: str) -> str | None:
     reason = unsupported(index)
     if reason is not None:
         return reason
-    if op in ("dequantize", "gemm"):  # where the format is all that counts
+    if op in ("dequantize", *_GEMMS):  # where the format is all that counts
         scheme = _OF_FORMAT[get_scheme(scheme).format]
     check = (op, name, index, scheme)
     return None if check in _RUNNING else _refusal(*check)
@@ -81,7 +82,7 @@ def disagreement(op: str, name: str, device: torch.device, scheme: str) -> str |
         on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
         got = select(op, on_device, name)(*on_device)
         want = select(op, arguments, REFERENCE)(*arguments)
-        if op == "gemm":
+        if op in _GEMMS:
             error = (got.cpu().float() - want.float()).norm() / want.float().norm()
             return None if error <= _GEMM_ERROR else f"relative error {error:.1e}"
         names = _RESULTS.get(op, ("codes", "scales", "global scale") * 2)
@@ -140,6 +141,23 @@ def _masked_unrotate(scheme: str) -> tuple:
     return _matrix().repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
 
 
+def _groups() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 3, 137, 0 and 40 of the matrix's 200 rows: chunks of copies, a whole one, rows of none."""
+    offs = torch.tensor((3, 140, 140, 180), dtype=torch.int32)
+    return offs, torch.ops.q2.padded_ends(offs)
+
+
+def _requantize_groups(scheme: str) -> tuple:
+    source, packed = _source(scheme)
+    return (*packed, *_groups(), _SEED, source, scheme, "rht128", _SHAPE[1], 1)
+
+
+def _grouped_gemm(scheme: str) -> tuple:
+    weights = torch.ops.q2.quantize(_matrix()[:192], _amax(scheme), None, scheme, 0)
+    schemes = (scheme, scheme)
+    return (*_quantized(scheme), *weights, _groups()[0], *schemes, "fprop", torch.bfloat16)
+
+
 # For each op that has a CUDA kernel, its arguments on the CPU for a scheme.
 ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "quantize": lambda s: (_matrix(), _amax(s), _SEED, s, 0),
@@ -151,6 +169,13 @@ ARGUMENTS: dict[str, Callable[[str], tuple]] = {
     "dequantize": lambda s: (*_quantized(s), s, _SHAPE[1], torch.bfloat16),
     "split_scales": lambda s: (_matrix().float().abs(), s),
     "gemm": lambda s: (*_quantized(s), *_quantized(s), None, s, s, torch.bfloat16),
+    "rht_quantize_groups": lambda s: (_matrix(), *_groups(), _SEED, s, "rht128", 1),
+    "rht_quantize_groups_both": lambda s: (
+        *(_matrix(), *_groups(), _SEED, _SEED + 1, s, "rht128", 0),
+    ),
+    "requantize_groups": _requantize_groups,
+    "grouped_gemm": _grouped_gemm,
+    "grouped_mm": lambda s: (_matrix(), _matrix()[:192].unflatten(0, (4, 48)).mT, _groups()[0]),
 }
 
 
@@ -161,6 +186,10 @@ def _with_swizzled(*schemes: str) -> tuple[str, ...]:
 _ROTATED = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
     *("mxfp4_sr", "mxfp4_rtn34"),
+)
+_GROUPED = (
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
+    *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
 )
 _WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
@@ -176,4 +205,9 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "dequantize": tuple(_OF_FORMAT.values()),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),
+    "rht_quantize_groups": _GROUPED,
+    "rht_quantize_groups_both": _GROUPED,
+    "requantize_groups": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _WIDENED,
+    "grouped_gemm": tuple(_OF_FORMAT.values()),
+    "grouped_mm": (_FORWARD,),
 }

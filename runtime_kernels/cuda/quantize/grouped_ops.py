@@ -1,8 +1,8 @@
 """The quantisers of rows in groups on CUDA: q2::rht_quantize_groups, q2::rht_quantize_groups_both,
 q2::requantize_groups. They are rotate_quantize.cu with Q2_GROUPED, in the plans of rotating_ops.py.
 
-The ends of the groups stay on the device, and the padded layout exists nowhere: a thread block looks
-up which rows a tile of it holds, and reads those.
+The ends of the groups stay on the device, and the padded layout exists nowhere: a thread block
+looks up which rows a tile of it holds, and reads those.
 """
 
 import torch

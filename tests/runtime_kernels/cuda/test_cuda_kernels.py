@@ -343,7 +343,7 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
     "op, scheme", [(op, scheme) for op, schemes in selfcheck.CHECKED.items() for scheme in schemes]
 )
 def test_selfcheck_agrees(op, scheme) -> None:
-    name = "cuda_bf16" if op == "gemm" else "cuda"
+    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
@@ -367,7 +367,7 @@ def as_on_ampere(monkeypatch) -> None:
 )
 def test_without_conversion_instructions(op, scheme, as_on_ampere) -> None:
     """rht_quantize is half of rht_quantize_both; of gemm the operands are made by dequantize.cu."""
-    name = "cuda_bf16" if op == "gemm" else "cuda"
+    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
