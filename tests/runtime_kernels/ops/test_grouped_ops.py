@@ -15,9 +15,12 @@ import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.numerics.groups import lay_out, padded_ends, padded_rows
+from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.statistics import FIELDS
 from tests.support.oracle import relative_error
 
 E, K, N = 4, 32, 48
+EDEN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
 
 
 def pieces(offs: Tensor) -> list[tuple[int, int]]:
@@ -197,6 +200,28 @@ def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> Non
     for a, b in zip(got[:2], want[:2], strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert got[2] == want[2]
+
+
+@pytest.mark.parametrize("ending", ["", WIDENED])
+def test_what_is_recorded_of_groups(ending: str) -> None:
+    """The outputs of the ops themselves, and the error of what was rounded: that of MS-EDEN on
+    N(0,1), sqrt(9.4e-3), of requantised codes, whose zeros round to zero, a little more or less;
+    and less where a chunk of few tokens is one number a block (of 7 rows in 190)."""
+    offs, seed, scheme = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3), EDEN
+    ends, x = (offs, torch.ops.q2.padded_ends(offs)), torch.randn(200, 64)
+    packed = torch.ops.q2.quantize(x, None, None, SOURCE, 0)
+    calls = {
+        "rht_quantize_groups": (x, *ends, seed, scheme + ending, "rht128", 0),
+        "rht_quantize_groups_both": (x, *ends, seed, seed, scheme + ending, "rht128", 0),
+        "requantize_groups": (*packed, *ends, seed, SOURCE, scheme + ending, "rht128", 64, 1),
+    }
+    for op, args in calls.items():
+        want, got = getattr(torch.ops.q2, op)(*args), getattr(torch.ops.q2, f"{op}_recorded")(*args)
+        for a, b in zip(got, want, strict=False):
+            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for statistics in got[len(want) :]:
+            error = statistics[FIELDS.index("relative_error")]
+            assert 0.9 < error / 9.4e-3**0.5 < 1.1, op
 
 
 def test_groups_are_checked() -> None:
