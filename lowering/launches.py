@@ -25,17 +25,18 @@ from q2compile.runtime_kernels.registry import serving
 _IMPORT = "from q2compile.runtime_kernels.cuda.site import Site as q2_Site, View as q2_View"
 
 # Those that are never loops (quantize.py has the lowerings of the others).
-_NEVER_LOOPS = (
-    *("rht_quantize_both", "requantize", "quantize_masked", "split_scales"),
-    *("dequantize", "masked_unrotate"),
+_QUANTISERS = (
+    *("rht_quantize_both", "requantize", "quantize_masked"),
+    *("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"),
 )
+_NEVER_LOOPS = (*_QUANTISERS, "split_scales", "dequantize", "masked_unrotate")
 
 
 def register() -> None:
     """Tell Inductor how to lower the ops that are never loops, and the recorded ones: an op that it
     meets without a lowering has its operands in memory from then on, which an operand that other
     loops read as well is rounded by."""
-    recorded = (name + RECORDED for name in (*_NEVER_LOOPS[:3], "rht_quantize"))
+    recorded = (name + RECORDED for name in (*_QUANTISERS, "rht_quantize"))
     for name in (*_NEVER_LOOPS, *recorded):
         op = getattr(torch.ops.q2, name).default
         register_lowering(op, type_promotion_kind=None)(functools.partial(call, op))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from q2compile.capture.matmul import Matmul, NotTaken
+from q2compile.capture.matmul import Matmul, NotTaken, View
 from q2compile.capture.views import example, is_view_or_cast, viewed
 from q2compile.linear import tensor_parallel
 from q2compile.torch_internals.dynamo import parameter_of
@@ -69,6 +69,7 @@ class Call:
 
     def taken(self, parameter: nn.Parameter, x: Any, w: Any, **views: Any) -> Matmul | NotTaken:
         matmul = Matmul(self.scope.gm, self.node, self.spelling, parameter, x, w, **views)
+        matmul = _one_expert(matmul) if matmul.is_part and matmul.bias is None else matmul
         why = _unusable(matmul) or tensor_parallel.unplanned(*matmul.operands())
         return self.left(why, parameter) if why else matmul
 
@@ -79,6 +80,22 @@ class Call:
             if parameter is not None and parameter.ndim >= 2:
                 return parameter
         return None
+
+
+def _one_expert(matmul: Matmul) -> Matmul:
+    """A product with one matrix of a stack, by the op for a stack: of the tokens of a loop over the
+    experts there may be few, which a plain linear's weight gradient is biased by."""
+    x, w, _ = matmul.operands()
+    if x.is_nested or isinstance(w, DTensor) or any(n % 16 for n in w.shape):
+        return matmul
+    one: tuple[View, ...] = (("unsqueeze", (0,)),)
+    return replace(
+        matmul,
+        op="batched_linear",
+        x_views=(*matmul.x_views, *one),
+        w_views=(*matmul.w_views, *one),
+        y_views=(("squeeze", (0,)), *matmul.y_views),
+    )
 
 
 def _unusable(matmul: Matmul) -> str:

@@ -48,10 +48,10 @@ class Matmul:
         return x, w, None if self.bias is None else example(self.bias)
 
     @property
-    def stacked(self) -> bool:
-        """Whether the weight is a stack of matrices, or one of a stack: experts."""
+    def is_part(self) -> bool:
+        """Whether the weight is one matrix of a stack, for a plain product: an expert's."""
         part = self.parameter.ndim > 2 and example(self.w).numel() < self.parameter.numel()
-        return self.op != "linear" or part
+        return self.op == "linear" and part and example(self.w).ndim == 2
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -75,8 +75,3 @@ class NotTaken:
     spelling: str
     why: str
     parameter: nn.Parameter | None = None
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the weight has more than two dimensions."""
-        return self.parameter is not None and self.parameter.ndim > 2

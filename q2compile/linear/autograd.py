@@ -25,12 +25,17 @@ Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
 _PARTS = ("codes", "scales", "global_scale")
 
 
+def coins_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
+    """The seed, where quantising the operand draws coins or signs."""
+    draws = SCHEMES[operand.scheme].stochastic or TRANSFORMS[operand.transform].seeded
+    return seed if draws else None
+
+
 def _quantize(
     x: Tensor, operand: Operand, *, transpose: bool, seed: Tensor | None, stream: int
 ) -> Codes:
     """x [R, C] quantised along C, or along R with ``transpose``, from the high-precision tensor."""
-    scheme = SCHEMES[operand.scheme]
-    coins = seed if scheme.stochastic or TRANSFORMS[operand.transform].seeded else None
+    scheme, coins = SCHEMES[operand.scheme], coins_of(operand, seed)
     if operand.transform == "none" and not transpose:
         amax = torch.ops.q2.amax(x) if scheme.takes_amax else None
         return torch.ops.q2.quantize(x, amax, coins, operand.scheme, stream)
@@ -43,9 +48,26 @@ class OneWeight:
     `q2compile.linear.experts` has the other kind, a weight for each group of rows.
     """
 
-    def padded(self, gemm_name: str, x: Tensor, unit: int) -> Tensor:
-        """``x``, whose rows ``gemm_name`` contracts, so laid out that groups are whole units."""
-        return x
+    def along_rows(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
+    ) -> Codes:
+        """``x`` quantised along its rows, which ``gemm_name`` contracts: of dy, or of x or w where
+        they are taken in high precision.
+        """
+        return _quantize(x, operand, transpose=True, seed=seed, stream=stream)
+
+    def again(
+        self,
+        gemm_name: str,
+        codes: Codes,
+        source: str,
+        operand: Operand,
+        rows: int,
+        seed: Tensor | None,
+    ) -> Codes:
+        """Saved codes of scheme ``source``, of x or w, quantised along their rows."""
+        scheme, transform = operand.scheme, operand.transform
+        return torch.ops.q2.requantize(*codes, seed, source, scheme, transform, rows, 1)
 
     def gemm(
         self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
@@ -98,19 +120,13 @@ def _keep(
         saved[name] = made[name]
     elif source == "forward":
         seed = torch.ops.q2.seed(made[name], salt)
-        x = product.padded(gemm_name, made[name], unit_of(gemm))
-        codes = _quantize(x, gemm.b, transpose=True, seed=seed, stream=1)
+        codes = product.along_rows(gemm_name, made[name], gemm.b, seed, stream=1)
         saved.put_codes(f"{gemm_name}.{name}", codes)
         saved[f"{gemm_name}.seed"] = seed
     else:
         saved.put_codes(name, made.codes(name))
         if f"{other}.mask" in made:
             saved[f"{other}.mask"] = made[f"{other}.mask"]
-
-
-def unit_of(gemm: Gemm) -> int:
-    """What the contraction of a GEMM is padded to: whole blocks, and whole chunks of a rotation."""
-    return max(SCHEMES[gemm.a.scheme].width, TRANSFORMS[gemm.a.transform].size)
 
 
 def _backward_gemm(
@@ -134,13 +150,13 @@ def _backward_gemm(
     seed = saved.get(f"{gemm_name}.seed")
     if seed is None:
         seed = torch.ops.q2.seed(dy, salt)
-    unit, dtype = unit_of(gemm), dy.dtype
+    dtype = dy.dtype
     if transpose:
-        dy = product.padded(gemm_name, dy, unit)
-    a = _quantize(dy, gemm.a, transpose=transpose, seed=seed, stream=0)
+        a = product.along_rows(gemm_name, dy, gemm.a, seed, stream=0)
+    else:
+        a = _quantize(dy, gemm.a, transpose=False, seed=seed, stream=0)
     if gemm.b.source == "fresh":
-        fresh = product.padded(gemm_name, saved[name], unit)
-        b = _quantize(fresh, gemm.b, transpose=True, seed=seed, stream=1)
+        b = product.along_rows(gemm_name, saved[name], gemm.b, seed, stream=1)
         return product.gemm(gemm_name, gemm, a, b, None, dtype)
     if gemm.b.source == "forward":
         return product.gemm(gemm_name, gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dtype)
@@ -158,15 +174,8 @@ def _backward_gemm(
     # included; the mask and the rotation of fprop's other operand lead back.
     size = TRANSFORMS[forward.transform].size
     rows = -(-columns // size) * size
-    coins = (
-        seed if SCHEMES[gemm.b.scheme].stochastic or TRANSFORMS[gemm.b.transform].seeded else None
-    )
-    codes, scales, global_scale = saved.codes(name)
-    codes, scales = (product.padded(gemm_name, part, unit) for part in (codes, scales))
-    b = torch.ops.q2.requantize(
-        *(codes, scales, global_scale, coins),
-        *(forward.scheme, gemm.b.scheme, gemm.b.transform, rows, 1),
-    )
+    coins = coins_of(gemm.b, seed)
+    b = product.again(gemm_name, saved.codes(name), forward.scheme, gemm.b, rows, coins)
     grad = product.gemm(gemm_name, gemm, a, b, None, dtype)
     if f"{other}.mask" not in saved:
         return grad

@@ -8,11 +8,10 @@ weights w [E, N, K]; T rows of x in all, of which each is multiplied with one we
     indexed_linear(x [T, K], w, index [T])    each row names its expert
 
 Quantising along K does not care which rows belong together, so x and w [E * N, K] are quantised as
-any matrix, and so is dy along N. What the backward contracts must not mix experts: their rows of T
-(wgrad), and of N in w (dgrad), are first moved apart to whole chunks of the rotation, by an index
-made on the device; T gets at most a chunk less one row of padding an expert. Empty groups are fine.
-Groups of less than 16 tokens get a wgrad by MS-EDEN that is biased, by up to 6% of its norm, as any
-linear of so few tokens does: the rotation spreads them over too few values.
+any matrix, and so is dy along N. What the backward contracts must not mix experts. Along T (wgrad)
+rht_quantize_groups and requantize_groups keep them apart, in whole chunks of 128 rows an expert,
+and see to it that MS-EDEN is unbiased for few tokens, too (numerics/groups.py). The N rows of w
+(dgrad) are padded to whole chunks before, where they are not. Empty groups are fine.
 
 The weights of all experts share a global scale, as do their gradients' operands. It is there to
 place the block scales within e4m3, which alone spans 2^17: experts would have to differ by more to
@@ -27,8 +26,10 @@ import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import Codes, OneWeight, Saved, backward, forward, unit_of
-from q2compile.recipes.recipe import Gemm, Recipe, parse
+from q2compile.linear.autograd import Codes, OneWeight, Saved, backward, coins_of, forward
+from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 _library = torch.library.Library("q2", "FRAGMENT")
 _TEXTS = "str fprop, str dgrad, str wgrad, int salt"
@@ -37,34 +38,56 @@ _TEXTS = "str fprop, str dgrad, str wgrad, int salt"
 class Grouped(OneWeight):
     """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
 
-    offs: int32 [E]. The weights lie in one matrix [E * N, K], and so do their gradients.
+    offs: int32 [E]; padded_offs: q2::padded_ends of them. The weights lie in one matrix [E * N,
+    K], and so do their gradients.
     """
 
-    def __init__(self, offs: Tensor) -> None:
-        self.offs = offs
+    def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
+        self.offs, self.padded_offs = offs, padded_offs
         self.experts = offs.shape[0]
 
-    def padded(self, gemm_name: str, x: Tensor, unit: int) -> Tensor:
-        if gemm_name == "wgrad":
-            # Each group ends at most unit - 1 rows later than the rows that it has.
-            rows = (x.shape[0] + self.experts * (unit - 1)) // unit * unit
-            return torch.ops.q2.pad_groups(x, self.offs, self._padded_offs(unit), rows)
-        n = x.shape[0] // self.experts
+    def along_rows(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
+    ) -> Codes:
+        if gemm_name == "dgrad":
+            return super().along_rows(gemm_name, self._padded(x, operand), operand, seed, stream)
+        return torch.ops.q2.rht_quantize_groups(
+            *(x, self.offs, self.padded_offs, coins_of(operand, seed)),
+            *(operand.scheme, operand.transform, stream),
+        )
+
+    def again(
+        self,
+        gemm_name: str,
+        codes: Codes,
+        source: str,
+        operand: Operand,
+        rows: int,
+        seed: Tensor | None,
+    ) -> Codes:
+        if gemm_name == "dgrad":
+            of_codes, scales, global_scale = codes
+            whole = (self._padded(of_codes, operand), self._padded(scales, operand), global_scale)
+            return super().again(gemm_name, whole, source, operand, rows, seed)
+        return torch.ops.q2.requantize_groups(
+            *(*codes, self.offs, self.padded_offs, seed),
+            *(source, operand.scheme, operand.transform, rows, 1),
+        )
+
+    def _padded(self, w: Tensor, operand: Operand) -> Tensor:
+        """What there is of w, its N rows an expert padded to whole blocks and chunks."""
+        unit = max(SCHEMES[operand.scheme].width, TRANSFORMS[operand.transform].size)
+        n = w.shape[0] // self.experts
         wide = -(-n // unit) * unit
         if n == wide:
-            return x
-        ends = torch.arange(1, self.experts + 1, dtype=torch.int32, device=x.device)
-        return torch.ops.q2.pad_groups(x, ends * n, ends * wide, self.experts * wide)
-
-    def _padded_offs(self, unit: int) -> Tensor:
-        sizes = torch.diff(self.offs, prepend=self.offs.new_zeros(1))
-        chunks = (sizes + (unit - 1)).div(unit, rounding_mode="floor")
-        return (chunks * unit).cumsum(0, dtype=torch.int32)
+            return w
+        ends = torch.arange(1, self.experts + 1, dtype=torch.int32, device=w.device)
+        return torch.ops.q2.pad_groups(w, ends * n, ends * wide, self.experts * wide)
 
     def gemm(
         self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
     ) -> Tensor:
-        offs = self._padded_offs(unit_of(gemm)) if gemm_name == "wgrad" else self.offs
+        offs = self.padded_offs if gemm_name == "wgrad" else self.offs
         return torch.ops.q2.grouped_gemm(
             *a, *b, offs, gemm.a.scheme, gemm.b.scheme, gemm_name, dtype
         )
@@ -81,17 +104,18 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe, salt: int) -> Tensor:
-        y, saved = forward(ctx, Grouped(offs), x, w, None, recipe, salt)
-        ctx.save_for_backward(offs, *saved.values())
+        padded_offs = torch.ops.q2.padded_ends(offs)
+        y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, salt)
+        ctx.save_for_backward(offs, padded_offs, *saved.values())
         ctx.names = tuple(saved)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        offs, *tensors = ctx.saved_tensors
+        offs, padded_offs, *tensors = ctx.saved_tensors
         saved = Saved(zip(ctx.names, tensors, strict=True))
-        return *backward(ctx, Grouped(offs), dy, saved), None, None, None
+        return *backward(ctx, Grouped(offs, padded_offs), dy, saved), None, None, None
 
 
 def grouped_linear(

@@ -15,6 +15,9 @@ from q2compile.runtime_kernels.registry import serving
 
 Q2 = "q2"
 GEMM_OPS = ("gemm", "grouped_gemm")  # six arguments are their operands: a's three parts, then b's
+# The ops that rotate, or requantise, one operand; those that make both directions of a gradient.
+ONE_ROTATED = ("rht_quantize", "rht_quantize_groups", "requantize", "requantize_groups")
+BOTH_ROTATED = ("rht_quantize_both", "rht_quantize_groups_both")
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What stands between a tensor and its quantisation. All of these are functions of their arguments.
 VIEWS_AND_CASTS = frozenset(

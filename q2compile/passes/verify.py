@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
+    GEMM_OPS,
+    ONE_ROTATED,
+    is_q2,
+    producer,
+    q2_nodes,
+)
 
 
 class GraphSpecError(AssertionError):
@@ -87,10 +94,10 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
             f"{when}: an operand of {gemm.name} is pieced together from "
             f"{', '.join(n.name for n in triple)}"
         )
-    if not is_q2(op, "rht_quantize", "rht_quantize_both", "requantize"):
+    if not is_q2(op, *ONE_ROTATED, *BOTH_ROTATED):
         return _Operand()
     args = named_arguments(op)
-    seed = args[whole] if is_q2(op, "rht_quantize_both") else args["seed"]
+    seed = args[whole] if is_q2(op, *BOTH_ROTATED) else args["seed"]
     return _Operand(False, True, seed, args["transform"], args["stream"])
 
 

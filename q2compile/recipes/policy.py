@@ -41,8 +41,8 @@ class Policy:
     """A default recipe and the rules over it.
 
     ``resolve(name)`` gives the recipe and the pattern that decided ("" for the default). The
-    default does not reach a stack of weights, the experts of a mixture: how many tokens each gets,
-    and whether 4 bits gain anything then, is the routing's affair. A pattern asks for them.
+    default does not reach the router of a mixture, whose errors send tokens to other experts, and
+    which is little work. A pattern asks for it.
     """
 
     default: Recipe
@@ -73,11 +73,11 @@ class Policy:
                 rules.append(Rule(pattern, resolve(spec, global_scale)))
         return cls(default, tuple(rules))
 
-    def resolve(self, name: str, *, stacked: bool = False) -> tuple[Recipe, str]:
+    def resolve(self, name: str, *, router: bool = False) -> tuple[Recipe, str]:
         for rule in reversed(self.rules):
             if rule.matches(name):
                 return rule.recipe, rule.pattern
-        return RECIPES["bf16"] if stacked else self.default, ""
+        return RECIPES["bf16"] if router else self.default, ""
 
     @property
     def random_forward(self) -> bool:

@@ -32,23 +32,24 @@ def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> 
     return bf16
 
 
-def why_bf16(row: Row, found: Matmul, config: Config) -> str:
+def why_bf16(row: Row, config: Config, *, router: bool) -> str:
     default = config.resolved_policy.default
     if row.pattern:
         return f"policy: {row.pattern!r} says bf16"
-    if not default.quantises or not found.stacked:
+    if not default.quantises or not router:
         return "recipe: bf16"
-    parent = re.sub(r"\.\d+(?=\.|$)", ".*", row.module.rpartition(".")[0])
-    pattern = f"{parent}.*" if parent else row.module
-    return f"experts: the policy has to name them, {{{pattern!r}: {default.name!r}}}"
+    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", row.module)
+    return f"router: taken where the policy names it, {{{pattern!r}: {default.name!r}}}"
 
 
-def refuse_shared(found: Matmul, recipe: Recipe, names: Names, config: Config) -> None:
+def refuse_shared(
+    found: Matmul, recipe: Recipe, names: Names, config: Config, *, router: bool
+) -> None:
     """Dynamo compiles one graph for equal layers; a policy that tells them apart can't be kept
     then.
     """
     for other in names.served_too(found.parameter):
-        theirs, _ = config.resolved_policy.resolve(other, stacked=found.stacked)
+        theirs, _ = config.resolved_policy.resolve(other, router=router)
         if (theirs.texts(), theirs.auto) != (recipe.texts(), recipe.auto):
             own = names.of(found.parameter, found.node)
             raise ConfigError(

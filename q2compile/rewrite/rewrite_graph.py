@@ -11,6 +11,7 @@ from q2compile.capture.find_matmuls import find_matmuls
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names
 from q2compile.capture.node_meta import SITE
+from q2compile.capture.routers import is_router
 from q2compile.config import Config
 from q2compile.linear.tensor_parallel import refuse_async_inputs
 from q2compile.report.row import Row
@@ -37,10 +38,11 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
         row = _row(found, names)
         if row.has_parameter:
             found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
-            recipe, row.pattern = config.resolved_policy.resolve(row.module, stacked=found.stacked)
+            router = isinstance(found, Matmul) and is_router(found)
+            recipe, row.pattern = config.resolved_policy.resolve(row.module, router=router)
             row.recipe, row.wanted = recipe.name, recipe.quantises
         if isinstance(found, Matmul):
-            refuse_shared(found, recipe, names, config)
+            refuse_shared(found, recipe, names, config, router=router)
             recipe = with_prediction(row, found, recipe, config)
             row.fprop, row.dgrad, row.wgrad = recipe.texts()
             if recipe.quantises:
@@ -48,7 +50,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
                 row.taken, row.salt = True, salt
                 salt += 1
             else:
-                row.why = row.why or why_bf16(row, found, config)
+                row.why = row.why or why_bf16(row, config, router=router)
         rows.append(row)
     if salt:
         inputs = gm.graph.find_nodes(op="placeholder")

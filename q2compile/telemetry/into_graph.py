@@ -28,7 +28,9 @@ from torch import fx
 
 from q2compile.capture.node_meta import SALT
 from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
     GEMM_OPS,
+    ONE_ROTATED,
     depending_on_tangents,
     is_q2,
     producer,
@@ -41,7 +43,7 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 
 Place = tuple[int, str, str]  # salt of the linear, gemm, operand
-_QUANTISERS = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
+_QUANTISERS = ("quantize", "quantize_masked", *ONE_ROTATED, *BOTH_ROTATED)
 
 
 @dataclass
@@ -163,7 +165,7 @@ def _saved_uses(
     graph: fx.Graph, recipes: dict[int, Recipe], salts_of: dict[Any, list[int]]
 ) -> Iterator[_Use]:
     """x that the forward quantises for wgrad."""
-    for node in q2_nodes(graph, "rht_quantize"):
+    for node in q2_nodes(graph, "rht_quantize", "rht_quantize_groups"):
         outputs = {n.args[1]: n for n in node.users if n.target is operator.getitem}
         if any(is_q2(user, *GEMM_OPS) for n in outputs.values() for user in n.users):
             continue

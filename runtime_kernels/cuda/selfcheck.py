@@ -33,6 +33,8 @@ PROVEN = {(9, 0)}
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
 _ROWS = (130, 1)
 _COLUMNS = 200  # of a product
+_IN_GROUPS = 200  # rows, of 3, 137, 0 and 40: chunks of copies, a whole one, rows of none
+_ENDS = (3, 140, 140, 180)
 # Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
 # order of the fp32 sums, and how many bits tensor cores keep on the way to them.
 _GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
@@ -46,6 +48,7 @@ FORMS: tuple[Form, ...] = tuple(
     for swizzled in (False, True)
 )
 
+_GROUPED_GEMMS = ("grouped_gemm", "grouped_mm")
 _VERDICTS: dict[tuple, str | None] = {}
 _RUNNING: set[tuple] = set()  # checks under way, which must not ask themselves
 _LOCK = threading.RLock()
@@ -63,7 +66,7 @@ def refusal(op: str, name: str, index: int, scheme: str, form: Form | None = Non
     reason = unsupported(index)
     if reason is not None:
         return reason
-    if op in ("dequantize", "gemm"):  # where the format is all that counts
+    if op in ("dequantize", "gemm", *_GROUPED_GEMMS):  # where the format is all that counts
         scheme = _OF_FORMAT[get_scheme(scheme).format]
     check = (op, name, index, scheme, form)
     return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
@@ -117,6 +120,8 @@ def disagreement(
         ValueError: the kernel does not serve this device or scheme.
     """
     with apart(device):
+        if op in _GROUPED_GEMMS:
+            return _of_gemm(op, name, device, ARGUMENTS[op](scheme))
         if op != "gemm":
             cases = [ARGUMENTS[op](scheme, rows) for rows in _ROWS]
             differences = (_of_quantiser(op, name, device, arguments) for arguments in cases)
@@ -126,7 +131,7 @@ def disagreement(
         quantized = functools.cache(_quantized)
         for form, source, rows in product(forms, _OF_GEMM[get_scheme(scheme).format], _ROWS):
             try:
-                difference = _of_gemm(name, device, _gemm(source, rows, form, quantized))
+                difference = _of_gemm("gemm", name, device, _gemm(source, rows, form, quantized))
             except Declined as error:
                 declined = error
                 continue
@@ -176,14 +181,14 @@ class Declined(ValueError):
     """A kernel does not take a form of GEMM."""
 
 
-def _of_gemm(name: str, device: torch.device, arguments: tuple) -> str | None:
+def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
     on_device = _on(device, arguments)
     try:
-        function = select("gemm", on_device, name)
+        function = select(op, on_device, name)
     except ValueError as error:
         raise Declined(*error.args) from error
     got = function(*on_device).cpu().float()
-    want = select("gemm", arguments, REFERENCE)(*arguments)
+    want = select(op, arguments, REFERENCE)(*arguments)
     off = (got - want.float()).norm() / want.float().norm()
     return None if off <= _GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
 
@@ -263,6 +268,26 @@ def _gemm(
     return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
 
 
+def _groups() -> tuple[torch.Tensor, torch.Tensor]:
+    offs = torch.tensor(_ENDS, dtype=torch.int32, device="cpu")
+    return offs, torch.ops.q2.padded_ends(offs)
+
+
+def _requantize_groups(scheme: str) -> tuple:
+    source, packed = _source(scheme, _IN_GROUPS)
+    return (*packed, *_groups(), _seed(), source, scheme, "rht128", _WIDTH, 1)
+
+
+def _grouped_gemm(scheme: str) -> tuple:
+    operands = *_quantized(scheme, _IN_GROUPS), *_quantized(scheme, 48 * len(_ENDS))
+    return (*operands, _groups()[0], scheme, scheme, "fprop", torch.bfloat16)
+
+
+def _grouped_mm(scheme: str) -> tuple:
+    weights = _matrix(48 * len(_ENDS)).unflatten(0, (len(_ENDS), 48)).mT
+    return (_matrix(_IN_GROUPS), weights, _groups()[0])
+
+
 # For each op that has a CUDA kernel, its arguments on the CPU for a scheme and rows of its operand.
 ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "quantize": lambda s, t=_ROWS[0]: (_matrix(t), _amax(s, t), _seed(), s, 0),
@@ -275,6 +300,15 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "signs": lambda s, t=_ROWS[0]: (_seed(), "rht128"),
     "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
     "gemm": lambda s, t=_ROWS[0]: _gemm(s, t),
+    "rht_quantize_groups": lambda s, t=_IN_GROUPS: (
+        *(_matrix(_IN_GROUPS), *_groups(), _seed(), s, "rht128", 1),
+    ),
+    "rht_quantize_groups_both": lambda s, t=_IN_GROUPS: (
+        *(_matrix(_IN_GROUPS), *_groups(), _seed(), _seed(1), s, "rht128", 0),
+    ),
+    "requantize_groups": lambda s, t=_IN_GROUPS: _requantize_groups(s),
+    "grouped_gemm": lambda s, t=_IN_GROUPS: _grouped_gemm(s),
+    "grouped_mm": lambda s, t=_IN_GROUPS: _grouped_mm(s),
 }
 
 
@@ -285,6 +319,10 @@ def _with_swizzled(*schemes: str) -> tuple[str, ...]:
 _ROTATED = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
     *("mxfp4_sr", "mxfp4_rtn34"),
+)
+_GROUPED = (
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
+    *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
 )
 _WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
@@ -301,4 +339,9 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),
+    "rht_quantize_groups": _GROUPED,
+    "rht_quantize_groups_both": _GROUPED,
+    "requantize_groups": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _WIDENED,
+    "grouped_gemm": tuple(_OF_FORMAT.values()),
+    "grouped_mm": (_FORWARD,),
 }

@@ -32,7 +32,8 @@ class Rounded(NamedTuple):
 @dataclass(frozen=True)
 class Blocks:
     """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what MS-EDEN has still to
-    multiply them by (the others find it done); seed, stream: of the coins."""
+    multiply them by (the others find it done); seed, stream: of the coins; shares: of MS-EDEN with
+    copies of rows (groups.py), fp32 [n / 8], one for the blocks of a chunk."""
 
     x: torch.Tensor
     tiling: Tiling
@@ -40,6 +41,7 @@ class Blocks:
     factor: float | torch.Tensor
     seed: torch.Tensor | None
     stream: int
+    shares: torch.Tensor | None = None
 
     def largest(self) -> torch.Tensor:
         """max |x| of each block, [n, 1, lanes]."""

@@ -107,7 +107,10 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     values = round_e2m1(scaled)
     projection = sum_neighbours(scaled * values)
     correction = sum_neighbours(scaled.square_()) / or_one(projection)
-    corrected = pseudo * torch.where(projection == 0, 1.0, correction) * blocks.factor
+    corrected = pseudo * torch.where(projection == 0, 1.0, correction)
+    if blocks.shares is not None:
+        corrected = corrected * blocks.shares.repeat_interleave(8)[:, None, None]
+    corrected = corrected * blocks.factor
     if scheme.global_scale == "exact":
         unit = finite_or_nan(_floored(largest_of(corrected) / scheme.cap), corrected)
     else:

@@ -24,6 +24,7 @@ def quantize_tiles(
     amax: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
     stream: int = 0,
+    shares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantises the tiles that tiling.cut made.
 
@@ -36,6 +37,7 @@ def quantize_tiles(
         amax: fp32 0-dim, largest |x| of the whole tensor without the factor, for schemes that take
             it.
         seed, stream: where the coins of a stochastic scheme come from.
+        shares: what MS-EDEN multiplies the rows of each chunk by besides (groups.py).
 
     Returns:
         codes uint8 [rows, Kp/2], or widened bf16 [rows, Kp]; scales [rows / rows of a block, Kp /
@@ -47,7 +49,7 @@ def quantize_tiles(
         amax = None if amax is None else amax * factor
     outer, size, lanes = tiles.shape
     shape = (outer * (size // scheme.width), scheme.width, lanes)
-    blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, stream)
+    blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, stream, shares)
     rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
     codes = blocks.join(pack(encode_e2m1(rounded.values)))
     mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))

@@ -84,3 +84,17 @@ def check_quantized(
         raise ValueError(
             f"q2::{op}: the global scale must be a float32 scalar, got {global_scale.dtype}."
         )
+
+
+def check_groups(op: str, *ends: torch.Tensor) -> None:
+    """The ends of groups, and those of the padded layout, must be int32 [E] of at least one group.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for offs in ends:
+        if offs.dtype != torch.int32 or offs.dim() != 1 or offs.shape != ends[0].shape:
+            got = " and ".join(f"{end.dtype} {list(end.shape)}" for end in ends)
+            raise ValueError(
+                f"q2::{op}: the ends of groups must be int32 [E], alike in each tensor; got {got}."
+            )

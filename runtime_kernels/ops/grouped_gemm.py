@@ -3,8 +3,8 @@
     grouped_gemm(a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs [E], a_scheme,
     b_scheme, gemm, dtype) -> matrix
 
-Both operands are quantised along the contraction, E weights w [E, N, K] lie in one matrix, and so
-do their gradients; ``gemm`` says how:
+Both operands are quantised along the contraction (or bf16 numbers, of a scheme that ends in @bf16),
+E weights w [E, N, K] lie in one matrix, and so do their gradients; ``gemm`` says how:
 
     gemm      a         b              result
     "fprop"   x [T, K]  w [E * N, K]   y [T, N]       contracts K, weight after weight
@@ -22,9 +22,30 @@ Results of another dtype are computed in fp32.
 
 import torch
 
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+
+
+def checked(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme: str, b_scheme: str
+) -> tuple[Scheme, Scheme]:
+    """The schemes by name.
+
+    Raises:
+        ValueError: one is unknown; an operand is no quantised matrix of its scheme.
+    """
+    specs = get_scheme(a_scheme), get_scheme(b_scheme)
+    check_quantized("grouped_gemm", a_codes, a_scales, a_global, widened=specs[0].widened)
+    check_quantized("grouped_gemm", b_codes, b_scales, b_global, widened=specs[1].widened)
+    return specs
+
+
+def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
+    """The second operand, widened, as grouped_mm takes it."""
+    if gemm == "fprop":
+        return b.unflatten(0, (groups, -1)).transpose(1, 2)
+    return b.unflatten(1, (groups, -1)).permute(1, 2, 0) if gemm == "dgrad" else b.t()
 
 
 def fake(
@@ -40,10 +61,8 @@ def fake(
     gemm,
     dtype,
 ):
-    check_quantized("grouped_gemm", a_codes, a_scales, a_global)
-    check_quantized("grouped_gemm", b_codes, b_scales, b_global)
-    get_scheme(a_scheme)
-    get_scheme(b_scheme)
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    checked(*operands, a_scheme, b_scheme)
     groups, rows, columns = offs.shape[0], a_codes.shape[0], b_codes.shape[0]
     shape = {
         "fprop": (rows, columns // groups),
@@ -76,20 +95,13 @@ def grouped_gemm(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The reference: see the top of this file."""
-    check_quantized("grouped_gemm", a_codes, a_scales, a_global)
-    check_quantized("grouped_gemm", b_codes, b_scales, b_global)
-    folds = get_scheme(a_scheme).folds and get_scheme(b_scheme).folds
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
+    folds = a_spec.folds and b_spec.folds
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    a = _widened(a_codes, a_scales, a_global if folds else None, a_scheme, wide)
-    b = _widened(b_codes, b_scales, b_global if folds else None, b_scheme, wide)
-    groups = offs.shape[0]
-    if gemm == "fprop":
-        b = b.unflatten(0, (groups, -1)).transpose(1, 2)
-    elif gemm == "dgrad":
-        b = b.unflatten(1, (groups, -1)).permute(1, 2, 0)
-    else:
-        b = b.t()
-    out = torch.ops.q2.grouped_mm(a, b, offs)
+    a = _widened(a_codes, a_scales, a_global if folds else None, a_spec, wide)
+    b = _widened(b_codes, b_scales, b_global if folds else None, b_spec, wide)
+    out = torch.ops.q2.grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
     return (out if folds else out * (a_global * b_global)).to(dtype)
@@ -99,11 +111,14 @@ def _widened(
     codes: torch.Tensor,
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
-    scheme: str,
+    spec: Scheme,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """code * scale, and times the global scale if it is given: [M, Kp]."""
+    """code * scale, and times the global scale if it is given: [M, Kp]. Widened codes have that
+    factored in already."""
+    if spec.widened:
+        return codes.to(dtype)
     if global_scale is None:
         global_scale = torch.ones((), device=codes.device)
     width = 2 * codes.shape[1]
-    return torch.ops.q2.dequantize(codes, scales, global_scale, scheme, width, dtype)
+    return torch.ops.q2.dequantize(codes, scales, global_scale, spec.name, width, dtype)

@@ -23,8 +23,8 @@ define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", fake=fake)
 
 @kernel("grouped_mm", REFERENCE)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """See above. On CUDA bf16 operands take torch's grouped kernel; others make torch
-    read the offsets on the host, once a call."""
+    """See above. On CUDA, where this runs for operands of other types than bf16, torch reads the
+    offsets on the host, once a call."""
     out = torch._grouped_mm(a, b, offs=offs)
     if b.dim() == 3:  # torch leaves the rows of no group as they were in memory
         row = torch.arange(a.shape[0], device=a.device)

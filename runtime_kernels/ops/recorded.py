@@ -4,6 +4,8 @@
     quantize_masked_recorded(...)    -> ...
     rht_quantize_recorded(...)
     requantize_recorded(...)
+    rht_quantize_groups_recorded(...), requantize_groups_recorded(...)
+    rht_quantize_groups_both_recorded(...)
     rht_quantize_both_recorded(...)  -> ..., statistics of the rows, statistics of the columns
     statistics_of_codes(codes, scales, global_scale, scheme)   codes that another graph made
     statistics_of_operand(x, codes, scales, global_scale, scheme)   of q2::quantize's x and codes
@@ -23,6 +25,7 @@ from functools import partial
 
 import torch
 
+from q2compile.runtime_kernels.numerics.groups import lay_out
 from q2compile.runtime_kernels.numerics.layout import Tiling
 from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -44,9 +47,13 @@ from q2compile.runtime_kernels.ops import (
     quantize,
     quantize_masked,
     requantize,
+    requantize_groups,
     rht_quantize,
     rht_quantize_both,
+    rht_quantize_groups,
+    rht_quantize_groups_both,
 )
+from q2compile.runtime_kernels.ops.rht_quantize_groups import spreads
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
 
 RECORDED = "_recorded"  # at the end of an op's name
@@ -127,6 +134,75 @@ def _requantize(
     return [_measured(values, parts, plain_name(scheme), seed, transform, amax)]
 
 
+def _in_groups(values: Callable, offs, padded_offs, scheme: str, transform: str) -> Callable:
+    """``values`` of rows that lie [K, T], in the padded layout of their groups."""
+    spread = spreads(get_scheme(scheme), get_transform(transform))
+
+    def laid(chosen: torch.Tensor | None) -> torch.Tensor:
+        x, shares = lay_out(values(chosen).t(), offs, padded_offs, spread=spread)
+        if shares is not None:
+            x = x * shares.repeat_interleave(x.shape[0] // shares.shape[0])[:, None]
+        return x.t()
+
+    return laid
+
+
+def _rht_quantize_groups(x, offs, padded_offs, seed, scheme, transform, stream, *, made):
+    groups = (offs, padded_offs)
+    parts = made(lambda s: torch.ops.q2.rht_quantize_groups(x, *groups, seed, s, transform, stream))
+    scheme = plain_name(scheme)
+    values = _in_groups(_rows_of(x, True), *groups, scheme, transform)
+    return [_measured(values, parts, scheme, seed, transform, _largest(x))]
+
+
+def _rht_quantize_groups_both(
+    x, offs, padded_offs, row_seed, col_seed, scheme, transform, stream, *, made
+):
+    groups = (offs, padded_offs)
+    six = made(
+        lambda s: torch.ops.q2.rht_quantize_groups_both(
+            x, *groups, row_seed, col_seed, s, transform, stream
+        )
+    )
+    scheme, amax = plain_name(scheme), _largest(x)
+    columns = _in_groups(_rows_of(x, True), *groups, scheme, transform)
+    sides = ((_rows_of(x, False), six[:3], row_seed), (columns, six[3:], col_seed))
+    return [
+        _measured(values, parts, scheme, seed, transform, amax) for values, parts, seed in sides
+    ]
+
+
+def _requantize_groups(
+    codes,
+    scales,
+    global_scale,
+    offs,
+    padded_offs,
+    seed,
+    source_scheme,
+    scheme,
+    transform,
+    rows,
+    stream,
+    *,
+    made,
+):
+    source, groups = (codes, scales, global_scale), (offs, padded_offs)
+    spec = get_scheme(source_scheme)
+    parts = made(
+        lambda s: torch.ops.q2.requantize_groups(
+            *source, *groups, seed, source_scheme, s, transform, rows, stream
+        )
+    )
+
+    def values(chosen: torch.Tensor | None) -> torch.Tensor:
+        return source_values(codes, scales, global_scale, spec, chosen)[:rows]
+
+    scheme, amax = plain_name(scheme), largest_of_codes(*source, spec)
+    laid = _in_groups(values, *groups, scheme, transform)
+    return [_measured(laid, parts, scheme, seed, transform, amax)]
+
+
 def _recorded(op: str, observe: Callable, at: int, args: tuple) -> tuple:
     """The outputs of an op, and what ``observe`` measures. at: which argument is the scheme."""
     outputs = getattr(torch.ops.q2, op)(*args)
@@ -168,6 +244,11 @@ _define_recorded("quantize_masked", quantize_masked.fake, _quantize_masked, 1, 1
 _define_recorded("rht_quantize", rht_quantize.fake, _rht_quantize, 2, 1)
 _define_recorded("rht_quantize_both", rht_quantize_both.fake, _rht_quantize_both, 3, 2)
 _define_recorded("requantize", requantize.fake, _requantize, 5, 1)
+_define_recorded("rht_quantize_groups", rht_quantize_groups.fake, _rht_quantize_groups, 4, 1)
+_define_recorded(
+    "rht_quantize_groups_both", rht_quantize_groups_both.fake, _rht_quantize_groups_both, 5, 2
+)
+_define_recorded("requantize_groups", requantize_groups.fake, _requantize_groups, 7, 1)
 
 
 define(

@@ -80,8 +80,9 @@ def rotate_and_quantize(
     rotation: Transform,
     transpose: bool,
     stream: int,
+    shares: torch.Tensor | None = None,
 ) -> Quantized:
-    """The same for x * factor, where the factor may be applied late (quantizer.py)."""
+    """The same for x * factor, which may be applied late (quantize_tiles.py has shares, too)."""
     tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=transpose)
     tiles = rotate_tiles(tiling.cut(x), rotation, seed)
     largest = amax(tiles) if spec.takes_amax else None
@@ -93,5 +94,6 @@ def rotate_and_quantize(
         amax=largest,
         seed=seed,
         stream=stream,
+        shares=shares,
     )
     return codes, scales, global_scale

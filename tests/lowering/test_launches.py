@@ -18,12 +18,10 @@ from torch._inductor.lowering import lowerings
 from q2compile import lowering
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
-from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
 from q2compile.runtime_kernels.cuda.site import Site
-from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED
 from q2compile.runtime_kernels.registry import KernelWarning
-from tests.support import emulation
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+from tests.support.emulation.on_cpu import launches_on_cpu
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -40,11 +38,7 @@ def hopper(monkeypatch) -> Iterator[list[str]]:
     sources = emulate(monkeypatch, 90)
     serve_as_on(monkeypatch, 90)
     monkeypatch.setattr(Site, "_call", call)
-    emulation.serve(monkeypatch, "sm_90a")
-    for module in (plan, split_scales):
-        monkeypatch.setattr(module, "multiprocessors", lambda index: 2)
-    fixed = torch.tensor(FIXED_SIGN_SEED)
-    monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
+    launches_on_cpu(monkeypatch, "sm_90a")
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_SAID", {})
     with inductor_config.patch(INDUCTOR_OPTIONS):

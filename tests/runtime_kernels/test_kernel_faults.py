@@ -250,7 +250,10 @@ def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypa
     for op, schemes in selfcheck.CHECKED.items():
         for scheme in schemes:
             served = registry.serving(op, on_gpu(op, scheme)).name
-            assert served == ("cuda_bf16" if op == "gemm" else "cuda"), (op, scheme)
+            assert served == ("cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"), (
+                op,
+                scheme,
+            )
 
 
 @pytest.mark.parametrize("capability", [(5, 0), (7, 5)])

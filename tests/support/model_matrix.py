@@ -26,9 +26,6 @@ from q2compile.report.report import Report, collector
 from q2compile.report.row import Row
 from tests.support import model_zoo
 
-# Experts are taken where a pattern asks for them: here, in four of the six models that have some.
-WITH_EXPERTS = ("qwen3_moe_bf16", "deepseek_v3", "gpt_oss", "llama4")
-POLICIES = dict.fromkeys(WITH_EXPERTS, {"*.experts.*": "quartet2"})
 TABLE = Path(__file__).resolve().parents[1] / "MODELS.md"
 
 
@@ -49,14 +46,14 @@ def cosine(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def step_and_report(
-    model: nn.Module, inputs: dict[str, Any], inner: str, policy: dict[str, Any] | None = None
+    model: nn.Module, inputs: dict[str, Any], inner: str
 ) -> tuple[Tensor, dict[str, Tensor], Report]:
     """A step under the backend, and what it reports of the graphs of that step."""
     torch._dynamo.reset()
     report = Report()
     token = collector.set(report)
     try:
-        options = {"inner": inner, "policy": policy or {}}
+        options = {"inner": inner}
         compiled = torch.compile(model, backend="quartet2", options=options)
         loss, grads = step(model, inputs, compiled)
     finally:
@@ -101,7 +98,7 @@ def run(name: str, inner: str) -> Result:
     model, inputs = model_zoo.BUILDERS[name]()
     model.train()
     own_loss, own = step(model, inputs, model)
-    loss, grads, report = step_and_report(model, inputs, inner, POLICIES.get(name))
+    loss, grads, report = step_and_report(model, inputs, inner)
     if grads.keys() != own.keys():
         raise ValueError(f"{name}: gradients of {grads.keys() ^ own.keys()} in one step alone")
     weights = [parameter for parameter, grad in own.items() if grad.ndim >= 2]
@@ -146,10 +143,10 @@ torch {torch.__version__}, transformers {transformers.__version__}, rewritten gr
 {inner}.{plain}
 
 "Taken" counts the matmuls with a weight that are quantised, of all that there are; "left" says why
-the others are not, and the products of activations. A policy asks for the experts of
-{", ".join(WITH_EXPERTS)}. The loss is compared with the model's own, the gradients by their cosine:
-of all weights together, and the lowest of any weight. What a cosine must be is derived in
-`tests/end_to_end/test_models.py`, which checks all but the exact figures in every run.
+the others are not, and the products of activations. The loss is compared with the model's own, the
+gradients by their cosine: of all weights together, and the lowest of any weight. What a cosine must
+be is derived in `tests/end_to_end/test_models.py`, which checks all but the exact figures in every
+run.
 
 | model | taken | left | loss differs | gradients' cosine | lowest of one weight |
 |---|---|---|---|---|---|

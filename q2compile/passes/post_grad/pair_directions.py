@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import q2_nodes
+from q2compile.passes.graph_queries import is_q2, q2_nodes
 from q2compile.passes.verify import named_arguments
 
 
@@ -22,35 +22,63 @@ def pair_directions_pass(graph: fx.Graph) -> int:
         b = rht_quantize(dy, t, S, R, True, 0)         ...
         b0, b1, b2 = b[0], b[1], b[2]
 
-    Preconditions: one op of each direction on the same tensor, with the same scheme S, transform R
-    and stream, and a seed each; both seeds stand before the first of the two ops (merge_seeds puts
-    them there, so it runs before this pass).
+    Likewise rht_quantize_groups(dy, offs, padded_offs, t, S, R, 0), of experts, for the second, and
+    rht_quantize_groups_both for the result.
 
-    Exact: rht_quantize_both is defined as the two single ops, bit for bit.
+    Preconditions: one op of each direction on the same tensor, with the same scheme S, transform R
+    and stream, and a seed each; both seeds, and the ends of the groups, stand before the first of
+    the two ops (merge_seeds puts seeds there, so it runs before this pass; padded_ends is put there
+    by this one).
+
+    Exact: rht_quantize_both is defined as the two single ops, bit for bit, and its sister too.
     """
     waiting: dict[Any, fx.Node] = {}
     pairs = 0
-    for node in list(q2_nodes(graph, "rht_quantize")):
+    for node in list(q2_nodes(graph, "rht_quantize", "rht_quantize_groups")):
         args = named_arguments(node)
         alike = (args["x"], args["scheme"], args["transform"], args["stream"])
-        partner = waiting.pop((alike, not args["transpose"]), None)
+        columns = _along_columns(node)
+        partner = waiting.pop((alike, not columns), None)
         if partner is None:
-            waiting[(alike, args["transpose"])] = node
-        elif isinstance(args["seed"], fx.Node) and args["seed"] < partner:
+            waiting[(alike, columns)] = node
+        elif isinstance(args["seed"], fx.Node) and all(
+            _stands_before(partner, needed) for needed in (args["seed"], *_groups(node))
+        ):
             _replace(graph, first=partner, second=node)
             pairs += 1
     return pairs
 
 
+def _along_columns(node: fx.Node) -> bool:
+    return is_q2(node, "rht_quantize_groups") or bool(named_arguments(node)["transpose"])
+
+
+def _groups(node: fx.Node) -> tuple[Any, ...]:
+    """Their ends, of an op that has some."""
+    args = named_arguments(node)
+    return tuple(args[name] for name in ("offs", "padded_offs") if name in args)
+
+
+def _stands_before(first: fx.Node, needed: fx.Node) -> bool:
+    """Whether ``needed`` does, where it can be moved there after that."""
+    if is_q2(needed, "padded_ends") and first < needed:
+        offs: Any = needed.args[0]
+        if offs < first:
+            first.prepend(needed)
+    return needed < first
+
+
 def _replace(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
     """Put one op in the place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
-    row, column = (second, first) if named_arguments(first)["transpose"] else (first, second)
+    row, column = (second, first) if _along_columns(first) else (first, second)
     args: dict[str, Any] = named_arguments(row)
     column_seed: Any = named_arguments(column)["seed"]
+    groups = _groups(column)
+    op = torch.ops.q2.rht_quantize_groups_both if groups else torch.ops.q2.rht_quantize_both
     with graph.inserting_before(first):
         both = graph.call_function(
-            torch.ops.q2.rht_quantize_both.default,
-            (args["x"], args["seed"], column_seed)
+            op.default,
+            (args["x"], *groups, args["seed"], column_seed)
             + (args["scheme"], args["transform"], args["stream"]),
         )
         both.meta = {**first.meta, "val": (*row.meta["val"], *column.meta["val"])}

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import VIEWS_AND_CASTS, is_q2
+from q2compile.passes.graph_queries import ONE_ROTATED, VIEWS_AND_CASTS, is_q2
 
-_QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "requantize", "transpose")
+_QUANTIZING = ("quantize", "quantize_masked", *ONE_ROTATED, "transpose")
 
 
 def share_operands_pass(graph: fx.Graph) -> int:

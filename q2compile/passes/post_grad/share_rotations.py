@@ -8,7 +8,9 @@ from typing import Any
 from torch import fx
 
 from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
     GEMM_OPS,
+    ONE_ROTATED,
     depending_on_tangents,
     is_q2,
     producer,
@@ -81,7 +83,7 @@ def _share(graph: fx.Graph, gemms: Iterable[fx.Node]) -> int:
     for gemm in list(gemms):
         operands: Any = gemm.args
         a, b = producer(operands[0]), producer(operands[3])
-        if not (_gradient_columns(gemm, a) and is_q2(b, "requantize", "rht_quantize")):
+        if not (_gradient_columns(gemm, a) and is_q2(b, *ONE_ROTATED)):
             continue
         args: dict[str, Any] = named_arguments(b)
         seed = args.pop("seed")
@@ -102,9 +104,11 @@ def _share(graph: fx.Graph, gemms: Iterable[fx.Node]) -> int:
 
 def _gradient_columns(gemm: fx.Node, a: fx.Node) -> bool:
     """Whether the first operand is all of a gradient's column direction, used here alone."""
-    if is_q2(a, "rht_quantize_both"):
+    if is_q2(a, *BOTH_ROTATED):
         columns = [n for n in a.users if n.args[1] in (3, 4, 5)]
-    elif is_q2(a, "rht_quantize") and named_arguments(a)["transpose"]:
+    elif is_q2(a, "rht_quantize_groups") or (
+        is_q2(a, "rht_quantize") and named_arguments(a)["transpose"]
+    ):
         columns = list(a.users)
     else:
         return False

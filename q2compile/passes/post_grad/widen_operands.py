@@ -6,13 +6,20 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import is_q2, q2_nodes, serving_kernel, update_outputs
+from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
+    GEMM_OPS,
+    ONE_ROTATED,
+    is_q2,
+    q2_nodes,
+    serving_kernel,
+    update_outputs,
+)
 from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
-_QUANTISERS = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
-_CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of q2.gemm, of a and b
+_CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
 
 
 def widen_operands_pass(graph: fx.Graph) -> int:
@@ -25,15 +32,16 @@ def widen_operands_pass(graph: fx.Graph) -> int:
     The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before
     it reads those 2; now the quantiser writes them.
 
-    Preconditions: all that comes out of the op is read by q2.gemm nodes alone, which the CUDA
-    kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such numbers of this
-    scheme and transform; a pair of directions has one scheme, so both must be so. Of q2.quantize
-    only the schemes that draw coins: the others may be loops, which fuse with what makes x.
+    Preconditions: all that comes out of the op is read by q2.gemm (or q2.grouped_gemm) nodes alone,
+    which the CUDA kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such
+    numbers of this scheme and transform; a pair of directions has one scheme, so both must be so.
+    Of q2.quantize only the schemes that draw coins: the others may be loops, which fuse with what
+    makes x.
 
     Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
     """
     matches = 0
-    for node in list(q2_nodes(graph, *_QUANTISERS)):
+    for node in list(q2_nodes(graph, "quantize", *ONE_ROTATED, *BOTH_ROTATED)):
         at = list(named_arguments(node)).index("scheme")
         scheme: Any = node.args[at]
         readers = {gemm for output in node.users for gemm in output.users}
@@ -56,4 +64,4 @@ def widen_operands_pass(graph: fx.Graph) -> int:
 
 
 def _is_bf16(node: fx.Node) -> bool:
-    return is_q2(node, "gemm") and serving_kernel(node, node.args) == CUDA_BF16
+    return is_q2(node, *GEMM_OPS) and serving_kernel(node, node.args) == CUDA_BF16

@@ -12,6 +12,8 @@
 //   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
+//   Q2_GROUPED   along columns by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
+//                that of the padded layout, which `tiles` covers
 //   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
 //
@@ -100,11 +102,13 @@ struct Extent {
 // codes stand for, in kUnit.
 template <bool kAcross>
 Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first_a,
-                            u32 first_b, int step, Results& results, Extent& extent) {
+                            u32 first_b, int step, Results& results, Extent& extent,
+                            [[maybe_unused]] float share = 1.0f) {
   if constexpr (kRule == MS_EDEN) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       Pair worth = ms_eden(x[group], results.codes[group]);
+      if constexpr (kAcross && kSpread) worth = mul(worth, both(share));
       results.stored[group][0] = __float_as_uint(worth.a);
       results.stored[group][1] = __float_as_uint(worth.b);
     }
@@ -213,9 +217,9 @@ Q2_INLINE void store_mask([[maybe_unused]] const Params& p, int row, int block, 
 }
 
 // Codes, scales and masks that quantize_along_rows made.
-Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Results& made) {
-  int row = threadIdx.x / 2, side = threadIdx.x % 2;
-  Target target = target_at(p.along_rows, tile.row + row, tile.col / kBlock);
+Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Rows& rows, const Results& made) {
+  int row = row_of_result(p.along_rows, rows, threadIdx.x / 2), side = threadIdx.x % 2;
+  Target target = target_at(p.along_rows, row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
@@ -238,20 +242,22 @@ Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Results& made)
       }
       int block = tile.col / kBlock + ahead;
       if constexpr (kSwizzled)
-        store_two_swizzled(p.along_rows, tile.row + row, block, made.stored[0][half],
+        store_two_swizzled(p.along_rows, row, block, made.stored[0][half],
                            made.stored[1][half]);
-      if (kMasked && ahead < target.left) store_mask(p, tile.row + row, block, made.trusted[half]);
+      if (kMasked && ahead < target.left) store_mask(p, row, block, made.trusted[half]);
     }
   }
 }
 
 // Q2_WIDENED: what quantize_along_rows has rounded.
-Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Pair (&x)[2][16],
-                                    const Results& made, const Common& common) {
+Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Rows& rows,
+                                    const Pair (&x)[2][16], const Results& made,
+                                    const Common& common) {
   int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;
   Staged staged(shared_tiles, out, common);
   u32 coins[2][2] = {};
-  if constexpr (kRule == MS_EDEN) coins_along_row(out, tile.row + row, block, coins);
+  if constexpr (kRule == MS_EDEN)
+    coins_along_row(out, row_of_result(out, rows, row), block, coins);
   u32 at = staged.place(row % kStagedRows, 64 * side);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -259,7 +265,7 @@ Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Pair (&x
     staged.put(at, 8 * half + 2 * group, x[group], half, made.stored[group][half],
                coins[group][half]);
   }
-  staged.store(tile.row + row / kStagedRows * kStagedRows, block);
+  staged.store_rows(rows, row / kStagedRows * kStagedRows, block);
 }
 
 // And quantize_along_cols.
@@ -281,7 +287,7 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
-Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
+Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const Rows& rows, const u8* shared,
                                    const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
@@ -325,17 +331,18 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const u8* shared,
       for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
     }
   }
-  u32 coins = coins_at(p.along_rows, tile.row + row, tile.col / kBlock + 2 * side);
+  u32 coins = coins_at(p.along_rows, row_of_result(p.along_rows, rows, row),
+                       tile.col / kBlock + 2 * side);
   Results made;
   round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_rows(p.along_rows, tile, x, made, common);
-  if constexpr (!kValues || kWorths) store_along_rows(p, tile, made);
+  if constexpr (kValues) store_values_of_rows(p.along_rows, tile, rows, x, made, common);
+  if constexpr (!kValues || kWorths) store_along_rows(p, tile, rows, made);
 }
 
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
-Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
+Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const Rows& rows, const u8* shared,
                                    const Common& common, Extent& extent) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
   constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
@@ -374,7 +381,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const u8* shared,
   int block = tile.row / kBlock + quarter;
   Results made;
   round_groups<true>(x, common, p.along_cols, coins_at(p.along_cols, first, block),
-                     coins_at(p.along_cols, second, block), 16, made, extent);
+                     coins_at(p.along_cols, second, block), 16, made, extent, share_of(rows));
   if constexpr (kRule == AMAX) return;
   if constexpr (kValues)
     store_values_of_cols(p.along_cols, tile, first, second, x, made, common);
@@ -435,8 +442,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   const Walk walk(p);
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
-  if (kPacked) fetch_codes(p, tile, share);
-  else fetch_elements(p, tile, shared_tiles);
+  u32 turn = 0;  // of the tile that is worked on
+  if (kPacked) fetch_codes(p, tile, rows_of(p, tile, 0), share);
+  else fetch_elements(p, tile, rows_of(p, tile, 0), shared_tiles);
   if (kSigned) make_masks(p);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
@@ -444,21 +452,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   if (kCols) cols = common_of(p, p.along_cols);
   if (kPacked) __syncthreads();  // expand_codes reads the masks
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
-  for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next) {
+  for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next, ++turn) {
     bool more = index + gridDim.x < p.tiles;
     next = walk.after(tile);
     u8* current = shared_tiles + stage * kTileBytes;
     if (kStages == 2) stage ^= 1;
     if (kPacked) expand_codes(share, current);
-    if (more && kPacked) fetch_codes(p, next, share);
+    if (more && kPacked) fetch_codes(p, next, rows_of(p, next, turn + 1), share);
     if (!kPacked) await_copies();
     __syncthreads();
-    if (more && !kPacked && kStages == 2) fetch_elements(p, next, shared_tiles + stage * kTileBytes);
-    if (kRows) quantize_along_rows(p, tile, current, rows, extent_along_rows);
-    if (kCols) quantize_along_cols(p, tile, current, cols, extent_along_cols);
+    if (more && !kPacked && kStages == 2)
+      fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kTileBytes);
+    const Rows held = rows_now(p, tile, turn);
+    if (kRows) quantize_along_rows(p, tile, held, current, rows, extent_along_rows);
+    if (kGrouped && kRows && held.tail) clear_tile(current);
+    if (kCols) quantize_along_cols(p, tile, held, current, cols, extent_along_cols);
     if (kStages == 1) {
       __syncthreads();
-      if (more && !kPacked) fetch_elements(p, next, shared_tiles);
+      if (more && !kPacked) fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles);
     }
   }
   if (kRows) finish(p.along_rows, extent_along_rows);

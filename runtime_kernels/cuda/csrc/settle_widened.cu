@@ -44,6 +44,22 @@ Q2_INLINE u32 made_again(u32 word, Scales scales, float global_scale) {
                    __fdiv_rn(v.b, scales.made) * scales.settled * global_scale);
 }
 
+// Makes the numbers of the block again whose worth lies at `at`; worth: times factor.
+Q2_INLINE void mend(const Side& side, long long at, float worth, float inverse,
+                    float global_scale) {
+  long long block = Q2_INTERLEAVED ? (at & ~7ll) | (at >> 1 & 3) | (at & 1) << 2 : at;
+  Scales scales = scales_of(side, block, worth, worth * inverse);
+  uint4* values = (uint4*)side.scales + block * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint4 v = values[half];
+    values[half] = {made_again(v.x, scales, global_scale), made_again(v.y, scales, global_scale),
+                    made_again(v.z, scales, global_scale), made_again(v.w, scales, global_scale)};
+  }
+}
+
+constexpr int kLoads = 4;  // of four worths each, on their way at once: at most 7, bits in a word
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     settle_widened(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
@@ -57,19 +73,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   auto stands = [&](float worth) { return worth * inverse >= 0x1p-6f && worth >= 0x1p-99f; };
   u32 smallest = ~largest_of(side.largest + side.parts, side.parts, ~0u) + 1;  // 0: there is none
   if (!poisoned && (smallest == 0 || stands(__uint_as_float(smallest) * factor))) return;
-  for (long long block = blockIdx.x * (long long)kThreads + threadIdx.x; block < side.count;
-       block += (long long)gridDim.x * kThreads) {
-    long long at = Q2_INTERLEAVED ? (block & ~7ll) | (block & 3) << 1 | (block >> 2 & 1) : block;
-    float worth = side.worth[at], scaled = worth * factor;
-    if (!poisoned && (worth == 0.0f || stands(scaled))) continue;
-    Scales scales = scales_of(side, block, scaled, scaled * inverse);
-    uint4* values = (uint4*)side.scales + block * 2;
+  auto mended = [&](float worth) -> u32 {
+    return poisoned || (worth != 0.0f && !stands(worth * factor));
+  };
+  long long stride = (long long)gridDim.x * kThreads;
+  for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; 4 * i < side.count;
+       i += kLoads * stride) {
+    float4 worths[kLoads];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 v = values[half];
-      values[half] = {
-          made_again(v.x, scales, global_scale), made_again(v.y, scales, global_scale),
-          made_again(v.z, scales, global_scale), made_again(v.w, scales, global_scale)};
+    for (int k = 0; k < kLoads; ++k) {
+      long long quad = i + k * stride;
+      bool inside = 4 * quad < side.count;
+      worths[k] = inside ? ((const float4*)side.worth)[quad] : float4{0, 0, 0, 0};
+    }
+    u32 found = 0;  // bit 4 k + j: of worth j of quad k
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k)
+      found |= (mended(worths[k].x) | mended(worths[k].y) << 1 | mended(worths[k].z) << 2 |
+                mended(worths[k].w) << 3)
+               << (4 * k);
+#pragma unroll 1
+    for (int bit = 0; found >> bit; ++bit) {
+      long long at = 4 * (i + bit / 4 * stride) + bit % 4;
+      if ((found >> bit & 1) && at < side.count)
+        mend(side, at, side.worth[at] * factor, inverse, global_scale);
     }
   }
 }

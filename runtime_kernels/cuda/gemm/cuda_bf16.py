@@ -47,8 +47,8 @@ def gemm_bf16(
     if 0 in (*a_codes.shape, *b_codes.shape):
         return without_contraction(a_codes, b_codes, bias, dtype)
     folds = a_spec.folds and b_spec.folds
-    a = _bf16(a_codes, a_scales, a_global if folds else None, a_spec)
-    b = _bf16(b_codes, b_scales, b_global if folds else None, b_spec)
+    a = widened(a_codes, a_scales, a_global if folds else None, a_spec)
+    b = widened(b_codes, b_scales, b_global if folds else None, b_spec)
     if folds and dtype == torch.bfloat16:
         if bias is None:
             return a @ b.t()
@@ -58,7 +58,7 @@ def gemm_bf16(
     return finished(out, None if folds else a_global * b_global, bias, dtype)
 
 
-def _bf16(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
+def widened(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
     """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact."""
     if spec.widened:
         return codes

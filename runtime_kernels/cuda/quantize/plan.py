@@ -36,6 +36,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     thread_shape,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
@@ -43,6 +44,15 @@ from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Trans
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
 
 Address = At | int  # 0: there is no such tensor
+
+
+class Groups(NamedTuple):
+    """Of the rows of x, which are kept apart along columns: where they end, where in the padded
+    layout, and how many they are (ops/rht_quantize_groups.py)."""
+
+    ends: Address
+    padded_ends: Address
+    count: int
 
 
 class Direction(NamedTuple):
@@ -63,10 +73,11 @@ def launches(
     room: int,
     vectors: bool,
     amax_known: bool,
+    grouped: bool = False,
 ) -> tuple[Launch, ...]:
     """What a call launches, in order. room: bytes of shared memory of a multiprocessor."""
     kind = source, rotation, spec, *directions
-    rotate = functools.partial(rotate_launch, *kind, room=room, vectors=vectors)
+    rotate = functools.partial(rotate_launch, *kind, room=room, vectors=vectors, grouped=grouped)
     if Rule.of(spec) != Rule.EXACT:
         return rotate(), align_launch(spec, rotation.size == 128)
     if amax_known:
@@ -84,8 +95,8 @@ class _Side(NamedTuple):
     worths: int  # numbers in the workspace that rotate_quantize.cu leaves for align_scales.cu
 
 
-def _side(direction: Direction, rows: int, width: int, spec: Scheme, rotation: Transform) -> _Side:
-    width = padded(width, spec, rotation)
+def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
+    """width: of the contraction, padding included."""
     codes = Output((rows, width), torch.bfloat16)
     if not spec.widened:
         codes = Output((rows, width // 2), torch.uint8)
@@ -115,6 +126,7 @@ def quantizer_call(
     operand: tuple[Address, Address, Address],
     amax: Address = 0,
     vectors: bool = True,
+    groups: Groups | None = None,
 ) -> Call:
     """For CUDA device `index`.
 
@@ -124,19 +136,21 @@ def quantizer_call(
     operands: how many tensors the op is given.
     operand: x or its codes, its scales, its global scale.
     amax: the largest |x|, where the caller has it and the scheme takes it.
+    groups: of rows, which are kept apart along columns.
     """
     _, m, k, *_ = extents
+    height = padded_rows(m, groups.count) if groups else padded(m, spec, rotation)
     along_rows, along_cols = directions
     threads, blocks_per_multiprocessor = thread_shape(spec, along_rows is not None)
     rule = Rule.of(spec)
     # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
-    tiles = ceil_div(m, TILE) * across
+    tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
     sides = (
-        along_rows and _side(along_rows, m, k, spec, rotation),
-        along_cols and _side(along_cols, k, m, spec, rotation),
+        along_rows and _side(along_rows, m, padded(k, spec, rotation), spec),
+        along_cols and _side(along_cols, k, height, spec),
     )
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
@@ -145,7 +159,7 @@ def quantizer_call(
     outputs = tuple(output for side in present for output in side.outputs)
     workspace = At(operands + len(outputs))
     fields = _Fields(index, spec, rule, parts, sides, workspace, amax, rotation.signs == "fixed")
-    walk = (*extents, tiles, across, norm, *fields.mask)
+    walk = (*extents, tiles, across, norm, *fields.mask, *(groups or ()))
     launched = launches(
         source,
         spec,
@@ -154,6 +168,7 @@ def quantizer_call(
         room=shared_memory(index),
         vectors=vectors,
         amax_known=bool(amax),
+        grouped=groups is not None,
     )
     steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk))]
     if rule != Rule.EXACT:

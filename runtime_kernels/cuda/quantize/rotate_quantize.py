@@ -8,6 +8,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.ops.rht_quantize_groups import spreads
 
 # Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
 # scales are.
@@ -58,11 +59,13 @@ def rotate_launch(
     vectors: bool = True,
     amax: bool = False,
     overlaps: bool = False,
+    grouped: bool = False,
 ) -> Launch:
     """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
 
     room: bytes of shared memory of a multiprocessor.
     vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
+    grouped: along columns by groups of rows.
     overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
     """
     rule = Rule.AMAX if amax else Rule.of(spec)
@@ -98,13 +101,15 @@ def rotate_launch(
         Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AT_ONCE),
         Q2_MASKED=int(spec.masked),
+        Q2_GROUPED=int(grouped),
+        Q2_SPREAD=int(grouped and spreads(spec, rotation)),
     )
 
 
 @functools.cache
 def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) -> Launch:
     file = "rotate_quantize.cu"
-    layout = _ROTATE + "P" * defines["Q2_MASKED"]
+    layout = _ROTATE + "P" * defines["Q2_MASKED"] + "PPi" * defines["Q2_GROUPED"]
     return launch(file, layout, threads, shared, overlaps=overlaps, defines=defines)
 
 

@@ -138,7 +138,7 @@ def rotated(
     )
 
 
-def _source(spec: Scheme) -> int:
+def source_of(spec: Scheme) -> int:
     return SOURCES[spec.format + (SWIZZLED if spec.swizzled else "")]
 
 
@@ -154,7 +154,7 @@ def _refuses_requantize(
 def _prepare_requantize(
     codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
 ) -> None:
-    source = _source(get_scheme(source_scheme))
+    source = source_of(get_scheme(source_scheme))
     spec, rotation = get_scheme(scheme), get_transform(transform)
     index = codes.device.index
     kind = source, spec, rotation, (False, True)
@@ -179,7 +179,7 @@ def requantize(
     operands = 3 + (seed is not None)
     return quantizer_call(
         codes.device.index,
-        _source(source),
+        source_of(source),
         spec,
         rotation,
         (half, height, rows, 2 * half // source.width, shift),

@@ -81,7 +81,6 @@ LEFT = {
     "activation × activation": lambda m, x: x @ x.mT,
     "parameter × parameter": lambda m, x: m.w @ m.v,
     "the weight is 3-D, [2, 32, 48], and the activation [5, 32]": lambda m, x: x[0] @ m.cube,
-    "experts: the policy has to name them, {'cube': 'quartet2'}": lambda m, x: x @ m.cube,
     "the weight is computed": lambda m, x: F.linear(x, m.w * 2),
     "the weight is computed, not a parameter": lambda m, x: x @ (m.v + m.w.mT).relu(),
     "the activation is float64": lambda m, x: x.double() @ m.v.double(),

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from q2compile.passes import JOINT_PASSES, PASSES
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16, swizzle
-from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import _bf16
+from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -185,7 +185,7 @@ def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None
     for name in (scheme, scheme + SWIZZLED):
         swizzled(scales, 128, get_scheme(name))
     for name in (scheme, scheme + WIDENED):
-        _bf16(codes, scales, None, get_scheme(name))
+        widened(codes, scales, None, get_scheme(name))
     assert launches == ["swizzle_scales.cu", "dequantize.cu"]
 
 

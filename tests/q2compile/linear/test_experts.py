@@ -93,7 +93,7 @@ SPELLINGS = {
     equal_groups_weight_first: (1, "batched_linear"),
     equal_groups_added: (1, "batched_linear"),
     equal_groups_einsum: (1, "batched_linear"),
-    loop: (E, "linear"),
+    loop: (E, "batched_linear"),  # a stack of one
 }
 ROUTED = [grouped, looked_up, loop]
 
@@ -129,7 +129,7 @@ def compiled(model: nn.Module, **options: Any) -> tuple[Any, Report]:
         finally:
             collector.reset(token)
 
-    settings = {"inner": "eager", "policy": {"re:up|down": "quartet2"}, "strict": True, **options}
+    settings = {"inner": "eager", "strict": True, **options}
     run = torch.compile(model, backend="quartet2", options=settings)
     return call, report
 
@@ -152,10 +152,12 @@ def test_a_step_of_each_spelling(layer: Any) -> None:
     y = call(x, ids)
     grads = torch.autograd.grad(y, inputs, dy)
 
-    each, op = SPELLINGS[layer]
+    each, _ = SPELLINGS[layer]
     rows = [(row.module, row.taken, row.why) for row in report.rows]
     assert rows == [("up", True, "")] * each + [("down", True, "")] * each
-    if op != "linear":
+    if layer is loop:
+        assert [row.shape[0] for row in report.rows] == [1] * 2 * E
+    else:
         assert [row.shape for row in report.rows] == [(E, 200, N, K), (E, 200, K, N)]
     # fprop's operands have relative errors of sqrt(0.0075), those of the backward of sqrt(0.0094)
     # (q2compile tables); behind a gradient there are up to two GEMMs of each kind: a cosine of
@@ -258,18 +260,52 @@ class Nested(nn.Module):
         return self.head(self.layers[0].experts(x, ids))
 
 
-def test_experts_are_left_unless_the_policy_names_them() -> None:
+def test_experts_are_taken_as_any_linear_and_named_as_any() -> None:
     x, ids = tokens(equal_groups)
     report = explain(Nested(), x, ids, options={"inner": "eager", "strict": True})
     up, down, head = report.rows
-    assert (head.taken, up.taken, down.taken) == (True, False, False)
-    assert not up.wanted and not down.wanted  # so strict is content
+    assert up.taken and down.taken and head.taken and up.wanted
     assert up.module == "layers.0.experts.up" and up.shape == (E, 200, N, K)
-    assert up.why == "experts: the policy has to name them, {'layers.*.experts.*': 'quartet2'}"
-    asked = {"layers.*.experts.*": "quartet2", "*down": "bf16"}
+    asked = {"layers.*.experts.*": "nvfp4", "*down": "bf16"}
     report = explain(Nested(), x, ids, options={"inner": "eager", "policy": asked})
-    assert [row.taken for row in report.rows] == [True, False, True]
+    assert [row.recipe for row in report.rows] == ["nvfp4", "bf16", "quartet2"]
     assert report.rows[1].why == "policy: '*down' says bf16"
+
+
+class Routed(nn.Module):
+    """A router of 16 experts, as most models have it: scores, a bias, the best two."""
+
+    def __init__(self, scores: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Module()])
+        self.layers[0].gate = nn.Linear(K, 16)
+        self.layers[0].up = nn.Linear(K, 16)
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(self.layers[0].gate(x).float())
+        weight, chosen = torch.topk(scores, 2, dim=-1)
+        return (self.layers[0].up(x).gather(1, chosen) * weight).sum()
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda y: y,
+        lambda y: y.softmax(-1),
+        lambda y: F.softmax(y, dim=-1, dtype=torch.float32),
+        lambda y: torch.sigmoid(y).view(-1, 16) + torch.ones(16),
+        lambda y: y.sigmoid().t(),  # the experts choose tokens
+    ],
+)
+def test_a_router_stays_in_its_own_precision(scores: Any) -> None:
+    x, eager = tokens(equal_groups)[0], {"inner": "eager", "strict": True}
+    model = Routed(lambda y: scores(y).reshape(200, 16))
+    gate, up = explain(model, x, options=eager).rows
+    assert (gate.taken, gate.wanted, up.taken) == (False, False, True)
+    assert gate.why == "router: taken where the policy names it, {'layers.*.gate': 'quartet2'}"
+    asked = {**eager, "policy": {"layers.*.gate": "quartet2"}}
+    assert explain(model, x, options=asked).rows[0].taken
 
 
 LEFT = {
@@ -306,7 +342,7 @@ def test_what_is_left_has_its_reason(why: str) -> None:
     assert not row.taken and row.wanted and why in row.why
     with pytest.raises(NotTakenError, match="w: "):
         compiled(One(), policy={"w": "nvfp4"})[0](x, ids)
-    compiled(One(), policy={})[0](x, ids)  # strict, but nobody asked
+    compiled(One(), policy={"w": "bf16"})[0](x, ids)  # strict, but nobody asked
 
 
 # ---- graphs
@@ -331,11 +367,12 @@ def test_graphs(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(x, ids).sum().backward()
     assert counts["forward"] == {"quantize": 4, "grouped_gemm": 2}
     assert counts["backward"] == {
-        "rht_quantize": 4,  # dy along N and, its tokens padded by expert, along T
-        "requantize": 4,
+        "rht_quantize_groups_both": 2,  # dy along N, and along the tokens of each expert
+        "requantize": 2,
+        "requantize_groups": 2,
+        "padded_ends": 1,
         "grouped_gemm": 4,
-        # of dy, and of the codes and scales of x; of those of w where N is not whole chunks
-        "pad_groups": 2 * 3 + 2 * 2,
+        "pad_groups": 2 * 2,  # of the codes and scales of w, whose N is not whole chunks
     }
 
 

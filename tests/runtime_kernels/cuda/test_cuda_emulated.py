@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -15,13 +14,13 @@ import torch
 from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
-from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED
 from tests.support import emulation
 from tests.support.emulation.coins import close_to_their_coins
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -45,32 +44,8 @@ def room() -> int:
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(architecture, room, monkeypatch) -> Iterator[None]:
-    """Launches go to the emulation, of a GPU with two multiprocessors."""
-    emulation.serve(monkeypatch, architecture)
-    monkeypatch.setattr(plan, "multiprocessors", lambda index: 2)
-    monkeypatch.setattr(plan, "shared_memory", lambda index: room)
-    fixed = torch.tensor(FIXED_SIGN_SEED)
-    monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
-    yield
-
-
-def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Columns of very different size, exact ties, a zero block: what rounding may stumble over."""
-    generator = torch.Generator().manual_seed(rows * 7919 + cols)
-    x = torch.randn((rows, cols), generator=generator)
-    x *= torch.exp(3 * torch.randn((1, cols), generator=generator))
-    x[::3] = torch.randint(-6, 7, x[::3].shape, generator=generator).float()
-    x[:32, :16] = 0
-    return x.to(dtype)
-
-
-def assert_same_bits(got, want) -> None:
-    assert len(got) == len(want)
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        wrong = (a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8)).sum().item()
-        assert wrong == 0, f"result {i}: {wrong} bytes of {b.numel()} numbers differ"
+def on_cpu(architecture, room, monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, architecture, room)
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])

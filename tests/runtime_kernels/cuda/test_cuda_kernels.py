@@ -346,7 +346,7 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
     "op, scheme", [(op, scheme) for op, schemes in selfcheck.CHECKED.items() for scheme in schemes]
 )
 def test_selfcheck_agrees(op, scheme) -> None:
-    name = "cuda_bf16" if op == "gemm" else "cuda"
+    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
@@ -371,7 +371,7 @@ def as_on_ampere(monkeypatch) -> None:
 )
 def test_without_conversion_instructions(op, scheme, as_on_ampere) -> None:
     """rht_quantize is half of rht_quantize_both; of gemm the operands are made by dequantize.cu."""
-    name = "cuda_bf16" if op == "gemm" else "cuda"
+    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
@@ -383,13 +383,11 @@ def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
 
 
 @pytest.fixture
-def as_on_12_0(monkeypatch) -> Iterator[None]:
+def as_on_12_0(monkeypatch) -> None:
     """100 KiB of shared memory a multiprocessor: one tile of a thread block at a time."""
     monkeypatch.setattr(plan, "shared_memory", lambda index: 100 * 1024)
     monkeypatch.setattr(rotating_ops, "shared_memory", lambda index: 100 * 1024)
-    rotating_ops._PLANS.clear()
-    yield
-    rotating_ops._PLANS.clear()
+    monkeypatch.setattr(calls, "_READY", {})
 
 
 @pytest.mark.parametrize(
@@ -415,28 +413,22 @@ def test_one_tile_at_a_time_of_many(shape, dtype, as_on_12_0) -> None:
 def as_on_a_gpu_that_nobody_knows(monkeypatch) -> Iterator[None]:
     """Kernels come as PTX, without the instructions of one architecture alone."""
 
-    def forget() -> None:
-        launch.architecture.cache_clear()
-        rotating_ops._PLANS.clear()
-
-    def warm_up(self, index) -> None:
+    def bind(self, index, grid, values, slots) -> launch.Bound:
         fresh[self] = fresh.get(self) or launch._load(self, index)
-
-    def run(self, index, grid, *values) -> None:
-        warm_up(self, index)
-        fresh[self].run(grid, torch._C._cuda_getCurrentRawStream(index), values)
+        return launch.Bound(self, fresh[self], grid, values, slots)
 
     fresh: dict = {}
     monkeypatch.setattr(nvrtc, "ARCHITECTURES", {})
-    monkeypatch.setattr(launch.Launch, "__call__", run)
-    forget()
+    monkeypatch.setattr(launch.Launch, "bind", bind)
+    monkeypatch.setattr(calls, "_READY", {})
+    launch.architecture.cache_clear()
     yield
-    forget()
+    launch.architecture.cache_clear()
 
 
 @pytest.mark.parametrize("op", selfcheck.CHECKED)
 def test_on_a_gpu_that_nobody_knows(op, as_on_a_gpu_that_nobody_knows) -> None:
-    name = "cuda_bf16" if op == "gemm" else "cuda"
+    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
     assert launch.architecture(0) == "compute_90" or torch.cuda.get_device_capability() != (9, 0)
     scheme = selfcheck.CHECKED[op][0]
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
@@ -455,7 +447,7 @@ def test_a_self_check_waits_for_nobody_and_changes_nothing() -> None:
         for default in ("cuda", "meta"):
             with torch.device(default), torch.autocast("cuda"), torch.inference_mode():
                 for op in selfcheck.CHECKED:
-                    name = "cuda_bf16" if op == "gemm" else "cuda"
+                    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
                     scheme = selfcheck.CHECKED[op][0]
                     assert selfcheck.disagreement(op, name, device, scheme) is None
     finally:

@@ -81,6 +81,10 @@ HOT = {
     "exact both swizzled": rotate(BF16, "rht128", "nvfp4_sr" + SWIZZLED, BOTH),
     "exact col swizzled": rotate(BF16, "rht16", "nvfp4_sr" + SWIZZLED, COL),
     "requantize swizzled": rotate(SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
+    "groups both": rotate(BF16, "rht128", EDEN, BOTH, grouped=True),
+    "groups col": rotate(BF16, "rht128", EDEN, COL, grouped=True),
+    "groups requantize": rotate(NVFP4, "rht128", EDEN, COL, grouped=True),
+    "nvfp4 groups col": rotate(BF16, "rht16", SR, COL, grouped=True),
 }
 OTHERS = {
     "float16": rotate(FP16, "rht64", EDEN, BOTH),
@@ -90,6 +94,8 @@ OTHERS = {
     "no rotation": rotate(NVFP4, "none", EDEN, COL),
     "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
     "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
+    "values groups both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH, grouped=True),
+    "values groups requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL, grouped=True),
     "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
     "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + WIDENED, BOTH),
     "align eden": align(EDEN, True),
@@ -130,7 +136,7 @@ if nvrtc.version() >= (13, 2):  # that of torch 2.15
 SAMPLE = (
     *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
     *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
-    *("float32", "dequantize bf16"),
+    *("float32", "dequantize bf16", "values groups both", "values groups requantize"),
 )
 CASES = [
     (name, architecture)
@@ -291,6 +297,8 @@ def test_sm_100_works_on_pairs() -> None:
         ("rht_quantize_col", {"sm_90a": 27, "sm_100a": 17, "sm_120a": 23}),
         ("rht_quantize_both", {"sm_80": 53, "sm_90a": 50, "sm_100a": 31, "sm_120a": 42}),
         ("requantize", {"sm_80": 32, "sm_90a": 29, "sm_100a": 19, "sm_120a": 25}),
+        ("groups both", {"sm_90a": 53, "sm_100a": 34}),
+        ("groups requantize", {"sm_90a": 33, "sm_100a": 23}),
     ],
 )
 def test_instructions_an_element(name, most) -> None:

@@ -15,7 +15,7 @@
 // [2^-96, 2^120): what x is multiplied by and what it becomes is then far from fp32's subnormals.
 #pragma once
 #include "ms_eden.cuh"
-#include "tile.cuh"
+#include "groups.cuh"
 
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };
 

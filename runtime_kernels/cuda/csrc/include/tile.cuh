@@ -13,6 +13,7 @@ constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
 constexpr bool kSigned = Q2_SIGNED;    // D is drawn from the seed, else all ones
+constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (groups.cuh)
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 
@@ -59,6 +60,11 @@ struct Params {
 #if Q2_MASKED
   u32* mask;
 #endif
+#if Q2_GROUPED
+  const int* ends;         // of the groups
+  const int* padded_ends;  // in the padded layout
+  int groups;
+#endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
 
@@ -85,7 +91,7 @@ constexpr Q2_INLINE u32 slot(int piece) {
 // Loading
 
 struct Tile {
-  int row, col;  // of its first element
+  int row, col;  // of its first element; kGrouped: row of the padded layout
 };
 
 // Tile blockIdx.x, then every gridDim.x-th, from left to right and from top to bottom.
@@ -105,6 +111,15 @@ struct Walk {
   }
 };
 
+// Which rows of x a tile holds.
+struct Rows {
+  int first, count;  // of x; kGrouped: at most kTileRows
+  int shift;  // row j of the tile holds x's row first + (j >> shift); 4: if j is a multiple of 16
+  bool tail;  // they belong to no group
+  Q2_INLINE bool has(int j) const { return (j >> shift) < count && (shift < 4 || j % 16 == 0); }
+  Q2_INLINE int at(int j) const { return first + (j >> shift); }
+};
+
 // n elements of a piece of 16 bytes, and zeros after them.
 Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 #pragma unroll
@@ -115,14 +130,14 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 }
 
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
   const u8* source =
-      (const u8*)p.x + ((tile.row + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
+      (const u8*)p.x + ((rows.first + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
   long long step = kRowStep * p.pitch * kBytes;
-  bool whole = tile.row + kTileRows <= p.rows && tile.col + kTileCols <= p.cols;
+  bool whole = rows.count >= kTileRows && tile.col + kTileCols <= p.cols;
   if (kVectors && whole) {
 #pragma unroll
     for (int r = 0; r < kTileRows; r += kRowStep, source += step)
@@ -131,10 +146,12 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, u8* shared) {
     int cols_left = min(max(p.cols - tile.col - piece * kPerPiece, 0), kPerPiece);
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
-      int n = tile.row + row + r < p.rows ? cols_left : 0;
+      int n = rows.has(row + r) ? cols_left : 0;
       u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
-      if (kVectors && n == kPerPiece) copy_async(to, source);
-      else fetch_few(to, source, n);
+      const u8* from = kGrouped ? source + (rows.at(row + r) - rows.first - row - r) * p.pitch * kBytes
+                                : source;
+      if (kVectors && n == kPerPiece) copy_async(to, from);
+      else fetch_few(to, from, n);
     }
   }
   commit_copies();
@@ -147,13 +164,13 @@ struct Share {
   u32 scales[kShare];
 };
 
-Q2_INLINE void fetch_codes(const Params& p, Tile tile, Share& share) {
+Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& share) {
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int row = tile.row + (s * kThreads + threadIdx.x) / kTileBlocks,
+    int place = (s * kThreads + threadIdx.x) / kTileBlocks, row = rows.at(place),
         block = tile.col / kBlock + threadIdx.x % kTileBlocks,
         scale = kSource == MXFP4 ? block / 2 : block;
-    bool inside = row < p.rows && scale < p.source_blocks;
+    bool inside = rows.has(place) && scale < p.source_blocks;
     long long at = kSourceSwizzled
                        ? swizzled_at(row, scale, (p.source_blocks + 3) / 4)
                        : (long long)(row >> p.scale_shift) * p.source_blocks + scale;

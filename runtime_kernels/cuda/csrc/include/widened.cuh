@@ -65,6 +65,24 @@ struct Staged {
                                                         words[4 * half + 2], words[4 * half + 3]};
   }
 
+  // The warp's rows of a tile, from `place_in_tile` on, go to the rows of the output that they come
+  // from, from block `block` on.
+  Q2_INLINE void store_rows(const Rows& rows, int place_in_tile, int block) const {
+    if constexpr (!kGrouped) return store(rows.first + place_in_tile, block);
+    __syncwarp();
+    int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
+    u32 at = place(first, 16 * piece);
+    bool inside = block + piece / 2 < out.blocks;
+#pragma unroll
+    for (int i = 0; i < kStagedRows; i += 2) {
+      uint4 v = *(const uint4*)(shared + (at ^ spread(i)) + i * kStagedRowBytes);
+      int row = row_of_result(out, rows, place_in_tile + first + i);
+      if (inside && row < out.rows)
+        *(uint4*)(out.codes + ((long long)row * out.blocks + block) * 32 + piece * 16) = v;
+    }
+    __syncwarp();
+  }
+
   // The warp's rows go to rows `row` ... of the output, from block `block` on.
   Q2_INLINE void store(int row, int block) const {
     __syncwarp();

@@ -1,0 +1,141 @@
+"""Times a mixture of experts against plain Inductor on one GPU: all of it, and one stack.
+
+    python examples/benchmarks/moe.py [--only NAME,...] [--out FILE]
+
+Ratios are within this run, on this machine; every linear is taken, the experts too:
+
+    moe_step            forward and backward of Hugging Face's Qwen3-MoE (width 2048, 64 experts
+                        of 768, 8 a token, 4 layers, 32 heads, 4 key-value heads, vocabulary
+                        32000), 4 x 2048 tokens, bf16 parameters, experts by torch's grouped_mm;
+                        over BF16
+    moe_peak_memory     bytes allocated at the peak of that step, parameters and gradients
+                        included; over BF16
+    moe_grouped_gemm    forward and backward of one stack, [64, 1536, 2048], of 8192 tokens routed
+                        to 8 experts each: its quantisers and its three grouped GEMMs; over BF16
+
+BF16 is the same module under torch.compile's default backend. Times are medians of rounds in which
+the two take turns. `copies_to_host` counts the copies from the device in a step's profile, which
+the routing must not cause; `kernels` has the microseconds of the step's longest kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import BACKENDS, GPU, Step, in_turns, record
+from torch import nn
+
+EXPERTS, CHOSEN, WIDTH, INNER = 64, 8, 2048, 768
+MODEL: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
+BATCH, SEQUENCE = 4, 2048
+SHOWN = 30  # kernels
+
+
+def model() -> list[dict[str, Any]]:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    mixture: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL, use_cache=False))
+    mixture.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    mixture.to(GPU, torch.bfloat16)
+    tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQUENCE), device=GPU)
+    steps: dict[str, Step] = {}
+    peaks = {}
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        compiled = torch.compile(mixture, backend=backend)
+
+        def step(compiled=compiled) -> None:
+            mixture.zero_grad(set_to_none=True)
+            compiled(input_ids=tokens, labels=tokens).loss.backward()
+
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peaks[backend] = torch.cuda.max_memory_allocated() / 2**30
+        steps[backend] = step
+    times = in_turns(steps, calls=2)
+    return [
+        {"name": "moe_step", **_ratio(times, "BF16 times"), **_profiles(steps)},
+        {"name": "moe_peak_memory", **_ratio(peaks, "BF16 peaks")},
+    ]
+
+
+class Stack(nn.Module):
+    """The gate and up projections of all experts, rows of x sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.up.mT, offs=offs)
+
+
+def grouped_gemm() -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    stack = Stack().to(GPU, torch.bfloat16)
+    tokens = BATCH * SEQUENCE
+    chosen = torch.randn(tokens, EXPERTS, device=GPU).topk(CHOSEN).indices.flatten()
+    offs = chosen.bincount(minlength=EXPERTS).cumsum(0).to(torch.int32)
+    x = torch.randn(CHOSEN * tokens, WIDTH, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(CHOSEN * tokens, 2 * INNER, device=GPU, dtype=torch.bfloat16)
+    steps: dict[str, Step] = {}
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        compiled = torch.compile(stack, backend=backend)
+
+        def step(compiled=compiled) -> None:
+            x.grad = stack.up.grad = None
+            compiled(x, offs).backward(dy)
+
+        steps[backend] = step
+        step()  # compiles
+    times = in_turns(steps)
+    return [{"name": "moe_grouped_gemm", **_ratio(times, "BF16 times"), **_profiles(steps)}]
+
+
+def _ratio(values: dict[str, float], unit: str) -> dict[str, Any]:
+    bf16, own = (values[backend] for backend in BACKENDS)
+    return {"ratio": round(own / bf16, 3), "unit": unit, "bf16": bf16, "quartet2": own}
+
+
+def _profiles(steps: dict[str, Step]) -> dict[str, Any]:
+    """Of a step under each backend: copies to the host, and its longest kernels, microseconds."""
+    copies, kernels = {}, {}
+    for backend, step in steps.items():
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        events = [e for e in profile.key_averages() if e.self_device_time_total]
+        copies[backend] = sum(e.count for e in events if "DtoH" in e.key)
+        longest = sorted(events, key=lambda e: -e.self_device_time_total)[:SHOWN]
+        kernels[backend] = {
+            f"{e.count} x {e.key[:80]}": round(e.self_device_time_total, 1) for e in longest
+        }
+    return {"copies_to_host": copies, "kernels": kernels}
+
+
+BENCHMARKS = {"grouped_gemm": grouped_gemm, "model": model}
+
+
+def main() -> None:
+    record("moe", __doc__, BENCHMARKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+// Rows in groups, for rotate_quantize.cu with Q2_GROUPED: numerics/groups.py.
+//
+// Along columns the contraction is the padded layout, in which each group begins a tile; so a tile
+// has rows of one group alone, and those of no group come after the last. Along rows nothing is
+// grouped: a tile's rows go where they came from, copies once.
+//
+// What a tile holds is looked up when it is fetched, by all lanes of a warp at once, from the ends
+// in memory, which the cache has. It waits in shared memory until the tile is worked on: four places,
+// since warps are at most one barrier apart.
+#pragma once
+#include "tile.cuh"
+
+constexpr bool kSpread = Q2_SPREAD;  // chunks of at most 64 rows are filled with copies
+
+__shared__ Rows looked_up[4];
+
+// Of tile number `turn` of this thread block.
+Q2_INLINE Rows rows_of(const Params& p, Tile tile, [[maybe_unused]] u32 turn) {
+#if Q2_GROUPED
+  u32 group = 0;  // as many as end before the tile
+  for (int g = threadIdx.x % 32; g < p.groups; g += 32)
+    if (p.padded_ends[g] <= tile.row) group = g + 1;
+  group = __reduce_max_sync(~0u, group);
+  bool tail = (int)group == p.groups;
+  int first = tile.row + (group ? p.ends[group - 1] - p.padded_ends[group - 1] : 0),
+      end = tail ? (kRows ? p.rows : 0) : min(p.ends[group], p.rows),
+      count = min(max(end - first, 0), kTileRows), shift = 0;
+  if (kSpread && !tail) shift = (count <= 64) + (count <= 32) + (count <= 16) + (count <= 8);
+  Rows rows = {first, count, shift, tail};
+  if (threadIdx.x == 0) looked_up[turn % 4] = rows;
+  return rows;
+#else
+  return {tile.row, p.rows - tile.row, 0, false};
+#endif
+}
+
+// The same again, behind the barrier that ends the fetch.
+Q2_INLINE Rows rows_now(const Params& p, Tile tile, [[maybe_unused]] u32 turn) {
+  if constexpr (kGrouped) return looked_up[turn % 4];
+  else return {tile.row, p.rows - tile.row, 0, false};
+}
+
+// Where row j of a tile goes along rows; out.rows where there is none, or a copy.
+Q2_INLINE int row_of_result(const Output& out, const Rows& rows, int j) {
+  if constexpr (!kGrouped) return rows.first + j;
+  else return rows.has(j) && !(j & ((1 << rows.shift) - 1)) ? rows.at(j) : out.rows;
+}
+
+// What the copies of a row are multiplied by, which MS-EDEN does with the worths of their blocks.
+Q2_INLINE float share_of(const Rows& rows) {
+  int s = rows.shift;
+  return s == 1 ? 0x1.6a09e6p-1f : s == 2 ? 0.5f : s == 3 ? 0x1.6a09e6p-2f : 1.0f;
+}
+
+// Along columns rows of no group are zeros: of a tile that has been quantised along rows.
+Q2_INLINE void clear_tile(u8* shared) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < kTileBytes / 16; i += kThreads) ((uint4*)shared)[i] = {0, 0, 0, 0};
+  __syncthreads();
+}

@@ -1,0 +1,50 @@
+"""q2::grouped_gemm as one grouped product of bf16 matrices: no loop over the groups, and nothing
+that waits for the device.
+
+Exact but for the order of the sums, as cuda_bf16.py is, where both global scales are powers of two.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.cuda.dequantize import prepare
+from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
+from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
+from q2compile.runtime_kernels.cuda.gemm.operands import reads_plain_scales
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked
+from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
+
+
+def _refuses(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
+) -> str | None:
+    index = a_codes.device.index
+    columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
+    why = unserved(index, dtype, columns) or reads_plain_scales(a_scheme, b_scheme)
+    return why or refusal("grouped_gemm", CUDA_BF16, index, a_scheme)
+
+
+def _prepare(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
+) -> None:
+    zero_rows_launch().warm_up(a_codes.device.index)
+    for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
+        if not get_scheme(scheme).widened:
+            prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
+
+
+@kernel("grouped_gemm", CUDA_BF16, device_type="cuda", refuses=_refuses, prepare=_prepare)
+def grouped_gemm_bf16(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
+) -> torch.Tensor:
+    """See ops/grouped_gemm.py."""
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
+    folds = a_spec.folds and b_spec.folds
+    a = widened(a_codes, a_scales, a_global if folds else None, a_spec)
+    b = widened(b_codes, b_scales, b_global if folds else None, b_spec)
+    out = grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
+    if gemm == "wgrad":
+        out = out.flatten(0, 1)
+    return out if folds else (out * (a_global * b_global)).to(dtype)

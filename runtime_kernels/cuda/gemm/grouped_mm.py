@@ -1,0 +1,64 @@
+"""q2::grouped_mm on CUDA: torch's grouped product of bf16 matrices, which reads the ends of the
+groups on the device, and zeros in the rows of no group (zero_rows.cu).
+"""
+
+import functools
+
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Step
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.registry import CUDA, kernel
+
+_THREADS = 256
+
+
+@functools.cache
+def zero_rows_launch() -> Launch:
+    return launch("zero_rows.cu", "PPqqi", _THREADS, defines={})
+
+
+def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
+    """None where torch has a grouped kernel that waits for nothing, otherwise the reason in words.
+
+    sizes: of the dimensions along which its operands and its result lie in memory.
+    """
+    if torch.cuda.get_device_capability(index) < (8, 0):
+        return "torch's grouped products begin with compute capability 8.0"
+    if dtype != torch.bfloat16:
+        return f"torch's grouped product on the device is one of bfloat16, not of {dtype}"
+    odd = [size for size in sizes if isinstance(size, int) and size % 8]
+    return f"its rows are to be multiples of 16 bytes, not {2 * odd[0]}" if odd else None
+
+
+def _refuses(a, b, offs) -> str | None:
+    index = a.device.index
+    why = unserved(index, a.dtype, a.shape[1], b.shape[-1])
+    return why or refusal("grouped_mm", CUDA, index, "nvfp4_46_pow2")
+
+
+def _prepare(a, b, offs) -> None:
+    zero_rows_launch().warm_up(a.device.index)
+
+
+@kernel("grouped_mm", CUDA, device_type="cuda", refuses=_refuses, prepare=_prepare)
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """See ops/grouped_mm.py."""
+    if a.shape[0] == 0 or b.shape[-1] == 0 or (b.dim() == 3 and a.shape[1] == 0):
+        shape = (a.shape[0],) if b.dim() == 3 else (offs.shape[0], a.shape[0])
+        return a.new_zeros((*shape, b.shape[-1]))
+    out = torch._grouped_mm(a, b, offs=offs)
+    if b.dim() == 3:
+        _zero_rows(out, offs)
+    return out
+
+
+def _zero_rows_call(out: torch.Tensor, offs: torch.Tensor) -> Call:
+    row_bytes = out.stride(0) * out.element_size()
+    grid = 2 * multiprocessors(out.device.index), 1
+    values = (At(0), At(1), out.shape[0] * row_bytes, row_bytes, offs.shape[0])
+    return Call(2, (), 0, (Step(zero_rows_launch(), grid, values),))
+
+
+_zero_rows = Launching(_zero_rows_call, {1: Form.CONTIGUOUS})

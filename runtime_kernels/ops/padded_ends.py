@@ -1,0 +1,27 @@
+"""q2::padded_ends: where groups of rows end once each is padded to whole chunks of 128.
+
+    padded_ends(offs int32 [E]) -> int32 [E]
+
+See numerics/groups.py. An op, so that passes know it: pair_directions moves it up.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.numerics import groups
+from q2compile.runtime_kernels.ops.argument_checks import check_groups
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+
+
+def fake(offs):
+    check_groups("padded_ends", offs)
+    return torch.empty_like(offs)
+
+
+define("padded_ends(Tensor offs) -> Tensor", fake=fake)
+
+
+@kernel("padded_ends", REFERENCE)
+def padded_ends(offs: torch.Tensor) -> torch.Tensor:
+    """The reference: see the top of this file."""
+    check_groups("padded_ends", offs)
+    return groups.padded_ends(offs)

@@ -1,0 +1,59 @@
+"""q2::rht_quantize_groups: rows in groups, rotated and quantised along the rows of each group: an
+operand of the experts' wgrad, which contracts the tokens.
+
+    rht_quantize_groups(x [T, C], offs [E], padded_offs [E], seed?, scheme, transform, stream)
+        -> codes uint8 [C, Tp/2], scales, global_scale fp32 0-dim
+
+offs are the ends of the groups, int32 on the device; padded_offs those of the padded layout, where
+each group is whole chunks of 128 rows (numerics/groups.py, padded_ends), and Tp its rows. Defined
+as that layout, rotated and quantised as by rht_quantize with transpose; rows of no group are zeros
+there. MS-EDEN after a rotation by 128 has short chunks spread, so that it is unbiased there too.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.numerics.groups import UNIT, lay_out, padded_rows
+from q2compile.runtime_kernels.numerics.layout import empty_quantized
+from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform
+from q2compile.runtime_kernels.ops.argument_checks import check_groups, check_operand
+from q2compile.runtime_kernels.ops.rht_quantize import checked, rotate_and_quantize
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+
+
+def spreads(spec: Scheme, rotation: Transform) -> bool:
+    """Whether chunks that a group leaves short are spread."""
+    return spec.rounding == "ms_eden" and rotation.size == UNIT
+
+
+def fake(x, offs, padded_offs, seed, scheme, transform, stream):
+    spec, rotation = checked("rht_quantize_groups", seed, scheme, transform)
+    check_operand("rht_quantize_groups", x)
+    check_groups("rht_quantize_groups", offs, padded_offs)
+    return empty_quantized(x, x.shape[1], padded_rows(x.shape[0], offs.shape[0]), spec, rotation)
+
+
+define(
+    "rht_quantize_groups(Tensor x, Tensor offs, Tensor padded_offs, Tensor? seed, str scheme,"
+    " str transform, int stream) -> (Tensor, Tensor, Tensor)",
+    fake=fake,
+)
+
+
+@kernel("rht_quantize_groups", REFERENCE)
+def rht_quantize_groups(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    padded_offs: torch.Tensor,
+    seed: torch.Tensor | None,
+    scheme: str,
+    transform: str,
+    stream: int,
+) -> Quantized:
+    """The reference: see the top of this file."""
+    spec, rotation = checked("rht_quantize_groups", seed, scheme, transform)
+    check_operand("rht_quantize_groups", x)
+    check_groups("rht_quantize_groups", offs, padded_offs)
+    laid, shares = lay_out(x, offs, padded_offs, spread=spreads(spec, rotation))
+    return rotate_and_quantize(laid, 1.0, seed, spec, rotation, True, stream, shares)

@@ -1,0 +1,141 @@
+"""The quantisers of rows in groups on a CPU (tests/support/emulation), against the torch reference,
+bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.quantize import grouped_ops
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+q2 = torch.ops.q2
+POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
+# Each way to fill a chunk, empty groups at both ends and between, more than a chunk, and rows of no
+# group: less than a tile, and more.
+ROUTINGS = {
+    "every filling": ([0, 1, 3, 8, 9, 16, 17, 0, 33, 64, 65, 130, 0], 20),
+    "one group": ([70], 0),
+    "nothing but rows of no group": ([0, 0], 150),
+    "more groups than lanes": ([2] * 37 + [0, 70], 3),
+}
+
+
+@pytest.fixture
+def architecture() -> str:
+    return HOPPER
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(architecture, monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, architecture)
+
+
+def routed(routing: str) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The number of rows, and the ends of the groups."""
+    sizes, more = ROUTINGS[routing]
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return sum(sizes) + more, (offs, q2.padded_ends(offs))
+
+
+@pytest.mark.parametrize(
+    "scheme, architecture",
+    [(POW2, AMPERE), (POW2, HOPPER), (POW2, BLACKWELL), (EXACT, HOPPER), (POW2 + WIDENED, HOPPER)],
+)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_ms_eden(routing, scheme) -> None:
+    rows, groups = routed(routing)
+    x = matrix(rows, 150)
+    args = (x, *groups, *SEEDS, scheme, "rht128", 3)
+    got = grouped_ops.rht_quantize_groups_both(*args)
+    assert_same_bits(got, q2.rht_quantize_groups_both(*args))
+    one = grouped_ops.rht_quantize_groups(x, *groups, SEEDS[1], scheme, "rht128", 3)
+    assert_same_bits(one, got[3:])
+
+
+@pytest.mark.parametrize(
+    "scheme, transform",
+    [
+        *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2")),
+        *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), (POW2, "none")),
+        *(("nvfp4_sr_pow2" + WIDENED, "rht16"), (POW2 + SWIZZLED, "rht128")),
+    ],
+)
+def test_other_schemes(scheme, transform) -> None:
+    rows, groups = routed("every filling")
+    args = (matrix(rows, 150), *groups, *SEEDS, scheme, transform, 3)
+    assert_same_bits(
+        grouped_ops.rht_quantize_groups_both(*args), q2.rht_quantize_groups_both(*args)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype) -> None:
+    rows, groups = routed("every filling")
+    args = (matrix(rows, 40, dtype), *groups, *SEEDS, POW2, "rht128", 0)
+    assert_same_bits(
+        grouped_ops.rht_quantize_groups_both(*args), q2.rht_quantize_groups_both(*args)
+    )
+
+
+@pytest.mark.parametrize("x", [matrix(300, 130)[:, 1:], matrix(130, 300).t()])
+def test_other_strides(x) -> None:
+    offs = torch.tensor([100, 290], dtype=torch.int32)
+    args = (x, offs, q2.padded_ends(offs), SEEDS[0], POW2, "rht128", 0)
+    assert_same_bits(grouped_ops.rht_quantize_groups(*args), q2.rht_quantize_groups(*args))
+
+
+@pytest.mark.parametrize(
+    "source, scheme, transform, architecture",
+    [
+        ("nvfp4_46_pow2", POW2, "rht128", HOPPER),
+        ("nvfp4_46_pow2", POW2 + WIDENED, "rht128", HOPPER),
+        ("nvfp4_46_pow2", POW2, "rht128", BLACKWELL),
+        ("nvfp4_46", EXACT, "rht128", HOPPER),
+        ("nvfp4_pow2", "nvfp4_sr_pow2", "rht128", HOPPER),
+        ("mxfp4_rtn", "mxfp4_rtn34", "rht32", HOPPER),
+        ("nvfp4_46_pow2" + SWIZZLED, POW2, "rht128", HOPPER),
+    ],
+)
+def test_requantize(source, scheme, transform) -> None:
+    rows, groups = routed("every filling")
+    x = matrix(rows, 200)
+    amax = q2.amax(x) if get_scheme(source).takes_amax else None
+    packed = q2.quantize(x, amax, None, source, 0)
+    args = (*packed, *groups, SEEDS[0], source, scheme, transform, 200, 1)
+    assert_same_bits(grouped_ops.requantize_groups(*args), q2.requantize_groups(*args))
+
+
+def test_values_of_subnormal_scales() -> None:
+    """Copies too: columns from 1e-38 to 1e-3."""
+    rows, groups = routed("every filling")
+    x = matrix(rows, 144, torch.float32) * torch.logspace(-38, -3, 144)
+    args = (x, *groups, SEEDS[0], POW2 + WIDENED, "rht128", 0)
+    assert_same_bits(grouped_ops.rht_quantize_groups(*args), q2.rht_quantize_groups(*args))
+
+
+def test_rows_of_no_group_poison_their_own_direction_alone() -> None:
+    rows, groups = routed("every filling")
+    x = matrix(rows, 140)
+    x[rows - 1, 7] = float("nan")
+    results = grouped_ops.rht_quantize_groups_both(x, *groups, *SEEDS, POW2, "rht128", 0)
+    assert results[2].isnan() and results[5].isfinite()
+    x[5, 7] = float("inf")
+    assert grouped_ops.rht_quantize_groups(x, *groups, SEEDS[0], POW2, "rht128", 0)[2].isnan()
+
+
+@pytest.mark.parametrize("rows, columns", [(0, 40), (40, 0)])
+def test_empty(rows, columns) -> None:
+    offs = torch.tensor([rows // 2, rows], dtype=torch.int32)
+    x = torch.empty((rows, columns), dtype=torch.bfloat16)
+    args = (x, offs, q2.padded_ends(offs), *SEEDS, POW2, "rht128", 0)
+    assert_same_bits(
+        grouped_ops.rht_quantize_groups_both(*args), q2.rht_quantize_groups_both(*args)
+    )

@@ -1,0 +1,44 @@
+"""What tests of emulated kernels share: launches on the CPU, test data, and equal bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.gemm import grouped_mm
+from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED
+from tests.support import emulation
+
+
+def launches_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, room: int = 228 * 1024
+) -> None:
+    """Launches go to the emulation, of a GPU with two multiprocessors.
+
+    room: bytes of shared memory of a multiprocessor.
+    """
+    emulation.serve(monkeypatch, architecture)
+    for module in (plan, split_scales, grouped_mm):
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 2)
+    monkeypatch.setattr(plan, "shared_memory", lambda index: room)
+    fixed = torch.tensor(FIXED_SIGN_SEED)
+    monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Columns of very different size, exact ties, a zero block: what rounding may stumble over."""
+    generator = torch.Generator().manual_seed(rows * 7919 + cols)
+    x = torch.randn((rows, cols), generator=generator)
+    x *= torch.exp(3 * torch.randn((1, cols), generator=generator))
+    x[::3] = torch.randint(-6, 7, x[::3].shape, generator=generator).float()
+    x[:32, :16] = 0
+    return x.to(dtype)
+
+
+def assert_same_bits(got, want) -> None:
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        wrong = (a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8)).sum().item()
+        assert wrong == 0, f"result {i}: {wrong} bytes of {b.numel()} numbers differ"
