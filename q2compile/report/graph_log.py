@@ -99,8 +99,8 @@ class GraphLog:
             record.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
 
     def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What was compiled; under ``strict`` with a check of what never came to the backend: now if
-        this graph is all there is and is to be saved, in the first backward if others may follow.
+        """What was compiled; under ``strict`` with a check of what never came to the backend: now
+        if this graph is all there is and is to be saved, else in the first backward.
         """
         if not self._config.strict:
             return compiled

@@ -66,7 +66,7 @@ def compiles_ahead_of_time() -> bool:
     """
     from torch._functorch import config
 
-    return getattr(config, "bypass_autograd_cache_key", False)
+    return bool(config.bypass_autograd_cache_key)
 
 
 def backward_node(outputs: Any) -> Any:

@@ -92,10 +92,10 @@ def compiling_apart(example: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fake = isinstance(example, FakeTensor)
-    mode = example.fake_mode if fake else FakeTensorMode(shape_env=ShapeEnv())
+    fake = example if isinstance(example, FakeTensor) else None
+    mode = FakeTensorMode(shape_env=ShapeEnv()) if fake is None else fake.fake_mode
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        yield example if fake else mode.from_tensor(example, static_shapes=True)
+        yield mode.from_tensor(example, static_shapes=True) if fake is None else fake
 
 
 def compile_id() -> str:

@@ -241,9 +241,8 @@ def test_a_captured_quantisation_is_part_of_the_capture():
     reason="before torch 2.13 no compiled model can be called while another thread compiles",
 )
 def test_threads_go_on_while_codes_are_compiled(monkeypatch):
-    """FX notes for all threads that it traces, and what Dynamo compiled refuses to be traced. Within
-    a compilation of Dynamo's it does not. Here the other thread comes in the middle of the trace.
-    """
+    """FX notes for all threads that it traces, and what Dynamo compiled refuses to be traced, but
+    in a compilation of Dynamo's. Here the other thread comes in the middle of the trace."""
     x = torch.randn(32, 64)
     others = quantised(Mlp(), inner="eager")
     expected, met, plain = others(x), [], Form.graph
