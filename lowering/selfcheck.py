@@ -62,6 +62,14 @@ def refusal(
     return _VERDICTS[check]
 
 
+def is_refused(op: str, device: torch.device, scheme: str, transform: str = "none") -> bool:
+    """Whether a check that was run has refused them."""
+    return any(
+        reason is not None and check[:4] == (op, device, scheme, transform)
+        for check, reason in _VERDICTS.items()
+    )
+
+
 def _known(device: torch.device) -> bool:
     return device.type != "cuda" or proven(device.index)
 

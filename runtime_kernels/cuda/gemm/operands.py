@@ -16,11 +16,6 @@ def two_formats(a_scheme: str, b_scheme: str) -> str | None:
     return None if formats[0] == formats[1] else f"one operand is {formats[0]}, one {formats[1]}"
 
 
-def reads_plain_scales(a_scheme: str, b_scheme: str) -> str | None:
-    swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
-    return "it reads plain scales" if swizzled else None
-
-
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     widened = get_scheme(a_scheme).widened or get_scheme(b_scheme).widened
     return "it reads codes, not the bf16 numbers that they stand for" if widened else None
