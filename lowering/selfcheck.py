@@ -3,7 +3,7 @@ first use on GPUs that this project could not be tested on.
 
 The rules are checked by tests; what stands between them and a new GPU are Inductor, Triton and
 ptxas. So a small graph is compiled for the device, a product with one half and the quantiser that
-fuses with it, and its codes and scales must be the reference's bits. That costs a second or two
+fuses with it, and its codes and scales must be the reference's bits. That costs a small compilation
 for each scheme of a recipe's forward, once: that loops agree is kept on disk, by device, versions
 and sources, beside the cubins. A disagreement is not, and is found again in the next process.
 
