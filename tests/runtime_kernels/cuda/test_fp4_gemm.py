@@ -313,6 +313,29 @@ def test_cublaslt_in_a_cuda_graph():
         assert (out == 64 * value).all()
 
 
+def test_what_triton_refuses_is_compiled_once(monkeypatch):
+    """Not for each number of tokens; another tile, type or bias is another kernel."""
+    triton_kernel = pytest.importorskip("q2compile.runtime_kernels.cuda.gemm.triton_kernel")
+    tried = []
+
+    def gemm(a, b, bias, width, dtype, tile):
+        tried.append((tile, dtype, bias is not None))
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(triton_kernel, "gemm_fp4", gemm)
+    monkeypatch.setattr(triton_fp4, "_refused", {})
+    monkeypatch.setattr(triton_fp4, "on", lambda index: nullcontext())
+    monkeypatch.setattr(triton_fp4, "multiprocessors", lambda index: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
+    asked = [(64, BF16), (96, BF16), (640, BF16), (768, BF16), (64, FP32), (96, FP32)]
+    for rows, dtype in asked:
+        args = arguments(rows, 48, 64, None, dtype, (SCHEME + SWIZZLED,) * 2)
+        with pytest.raises(RuntimeError, match="PassManager"):
+            triton_fp4.gemm_triton(*args)
+    large, small = triton_kernel._TILES[10]
+    assert tried == [(small, BF16, False), (large, BF16, False), (small, FP32, False)]
+
+
 # --- who is asked ---------------------------------------------------------------------------------
 
 
