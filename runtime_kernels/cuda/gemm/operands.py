@@ -45,11 +45,11 @@ def without_contraction(
 def finished(
     out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(out * alpha + bias) of fp32 sums, rounded to dtype once."""
+    """(out * alpha + bias) of fp32 sums, which are overwritten, rounded to dtype once."""
     if alpha is not None:
-        out = out * alpha
+        out.mul_(alpha)
     if bias is not None:
-        out = out + bias
+        out.add_(bias)
     return out.to(dtype)
 
 
