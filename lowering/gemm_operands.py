@@ -18,8 +18,10 @@ _OPERANDS = ((0, 7), (3, 8))  # of q2::gemm: where three arguments begin, and th
 
 
 def is_emulated(node: fx.Node) -> bool:
-    """Whether a node is a GEMM by bf16 tensor cores."""
-    if node.target is not GEMM:
+    """Whether a node is a GEMM by bf16 tensor cores, of operands that were made for them."""
+    if node.target is not GEMM or any(
+        get_scheme(str(node.args[at])).swizzled for _, at in _OPERANDS
+    ):
         return False
     args = map_arg(node.args, lambda n: n.meta["val"])
     return serving("gemm", args).name == CUDA_BF16

@@ -3,7 +3,7 @@ first use on GPUs that this project could not be tested on.
 
 The rules are checked by tests; what stands between them and a new GPU are Inductor, Triton and
 ptxas. So a small graph is compiled for the device, a product with one half and the quantiser that
-fuses with it, and its codes and scales must be the reference's bits. That costs a second or two
+fuses with it, and its codes and scales must be the reference's bits. That costs a small compilation
 for each scheme of a recipe's forward, once: that loops agree is kept on disk, by device, versions
 and sources, beside the cubins. A disagreement is not, and is found again in the next process.
 
@@ -60,6 +60,14 @@ def refusal(
         if reason is not None:
             warn_of_failure(op, LOOPS, device, reason)
     return _VERDICTS[check]
+
+
+def is_refused(op: str, device: torch.device, scheme: str, transform: str = "none") -> bool:
+    """Whether a check that was run has refused them."""
+    return any(
+        reason is not None and check[:4] == (op, device, scheme, transform)
+        for check, reason in _VERDICTS.items()
+    )
 
 
 def _known(device: torch.device) -> bool:

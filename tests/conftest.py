@@ -50,10 +50,10 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], None]]:
     """Called with a compute capability, makes all think that there is such a GPU."""
-    from tests.support.pretended_gpu import pretend, unsupported
+    from tests.support.pretended_gpu import forget, pretend
 
     yield partial(pretend, monkeypatch)
-    unsupported.cache_clear()
+    forget()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
 from q2compile.config import Config
-from q2compile.lowering import support
+from q2compile.lowering import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.registry import REFERENCE, serving
@@ -40,7 +40,8 @@ class _Recorder(TorchDispatchMode):
         if namespace == "q2" and op != "seed":
             name = serving(op, args).name
             how = args[_HOW[op]] if self.lowers and op in _HOW else ()
-            if how and support.why_not_lowered(args[0].device, *how) is None:
+            lowered = how and support.why_not_lowered(args[0].device, *how) is None
+            if lowered and not selfcheck.is_refused(op, args[0].device, *how):
                 if name == REFERENCE:
                     name = "inductor"
                 elif support.beats_kernels(*how):

@@ -72,6 +72,7 @@ def refusal(op: str, name: str, index: int, scheme: str, form: Form | None = Non
     return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
 
 
+@functools.cache
 def proven(index: int) -> bool:
     """Whether kernels need no check on this CUDA device."""
     return torch.cuda.get_device_capability(index) in PROVEN and unsupported(index) is None

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from q2compile.report.report import Report
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
@@ -126,6 +127,17 @@ def test_a_kernel_is_given_up_for_calls_of_that_kind_alone(candidate):
         assert "NOT_SUPPORTED" in kernel.why_not(*gemm_arguments(scheme))
     other = gemm_arguments()[:-1] + (torch.float32,)
     assert kernel.why_not(*other) is None
+
+
+def test_reports_note_what_was_given_up(candidate):
+    report = Report()
+    assert report.notes == []
+    candidate("gemm", ERRORS[0])
+    with pytest.warns(KernelWarning):
+        run("gemm", gemm_arguments())
+    (note,) = report.notes
+    said = "kernel 'broken' of q2::gemm is given up on cpu: it failed: RuntimeError: CUDA error"
+    assert note.startswith(said) and f"note: {note}" in report.text()
 
 
 def test_a_kernel_asked_for_by_name_is_never_replaced(candidate):

@@ -22,7 +22,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(selfcheck, "_VERDICTS", {})
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_SAID", {})
+    forget()
+
+
+def forget() -> None:
+    """What is known of the GPUs of this process."""
     unsupported.cache_clear()
+    selfcheck.proven.cache_clear()
 
 
 def on_gpu(op: str, scheme: str) -> list:

@@ -10,11 +10,11 @@ from q2compile.runtime_kernels.cuda.dequantize import dequantize, prepare
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     finished,
     form,
-    reads_plain_scales,
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import checked
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
@@ -22,10 +22,8 @@ from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 def _refuses_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
-    index = a_codes.device.index
-    return reads_plain_scales(a_scheme, b_scheme) or refusal(
-        "gemm", CUDA_BF16, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
-    )
+    asked = form(bias, a_scheme, b_scheme, dtype)
+    return refusal("gemm", CUDA_BF16, a_codes.device.index, a_scheme, asked)
 
 
 def _prepare_bf16(
@@ -59,7 +57,15 @@ def gemm_bf16(
 
 
 def widened(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
-    """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact."""
+    """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact.
+
+    Swizzled scales are those of operands that were made for a kernel on fp4 tensor cores, which has
+    failed since.
+    """
     if spec.widened:
         return codes
-    return dequantize(codes, scales, global_scale, spec.name, 2 * codes.shape[1], torch.bfloat16)
+    rows, width = codes.shape[0], 2 * codes.shape[1]
+    if spec.swizzled:
+        scales = unswizzle_32x4x4(scales, rows, width // spec.width)
+    scheme = spec.name.removesuffix(SWIZZLED)
+    return dequantize(codes, scales, global_scale, scheme, width, torch.bfloat16)

@@ -9,7 +9,6 @@ import torch
 from q2compile.runtime_kernels.cuda.dequantize import prepare
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
-from q2compile.runtime_kernels.cuda.gemm.operands import reads_plain_scales
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked
@@ -21,8 +20,7 @@ def _refuses(
 ) -> str | None:
     index = a_codes.device.index
     columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
-    why = unserved(index, dtype, columns) or reads_plain_scales(a_scheme, b_scheme)
-    return why or refusal("grouped_gemm", CUDA_BF16, index, a_scheme)
+    return unserved(index, dtype, columns) or refusal("grouped_gemm", CUDA_BF16, index, a_scheme)
 
 
 def _prepare(

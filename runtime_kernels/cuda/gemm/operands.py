@@ -14,11 +14,6 @@ def two_formats(a_scheme: str, b_scheme: str) -> str | None:
     return None if formats[0] == formats[1] else f"one operand is {formats[0]}, one {formats[1]}"
 
 
-def reads_plain_scales(a_scheme: str, b_scheme: str) -> str | None:
-    swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
-    return "it reads plain scales" if swizzled else None
-
-
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     widened = get_scheme(a_scheme).widened or get_scheme(b_scheme).widened
     return "it reads codes, not the bf16 numbers that they stand for" if widened else None
@@ -41,11 +36,11 @@ def without_contraction(
 def finished(
     out: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(out * alpha + bias) of fp32 sums, rounded to dtype once."""
+    """(out * alpha + bias) of fp32 sums, which are overwritten, rounded to dtype once."""
     if alpha is not None:
-        out = out * alpha
+        out.mul_(alpha)
     if bias is not None:
-        out = out + bias
+        out.add_(bias)
     return out.to(dtype)
 
 

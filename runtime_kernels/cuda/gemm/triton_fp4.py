@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from collections.abc import Hashable
 
 import torch
 
@@ -15,11 +16,11 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     two_formats,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.gemm import checked
-from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
+from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
 
 # The first Triton that makes fp4 tensor-core instructions of tl.dot_scaled. On 12.1 Triton 3.6
 # asserts for nvfp4 and widens mxfp4 to bf16.
@@ -69,8 +70,19 @@ def gemm_triton(
     index = a_codes.device.index
     major = torch.cuda.get_device_capability(index)[0]
     tile = choose_tile(major, rows, columns, multiprocessors(index))
-    with on_device(index):
-        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
+    variant = index, tile, a_spec.width, form(bias, a_scheme, b_scheme, dtype), width % tile.k
+    if variant in _refused:
+        raise LaunchError(_refused[variant])
+    try:
+        with on_device(index):
+            return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
+    except Exception as error:
+        if kernels_own(error, a_codes.device):
+            _refused[variant] = f"{type(error).__name__}: {error}"
+        raise
+
+
+_refused: dict[Hashable, str] = {}  # what Triton says of a variant each time, after seconds
 
 
 @functools.cache

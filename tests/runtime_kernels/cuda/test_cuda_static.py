@@ -215,6 +215,28 @@ def test_hopper_has_no_fp4_and_uses_fp8() -> None:
     assert code.count("F2FP.SATFINITE.E4M3") == 64  # 64 magnitudes and 64 signs, two at a time
 
 
+@pytest.mark.parametrize(
+    "capability, architecture",
+    [
+        *[((7, 5), None), ((8, 8), "compute_80"), ((9, 1), "compute_90")],
+        *[((10, 1), "compute_100"), ((11, 0), "compute_100"), ((12, 2), "compute_120")],
+        *[((13, 0), "compute_120"), ((9, 0), "sm_90a"), ((12, 1), "sm_121a")],
+    ],
+)
+def test_what_is_compiled_for_a_gpu_that_nobody_knows(capability, architecture) -> None:
+    assert nvrtc.architecture(capability) == architecture
+
+
+@pytest.mark.parametrize("architecture", ["compute_80", "compute_90", "compute_100", "compute_120"])
+def test_ptx_has_no_instructions_of_one_architecture_alone(architecture) -> None:
+    """The driver compiles it for any later one."""
+    for name in ("rht_quantize_both", "quartet2 fprop", "align sr", "dequantize bf16"):
+        ptx = nvrtc.cubin({**HOT, **OTHERS}[name].variant, architecture).rstrip(b"\0").decode()
+        assert f".target sm_{architecture.removeprefix('compute_')}\n" in ptx
+        assert "e2m1" not in ptx and ".entry " in ptx
+        assert architecture != "compute_80" or "e4m3" not in ptx
+
+
 def test_before_sm_89_there_is_no_fp8_either() -> None:
     """Nor, before sm_90, a launch that begins before the one ahead of it has ended."""
     code = disassembled(HOT["rht_quantize_both"], "sm_80")

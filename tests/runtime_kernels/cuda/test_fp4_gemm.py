@@ -11,10 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops
-from q2compile.runtime_kernels.cuda.gemm import cublaslt, cublaslt_fp4, swizzle, triton_fp4
+from q2compile.runtime_kernels.cuda.gemm import (
+    cublaslt,
+    cublaslt_fp4,
+    cuda_bf16,
+    swizzle,
+    triton_fp4,
+)
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import KernelWarning, select, serving
@@ -133,6 +140,30 @@ def test_nothing_to_multiply(kernel, shape):
         got = kernel(*args, b, SCHEME, SCHEME, BF16)
         want = torch.zeros(m, n, dtype=BF16) + (0 if b is None else b)
         assert got.dtype == BF16 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("scheme", [SCHEME, "mxfp4_sr"])
+def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
+    """Of operands whose scales are swizzled already."""
+    read = []
+
+    def dequantize(codes, scales, global_scale, scheme, cols, dtype):
+        read.append(scheme)
+        one = torch.ones(()) if global_scale is None else global_scale
+        return torch.ops.q2.dequantize(codes, scales, one, scheme, cols, dtype)
+
+    monkeypatch.setattr(cuda_bf16, "dequantize", dequantize)
+    x, w = torch.randn(130, 96), torch.randn(200, 96)
+    swizzled = scheme + SWIZZLED
+    seed = torch.tensor(1) if get_scheme(scheme).stochastic else None
+    a, b = (torch.ops.q2.quantize(t, None, seed, swizzled, 0) for t in (x, w))
+    if get_scheme(scheme).folds:
+        args = (*a, *b, None, swizzled, swizzled, BF16)
+        assert torch.equal(cuda_bf16.gemm_bf16(*args), torch.ops.q2.gemm(*args))
+    else:  # torch has no product with an fp32 result on a CPU
+        got = cuda_bf16._bf16(*a[:2], None, get_scheme(swizzled)).float()
+        assert torch.equal(got, scaled_codes(*a[:2], get_scheme(swizzled)))
+    assert set(read) == {scheme}
 
 
 # --- what cuBLASLt is told ------------------------------------------------------------------------
@@ -280,6 +311,29 @@ def test_cublaslt_in_a_cuda_graph():
         alpha.fill_(value)
         graph.replay()
         assert (out == 64 * value).all()
+
+
+def test_what_triton_refuses_is_compiled_once(monkeypatch):
+    """Not for each number of tokens; another tile, type or bias is another kernel."""
+    triton_kernel = pytest.importorskip("q2compile.runtime_kernels.cuda.gemm.triton_kernel")
+    tried = []
+
+    def gemm(a, b, bias, width, dtype, tile):
+        tried.append((tile, dtype, bias is not None))
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(triton_kernel, "gemm_fp4", gemm)
+    monkeypatch.setattr(triton_fp4, "_refused", {})
+    monkeypatch.setattr(triton_fp4, "on", lambda index: nullcontext())
+    monkeypatch.setattr(triton_fp4, "multiprocessors", lambda index: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
+    asked = [(64, BF16), (96, BF16), (640, BF16), (768, BF16), (64, FP32), (96, FP32)]
+    for rows, dtype in asked:
+        args = arguments(rows, 48, 64, None, dtype, (SCHEME + SWIZZLED,) * 2)
+        with pytest.raises(RuntimeError, match="PassManager"):
+            triton_fp4.gemm_triton(*args)
+    large, small = triton_kernel._TILES[10]
+    assert tried == [(small, BF16, False), (large, BF16, False), (small, FP32, False)]
 
 
 # --- who is asked ---------------------------------------------------------------------------------

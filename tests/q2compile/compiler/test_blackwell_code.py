@@ -1,0 +1,81 @@
+"""What is generated for a Blackwell around its GEMMs, made without one (emulation/inductor.py)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+
+from q2compile.runtime_kernels.cuda.gemm import triton_fp4
+from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+
+CAPABILITIES = [100, 103, 120, 121]
+_GEMM = re.compile(r"torch\.ops\.q2\.gemm\.default\((.*), '(\S+)', '(\S+)', (torch\.\w+)\)")
+_CALL = re.compile(
+    r"= torch\.ops\.((?!aten\.view)\w+\.\w+)\.|\b(triton)_\w+\.run\(|(extern_kernels\.\w+)"
+)
+
+
+@cache
+def sources(recipe: str, biased: bool, capability: int, dtype: torch.dtype = torch.bfloat16):
+    """The code of a linear's forward and backward; T, N and K are whole tiles."""
+    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(INDUCTOR_OPTIONS):
+        written = emulate(patch, capability)
+        serve_as_on(patch, capability)
+        patch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
+        torch._dynamo.reset()
+        linear = nn.Linear(256, 256, bias=biased, dtype=dtype)
+        x = torch.randn(256, 256, dtype=dtype, requires_grad=True)
+        torch.compile(linear, backend="quartet2", options={"recipe": recipe})(x).sum().backward()
+    return [source[source.index("def call(") :] for source in written]
+
+
+def calls(source: str) -> Counter[str]:
+    lines = [line for line in source.splitlines() if not line.lstrip().startswith("#")]
+    found = (match for line in lines for match in _CALL.finditer(line))
+    return Counter(next(filter(None, match.groups())) for match in found)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet", "tetrajet2"])
+def test_a_bias_adds_nothing_to_the_forward(recipe, capability) -> None:
+    """It is an argument of the GEMM, which adds it before its one rounding. The backward has one
+    kernel more, the sum of the gradient."""
+    without, with_ = (sources(recipe, biased, capability) for biased in (False, True))
+    assert calls(with_[0]) == calls(without[0])
+    assert calls(with_[1]) == calls(without[1]) + Counter(triton=1)
+    (gemm,) = _GEMM.findall(with_[0])
+    assert gemm[0].endswith("primals_2") and gemm[3] == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("recipe", ["quartet2", "quartet", "tetrajet2", "mxfp4"])
+def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability) -> None:
+    """No alpha is applied outside of them, nothing is padded, cut, widened or swizzled apart."""
+    gemms = [
+        gemm for source in sources(recipe, False, capability) for gemm in _GEMM.findall(source)
+    ]
+    assert len(gemms) == (2 if recipe == "mxfp4" else 3)
+    for _, a_scheme, b_scheme, dtype in gemms:
+        assert a_scheme.endswith("@32x4x4") and b_scheme.endswith("@32x4x4")
+        assert dtype == "torch.bfloat16"
+    for source in sources(recipe, False, capability):
+        assert set(calls(source)) <= {
+            *("q2.gemm", "q2.quantize", "q2.quantize_masked", "q2.rht_quantize", "q2.requantize"),
+            *("q2.rht_quantize_both", "q2.masked_unrotate", "aten.randint", "extern_kernels.mm"),
+            *("q2.split_scales", "triton"),
+        }
+
+
+@pytest.mark.parametrize("capability", [101, 110, 130])
+def test_a_gpu_that_nobody_knows_has_operands_widened(capability) -> None:
+    """GEMMs are those of bf16; quantisers are kernels, or Inductor's loops."""
+    forward, backward = sources("quartet2", False, capability)
+    assert all(not s.endswith("@32x4x4") for s in re.findall(r"'(\S+)'", forward + backward))
+    for _, a_scheme, b_scheme, _ in _GEMM.findall(backward):
+        assert a_scheme.endswith("@bf16") and b_scheme.endswith("@bf16")
