@@ -122,7 +122,7 @@ def _rotated(
         )
 
     last = (offs.data_ptr(), padded_offs.data_ptr(), offs.shape[0])
-    return run(planned(key, make), (address, 0, 0), *draws, last=last)
+    return run(planned(key, make), (address, 0, 0), draws[0], draws[1], last=last)
 
 
 def _prepare_requantize(
