@@ -18,7 +18,7 @@ from torch._inductor.lowering import empty_strided, fallback_handler, register_l
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.gemm_operands import is_read
-from q2compile.runtime_kernels.cuda.calls import Form
+from q2compile.runtime_kernels.cuda.calls import Form, lies
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 from q2compile.runtime_kernels.registry import serving
 
@@ -95,10 +95,9 @@ def _fakes(args: Sequence[Any]) -> list[Any]:
 def _formed(x: Any, form: Form) -> Any:
     if ir.is_storage_and_layout(x):
         ir.as_storage_and_layout(x, freeze=True)
-    if form is Form.LINES and len(x.get_size()) == 2:
-        is_one = V.graph.sizevars.statically_known_equals
-        if any(is_one(stride, 1) for stride in x.get_stride()):
-            return x
+    is_one = functools.partial(V.graph.sizevars.statically_known_equals, 1)
+    if len(x.get_size()) == 2 and lies(x.get_stride(), form, is_one):
+        return x
     return ir.ExternKernel.require_contiguous(x)
 
 

@@ -171,6 +171,12 @@ _ATTRIBUTES = {
 }
 
 
+def is_to_local(node: fx.Node) -> bool:
+    """Whether ``node`` is DTensor.to_local by a function of Dynamo's own, which has the placements
+    inside: so in older versions; in 2.13 it is a call of the method."""
+    return getattr(node.target, "__name__", "") == "prim_to_local"
+
+
 def attribute_read(node: fx.Node) -> str | None:
     """The attribute that a node of a Dynamo graph reads off its first argument, "mT" for x.mT; None
     if it does something else.

@@ -29,6 +29,7 @@ class Form(Enum):
     """How the kernels want an operand to lie."""
 
     LINES = "a matrix whose rows or columns are contiguous"
+    ROWS = "a matrix whose rows are contiguous"
     CONTIGUOUS = "contiguous"
     ALIGNED = "contiguous, on 16 bytes"
 
@@ -236,8 +237,15 @@ def _kind(arg: Any) -> Hashable:
     return arg
 
 
-def _formed(x: torch.Tensor, form: Form) -> torch.Tensor:
+def lies(strides: Sequence[Any], form: Form, is_one: Callable[[Any], bool] = (1).__eq__) -> bool:
+    """Whether a matrix of these strides, which may be symbols, has the form for their sake."""
     if form is Form.LINES:
-        return x if x.dim() != 2 or 1 in x.stride() else x.contiguous()
+        return is_one(strides[0]) or is_one(strides[1])
+    return form is Form.ROWS and is_one(strides[1])
+
+
+def _formed(x: torch.Tensor, form: Form) -> torch.Tensor:
+    if x.dim() == 2 and lies(x.stride(), form):
+        return x
     x = x.contiguous()
     return x.clone() if form is Form.ALIGNED and not aligned(x) else x

@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.ops.rht_quantize import checked
 from q2compile.runtime_kernels.registry import CUDA
 
 _COLUMNS, _BOTH = (False, True), (True, True)
-_FORMS = {0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS, 2: Form.CONTIGUOUS}
+_FORMS = {0: Form.ROWS, 1: Form.CONTIGUOUS, 2: Form.CONTIGUOUS}
 
 
 def _refuses(op: str, device: torch.device, scheme: str, transform: str) -> str | None:
@@ -46,7 +46,8 @@ def _refuses(op: str, device: torch.device, scheme: str, transform: str) -> str 
 
 def _prepare(x, scheme: str, transform: str, directions: tuple[bool, bool]) -> None:
     """Loads what a call with the like of x, which may be fake, will launch."""
-    pitch = x.stride(0) * x.element_size() % 16
+    rows_of_its_own = statically_known_true(x.stride(1) == 1)  # else they are copied
+    pitch = (x.stride(0) if rows_of_its_own else x.shape[1]) * x.element_size() % 16
     for vectors in (True, False):
         if not statically_known_true(pitch != 0 if vectors else pitch == 0):
             for launch in launches(

@@ -17,15 +17,13 @@ from torch._subclasses import FakeTensorMode
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import dequantize
-from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
-from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
-from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     _KIB,
     SOURCES,
@@ -490,19 +488,3 @@ def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
     report = capsys.readouterr().out
     assert f"torch {torch.__version__}" in report and "sm_100a" in report
     assert "every op runs as its torch reference" in report
-
-
-def test_more_coins_than_are_counted(monkeypatch) -> None:
-    monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
-
-    def call(scheme: str, rows: int) -> None:
-        spec, rotation = get_scheme(scheme), get_transform("rht128")
-        extents = (1 << 17, rows, 1 << 17, 0, 0)
-        along = (Direction(At(1), 0, 2), None)
-        quantizer_call(0, BF16, spec, rotation, extents, along, 2, operand=(At(0), 0, 0))
-
-    for scheme in (SR, EDEN):
-        call(scheme, 1 << 17)
-    call(EDEN, (1 << 17) + 1)
-    with pytest.raises(ValueError, match="at most 2.34 numbers"):
-        call(SR, (1 << 17) + 1)

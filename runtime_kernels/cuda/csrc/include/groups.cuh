@@ -12,6 +12,10 @@
 
 constexpr bool kSpread = Q2_SPREAD;  // chunks of at most 64 rows are filled with copies
 
+// The zeros of rows of no group are written without a rotation of zeros, where that could not make
+// one that is negative: of fewer than 128 signs all may be negative at once.
+constexpr bool kSkipsTail = kGrouped && kSize == 128 && (Q2_RULE == 0 || Q2_RULE == 1);
+
 __shared__ Rows looked_up[4];
 
 // Of tile number `turn` of this thread block.

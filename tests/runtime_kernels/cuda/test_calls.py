@@ -1,0 +1,89 @@
+"""Calls: what they say of their outputs, and what is refused before anything is launched. That they
+launch the right thing is shown in test_cuda_emulated.py, and in tests/lowering/test_launches.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Output, Ready, Step
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support.emulation import serve
+
+BF16 = SOURCES[torch.bfloat16]
+SR, EDEN = "nvfp4_sr_pow2", "nvfp4_ms_eden_pow2"
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
+def test_outputs_are_contiguous(shape) -> None:
+    output = Output(shape, torch.float32)
+    like = torch.empty(shape)
+    assert output.strides == like.stride() and output.bytes == like.nbytes
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[tuple[int, ...]]:
+    """The fields of each launch; addresses are real ones of the CPU."""
+    serve(monkeypatch, "sm_90a")
+    seen: list[tuple[int, ...]] = []
+
+    def bind(launch, index, grid, values, slots):
+        return lambda stream, addresses: seen.append(
+            tuple(addresses[slots[v]] if v in slots else v for v in values)
+        )
+
+    monkeypatch.setattr(Launch, "bind", bind)
+    return seen
+
+
+def step(*values) -> Step:
+    return Step(Launch(None, "", 32), (1, 1), values)  # type: ignore[arg-type]
+
+
+def test_an_output_that_nobody_wants_lies_in_the_workspace(launched) -> None:
+    """Behind what the steps need of it, on 16 bytes; what is given keeps its order."""
+    outputs = (Output((3,), torch.uint8), Output((4,), torch.float32), Output((), torch.float32))
+    call = Call(1, outputs, 20, (step(At(0), At(1), At(2, 4), At(3), At(4), At(4, 8), 7),))
+    x, codes, unit = torch.empty(9), torch.empty(3, dtype=torch.uint8), torch.empty(())
+    Ready(call, 0, (True, False, True), (12,))([x, codes, unit])
+    ((at_x, at_codes, at_scales, at_unit, workspace, further, number),) = launched
+    assert at_x == x.data_ptr() + 12 and at_codes == codes.data_ptr()
+    assert at_unit == unit.data_ptr() and further == workspace + 8 and number == 7
+    assert at_scales == workspace + 32 + 4
+
+
+def test_operands_are_brought_into_form(launched) -> None:
+    seen = []
+
+    def call(*args) -> Call:
+        seen.append(args)
+        return Call(2, (), 0, ())
+
+    kernel = Launching(call, {0: Form.LINES, 1: Form.ALIGNED})
+    across, odd = torch.empty(8, 8).t(), torch.empty(65)[1:]
+    for x in (across, torch.empty(8, 8, 2)[..., 0]):
+        kernel(x, odd)
+    (x, aligned), (copied, _) = seen
+    assert x is across and aligned.data_ptr() % 16 == 0 and copied.is_contiguous()
+
+
+def test_more_coins_than_are_counted(monkeypatch) -> None:
+    monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
+    monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
+
+    def call(scheme: str, rows: int) -> None:
+        spec, rotation = get_scheme(scheme), get_transform("rht128")
+        extents = (1 << 17, rows, 1 << 17, 0, 0)
+        along = (Direction(At(1), 0, 2), None)
+        quantizer_call(0, BF16, spec, rotation, extents, along, 2, operand=(At(0), 0, 0))
+
+    for scheme in (SR, EDEN):
+        call(scheme, 1 << 17)
+    call(EDEN, (1 << 17) + 1)
+    with pytest.raises(ValueError, match="at most 2.34 numbers"):
+        call(SR, (1 << 17) + 1)
