@@ -262,8 +262,13 @@ OCCUPANCY = {
 }
 
 
-@pytest.mark.parametrize("name", OCCUPANCY)
-@pytest.mark.parametrize("room", [LARGE, SMALL])
+@pytest.mark.parametrize(
+    "name, room",
+    [
+        *product(OCCUPANCY, [SMALL]),
+        *product(("both", "col", "float32 col", "values both"), [LARGE]),
+    ],
+)
 def test_thread_blocks_at_once(name, room) -> None:
     """By registers and shared memory, as ptxas tells them: 64 Ki registers, given out by 8 a
     thread; of shared memory CUDA keeps 1 KiB for each thread block."""
@@ -283,8 +288,10 @@ def test_thread_blocks_at_once(name, room) -> None:
     assert min(wanted, by_registers, by_shared) == blocks
 
 
-@pytest.mark.parametrize("architecture", ["sm_89", "sm_120a"])
-@pytest.mark.parametrize("name", ["row", "both", "requantize", "fprop", "wgrad"])
+@pytest.mark.parametrize(
+    "name, architecture",
+    [*product(("row", "both", "requantize", "fprop", "wgrad"), ["sm_120a"]), ("both", "sm_89")],
+)
 def test_one_tile_at_a_time_spills_nothing(name, architecture) -> None:
     code = disassembled(rotate(*OCCUPANCY[name][0], room=SMALL), architecture)
     assert code.count("LDL") == code.count("STL") == 0
