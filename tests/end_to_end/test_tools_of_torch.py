@@ -245,7 +245,8 @@ def test_second_derivatives_are_refused():
     model, x = Mlp(), torch.randn(WIDTH, WIDTH, requires_grad=True)
     loss = compiled(lambda x: model(x).square().sum(), inner="eager")
     (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
+    # Up to torch 2.12 a gradient whose backward saved nothing that needs one is a constant.
+    with pytest.raises(RuntimeError, match="double backward|does not require grad"):
         first.sum().backward()
     with pytest.raises(RuntimeError, match="independent"):
         torch.autograd.functional.vhp(loss, x.detach(), torch.ones_like(x), strict=True)
