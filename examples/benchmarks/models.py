@@ -221,7 +221,7 @@ def record(script: str, description: str, benchmarks: dict[str, Callable[[], Any
         "gpu": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "date": datetime.date.today().isoformat(),
-        "command": f"python examples/benchmarks/{script}.py",
+        "command": f"python examples/benchmarks/{script}.py --only {args.only}",
     }
     results = []
     for name in args.only.split(","):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_symbolic_sizes_take_one_graph() -> None:
 
 COLD = """
 import torch
-from small_model import Mlp
+from tests.support.small_model import Mlp
 model = Mlp().to("cuda", torch.bfloat16)
 options = {"recipe": "%s", "mode": "reduce-overhead"}
 compiled = torch.compile(model, backend="quartet2", options=options)
@@ -108,7 +109,7 @@ assert all(p.grad.isfinite().all() for p in model.parameters())
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4"])
 def test_kernels_are_loaded_before_a_capture(recipe, tmp_path) -> None:
     """A process that meets its first kernel while a graph is recorded could not load it there."""
-    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "Q2COMPILE_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-c", COLD % recipe]
     subprocess.run(command, env=environment, check=True, timeout=300)
