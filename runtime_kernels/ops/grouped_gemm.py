@@ -12,7 +12,7 @@ E weights w [E, N, K] lie in one matrix, and so do their gradients; ``gemm`` say
     "wgrad"   dy [N, T] x [K, T]       dw [E * N, K]  contracts T, group after group
 
 ``offs``: int32 ends of the groups along T. Groups must be whole blocks where T is contracted, and
-each N where N is (pad_groups makes them so). Rows of no group, from offs[E - 1] on, give zero.
+each N where N is. Rows of no group, from offs[E - 1] on, give zero.
 
 The reference is one grouped product of widened operands. Code * scale is exact in bf16, and so is a
 global scale that is a power of two on top. Any other is applied to the result, which bf16 has by

@@ -372,7 +372,6 @@ def test_graphs(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         "requantize_groups": 2,
         "padded_ends": 1,
         "grouped_gemm": 4,
-        "pad_groups": 2 * 2,  # of the codes and scales of w, whose N is not whole chunks
     }
 
 

@@ -202,8 +202,9 @@ def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
     )
-    # NVRTC 13.2, that of torch 2.15, has one of them on two paths.
-    twice = nvrtc.version() >= (13, 2) and name == "requantize"
+    # One of them is on two paths: NVRTC 13.2, that of torch 2.15, has it so, and any where tiles of
+    # zeros are not rotated.
+    twice = name == "groups requantize" or (nvrtc.version() >= (13, 2) and name == "requantize")
     assert 0 <= code.count("F2FP.F16.E2M1.UNPACK_B") - 32 * directions * looks <= twice
 
 

@@ -27,14 +27,20 @@ def pieces(offs: Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *offs.tolist()]))
 
 
-def test_pad_groups() -> None:
-    """Groups of 3, 0 and 2 rows at multiples of 4, the row of no group dropped."""
-    x = torch.arange(1, 7, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
-    offs, padded = (torch.tensor(o, dtype=torch.int32) for o in ([3, 3, 5], [4, 4, 8]))
-    out = torch.ops.q2.pad_groups(x, offs, padded, 12)
-    assert out.dtype == x.dtype
-    assert out.view(torch.uint8).flatten().tolist() == [1, 2, 3, 0, 4, 5, 0, 0, 0, 0, 0, 0]
-    assert torch.ops.q2.pad_groups(x[:0], offs * 0, padded * 0, 8).view(torch.uint8).sum() == 0
+def test_the_padded_layout() -> None:
+    """Groups of 3, 0 and 130 rows at multiples of 128, the row of no group dropped."""
+    x = torch.arange(1, 135).float()[:, None]
+    offs = torch.tensor([3, 3, 133], dtype=torch.int32)
+    padded = padded_ends(offs)
+    assert padded.tolist() == [128, 128, 384]
+    laid, shares = lay_out(x, offs, padded, spread=False)
+    zeros, rows = (lambda n: [0.0] * n), (lambda s, t: list(map(float, range(s, t))))
+    assert shares is None
+    assert laid.flatten().tolist() == rows(1, 4) + zeros(125) + rows(4, 134) + zeros(126 + 256)
+    laid, shares = lay_out(x, offs, padded, spread=True)  # 3 tokens and the last 2 at every 16th
+    assert laid.flatten()[[0, 16, 32, 48, 256, 272, 288]].tolist() == [1, 2, 3, 0, 132, 133, 0]
+    assert shares.tolist() == [1] * 5 and laid.count_nonzero() == 3 + 128 + 2
+    assert not lay_out(x[:0], offs * 0, padded * 0, spread=True)[0].any()
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn"])
@@ -191,10 +197,10 @@ def test_the_padded_layout_has_room_for_every_routing(rows: int, groups: int) ->
 
 @pytest.mark.parametrize("scheme, transform", [("nvfp4_sr_pow2", "rht16"), ("mxfp4_rtn", "none")])
 def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> None:
-    """As pad_groups moves rows, and rht_quantize quantises them."""
+    """As the layout moves rows, and rht_quantize quantises them."""
     offs, seed = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3)
     padded, x = padded_ends(offs), torch.randn(200, K)
-    apart = torch.ops.q2.pad_groups(x, offs, padded, padded_rows(200, E))
+    apart, _ = lay_out(x, offs, padded, spread=False)
     want = torch.ops.q2.rht_quantize(apart, seed, scheme, transform, True, 1)
     got = torch.ops.q2.rht_quantize_groups(x, offs, padded, seed, scheme, transform, 1)
     for a, b in zip(got[:2], want[:2], strict=True):
@@ -255,13 +261,12 @@ def test_cuda_gives_what_the_cpu_gives() -> None:
 def test_no_op_reads_the_offsets_on_the_host() -> None:
     scheme = "nvfp4_46_pow2"
     offs = torch.tensor([16, 16, 160, 192], dtype=torch.int32, device="cuda")
-    padded = torch.tensor([128, 128, 384, 512], dtype=torch.int32, device="cuda")
     x, w = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in ((200, 64), (E * 96, 64)))
     qx, qx_t, qw = (torch.ops.q2.quantize(t, None, None, scheme, 0) for t in (x, x.t(), w))
     for mode in ("default", "error"):  # kernels are compiled and checked at their first call
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            torch.ops.q2.pad_groups(x, offs, padded, 512)
+            torch.ops.q2.padded_ends(offs)
             for gemm, a, b in (("fprop", qx, qw), ("wgrad", qx_t, qx_t)):
                 torch.ops.q2.grouped_gemm(*a, *b, offs, scheme, scheme, gemm, torch.bfloat16)
         finally:
