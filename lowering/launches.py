@@ -127,7 +127,7 @@ class Launches(ir.ExternKernel):
             ir.ExternKernel.realize_input(b) for b in buffers
         ]
         inputs = [ir.InputsKernel.unwrap_storage_for_input(t) for t in tensors]
-        self._device = inputs[0].get_device()
+        self._device, self._tensors = inputs[0].get_device(), inputs
         super().__init__(None, ir.NoneLayout(device=self._device), inputs)
         self._op, self._wanted = op, wanted
         operands = iter(inputs)
@@ -175,7 +175,7 @@ class Launches(ir.ExternKernel):
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
         numbers = [a for a in self._args if not _is_tensor(a)]
-        for x in self.inputs:
+        for x in self._tensors:
             numbers += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
         return not any(map(_is_symbolic, numbers))
 

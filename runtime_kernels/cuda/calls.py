@@ -22,7 +22,7 @@ from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _MOST_READY = 4096  # of a program whose shapes never repeat
 _ALIGNMENT = 16  # bytes: of what the kernels load at once
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
 
 
 class Form(Enum):

@@ -67,7 +67,7 @@ def dequantize(
     rows, half = codes.shape
     operands = 2 + (global_scale is not None)
     groups = rows * half // 4
-    steps = ()
+    steps: tuple[Step, ...] = ()
     if groups:
         launched = dequantize_launch(
             dtype, spec.format == "mxfp4", cols == 2 * half and spec.block[0] == 1

@@ -42,7 +42,7 @@ def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> C
     """See ops/masked_unrotate.py."""
     norm = checked_shapes(grad, mask, transform).norm
     chunks = grad.numel() // _CHUNK
-    steps = ()
+    steps: tuple[Step, ...] = ()
     if chunks:
         values = (At(0), At(1), At(2), chunks, norm)
         steps = (Step(unrotate_launch(grad.dtype), (ceil_div(chunks, _THREADS), 1), values),)

@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
     ends: Address
     padded_ends: Address
-    count: int
+    number: int
 
 
 class Direction(NamedTuple):
@@ -139,7 +139,7 @@ def quantizer_call(
     groups: of rows, which are kept apart along columns.
     """
     _, m, k, *_ = extents
-    height = padded_rows(m, groups.count) if groups else padded(m, spec, rotation)
+    height = padded_rows(m, groups.number) if groups else padded(m, spec, rotation)
     along_rows, along_cols = directions
     threads, blocks_per_multiprocessor = thread_shape(spec, along_rows is not None)
     rule = Rule.of(spec)
