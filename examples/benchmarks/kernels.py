@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
+from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.dequantize import dequantize
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
@@ -174,9 +175,12 @@ def host_calls() -> dict[str, Callable[[], object]]:
     x = torch.randn(256, 256, device=device).bfloat16()
     y, seed = torch.empty_like(x), torch.tensor(1, device=device)
     packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
-    launch, at = swizzle_launch(), packed[1].data_ptr()
+    field = At(0)
+    values = (field, field, 0, 0, 0, 1, 0)
+    bound = swizzle_launch().bind(device.index, (1, 1), values, {field: 0})
+    stream, at = torch.cuda.current_stream().cuda_stream, packed[1].data_ptr()
     return {
-        "host_launch": lambda: launch(device.index, (1, 1), at, at, 0, 0, 0, 1, 0),
+        "host_launch": lambda: bound(stream, (at,)),
         "host_copy": lambda: torch.ops.aten.copy_(y, x),
         "host_rht_quantize": lambda: torch.ops.q2.rht_quantize(x, seed, EDEN, "rht128", False, 0),
         "host_rht_quantize_both": lambda: torch.ops.q2.rht_quantize_both(

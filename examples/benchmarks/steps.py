@@ -24,7 +24,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,14 @@ def kernels_of(step: Step) -> tuple[int, float]:
     return sum(e.count for e in events), sum(e.self_device_time_total for e in events) / 1e3
 
 
-def small(names: dict[str, tuple[str, int, str | None]]) -> list[dict[str, Any]]:
+def small(names: Mapping[str, tuple[str, int, str | None]]) -> list[dict[str, Any]]:
     """Rows of the 30M Llama: name -> (recipe, sequences, mode), all of one number of sequences and
     one mode, in turns with BF16."""
     (sequences, mode), *others = {row[1:] for row in names.values()}
     assert not others
     torch.manual_seed(0)
-    model = build_model(SIZES["30m"], VOCABULARY, SEQUENCE).to(GPU)
+    model: torch.nn.Module = build_model(SIZES["30m"], VOCABULARY, SEQUENCE)
+    model.to(GPU)
     tokens = torch.randint(VOCABULARY, (sequences, SEQUENCE), device=GPU)
     in_mode = {} if mode is None else {"mode": mode}
     steps = {"bf16": step_of(model, tokens, in_mode)}
