@@ -158,6 +158,7 @@ def test_every_stage_is_written(tmp_path, inner):
     passes = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
         ("joint", "swizzle_saved_scales", 0),
+        ("joint", "turn_in_backward", 0),
         ("forward", "share_operands", 0),
         ("forward", "merge_seeds", 0),
         ("forward", "pair_directions", 0),
