@@ -271,6 +271,13 @@ def reads_folder(page: Page, words: list[str]) -> None:
         assert all(any(folder.iterdir()) for folder in folders), words
 
 
+def parses(page: Page, words: list[str]) -> None:
+    """What fetches from the network is not run; it is a program of bash, and takes one folder."""
+    script = ROOT / "examples" / "pretraining" / "texts.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert len(words) == 1 and "usage: texts.sh FOLDER" in script.read_text()
+
+
 PROGRAMS: dict[str, Callable[[Page, list[str]], None]] = {
     "make": makes,
     "pip": installs,
@@ -279,6 +286,7 @@ PROGRAMS: dict[str, Callable[[Page, list[str]], None]] = {
     "q2compile": runs,
     "tensorboard": reads_folder,
     "tlparse": reads_folder,
+    "examples/pretraining/texts.sh": parses,
 }
 
 

@@ -67,13 +67,13 @@ def products(monkeypatch) -> list[Product]:
             sums = sums * alpha + (0 if bias is None else bias.float())
             out.copy_(sums.to(product.dtype))
 
-    def swizzled(index, scales, rows, spec):
-        scales = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
+    def swizzled(scales, rows, height):
+        scales = scales.view(torch.uint8).repeat_interleave(height, 0)[:rows]
         return swizzle_32x4x4(scales.view(torch.float8_e4m3fn))
 
     monkeypatch.setattr(cublaslt_fp4, "run", run)
     monkeypatch.setattr(swizzle, "_swizzled", swizzled)
-    monkeypatch.setattr(cublaslt_fp4, "on", lambda index: nullcontext())
+    monkeypatch.setattr(cublaslt_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(cublaslt_fp4, "empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
     return asked
 
@@ -161,7 +161,7 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
         args = (*a, *b, None, swizzled, swizzled, BF16)
         assert torch.equal(cuda_bf16.gemm_bf16(*args), torch.ops.q2.gemm(*args))
     else:  # torch has no product with an fp32 result on a CPU
-        got = cuda_bf16._bf16(*a[:2], None, get_scheme(swizzled)).float()
+        got = cuda_bf16.widened(*a[:2], None, get_scheme(swizzled)).float()
         assert torch.equal(got, scaled_codes(*a[:2], get_scheme(swizzled)))
     assert set(read) == {scheme}
 
@@ -324,7 +324,7 @@ def test_what_triton_refuses_is_compiled_once(monkeypatch):
 
     monkeypatch.setattr(triton_kernel, "gemm_fp4", gemm)
     monkeypatch.setattr(triton_fp4, "_refused", {})
-    monkeypatch.setattr(triton_fp4, "on", lambda index: nullcontext())
+    monkeypatch.setattr(triton_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(triton_fp4, "multiprocessors", lambda index: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
     asked = [(64, BF16), (96, BF16), (640, BF16), (768, BF16), (64, FP32), (96, FP32)]
