@@ -15,6 +15,7 @@ with other operations that it fuses.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,15 +49,20 @@ def gemm(
     b, is_turned = _numbers(*args[3:6], b_scheme, V.current_node.args[3])
     if not is_turned:
         b = lowerings[_aten.permute.default](b, [1, 0])
-    folds = get_scheme(a_scheme).folds and get_scheme(b_scheme).folds
-    if folds and dtype == torch.bfloat16 and (bias is None or bias.get_dtype() == dtype):
+    # Of the operands whose global scale is not in their numbers.
+    scales = [
+        unit
+        for unit, scheme in ((a_global, a_scheme), (b_global, b_scheme))
+        if not get_scheme(scheme).folds
+    ]
+    if not scales and dtype == torch.bfloat16 and (bias is None or bias.get_dtype() == dtype):
         if bias is None:
             return lowerings[_aten.mm.default](a, b)
         return lowerings[_aten.addmm.default](bias, a, b)
     out = fallback_handler(_aten.mm.dtype, add_to_fallback_set=False)(a, b, torch.float32)
     multiply, add = lowerings[_aten.mul.Tensor], lowerings[_aten.add.Tensor]
-    if not folds:
-        out = multiply(out, multiply(a_global, b_global))
+    if scales:
+        out = multiply(out, functools.reduce(multiply, scales))
     if bias is not None:
         out = add(out, bias)
     return lowerings[torch.ops.prims.convert_element_type.default](out, dtype)

@@ -11,7 +11,6 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
                               step, what a step with nothing else would take
     llama_8b_step             width 4096, MLP 14336, 32 layers, 1 x 4096 tokens, bf16 parameters;
                               llama_8b_peak_memory, llama_8b_first_step (empty caches) beside it
-    llama_8b_step_kept        the same with recompute_weights=False
     host_us_per_call          microseconds of the host for a call of an op of two launches in a
                               compiled graph, its buffers included: not a ratio
 
@@ -123,7 +122,6 @@ def large() -> list[dict[str, Any]]:
     variants: dict[str, dict[str, Any] | None] = {
         "bf16": None,
         "llama_8b_step": {"recipe": "quartet2"},
-        "llama_8b_step_kept": {"recipe": "quartet2", "recompute_weights": False},
     }
     steps, first, peaks = {}, {}, {}
     for name, options in variants.items():

@@ -196,6 +196,45 @@ def test_profiles_name_the_ops(request) -> None:
     assert {"q2::quantize", "q2::dequantize", "q2::rht_quantize_both", "q2::requantize"} <= names
 
 
+def mixed_gemm(*tensors):
+    """One operand's global scale is in its numbers, the other's 4/3 is not."""
+    return torch.ops.q2.gemm(*tensors, None, "mxfp4_rtn", "mxfp4_rtn34", torch.bfloat16)
+
+
+def mixed_operands() -> list[torch.Tensor]:
+    a, b = rows(40), rows(48, seed=1)
+    q2 = torch.ops.q2
+    return [
+        *q2.quantize(a, None, None, "mxfp4_rtn", 0),
+        *q2.rht_quantize(b, None, "mxfp4_rtn34", "none", False, 0),
+    ]
+
+
+def test_a_global_scale_is_applied_once(hopper) -> None:
+    """Where one of two folds: what is multiplied by afterwards is the other's alone."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+        torch.compile(mixed_gemm)(*mixed_operands())
+    finally:
+        library._destroy()
+    (source,) = hopper
+    shown = re.findall(r"q2_Site\('dequantize', \((.*?), '(\w+)'", source)
+    assert shown == [("..., ..., ...", "mxfp4_rtn"), ("..., ..., None", "mxfp4_rtn34")]
+    (read,) = re.findall(r"triton_poi_\w+\.run\((.*?), stream", source)
+    assert "arg5_1" in read and "arg2_1" not in read
+
+
+@pytest.mark.gpu
+def test_a_global_scale_is_applied_once_on_a_gpu() -> None:
+    lowering.register()
+    operands = mixed_operands()
+    want = mixed_gemm(*operands).float()
+    got = torch.compile(mixed_gemm)(*(t.cuda() for t in operands)).cpu().float()
+    # Both are rounded to bf16 once, and differ by the order of the fp32 sums.
+    assert (got - want).norm() <= 2.0**-8 * want.norm()
+
+
 def test_every_op_that_reads_an_operand_has_a_lowering() -> None:
     """Inductor puts the operands of an op without one into memory, from the second such op of a
     process on: what other loops read of them is rounded then."""
