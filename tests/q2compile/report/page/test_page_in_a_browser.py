@@ -172,10 +172,9 @@ def test_graphs_side_by_side(opened):
     show_graph(opened, "Forward")
     before = len(opened.texts(".pair"))
     opened.click(".fold", "Nothing changed here")
-    assert len(opened.texts(".pair")) > before
+    opened.until("return document.querySelectorAll('.pair').length > arguments[0]", before)
     show_graph(opened, "Backward")
-    passes = opened.texts(".passes tbody tr")
-    merged = next(text for text in passes if text.startswith("merge_seeds"))
+    merged = opened.find(".passes tbody tr", "merge_seeds").get_attribute("textContent")
     assert "q2.seed −" in merged and re.search(r"\d (µs|ms|s)", merged)
     opened.click(".pair.added .node")
     assert "Module" in opened.find(".info").text and "Used by" in opened.find(".info").text
