@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.cuda.site import Site
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.emulation.on_cpu import launches_on_cpu
+from tests.support.warned import texts
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -151,8 +152,7 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) 
     with pytest.warns(KernelWarning, match="INVALID_IMAGE") as caught:
         got = step(rows(40))
     assert all(map(torch.equal, got, want))
-    texts = [str(w.message) for w in caught if w.category is KernelWarning]
-    said = {name for text in texts for name in re.findall(r"of q2::(\w+) is", text)}
+    said = set(re.findall(r"of q2::(\w+) is", " ".join(texts(caught, KernelWarning))))
     assert said == {"quantize", "rht_quantize_both", "requantize"}
     tried = len(refused)
     with warnings.catch_warnings():

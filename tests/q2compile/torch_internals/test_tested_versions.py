@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 from q2compile import explain
 from q2compile.torch_internals import tested_versions
 from q2compile.torch_internals.tested_versions import TESTED, UntestedTorchWarning
+from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -30,7 +31,7 @@ def warnings_of(monkeypatch, version):
         for width in (32, 64):
             report = explain(nn.Linear(width, 32), torch.randn(4, width), options=OPTIONS)
             assert [row.taken for row in report.rows] == [True]
-    return [str(w.message) for w in caught if w.category is UntestedTorchWarning]
+    return texts(caught, UntestedTorchWarning)
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.16.0.dev20261122+cu130", "3.0.0a0"])
