@@ -50,9 +50,11 @@ MAY_IMPORT = {
     + ["weight_cache"],
     "telemetry": ["capture", "passes", "recipes", "runtime_kernels", "torch_internals"],
     "telemetry.options": ["recipes.policy"],
+    "telemetry.page": ["report.page.assemble", "runtime_kernels.numerics"],
     "weight_cache": ["capture", "linear", "recipes", "runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]
     + ["runtime_kernels.registry", "torch_internals"],
+    "report.page.assemble": [],
     "failures": ["config", "torch_internals"],
     "capture": ["linear.tensor_parallel", "torch_internals"],
     "linear": ["recipes", "runtime_kernels", "torch_internals"],

@@ -11,27 +11,28 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-_STATIC = files("q2compile.report.page") / "static"
+_FRAME = "q2compile.report.page"
 
 
-def static(name: str) -> str:
-    """The text of a file of this package's static/."""
-    return (_STATIC / name).read_text(encoding="utf-8")
+def static(name: str, package: str = _FRAME) -> str:
+    """The text of a file of a package's static/."""
+    return (files(package) / "static" / name).read_text(encoding="utf-8")
 
 
 def assemble(
     title: str, styles: Sequence[str], scripts: Sequence[str], body: str, data: dict[str, Any]
 ) -> str:
-    """A page.
+    """A page: the frame with base.css and base.js, and what is this page's own.
 
     styles, scripts   texts, in order; the scripts share one scope, and may use each other's names
+                      and those of base.js
     body              HTML, whose texts the caller has escaped
     data              what the scripts read, as JSON, from the element with the id "data"
 
     The page's own policy lets it run these scripts alone, and load nothing.
     """
-    style = "".join(styles)
-    script = '(() => {\n"use strict";\n' + "".join(scripts) + "})();\n"
+    style = "".join([static("base.css"), *styles])
+    script = '(() => {\n"use strict";\n' + "".join([static("base.js"), *scripts]) + "})();\n"
     parts = {
         "title": escape(title),
         "script-hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

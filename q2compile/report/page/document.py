@@ -31,9 +31,7 @@ from q2compile.report.page.assemble import assemble, packed, static
 from q2compile.report.page.headline import headline
 from q2compile.report.page.saved_tensors import saved_tensors
 
-_STYLES = ("base.css", "report.css")
 _SCRIPTS = (
-    "base.js",
     "model.js",
     "gemm.js",
     "summary.js",
@@ -67,8 +65,8 @@ def report_page(
     sentences = f"<h1>{escape(said[0])}</h1>\n<p>{escape(' '.join(said[1:]))}</p>"
     body = static("report.html").replace("{{name}}", escape(name))
     body = body.replace("{{headline}}", sentences)
-    styles, scripts = [static(f) for f in _STYLES], [static(f) for f in _SCRIPTS]
-    return assemble(f"{name}: {said[0]}", styles, scripts, body, data)
+    scripts = [static(f) for f in _SCRIPTS]
+    return assemble(f"{name}: {said[0]}", [static("report.css")], scripts, body, data)
 
 
 def document(

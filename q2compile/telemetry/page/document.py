@@ -1,13 +1,12 @@
-"""The page: its frame, styles, script and data in one file."""
+"""The page: its styles, script and data in the frame of the report's."""
 
 from __future__ import annotations
 
-import json
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from q2compile.report.page.assemble import assemble, static
 from q2compile.telemetry.page.read import read_folder
 
 
@@ -15,17 +14,11 @@ def telemetry_page(folder: Path) -> str:
     """One HTML file of a telemetry folder. Raises ValueError for files that q2compile did not
     write."""
     data = read_folder(folder)
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    frame = _static("page.html")
-    for name, value in {
-        "title": escape(f"{data['name']}: telemetry"),
-        "headline": escape(headline(data)),
-        "style": _static("page.css"),
-        "script": _static("page.js"),
-        "data": text,  # last: nothing is looked for in what it holds
-    }.items():
-        frame = frame.replace(f"{{{{{name}}}}}", value)
-    return frame
+    name, said = data["name"], headline(data)
+    body = _static("telemetry.html").replace("{{name}}", escape(name))
+    body = body.replace("{{headline}}", escape(said))
+    style, script = _static("telemetry.css"), _static("telemetry.js")
+    return assemble(f"{name}: {said}", [style], [script], body, data)
 
 
 def headline(data: dict[str, Any]) -> str:
@@ -41,4 +34,4 @@ def headline(data: dict[str, Any]) -> str:
 
 
 def _static(name: str) -> str:
-    return files("q2compile.telemetry.page").joinpath(name).read_text(encoding="utf-8")
+    return static(name, "q2compile.telemetry.page")

@@ -2,17 +2,13 @@
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
 from q2compile.telemetry.folder import COLUMNS
 from q2compile.telemetry.page.document import headline, telemetry_page
-from q2compile.telemetry.page.read import MOST_STEPS, read_folder
+from q2compile.telemetry.page.read import MOST_STEPS, STATISTICS, read_folder
 from q2compile.tools import cli
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def record(step, module="up", error=0.1, **others):
@@ -67,30 +63,47 @@ def test_other_files_are_refused(line, tmp_path):
 
 def test_one_file_that_loads_nothing(tmp_path):
     text = telemetry_page(written(tmp_path / "a<b", record(0, module="</script><b>")))
-    assert "{{" not in text and "a&lt;b: telemetry" in text
+    assert "{{" not in text and "<title>a&lt;b: 1 module, step 0.</title>" in text
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
-    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert json.loads(data)["operands"][0]["module"] == "</script><b>"
 
 
 def test_the_command_tells_folders_apart(tmp_path, capsys):
     assert cli.main(["report", str(written(tmp_path / "records", record(0)))]) == 0
-    assert (tmp_path / "records" / "report.html").read_text().count("records: telemetry") == 2
+    text = (tmp_path / "records" / "report.html").read_text()
+    assert "<span>telemetry</span> <code>records</code>" in text
     (tmp_path / "empty").mkdir()
     assert cli.main(["report", str(tmp_path / "empty")]) == 2
     assert "no dump folder, and no records of telemetry" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
-def test_in_a_browser(tmp_path):
+def test_in_a_browser(browser, tmp_path):
+    """A chart a module, whose click opens one a statistic; the search, the theme, no way to the
+    side on a phone."""
     rows = [record(step, module=f"layers.{i}.up") for i in range(3) for step in range(0, 50, 10)]
     folder = written(tmp_path / "records", *rows, {**NONFINITE, "module": "layers.1.up"})
     page = folder / "report.html"
     page.write_text(telemetry_page(folder))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    body = done.stdout.partition('<script id="data"')[0]
-    assert re.findall(r"<h2[^>]*>(.*?)</h2>", body) == [f"layers.{i}.up" for i in range(3)]
-    assert body.count("<polyline") == 3 and body.count('class="bad"') == 1
-    assert "NaN or Inf first in dy of dgrad of layers.1.up, at step 3, on rank 0." in body
+    browser.open(page)
+    assert browser.find("h1").text == "3 modules, steps 0 to 40."
+    assert browser.texts(".card h2") == [f"layers.{i}.up" for i in range(3)]
+    assert len(browser.texts("polyline")) == 3 and len(browser.texts(".bad")) == 1
+    said = "NaN or Inf first in dy of dgrad of layers.1.up, at step 3, on rank 0."
+    assert browser.texts(".notice")[0] == said
+    browser.click(".card", "layers.2.up")
+    assert browser.texts("#detail h2") == ["layers.2.up"]
+    assert browser.texts("#detail h3") == list(STATISTICS)
+    browser.press("/", *"1.up", "ENTER")
+    assert browser.texts(".card h2") == ["layers.1.up"]
+    browser.press("ESCAPE")
+    browser.choose("#statistic", "zero")
+    assert "not zero and are now" in browser.find("#about").text
+    browser.size(390, 800)
+    assert browser.overhang() == 0
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = browser.js(background)
+    browser.click("#theme")
+    assert browser.js(background) != light
+    browser.click("#theme")  # the choice is remembered
+    assert browser.errors() == []

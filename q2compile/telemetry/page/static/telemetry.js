@@ -1,6 +1,6 @@
-"use strict";
+// Curves by module: a statistic of each operand over the steps.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const DATA = readData();
 const OPERANDS = ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"];
 const ABOUT = {
   amax: "Largest magnitude of the operand, before any rotation.",
@@ -14,19 +14,10 @@ const ABOUT = {
   changed: "Of weights: share of the codes that are others than at the last record.",
 };
 const WIDTH = 300, HEIGHT = 96, LEFT = 44, BOTTOM = 14, TOP = 6;
-const byId = (id) => document.getElementById(id);
-let open = null;
-
-function element(name, attributes = {}, ...children) {
-  const svg = ["svg", "polyline", "circle", "line", "text"].includes(name);
-  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
+let shown = null; // the module whose details are open
 
 function tint(operand) {
-  return `--tint: var(--series-${OPERANDS.indexOf(operand)})`;
+  return { "--tint": `var(--series-${OPERANDS.indexOf(operand)})` };
 }
 
 function written(value) {
@@ -82,8 +73,8 @@ function lines(rows, statistic, { x, y }) {
   for (const { name, row } of rows) {
     let run = [];
     const end = () => {
-      if (run.length === 1) found.push(element("circle", { cx: run[0][0], cy: run[0][1], r: 2, style: tint(name) }));
-      if (run.length > 1) found.push(element("polyline", { points: run.map((p) => p.map((n) => n.toFixed(1)).join(",")).join(" "), style: tint(name) }));
+      if (run.length === 1) found.push(svg("circle", { cx: run[0][0], cy: run[0][1], r: 2, style: tint(name) }));
+      if (run.length > 1) found.push(svg("polyline", { points: run.map((p) => p.map((n) => n.toFixed(1)).join(",")).join(" "), style: tint(name) }));
       run = [];
     };
     curve(row, statistic).forEach((value, i) => (value === null ? end() : run.push([x(DATA.steps[i]), y(value)])));
@@ -93,41 +84,41 @@ function lines(rows, statistic, { x, y }) {
 }
 
 function chart(rows, statistic, bounds) {
-  const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${statistic} by step` });
+  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${statistic} by step` });
   if (bounds === null) {
-    svg.append(element("text", { x: LEFT, y: HEIGHT / 2 }, "no numbers"));
-    return svg;
+    picture.append(svg("text", { x: LEFT, y: HEIGHT / 2 }, "no numbers"));
+    return picture;
   }
   const { x, y } = scales(bounds), floor = HEIGHT - BOTTOM;
-  svg.append(element("line", { x1: LEFT, x2: WIDTH, y1: floor, y2: floor, class: "axis" }));
+  picture.append(svg("line", { x1: LEFT, x2: WIDTH, y1: floor, y2: floor, class: "axis" }));
   for (const bad of DATA.nonfinite) {
     const inside = bad.step >= DATA.steps[0] && bad.step <= DATA.steps[DATA.steps.length - 1];
-    if (inside && bad.module === rows[0].row.module) svg.append(element("line", { x1: x(bad.step), x2: x(bad.step), y1: TOP, y2: floor, class: "bad" }));
+    if (inside && bad.module === rows[0].row.module) picture.append(svg("line", { x1: x(bad.step), x2: x(bad.step), y1: TOP, y2: floor, class: "bad" }));
   }
-  svg.append(...lines(rows, statistic, { x, y }));
-  svg.append(element("text", { x: LEFT - 4, y: TOP + 6, "text-anchor": "end" }, written(bounds[1])));
-  svg.append(element("text", { x: LEFT - 4, y: floor, "text-anchor": "end" }, written(bounds[0])));
-  svg.append(element("text", { x: LEFT, y: HEIGHT - 2 }, String(DATA.steps[0])));
-  svg.append(element("text", { x: WIDTH, y: HEIGHT - 2, "text-anchor": "end" }, String(DATA.steps[DATA.steps.length - 1])));
-  return svg;
+  picture.append(...lines(rows, statistic, { x, y }));
+  picture.append(svg("text", { x: LEFT - 4, y: TOP + 6, "text-anchor": "end" }, written(bounds[1])));
+  picture.append(svg("text", { x: LEFT - 4, y: floor, "text-anchor": "end" }, written(bounds[0])));
+  picture.append(svg("text", { x: LEFT, y: HEIGHT - 2 }, String(DATA.steps[0])));
+  picture.append(svg("text", { x: WIDTH, y: HEIGHT - 2, "text-anchor": "end" }, String(DATA.steps[DATA.steps.length - 1])));
+  return picture;
 }
 
 /* The numbers under the pointer, or of the last step. */
-function readable(svg, rows, statistic, bounds) {
-  const readout = element("div", { class: "readout" });
+function readable(picture, rows, statistic, bounds) {
+  const readout = h("div", { class: "readout" });
   const show = (i) => {
     readout.replaceChildren(`step ${DATA.steps[i]}`);
     for (const { name, row } of rows) {
-      const value = element("b", { style: tint(name) }, written(curve(row, statistic)[i]));
-      readout.append(element("span", { title: name }, value));
+      const value = h("b", { style: tint(name) }, written(curve(row, statistic)[i]));
+      readout.append(h("span", { title: name }, value));
     }
   };
   show(DATA.steps.length - 1);
-  if (bounds === null) return [svg, readout];
-  const { x } = scales(bounds), at = element("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "at", visibility: "hidden" });
-  svg.append(at);
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect(), place = ((event.clientX - box.left) / box.width) * WIDTH;
+  if (bounds === null) return [picture, readout];
+  const { x } = scales(bounds), at = svg("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "at", visibility: "hidden" });
+  picture.append(at);
+  picture.addEventListener("pointermove", (event) => {
+    const box = picture.getBoundingClientRect(), place = ((event.clientX - box.left) / box.width) * WIDTH;
     let nearest = 0;
     DATA.steps.forEach((step, i) => { if (Math.abs(x(step) - place) < Math.abs(x(DATA.steps[nearest]) - place)) nearest = i; });
     at.setAttribute("x1", x(DATA.steps[nearest]));
@@ -135,24 +126,24 @@ function readable(svg, rows, statistic, bounds) {
     at.setAttribute("visibility", "visible");
     show(nearest);
   });
-  return [svg, readout];
+  return [picture, readout];
 }
 
 function showDetail(module, rows) {
   const detail = byId("detail");
   detail.hidden = module === null;
   if (module === null) return;
-  const close = element("button", { type: "button" }, "Close");
-  close.addEventListener("click", () => { open = null; draw(); });
-  const grid = element("div", { class: "grid" });
+  const close = h("button", { type: "button" }, "Close");
+  close.addEventListener("click", () => { shown = null; draw(); });
+  const grid = h("div", { class: "grid" });
   for (const statistic of DATA.statistics) {
     const bounds = range(rows, statistic);
-    const figure = element("div", {}, element("h3", { title: ABOUT[statistic] }, statistic));
+    const figure = h("div", {}, h("h3", { title: ABOUT[statistic] }, statistic));
     figure.append(...readable(chart(rows, statistic, bounds), rows, statistic, bounds));
     grid.append(figure);
   }
-  const formats = element("p", { class: "muted" }, rows.map(({ name, row }) => `${name}: ${row.format}`).join(" · "));
-  detail.replaceChildren(element("header", {}, element("h2", {}, module), close), formats, grid);
+  const formats = h("p", { class: "muted" }, rows.map(({ name, row }) => `${name}: ${row.format}`).join(" · "));
+  detail.replaceChildren(h("header", {}, h("h2", {}, module), close), formats, grid);
 }
 
 function draw() {
@@ -161,46 +152,44 @@ function draw() {
   const shared = byId("shared").checked ? range(modules.flatMap(([, rows]) => rows), statistic) : null;
   byId("about").textContent = ABOUT[statistic] || "";
   const cards = modules.map(([name, rows]) => {
-    const card = element("button", { type: "button", class: "card", "aria-expanded": String(name === open) }, element("h2", {}, name));
+    const card = h("button", { type: "button", class: "card", "aria-expanded": String(name === shown) }, h("h2", {}, name));
     card.append(chart(rows, statistic, shared || range(rows, statistic)));
     card.addEventListener("click", () => {
-      open = open === name ? null : name;
+      shown = shown === name ? null : name;
       draw();
-      if (open !== null) byId("detail").scrollIntoView({ block: "nearest" });
+      if (shown !== null) byId("detail").scrollIntoView({ block: "nearest" });
     });
     return card;
   });
   byId("overview").replaceChildren(...cards);
   byId("nothing").hidden = cards.length > 0 || DATA.operands.length === 0;
-  const found = modules.find(([name]) => name === open);
-  showDetail(found ? open : null, found ? found[1] : []);
+  const found = modules.find(([name]) => name === shown);
+  showDetail(found ? shown : null, found ? found[1] : []);
 }
 
-function fill(id, values) {
-  byId(id).append(...values.map((value) => element("option", { value }, String(value))));
+function choices(id, values) {
+  byId(id).append(...values.map((value) => h("option", { value }, String(value))));
   byId(id).addEventListener("change", draw);
 }
 
 function start() {
   const there = new Set(DATA.operands.map((row) => `${row.gemm}.${row.operand}`));
   const named = OPERANDS.filter((name) => there.has(name));
-  fill("statistic", DATA.statistics);
-  fill("operand", ["all", ...named]);
-  fill("rank", DATA.ranks);
+  choices("statistic", DATA.statistics);
+  choices("operand", ["all", ...named]);
+  choices("rank", DATA.ranks);
   byId("statistic").value = "relative_error";
   byId("rank-label").hidden = DATA.ranks.length < 2;
   byId("search").addEventListener("input", draw);
   byId("shared").addEventListener("change", draw);
-  byId("legend").append(...named.map((name) => element("li", { style: tint(name) }, element("i"), name)));
-  byId("nonfinite").append(...DATA.nonfinite.map((bad) => element("p", { class: "notice" },
+  byId("legend").append(...named.map((name) => h("li", { style: tint(name) }, h("i"), name)));
+  byId("nonfinite").append(...DATA.nonfinite.map((bad) => h("p", { class: "notice" },
     `NaN or Inf first in ${bad.operand} of ${bad.gemm} of ${bad.module}, at step ${bad.step}, on rank ${bad.rank}.`)));
-  const theme = (dark) => {
-    document.documentElement.dataset.theme = dark ? "dark" : "light";
-    byId("theme").textContent = dark ? "Light" : "Dark";
-  };
-  theme(window.matchMedia("(prefers-color-scheme: dark)").matches);
-  byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme !== "dark"));
+  byId("controls").addEventListener("submit", (event) => event.preventDefault());
+  startTheme();
+  startSearchKeys(byId("search"));
   draw();
+  document.documentElement.dataset.ready = "true";
 }
 
 start();
