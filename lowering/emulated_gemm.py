@@ -69,13 +69,13 @@ def gemm(
 
 
 @register_lowering(TRANSPOSE, type_promotion_kind=None)
-def transpose(codes, scales, scheme: str, rows: Any) -> Any:
+def transpose(codes, scales, scheme: str, rows: Any, swizzled: bool = False) -> Any:
     """See runtime_kernels/ops/transpose.py. Nothing, for GEMMs that read what was not turned."""
     readers = [gemm for output in V.current_node.users for gemm in output.users]
     if readers and all(reads_unturned(reader) for reader in readers):
         _known()[V.current_node] = codes, scales, rows
         return None, None
-    return launches.call(TRANSPOSE, codes, scales, scheme, rows)
+    return launches.call(TRANSPOSE, codes, scales, scheme, rows, swizzled)
 
 
 def _numbers(codes, scales, global_scale, scheme: str, node: Any) -> tuple[Any, bool]:
