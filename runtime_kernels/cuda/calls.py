@@ -80,12 +80,15 @@ class Call:
     """What a call of an op is: operands tensors in, outputs out, steps between.
 
     workspace: bytes of memory that the steps need besides; the last tensor, if they need any.
+    alignment: what the last step is made of (quantize/align_scales.py), where it can end other
+        calls as well.
     """
 
     operands: int
     outputs: tuple[Output, ...]
     workspace: int
     steps: tuple[Step, ...]
+    alignment: Any = None
 
 
 class Ready:
