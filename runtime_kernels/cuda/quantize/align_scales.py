@@ -30,7 +30,7 @@ class Side(NamedTuple):
     source_global: Address
     other: Address
     product: Address
-    count: int
+    of_worths: int
     stream: int
     parts: int
     norm: float

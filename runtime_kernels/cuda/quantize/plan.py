@@ -15,7 +15,8 @@ then is numbers again, those whose scales turn out to be e4m3 subnormals (settle
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +40,8 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
-from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform, get_transform
 
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
 
@@ -82,6 +83,36 @@ def launches(
     if amax_known:
         return (rotate(),)
     return rotate(amax=True), rotate(overlaps=True)
+
+
+def last_launch(op: str, args: Sequence[Any]) -> Launch | None:
+    """The launch that a call of a quantiser ends in, where other calls can end in it as well
+    (together.py); None where there is none, and for other ops.
+
+    args: the op's, of which the names alone count.
+    """
+    at = _NAMES_AT.get(op)
+    if at is None:
+        return None
+    spec = get_scheme(args[at[0]])
+    transform = args[at[1]] if at[1] is not None else "none"
+    if op == "split_scales" or Rule.of(spec) != Rule.EXACT:
+        return align_launch(spec, get_transform(transform).size == 128)
+    return None
+
+
+# Where the scheme and the transform are among the arguments of an op.
+_NAMES_AT: dict[str, tuple[int, int | None]] = {
+    "quantize": (3, None),
+    "split_scales": (1, None),
+    "quantize_masked": (1, 2),
+    "rht_quantize": (2, 3),
+    "rht_quantize_both": (3, 4),
+    "requantize": (5, 6),
+    "rht_quantize_groups": (4, 5),
+    "rht_quantize_groups_both": (5, 6),
+    "requantize_groups": (7, 8),
+}
 
 
 class _Side(NamedTuple):

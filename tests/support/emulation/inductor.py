@@ -28,7 +28,7 @@ from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_
 from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantize_masked, rotating_ops, split_scales
-from q2compile.runtime_kernels.cuda.site import Site
+from q2compile.runtime_kernels.cuda.site import Site, Together
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
 
@@ -141,7 +141,8 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 
     monkeypatch.setattr(registry.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
-    monkeypatch.setattr(Site, "_call", lambda site, given: None)
+    for site in (Site, Together):
+        monkeypatch.setattr(site, "_call", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4)
     masked = (masked_unrotate, quantize_masked)
