@@ -85,34 +85,27 @@ def launches(
     return rotate(amax=True), rotate(overlaps=True)
 
 
+# The ops whose calls can end in one launch (together.py).
+_END_TOGETHER = frozenset(
+    ["quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"]
+    + ["rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups", "split_scales"]
+)
+
+
 def last_launch(op: str, args: Sequence[Any]) -> Launch | None:
-    """The launch that a call of a quantiser ends in, where other calls can end in it as well
-    (together.py); None where there is none, and for other ops.
+    """The launch that a call of a quantiser ends in, where other calls can end in it as well; None
+    where there is none, and for other ops.
 
-    args: the op's, of which the names alone count.
+    args: the op's, of which the names of the scheme and the transform alone count.
     """
-    at = _NAMES_AT.get(op)
-    if at is None:
+    if op not in _END_TOGETHER:
         return None
-    spec = get_scheme(args[at[0]])
-    transform = args[at[1]] if at[1] is not None else "none"
-    if op == "split_scales" or Rule.of(spec) != Rule.EXACT:
-        return align_launch(spec, get_transform(transform).size == 128)
-    return None
-
-
-# Where the scheme and the transform are among the arguments of an op.
-_NAMES_AT: dict[str, tuple[int, int | None]] = {
-    "quantize": (3, None),
-    "split_scales": (1, None),
-    "quantize_masked": (1, 2),
-    "rht_quantize": (2, 3),
-    "rht_quantize_both": (3, 4),
-    "requantize": (5, 6),
-    "rht_quantize_groups": (4, 5),
-    "rht_quantize_groups_both": (5, 6),
-    "requantize_groups": (7, 8),
-}
+    schema = getattr(torch.ops.q2, op).default._schema
+    named = {argument.name: arg for argument, arg in zip(schema.arguments, args, strict=True)}
+    spec = get_scheme(named["scheme"])
+    if Rule.of(spec) == Rule.EXACT:
+        return None
+    return align_launch(spec, get_transform(named.get("transform", "none")).size == 128)
 
 
 class _Side(NamedTuple):
