@@ -31,6 +31,7 @@ from q2compile.lowering.gemm_operands import (
     reads_unturned,
     turned,
 )
+from q2compile.lowering.together import products
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten
@@ -44,6 +45,9 @@ def gemm(
     """See runtime_kernels/ops/gemm.py."""
     args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias)
     if not is_emulated(V.current_node):
+        product = products().get((V.current_node.args[2], V.current_node.args[5]))
+        if product is not None:
+            args = (a_codes, a_scales, product, b_codes, b_scales, None, bias)
         return launches.call(GEMM, *args, a_scheme, b_scheme, dtype)
     a, _ = _numbers(*args[:3], a_scheme, V.current_node.args[0])
     b, is_turned = _numbers(*args[3:6], b_scheme, V.current_node.args[3])
@@ -69,13 +73,13 @@ def gemm(
 
 
 @register_lowering(TRANSPOSE, type_promotion_kind=None)
-def transpose(codes, scales, scheme: str, rows: Any) -> Any:
+def transpose(codes, scales, scheme: str, rows: Any, swizzled: bool = False) -> Any:
     """See runtime_kernels/ops/transpose.py. Nothing, for GEMMs that read what was not turned."""
     readers = [gemm for output in V.current_node.users for gemm in output.users]
     if readers and all(reads_unturned(reader) for reader in readers):
         _known()[V.current_node] = codes, scales, rows
         return None, None
-    return launches.call(TRANSPOSE, codes, scales, scheme, rows)
+    return launches.call(TRANSPOSE, codes, scales, scheme, rows, swizzled)
 
 
 def _numbers(codes, scales, global_scale, scheme: str, node: Any) -> tuple[Any, bool]:

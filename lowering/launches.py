@@ -8,8 +8,9 @@ versions of torch that are supported have. (An out variant of each op would need
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -17,19 +18,45 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering, view
 from torch._inductor.virtualized import V
 
+from q2compile.lowering import together
 from q2compile.lowering.gemm_operands import is_read
 from q2compile.runtime_kernels.cuda.calls import Form, lies
+from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
+from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
+from q2compile.runtime_kernels.numerics.schemes import WIDENED
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 from q2compile.runtime_kernels.registry import serving
 
-_IMPORT = "from q2compile.runtime_kernels.cuda.site import Site as q2_Site, View as q2_View"
+_MODULE = "q2compile.runtime_kernels.cuda.site"
+_IMPORT = f"from {_MODULE} import Site as q2_Site, Together as q2_Together, View as q2_View"
 
 # Those that are never loops (quantize.py has the lowerings of the others).
-_QUANTISERS = (
-    *("rht_quantize_both", "requantize", "quantize_masked"),
-    *("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"),
-)
+_QUANTISERS = tuple(q for q in together.QUANTISERS if q not in ("quantize", "rht_quantize"))
 _NEVER_LOOPS = (*_QUANTISERS, "split_scales", "dequantize", "masked_unrotate")
+
+
+class Member(NamedTuple):
+    """One call of an op: its arguments, tensors among them in memory; a buffer for each output, or
+    None where nobody reads it."""
+
+    node: torch.fx.Node
+    op: str
+    args: list[Any]
+    buffers: list[Any]
+
+    @property
+    def last_launch(self) -> Any:
+        """Calls that have the same can end in one launch; None where a call ends alone."""
+        return last_launch(self.op, self.args)
+
+    @property
+    def sides(self) -> int:
+        """Of the last launch."""
+        return 2 if self.op.endswith("_both") else 1
+
+
+# Of the graph that is lowered: calls that wait for the next quantiser.
+_WAITING: WeakKeyDictionary[Any, list[Member]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -39,7 +66,21 @@ def register() -> None:
     recorded = (name + RECORDED for name in (*_QUANTISERS, "rht_quantize"))
     for name in (*_NEVER_LOOPS, *recorded):
         op = getattr(torch.ops.q2, name).default
-        register_lowering(op, type_promotion_kind=None)(functools.partial(call, op))
+        lowering = ending(functools.partial(call, op))
+        register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of the lowerings of all quantisers: after it, calls wait only if this one does."""
+
+    @functools.wraps(lowering, assigned=())
+    def lower(*args: Any) -> Any:
+        results = lowering(*args)
+        if not (together.is_quantiser(V.current_node) and together.waits(V.current_node)):
+            _enqueue_waiting()
+        return results
+
+    return lower
 
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -60,15 +101,78 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     results = results if several else (results,)
     wanted = _wanted(op, len(results))
     buffers = [_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
-    Launches(name, realized, [b for b in buffers if b is not None], wanted)
+    _enqueue(Member(V.current_node, name, realized, buffers))
     shaped = [
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
     ]
     return tuple(shaped) if several else shaped[0]
 
 
+def _enqueue(member: Member) -> None:
+    """Behind those that wait for it, where all can end in one launch; or later, if it waits."""
+    waiting = _WAITING.setdefault(V.graph, [])
+    if member.last_launch is None:
+        Launches([member])
+        return
+    sides = member.sides + sum(m.sides for m in waiting)
+    if waiting and (waiting[0].last_launch != member.last_launch or sides > MOST_SIDES):
+        _enqueue_waiting()
+    waiting.append(member)
+
+
+def _enqueue_waiting() -> None:
+    waiting = _WAITING.setdefault(V.graph, [])
+    if waiting:
+        members = list(waiting)
+        waiting.clear()
+        Launches(members, _products_of(members))
+
+
+class Product(NamedTuple):
+    """Of global scales: which member and output makes the one; the same of the other, or the tensor
+    that it is; and where it goes."""
+
+    own: tuple[int, int]
+    other: Any
+    buffer: Any
+
+
+def _products_of(members: Sequence[Member]) -> list[Product]:
+    """The products that the last launch of these can make: one for each side."""
+    makers = {
+        scale: (i, 1 if member.op == "split_scales" else number)
+        for i, member in enumerate(members)
+        for number, scale in together.global_scales(member.node)
+    }
+    found: list[Product] = []
+    for scale, own in makers.items():
+        if members[own[0]].buffers[own[1]] is None or _widened(members[own[0]]):
+            continue
+        for pair, other in together.multiplied_by(scale):
+            known = makers.get(other) or V.graph.env.get(other)
+            if known is None or pair in together.products():
+                continue
+            with V.graph.fake_mode:
+                buffer = _buffer(torch.empty((), dtype=torch.float32, device=_device(members[0])))
+            together.products()[pair] = view(buffer, [])
+            if not isinstance(known, tuple):
+                known = ir.ExternKernel.realize_input(known)
+            found.append(Product(own, known, buffer))
+            break
+    return found
+
+
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
     return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def _device(member: Member) -> torch.device:
+    return next(a for a in member.args if _is_tensor(a)).get_device_or_error()
+
+
+def _widened(member: Member) -> bool:
+    """Whether it makes numbers, which need no product of global scales."""
+    return any(isinstance(a, str) and a.endswith(WIDENED) for a in member.args)
 
 
 def _is_tensor(arg: Any) -> bool:
@@ -118,24 +222,21 @@ def _buffer(like: torch.Tensor) -> Any:
 
 
 class Launches(ir.ExternKernel):
-    """Enqueues the launches of one call of an op."""
+    """Enqueues the launches of one call of an op, or of several that end in one launch."""
 
-    def __init__(
-        self, op: str, args: Sequence[Any], buffers: Sequence[Any], wanted: Sequence[bool]
-    ) -> None:
-        tensors = [a for a in args if _is_tensor(a)] + [
-            ir.ExternKernel.realize_input(b) for b in buffers
-        ]
-        inputs = [ir.InputsKernel.unwrap_storage_for_input(t) for t in tensors]
-        self._device, self._tensors = inputs[0].get_device(), inputs
-        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
-        self._op, self._wanted = op, wanted
-        operands = iter(inputs)
-        self._args = [next(operands) if _is_tensor(a) else a for a in args]
-        self._buffers = list(operands)
+    def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
+        self._members = [m._replace(args=list(m.args), buffers=list(m.buffers)) for m in members]
+        self._products = [product._replace() for product in products]
+        tensors = [_unwrapped(a) for m in self._members for a in m.args if _is_tensor(a)]
+        tensors += [_unwrapped(p.other) for p in products if _is_tensor(p.other)]
+        buffers = [_unwrapped(b) for m in self._members for b in m.buffers if b is not None]
+        buffers += [_unwrapped(p.buffer) for p in products]
+        self._device, self._tensors = tensors[0].get_device(), tensors
+        super().__init__(None, ir.NoneLayout(device=self._device), [*tensors, *buffers])
         self.mutation_outputs = [
-            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in self._buffers
+            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in buffers
         ]
+        self._buffers = buffers
         V.graph.register_operation(self)
 
     def get_outputs(self) -> list[ir.Buffer]:
@@ -146,16 +247,41 @@ class Launches(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         """A Site at the top of the generated code, and its call."""
+        assert not _WAITING.get(V.graph), "launches that wait have not been enqueued"
         root = wrapper
         while hasattr(root, "parent_wrapper"):
             root = root.parent_wrapper
         root.add_import_once(_IMPORT)
         root.q2_sites = number = getattr(root, "q2_sites", -1) + 1
         fixed = self._fixed()
-        args, given = [], []
-        for arg in self._args:
+        tensors = iter(self._tensors)
+        given: list[str] = []
+        sites = [self._site(member, wrapper, tensors, given, fixed) for member in self._members]
+        site = sites[0]
+        if len(sites) > 1 or self._products:
+            others, products = [], []
+            for own, other, _ in self._products:
+                if _is_tensor(other):
+                    shown, reference = _given(next(tensors), fixed)
+                    given.append(reference)
+                    others.append(shown)
+                    other = len(others) - 1
+                products.append(f"({own}, {other})")
+            of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
+            site = f"q2_Together({', '.join(f'({text})' for text in of)}, fixed={fixed})"
+        given += [b.codegen_reference() for b in self._buffers]
+        root.header.writeline(f"q2_site_{number} = {site}")
+        self.codegen_comment(wrapper, f"q2_site_{number}")
+        wrapper.writeline(f"q2_site_{number}({', '.join(given)})")
+
+    def _site(
+        self, member: Member, wrapper: Any, tensors: Any, given: list[str], fixed: bool
+    ) -> str:
+        """A member's Site; what its calls are given is added to `given`."""
+        args = []
+        for arg in member.args:
             if _is_tensor(arg):
-                shown, reference = _given(arg, fixed)
+                shown, reference = _given(next(tensors), fixed)
             elif _is_symbolic(arg):
                 shown, reference = "...", wrapper.codegen_sizevar(arg)
             else:
@@ -163,21 +289,19 @@ class Launches(ir.ExternKernel):
                 continue
             args.append(shown)
             given.append(reference)
-        given += [b.codegen_reference() for b in self._buffers]
-        wanted = ", ".join(str(int(w)) for w in self._wanted)
-        root.header.writeline(
-            f"q2_site_{number} = q2_Site('{self._op}', ({', '.join(args)},), ({wanted},), "
-            f"fixed={fixed})"
-        )
-        self.codegen_comment(wrapper, f"q2_site_{number}")
-        wrapper.writeline(f"q2_site_{number}({', '.join(given)})")
+        wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
+        return f"q2_Site('{member.op}', ({', '.join(args)},), ({wanted},), fixed={fixed})"
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
-        numbers = [a for a in self._args if not _is_tensor(a)]
-        for x in self._tensors:
+        numbers = [a for m in self._members for a in m.args if not _is_tensor(a)]
+        for x in (*self._tensors, *self._buffers):
             numbers += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
         return not any(map(_is_symbolic, numbers))
+
+
+def _unwrapped(x: Any) -> Any:
+    return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(x))
 
 
 def _given(x: Any, fixed: bool) -> tuple[str, str]:

@@ -26,6 +26,7 @@ RHT_QUANTIZE = torch.ops.q2.rht_quantize.default
 
 
 @register_lowering(QUANTIZE, type_promotion_kind=None)
+@launches.ending
 def quantize(
     x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
 ) -> Any:
@@ -36,6 +37,7 @@ def quantize(
 
 
 @register_lowering(QUANTIZE_RECORDED, type_promotion_kind=None)
+@launches.ending
 def quantize_recorded(
     x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
 ) -> Any:
@@ -77,6 +79,7 @@ def _quantize(
 
 
 @register_lowering(RHT_QUANTIZE, type_promotion_kind=None)
+@launches.ending
 def rht_quantize(
     x: ir.TensorBox,
     seed: ir.TensorBox | None,

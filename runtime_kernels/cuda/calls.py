@@ -80,12 +80,15 @@ class Call:
     """What a call of an op is: operands tensors in, outputs out, steps between.
 
     workspace: bytes of memory that the steps need besides; the last tensor, if they need any.
+    alignment: what the last step is made of (quantize/align_scales.py), where it can end other
+        calls as well.
     """
 
     operands: int
     outputs: tuple[Output, ...]
     workspace: int
     steps: tuple[Step, ...]
+    alignment: Any = None
 
 
 class Ready:
@@ -165,15 +168,13 @@ class Launching:
         pasts: tuple[int, ...] | None = None,
     ) -> Ready:
         """That of an earlier call like this one, or a new one; for arguments in their forms."""
-        key = (self.call, wanted, pasts, *map(_kind, args))
-        ready = _READY.get(key)
-        if ready is None:
-            device = next(a.device for a in args if isinstance(a, torch.Tensor))
-            ready = Ready(self.call(*args), device.index, wanted, pasts)
-            if len(_READY) >= _MOST_READY:
-                _READY.clear()
-            _READY[key] = ready
-        return ready
+        key = (self.kind(args), wanted, pasts)
+        index = tensors_of(args)[0].device.index
+        return ready_once(key, lambda: Ready(self.call(*args), index, wanted, pasts))
+
+    def kind(self, args: Sequence[Any]) -> Hashable:
+        """What calls have in common that have the same Call."""
+        return self.call, *map(_kind, args)
 
     def in_form(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, copied where they have another form than the kernels want."""
@@ -195,6 +196,17 @@ class Launching:
 
 _READY: dict[Hashable, Ready] = {}
 _HERE = nullcontext()
+
+
+def ready_once(key: Hashable, make: Callable[[], Ready]) -> Ready:
+    """That of an earlier call of this key, or a new one."""
+    ready = _READY.get(key)
+    if ready is None:
+        ready = make()
+        if len(_READY) >= _MOST_READY:
+            _READY.clear()
+        _READY[key] = ready
+    return ready
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:

@@ -211,6 +211,7 @@ _RESULTS = {
     "signs": ("signs",),
     "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
     "split_scales": ("scales", "global scale"),
+    "transpose": ("codes", "scales"),
 }
 
 
@@ -260,6 +261,11 @@ def _masked_unrotate(scheme: str, rows: int) -> tuple:
     return _matrix(rows).repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
 
 
+def _transpose(scheme: str, rows: int) -> tuple:
+    codes, scales, _ = _quantized(scheme, rows)
+    return codes, scales, scheme, _WIDTH, True
+
+
 def _gemm(
     scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
 ) -> tuple:
@@ -300,6 +306,7 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "dequantize": lambda s, t=_ROWS[0]: (*_quantized(s, t), s, _WIDTH, torch.bfloat16),
     "signs": lambda s, t=_ROWS[0]: (_seed(), "rht128"),
     "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
+    "transpose": lambda s, t=_ROWS[0]: _transpose(s, t),
     "gemm": lambda s, t=_ROWS[0]: _gemm(s, t),
     "rht_quantize_groups": lambda s, t=_IN_GROUPS: (
         *(_matrix(_IN_GROUPS), *_groups(), _seed(), s, "rht128", 1),
@@ -339,6 +346,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "dequantize": tuple(_OF_FORMAT.values()),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
+    "transpose": ("nvfp4_16x16_pow2",),
     "gemm": tuple(_OF_FORMAT.values()),
     "rht_quantize_groups": _GROUPED,
     "rht_quantize_groups_both": _GROUPED,

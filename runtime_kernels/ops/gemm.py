@@ -1,11 +1,12 @@
 """q2::gemm: the product of two quantised matrices, A B^T.
 
-    gemm(a_codes [M, Kp/2], a_scales, a_global, b_codes [N, Kp/2], b_scales, b_global, bias [N]?,
+    gemm(a_codes [M, Kp/2], a_scales, a_global, b_codes [N, Kp/2], b_scales, b_global?, bias [N]?,
     a_scheme, b_scheme, dtype) -> [M, N]
 
 An operand whose scheme ends in @bf16 has bf16 [M, Kp] for codes and no scales (schemes.py,
 widened).
 out = (sum_k a*b) * (a_global * b_global) + bias, accumulated in fp32 and rounded to dtype once.
+Without b_global, a_global is the product of both.
 
 The reference is one ordinary product of widened operands. An operand without its global scale, code
 * scale, has at most 6 significant bits, so it is exact in bf16 (8 bits), and the product on any
@@ -67,7 +68,7 @@ def fake(a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_schem
 
 define(
     "gemm(Tensor a_codes, Tensor a_scales, Tensor a_global,"
-    " Tensor b_codes, Tensor b_scales, Tensor b_global, Tensor? bias,"
+    " Tensor b_codes, Tensor b_scales, Tensor? b_global, Tensor? bias,"
     " str a_scheme, str b_scheme, ScalarType dtype) -> Tensor",
     fake=fake,
 )
@@ -80,7 +81,7 @@ def gemm(
     a_global: torch.Tensor,
     b_codes: torch.Tensor,
     b_scales: torch.Tensor,
-    b_global: torch.Tensor,
+    b_global: torch.Tensor | None,
     bias: torch.Tensor | None,
     a_scheme: str,
     b_scheme: str,
@@ -93,14 +94,19 @@ def gemm(
     a = scaled_codes(a_codes, a_scales, a_spec)
     b = scaled_codes(b_codes, b_scales, b_spec)
     bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    if bf16 and a_spec.folds and b_spec.folds:
+    if bf16 and a_spec.folds and b_spec.folds and b_global is not None:
         a, b = a.mul_(a_global).to(dtype), b.mul_(b_global).to(dtype)
         # addmm adds the bias to the fp32 sums, before the one rounding.
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
-    out = _mm_fp32(a, b).mul_(a_global * b_global)
+    out = _mm_fp32(a, b).mul_(alpha_of(a_global, b_global))
     if bias is not None:
         out += bias
     return out.to(dtype)
+
+
+def alpha_of(a_global: torch.Tensor, b_global: torch.Tensor | None) -> torch.Tensor:
+    """What the sums are multiplied by."""
+    return a_global if b_global is None else a_global * b_global
 
 
 def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

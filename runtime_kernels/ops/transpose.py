@@ -1,17 +1,21 @@
 """q2::transpose: the same numbers with the contraction on the other dimension, for 16x16 blocks.
 
-    transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows)
+    transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled)
         -> codes uint8 [rows, Mp/2], scales [rows/16, Mp/16]
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
 shares one scale in both directions, so the codes only change places: this is what lets NVIDIA's
 recipe quantise a weight once for fprop and dgrad. Blocks of one row cannot be reused so.
+
+swizzled: the scales are those of an operand whose blocks have one row (`of_rows`), a copy for each
+row, as the fp4 GEMM reads them (numerics/swizzle.py): [tiles, 512].
 """
 
 import torch
 
-from q2compile.runtime_kernels.numerics.layout import ceil_div, unpack
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape, unpack
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
@@ -31,28 +35,43 @@ def checked(scheme: str) -> Scheme:
     return spec
 
 
-def fake(codes, scales, scheme, rows):
-    side = checked(scheme).width
-    blocks = ceil_div(codes.shape[0], side)
-    return (
-        codes.new_empty((rows, blocks * side // 2), dtype=torch.uint8),
-        scales.new_empty((ceil_div(rows, side), blocks)),
-    )
+def of_rows(scheme: str) -> str:
+    """What a GEMM calls an operand of square blocks whose scales are repeated for each row, and
+    swizzled: nvfp4_16x16_pow2 is nvfp4_pow2@32x4x4 then."""
+    return checked(scheme).name.replace("_16x16", "") + SWIZZLED
+
+
+def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:
+    """Of the codes and the scales that come out; sizes may be symbolic."""
+    spec = checked(scheme)
+    blocks = ceil_div(codes.shape[0], spec.width)
+    turned = get_scheme(of_rows(scheme)) if swizzled else spec
+    return (rows, blocks * spec.width // 2), scales_shape(rows, blocks, turned)
+
+
+def fake(codes, scales, scheme, rows, swizzled=False):
+    of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
+    return codes.new_empty(of_codes, dtype=torch.uint8), scales.new_empty(of_scales)
 
 
 define(
-    "transpose(Tensor codes, Tensor scales, str scheme, SymInt rows) -> (Tensor, Tensor)",
+    "transpose(Tensor codes, Tensor scales, str scheme, SymInt rows, bool swizzled=False)"
+    " -> (Tensor, Tensor)",
     fake=fake,
 )
 
 
 @kernel("transpose", REFERENCE)
 def transpose(
-    codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int
+    codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
     side = checked(scheme).width
     turned = unpack(codes)[:, :rows].t()
     turned = torch.nn.functional.pad(turned, (0, -codes.shape[0] % side))
     packed = turned[:, 0::2] | (turned[:, 1::2] << 4)
-    return packed.contiguous(), scales[:, : ceil_div(rows, side)].t().contiguous()
+    turned_scales = scales[:, : ceil_div(rows, side)].t().contiguous()
+    if swizzled:
+        of_each_row = turned_scales.view(torch.uint8).repeat_interleave(side, 0)[:rows]
+        turned_scales = swizzle_32x4x4(of_each_row.view(scales.dtype)).view(-1, 512)
+    return packed.contiguous(), turned_scales

@@ -18,7 +18,7 @@ from torch._inductor.lowering import lowerings
 from q2compile import lowering
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
-from q2compile.runtime_kernels.cuda.site import Site
+from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.emulation.on_cpu import launches_on_cpu
@@ -32,14 +32,20 @@ WIDTH = 64
 
 
 @pytest.fixture
-def hopper(monkeypatch) -> Iterator[list[str]]:
+def capability() -> int:
+    return 90
+
+
+@pytest.fixture
+def pretended(monkeypatch, capability) -> Iterator[list[str]]:
     """Generated code is that for an H200, and its sites launch in the emulation. The sources of the
     graphs that are compiled."""
-    call = Site._call
-    sources = emulate(monkeypatch, 90)
-    serve_as_on(monkeypatch, 90)
-    monkeypatch.setattr(Site, "_call", call)
-    launches_on_cpu(monkeypatch, "sm_90a")
+    calls = {site: site._call for site in (Site, Together)}
+    sources = emulate(monkeypatch, capability)
+    serve_as_on(monkeypatch, capability)
+    for site, call in calls.items():
+        monkeypatch.setattr(site, "_call", call)
+    launches_on_cpu(monkeypatch, "sm_90a" if capability == 90 else "sm_100a")
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_SAID", {})
     with inductor_config.patch(INDUCTOR_OPTIONS):
@@ -79,7 +85,7 @@ def wanted(recipe: str, bias: bool = False, count: int = 40) -> list[torch.Tenso
 def test_the_bits_are_the_reference_s(bias, request) -> None:
     """All but dbias, which a Triton kernel adds up: those are stubs here."""
     want = wanted("quartet2", bias)
-    sources = request.getfixturevalue("hopper")
+    sources = request.getfixturevalue("pretended")
     step = step_of("quartet2", bias)
     for _ in range(2):  # the second time with addresses alone
         got = step(rows(40))
@@ -87,10 +93,49 @@ def test_the_bits_are_the_reference_s(bias, request) -> None:
     assert len(sources) == 2 and not any("torch.ops.q2." in s for s in sources)
 
 
-def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(hopper) -> None:
+@pytest.mark.parametrize("capability", [100])
+@pytest.mark.parametrize("recipe", ["quartet2", "tetrajet2"])
+def test_products_of_global_scales_come_with_them(recipe, request, capability) -> None:
+    """And are those of the reference, which the gradients and y show: their GEMMs are given nothing
+    else."""
+    want = wanted(recipe, bias=True)
+    sources = request.getfixturevalue("pretended")
+    step = step_of(recipe, bias=True)
+    for _ in range(2):
+        assert all(map(torch.equal, step(rows(40))[:3], want[:3]))
+    code = "\n".join(sources)
+    gemms = re.findall(r"torch\.ops\.q2\.gemm\.default\((.*?), 'nvfp4", code)
+    # The second global scale; the bias is fprop's alone.
+    assert [args.split(", ")[-2] for args in gemms] == 3 * ["None"]
+    assert [args.split(", ")[-1] for args in gemms] == ["primals_2", "None", "None"]
+    # Of x with w, of dy with w, and of dy's other direction, which is there already, with x.
+    names: dict[str, Any] = {"q2_Site": lambda *args, **how: args, "q2_View": lambda *args: args}
+    names["q2_Together"] = lambda sites, products, others, fixed: (products, len(others))
+    made = [eval(of, names) for of in re.findall(r"= (q2_Together\(.*)", code)]
+    here = (((0, 2), (1, 2)),), 0
+    assert made == [here, here, ((((0, 2), 0),), 1)]
+
+
+@pytest.mark.parametrize("capability", [100])
+def test_products_where_launches_fail(request, monkeypatch, capability) -> None:
+    """Each by itself then, and the products by torch."""
+    want = wanted("quartet2")
+    request.getfixturevalue("pretended")
+
+    def failing(launch, *args):
+        raise LaunchError("cannot launch: CUDA_ERROR_INVALID_IMAGE")
+
+    monkeypatch.setattr(Launch, "bind", failing)
+    step = step_of("quartet2")
+    with pytest.warns(KernelWarning):
+        assert all(map(torch.equal, step(rows(40)), want))
+    assert all(map(torch.equal, step(rows(40)), want))
+
+
+def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(pretended) -> None:
     step_of("quartet2")(rows(40))
-    forward, backward = hopper
-    of_sites = re.findall(r"q2_Site\('(\w+)', .*, \(([01, ]+),\), fixed=True\)", backward)
+    forward, backward = pretended
+    of_sites = re.findall(r"q2_Site\('(\w+)', .*?, \(([01, ]+),\), fixed=True\)", backward)
     assert of_sites == [
         ("rht_quantize_both", "1, 0, 0, 1, 0, 0"),
         ("requantize", "1, 0, 0"),
@@ -100,7 +145,7 @@ def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(hopper) -> None:
     assert backward.count("extern_kernels.mm(") == 2
 
 
-def test_codes_that_are_turned_are_read_by_columns(hopper) -> None:
+def test_codes_that_are_turned_are_read_by_columns(pretended) -> None:
     """nvfp4's weight in dgrad: no q2.transpose is left, in neither graph."""
     step_of("nvfp4")
     sources = generated("nvfp4")
@@ -119,7 +164,7 @@ def generated(recipe: str) -> list[str]:
 def test_any_number_of_rows(request) -> None:
     """One graph; and sizes that are known are not taken for others."""
     want = {count: wanted("quartet2", count=count) for count in (40, 33, 130)}
-    sources = request.getfixturevalue("hopper")
+    sources = request.getfixturevalue("pretended")
     step = step_of("quartet2", dynamic=True)
     for count in (40, 33, 130, 40):
         assert all(map(torch.equal, step(rows(count)), want[count]))
@@ -129,7 +174,7 @@ def test_any_number_of_rows(request) -> None:
 def test_operands_that_lie_otherwise(request) -> None:
     """Off 16 bytes: other kernels, or a copy. One graph was compiled for operands on 16 bytes."""
     want = wanted("quartet2")
-    request.getfixturevalue("hopper")
+    request.getfixturevalue("pretended")
     step = step_of("quartet2")
     shifted = torch.empty(40 * WIDTH + 1, dtype=torch.bfloat16)[1:].view(40, WIDTH)
     for x in (rows(40), shifted.copy_(rows(40)), rows(40)):
@@ -138,7 +183,7 @@ def test_operands_that_lie_otherwise(request) -> None:
 
 def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) -> None:
     want = wanted("quartet2")
-    request.getfixturevalue("hopper")
+    request.getfixturevalue("pretended")
     bind, refused = Launch.bind, []
 
     def failing(launch, *args):
@@ -162,7 +207,7 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) 
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:
-    request.getfixturevalue("hopper")
+    request.getfixturevalue("pretended")
 
     def failing(launch, *args):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -187,13 +232,14 @@ def test_a_site_where_another_kernel_serves() -> None:
 
 
 def test_profiles_name_the_ops(request) -> None:
-    request.getfixturevalue("hopper")
+    request.getfixturevalue("pretended")
     step = step_of("quartet2")
     step(rows(40))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(rows(40))
     names = {event.key for event in profile.key_averages()}
-    assert {"q2::quantize", "q2::dequantize", "q2::rht_quantize_both", "q2::requantize"} <= names
+    together = {"q2::quantize + q2::quantize", "q2::rht_quantize_both + q2::requantize"}
+    assert {"q2::dequantize", "q2::requantize", *together} <= names
 
 
 def mixed_gemm(*tensors):
@@ -210,7 +256,7 @@ def mixed_operands() -> list[torch.Tensor]:
     ]
 
 
-def test_a_global_scale_is_applied_once(hopper) -> None:
+def test_a_global_scale_is_applied_once(pretended) -> None:
     """Where one of two folds: what is multiplied by afterwards is the other's alone."""
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -218,7 +264,7 @@ def test_a_global_scale_is_applied_once(hopper) -> None:
         torch.compile(mixed_gemm)(*mixed_operands())
     finally:
         library._destroy()
-    (source,) = hopper
+    (source,) = pretended
     shown = re.findall(r"q2_Site\('dequantize', \((.*?), '(\w+)'", source)
     assert shown == [("..., ..., ...", "mxfp4_rtn"), ("..., ..., None", "mxfp4_rtn34")]
     (read,) = re.findall(r"triton_poi_\w+\.run\((.*?), stream", source)

@@ -17,9 +17,11 @@ from q2compile.passes.graph_queries import (
 )
 from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.ops.transpose import of_rows
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA, TRITON_FP4
 
 _QUANTISING = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
+_MAKERS = (*_QUANTISING, "transpose")
 # Which arguments of an op are scales, each with the one that names their scheme, and the kernels of
 # the op that read them swizzled.
 _GEMM, _REQUANTIZE = ({1: 7, 4: 8}, (CUBLASLT_FP4, TRITON_FP4)), ({1: 4}, (CUDA,))
@@ -37,9 +39,15 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
     one row (those of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled
     scales of this scheme. A pair of directions has one scheme, so all must hold for both.
 
+    Turned codes of 16x16 blocks, which GEMMs alone read, get a copy of their scales for each row,
+    and are called what such an operand is:
+
+        t = transpose(q, s, "nvfp4_16x16", n)             t = transpose(q, ..., n, True)
+        gemm(..., t[0], t[1], ..., "nvfp4_16x16", ...)    gemm(..., "nvfp4@32x4x4", ...)
+
     Exact: the same numbers in other places.
     """
-    return _swizzle(q2_nodes(graph, *_QUANTISING))
+    return _swizzle(q2_nodes(graph, *_MAKERS))
 
 
 def swizzle_saved_scales_pass(graph: fx.Graph) -> int:
@@ -56,30 +64,42 @@ def swizzle_saved_scales_pass(graph: fx.Graph) -> int:
     Preconditions and exactness as above.
     """
     backward = depending_on_tangents(graph)
-    return _swizzle(node for node in q2_nodes(graph, *_QUANTISING) if node not in backward)
+    return _swizzle(node for node in q2_nodes(graph, *_MAKERS) if node not in backward)
 
 
 def _swizzle(nodes: Iterable[fx.Node]) -> int:
     matches = 0
     for node in list(nodes):
+        swizzled = _swizzled(node)
         scales = [u for u in node.users if u.target is operator.getitem and _index(u) % 3 == 1]
         readers = [(reader, output) for output in scales for reader in output.users]
-        at = list(named_arguments(node)).index("scheme")
-        scheme: Any = node.args[at]
-        spec = get_scheme(scheme)
-        if spec.swizzled or spec.widened or spec.block[0] > 1:
+        if swizzled is None or not any(is_q2(reader, "gemm") for reader, _ in readers):
             continue
-        if not any(is_q2(reader, "gemm") for reader, _ in readers):
+        args, scheme = swizzled
+        if serving_kernel(node, args) != CUDA:
             continue
-        args = (*node.args[:at], scheme + SWIZZLED, *node.args[at + 1 :])
-        if serving_kernel(node, args) != CUDA or not all(_served(*reader) for reader in readers):
+        if not all(_served(*reader, scheme) for reader in readers):
             continue
         node.args = args
         update_outputs(node)
         for reader, output in readers:
-            reader.args = _with_swizzled(reader, _schemes_of(reader, output)[0])
+            reader.args = _with_swizzled(reader, _schemes_of(reader, output)[0], scheme)
         matches += 1
     return matches
+
+
+def _swizzled(node: fx.Node) -> tuple[tuple[Any, ...], str] | None:
+    """The op's arguments for swizzled scales, and the scheme of what comes out then; None where it
+    makes no others or can't."""
+    arguments: dict[str, Any] = named_arguments(node)
+    scheme = arguments["scheme"]
+    spec = get_scheme(scheme)
+    if is_q2(node, "transpose"):
+        return None if arguments.get("swizzled") else ((*node.args[:4], True), of_rows(scheme))
+    if spec.swizzled or spec.widened or spec.block[0] > 1:
+        return None
+    at = list(arguments).index("scheme")
+    return (*node.args[:at], scheme + SWIZZLED, *node.args[at + 1 :]), scheme + SWIZZLED
 
 
 def _index(output: fx.Node) -> int:
@@ -97,14 +117,16 @@ def _schemes_of(reader: fx.Node, scales: fx.Node) -> tuple[dict[int, int], tuple
     return {}, ()
 
 
-def _with_swizzled(reader: fx.Node, places: dict[int, int]) -> tuple[Any, ...]:
-    """The reader's arguments, its schemes named as of swizzled scales."""
+def _with_swizzled(reader: fx.Node, places: dict[int, int], scheme: str) -> tuple[Any, ...]:
+    """The reader's arguments, its schemes named as that of swizzled scales."""
     args: list[Any] = list(reader.args)
-    for scheme in places.values():
-        args[scheme] = args[scheme].removesuffix(SWIZZLED) + SWIZZLED
+    for place in places.values():
+        args[place] = scheme
     return tuple(args)
 
 
-def _served(reader: fx.Node, scales: fx.Node) -> bool:
+def _served(reader: fx.Node, scales: fx.Node, scheme: str) -> bool:
     places, kernels = _schemes_of(reader, scales)
-    return bool(places) and serving_kernel(reader, _with_swizzled(reader, places)) in kernels
+    return (
+        bool(places) and serving_kernel(reader, _with_swizzled(reader, places, scheme)) in kernels
+    )

@@ -14,9 +14,10 @@
 //   scale  = SR_e4m3(worth * factor / g), in the subnormals too; coin i is word i % 4 of Philox
 //            block i / 4 (Q2_STOCHASTIC = 1, cap 256), or the nearest (0, cap 448)
 //
-// All zeros: g = 1. NaN anywhere: g = NaN. One launch serves both directions of a matrix
-// (blockIdx.y). A thread makes eight scales; its coins, which need nothing of phase 1, are drawn
-// while that is still running. Bytes a block: 4 read, 1 written.
+// All zeros: g = 1. NaN anywhere: g = NaN. One launch serves up to kMostSides sides (blockIdx.y): both
+// directions of a matrix, and the operands of a GEMM, of whose global scales it writes the product,
+// too. A thread makes eight scales; its coins, which need nothing of phase 1, are drawn while that is
+// still running. Bytes a block: 4 read, 1 written.
 //
 // Q2_MX: there are no worths (n = 0), and g is `norm`.
 // Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
@@ -25,14 +26,9 @@
 #include "scales.cuh"
 
 struct Params {
-  Side sides[2];
-  const float* source_global;  // or null
-  float norm;
-#if Q2_SWIZZLED
-  int blocks[2];
-#endif
+  Side sides[kMostSides];
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
@@ -60,8 +56,9 @@ struct Octet {
 // The number of blocks in a row is a multiple of 8 where they are interleaved, and else any.
 constexpr bool kRagged = Q2_SWIZZLED && !Q2_INTERLEAVED;
 
-Q2_INLINE Octet octet_at(const Side& side, long long index, [[maybe_unused]] int blocks) {
+Q2_INLINE Octet octet_at(const Side& side, long long index) {
 #if Q2_SWIZZLED
+  int blocks = side.blocks;
   int across = (blocks + 7) / 8, rows = (int)(side.count / blocks);
   int row = (int)(index / across), block = (int)(index % across) * 8;
   return {(long long)row * blocks + block, row < rows ? min(blocks - block, 8) : 0, row, block,
@@ -116,30 +113,37 @@ Q2_INLINE void load_eight(const Side& side, const Octet& octet, float (&x)[8]) {
 
 #if Q2_SWIZZLED
 // Eight scales of one row are words of two neighbouring tiles, if there is a second.
-Q2_INLINE void store_eight(const Side& side, int blocks, const Octet& octet,
-                           const u32 (&bytes)[2]) {
-  int across = (blocks + 3) / 4;
+Q2_INLINE void store_eight(const Side& side, const Octet& octet, const u32 (&bytes)[2]) {
+  int across = (side.blocks + 3) / 4;
   u32* out = (u32*)(side.scales + swizzled_at(octet.row, octet.block, across));
   out[0] = bytes[0];
   if (octet.block / 4 + 1 < across) out[128] = bytes[1];
 }
 #endif
 
+// By one thread block of each side. The partner's is found again rather than waited for.
+Q2_INLINE void write_global_scales(const Params& p, const Side& side, float global_scale) {
+  if (threadIdx.x == 0) *side.global_scale = global_scale;
+  if (!side.product) return;
+  float other;
+  if (side.partner >= 0) {
+    const Side& partner = p.sides[side.partner];
+    other = global_scale_of(partner, factor_of(partner));
+  } else {
+    other = *side.other;
+  }
+  if (threadIdx.x == 0) *side.product = global_scale * other;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
-#if Q2_SWIZZLED
-  int blocks = p.blocks[blockIdx.y];
-#else
-  constexpr int blocks = 0;
-#endif
-  Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x, blocks);
+  Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x);
   [[maybe_unused]] uint4 coins[2];
   if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
-  float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
-  float global_scale = global_scale_of(largest_worth(side) * (Q2_MX ? 1.0f : factor), p.norm);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = global_scale;
+  float factor = factor_of(side), global_scale = global_scale_of(side, factor);
+  if (blockIdx.x == 0) write_global_scales(p, side, global_scale);
   if (Q2_SWIZZLED ? octet.row >= octet.rows : octet.n == 0) return;
   float x[8];
   load_eight(side, octet, x);
@@ -161,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     else bytes[q] = to_e4m3x4(quad[0], quad[1], quad[2], quad[3]);
   }
 #if Q2_SWIZZLED
-  store_eight(side, blocks, octet, bytes);
+  store_eight(side, octet, bytes);
 #else
   if (octet.n == 8) {
     *(uint2*)(side.scales + octet.i) = {bytes[0], bytes[1]};

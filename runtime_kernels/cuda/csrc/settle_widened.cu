@@ -12,11 +12,9 @@
 #include "scales.cuh"
 
 struct Params {
-  Side sides[2];  // whose `scales` are the values
-  const float* source_global;  // or null
-  float norm;
+  Side sides[kMostSides];  // whose `scales` are the values
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
 // The scale of a block whose numbers have to be made again: what they were made with, and what they
 // should be, but for g.
@@ -64,8 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     settle_widened(const __grid_constant__ Params p) {
   const Side& side = p.sides[blockIdx.y];
   await_previous_kernel();
-  float factor = p.norm * (p.source_global ? *p.source_global : 1.0f);
-  float global_scale = global_scale_of(largest_worth(side) * factor, p.norm);
+  float factor = factor_of(side), global_scale = global_scale_of(side, factor);
   bool poisoned = !(global_scale > 0.0f);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = poisoned ? global_scale : 1.0f;
   float inverse = __frcp_rn(global_scale);

@@ -1,7 +1,8 @@
 """q2::gemm on fp4 tensor cores by cuBLASLt: nvfp4 alone, which is all that it multiplies.
 
-A launch for the product of the two global scales, and one for the GEMM, which applies it and adds a
-bias of the result's 16-bit type, in fp32 and before the one rounding. Any other bias is added to an
+A launch for the GEMM, which applies the product of the two global scales and adds a bias of the
+result's 16-bit type, in fp32 and before the one rounding; and one for that product, where the
+quantisers have not made it (quantize/together.py). Any other bias is added to an
 fp32 result. Only where N is no multiple of 16, or K of 32, are codes padded and results cut.
 """
 
@@ -24,7 +25,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import empty
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.gemm import checked
+from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
 
 _CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
@@ -105,7 +106,7 @@ def _product(product: Product, a, b, bias: torch.Tensor | None) -> torch.Tensor:
         product,
         (padded(a_codes, product.rows, product.k // 2), a_scales),
         (padded(b_codes, product.columns, product.k // 2), b_scales),
-        a_global * b_global,
+        alpha_of(a_global, b_global),
         bias,
         out,
     )

@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
-from q2compile.runtime_kernels.ops.gemm import checked
+from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
@@ -44,7 +44,7 @@ def gemm_bf16(
     )
     if 0 in (*a_codes.shape, *b_codes.shape):
         return without_contraction(a_codes, b_codes, bias, dtype)
-    folds = a_spec.folds and b_spec.folds
+    folds = a_spec.folds and b_spec.folds and b_global is not None
     a = widened(a_codes, a_scales, a_global if folds else None, a_spec)
     b = widened(b_codes, b_scales, b_global if folds else None, b_spec)
     if folds and dtype == torch.bfloat16:
@@ -53,7 +53,7 @@ def gemm_bf16(
         if bias.dtype == dtype:  # added to the fp32 sums
             return torch.addmm(bias, a, b.t())
     out = torch.mm(a, b.t(), out_dtype=torch.float32)
-    return finished(out, None if folds else a_global * b_global, bias, dtype)
+    return finished(out, None if folds else alpha_of(a_global, b_global), bias, dtype)
 
 
 def widened(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:

@@ -4,8 +4,8 @@ Quantisers write them so for operands that only GEMMs and requantisations read (
 swizzle_scales). For others swizzle_scales.cu does it ahead of the product, over 1/16 of the
 elements:
 
-    weights in 16x16 blocks, and what q2::transpose makes of them (recipe nvfp4): they are saved for
-        backward with one scale for 16 rows, the tensor cores read 16 copies of it
+    weights in 16x16 blocks (recipe nvfp4): they are saved for backward with one scale for 16 rows,
+        the tensor cores read 16 copies of it, which q2::transpose writes for dgrad
     codes that a graph takes as inputs: the option cache_weights
     what dequantize, grouped_gemm or the caller of the graph reads as well
     calls outside of a compiled graph

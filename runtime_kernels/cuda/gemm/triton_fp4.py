@@ -61,6 +61,8 @@ def gemm_triton(
     a_spec, b_spec = checked(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
+    if b_global is None:
+        b_global = a_global.new_ones(())
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     if 0 in (*a_codes.shape, columns):
         return without_contraction(a_codes, b_codes, bias, dtype)

@@ -8,23 +8,18 @@ looks up which rows a tile of it holds, and reads those.
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, aligned, launching
-from q2compile.runtime_kernels.cuda.quantize.plan import (
-    Direction,
-    Groups,
-    launches,
-    quantizer_call,
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, launching
+from q2compile.runtime_kernels.cuda.quantize.plan import Direction, Groups
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
+from q2compile.runtime_kernels.cuda.quantize.rotating_ops import (
+    prepare,
+    prepare_requantize,
+    requantized,
+    rotated,
 )
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
-    SOURCES,
-    not_served,
-    shared_memory,
-)
-from q2compile.runtime_kernels.cuda.quantize.rotating_ops import source_of
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.argument_checks import (
     check_groups,
     check_operand,
@@ -46,18 +41,8 @@ def _refuses(op: str, device: torch.device, scheme: str, transform: str) -> str 
 
 def _prepare(x, scheme: str, transform: str, directions: tuple[bool, bool]) -> None:
     """Loads what a call with the like of x, which may be fake, will launch."""
-    rows_of_its_own = statically_known_true(x.stride(1) == 1)  # else they are copied
-    pitch = (x.stride(0) if rows_of_its_own else x.shape[1]) * x.element_size() % 16
-    for vectors in (True, False):
-        if not statically_known_true(pitch != 0 if vectors else pitch == 0):
-            for launch in launches(
-                *(SOURCES[x.dtype], get_scheme(scheme), get_transform(transform), directions),
-                room=shared_memory(x.device.index),
-                vectors=vectors,
-                amax_known=False,
-                grouped=True,
-            ):
-                launch.warm_up(x.device.index)
+    in_rows = statically_known_true(x.stride(1) == 1)  # else it is copied
+    prepare(x if in_rows else x.contiguous(), scheme, transform, directions, grouped=True)
 
 
 @launching(
@@ -113,49 +98,15 @@ def _rotated(
         places.append(At(operands) if seed is not None else 0)
         operands += seed is not None
     along = [Direction(at, stream, operands + 3 * i) for i, at in enumerate(places)]
-    return quantizer_call(
-        x.device.index,
-        SOURCES[x.dtype],
-        get_scheme(scheme),
-        get_transform(transform),
-        (x.stride(0), *x.shape, 0, 0),
-        (along[0] if len(along) == 2 else None, along[-1]),
-        operands,
-        operand=(At(0), 0, 0),
-        vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
-        groups=Groups(At(1), At(2), offs.shape[0]),
-    )
-
-
-def _prepare_requantize(
-    codes,
-    scales,
-    global_scale,
-    offs,
-    padded_offs,
-    seed,
-    source_scheme,
-    scheme,
-    transform,
-    rows,
-    stream,
-) -> None:
-    source = source_of(get_scheme(source_scheme))
-    spec, rotation = get_scheme(scheme), get_transform(transform)
-    for launch in launches(
-        *(source, spec, rotation, _COLUMNS),
-        room=shared_memory(codes.device.index),
-        vectors=True,
-        amax_known=False,
-        grouped=True,
-    ):
-        launch.warm_up(codes.device.index)
+    directions = along[0] if len(along) == 2 else None, along[-1]
+    groups = Groups(At(1), At(2), offs.shape[0])
+    return rotated(x, scheme, transform, directions, operands, groups=groups)
 
 
 @launching(
     "requantize_groups",
     refuses=lambda codes, *rest: _refuses("requantize_groups", codes.device, rest[6], rest[7]),
-    prepare=_prepare_requantize,
+    prepare=lambda codes, *rest: prepare_requantize(codes, *rest[5:8], grouped=True),
     forms=dict.fromkeys((0, 1, 3, 4), Form.CONTIGUOUS),
 )
 def requantize_groups(
@@ -174,18 +125,8 @@ def requantize_groups(
     """See ops/requantize_groups.py."""
     check_quantized("requantize_groups", codes, scales, global_scale)
     check_groups("requantize_groups", offs, padded_offs)
-    spec, rotation = checked("requantize_groups", seed, scheme, transform)
-    source, (height, half) = get_scheme(source_scheme), codes.shape
-    shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
+    checked("requantize_groups", seed, scheme, transform)
     operands = 5 + (seed is not None)
-    return quantizer_call(
-        codes.device.index,
-        source_of(source),
-        spec,
-        rotation,
-        (half, height, rows, 2 * half // source.width, shift),
-        (None, Direction(At(5) if seed is not None else 0, stream, operands)),
-        operands,
-        operand=(At(0), At(1), At(2)),
-        groups=Groups(At(3), At(4), offs.shape[0]),
-    )
+    along = Direction(At(5) if seed is not None else 0, stream, operands)
+    groups = Groups(At(3), At(4), offs.shape[0])
+    return requantized(codes, source_scheme, scheme, transform, rows, along, operands, groups)

@@ -15,17 +15,19 @@ then is numbers again, those whose scales turn out to be e4m3 subnormals (settle
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Output, Step
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
-    NO_SIDE,
-    align_end,
-    align_grid,
+    Address,
+    Alignment,
+    Side,
     align_launch,
+    thread_blocks_of,
 )
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
@@ -38,12 +40,10 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme
-from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform, get_transform
 
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
-
-Address = At | int  # 0: there is no such tensor
 
 
 class Groups(NamedTuple):
@@ -83,6 +83,29 @@ def launches(
     if amax_known:
         return (rotate(),)
     return rotate(amax=True), rotate(overlaps=True)
+
+
+# The ops whose calls can end in one launch (together.py).
+_END_TOGETHER = frozenset(
+    ["quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"]
+    + ["rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups", "split_scales"]
+)
+
+
+def last_launch(op: str, args: Sequence[Any]) -> Launch | None:
+    """The launch that a call of a quantiser ends in, where other calls can end in it as well; None
+    where there is none, and for other ops.
+
+    args: the op's, of which the names of the scheme and the transform alone count.
+    """
+    if op not in _END_TOGETHER:
+        return None
+    schema = getattr(torch.ops.q2, op).default._schema
+    named = {argument.name: arg for argument, arg in zip(schema.arguments, args, strict=True)}
+    spec = get_scheme(named["scheme"])
+    if Rule.of(spec) == Rule.EXACT:
+        return None
+    return align_launch(spec, get_transform(named.get("transform", "none")).size == 128)
 
 
 class _Side(NamedTuple):
@@ -171,13 +194,15 @@ def quantizer_call(
         grouped=groups is not None,
     )
     steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk))]
+    alignment = None
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
         source_global = operand[2] if rule == Rule.MS_EDEN else 0
-        steps.append(fields.align(launched[1], source_global, factor))
+        alignment = fields.alignment(launched[1], source_global, factor)
+        steps.append(alignment.step)
     elif len(launched) == 2:
         steps.append(steps[0]._replace(launch=launched[1]))
-    return Call(operands, outputs, fields.workspace_bytes, tuple(steps))
+    return Call(operands, outputs, fields.workspace_bytes, tuple(steps), alignment)
 
 
 class _Fields:
@@ -202,7 +227,7 @@ class _Fields:
         self.workspace_bytes = 4 * (room + extents * len(self._present))
         worths, largest = workspace, workspace + 4 * room
         outputs: list[tuple] = []
-        self._ends: tuple = ()
+        self._ends: list[Side] = []
         for side in self._present:
             seed, stream, first = side.direction
             codes, scales, unit = (At(first + i) for i in range(3))
@@ -213,23 +238,28 @@ class _Fields:
                 + (side.rows, side.blocks, stream, 1 if amax else parts)
             )
             settled = codes if spec.widened else scales
-            self._ends += (worths, largest, seed, settled, unit, side.worths, stream, parts)
+            self._ends.append(
+                Side(
+                    *(worths, largest, seed, settled, unit, 0, 0, 0, side.worths, stream, parts),
+                    norm=1.0,
+                    blocks=max(1, side.blocks),
+                    partner=-1,
+                )
+            )
             worths, largest = worths + 4 * ceil_div(side.worths, 4) * 4, largest + 4 * extents
         if len(outputs) == 1:
-            self._ends += NO_SIDE
             outputs.insert(1 if sides[0] else 0, NO_OUTPUT)
         self.outputs = (*outputs[0], *outputs[1])
         self.mask = (At(self._present[0].direction.first + 3),) if spec.masked else ()
 
-    def align(self, launch: Launch, source_global: Address, factor: float) -> Step:
-        """align_scales.cu or settle_widened.cu."""
+    def alignment(self, launch: Launch, source_global: Address, factor: float) -> Alignment:
+        """By align_scales.cu or settle_widened.cu."""
         sizes = [(side.rows, side.blocks) if side.worths else (0, 0) for side in self._present]
-        made_by, of_sides = align_grid(self._spec, *sizes)
+        made_by = thread_blocks_of(self._spec, *sizes)
         if self._spec.widened:  # thread blocks of settle_widened.cu stay, or mostly leave at once
             made_by = min(made_by, 2 * multiprocessors(self._index))
-        blocks = [side.blocks for side in self._present]
-        end = align_end(self._spec, *(blocks + [0])[:2])
-        return Step(launch, (made_by, of_sides), (*self._ends, source_global, factor, *end))
+        sides = (s._replace(source_global=source_global, norm=factor) for s in self._ends)
+        return Alignment(launch, tuple(sides), made_by)
 
 
 @functools.cache

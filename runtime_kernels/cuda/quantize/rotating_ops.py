@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, aligned, launching
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Direction,
+    Groups,
     launches,
     quantizer_call,
 )
@@ -32,7 +33,9 @@ def prepare(
     scheme: str,
     transform: str,
     directions: tuple[bool, bool],
-    amax: torch.Tensor | None = None,
+    *,
+    amax_known: bool = False,
+    grouped: bool = False,
 ) -> None:
     """Loads what a call with the like of x, which may be fake, will launch; for a pitch that is not
     known, whichever it may be."""
@@ -42,16 +45,24 @@ def prepare(
     pitch = x.stride(0) * x.element_size() % 16
     for vectors in (True, False):
         if not known(pitch != 0 if vectors else pitch == 0):
-            for launch in launches(
-                SOURCES[x.dtype],
-                get_scheme(scheme),
-                get_transform(transform),
-                directions,
-                room=shared_memory(x.device.index),
-                vectors=vectors,
-                amax_known=amax is not None,
-            ):
-                launch.warm_up(x.device.index)
+            kind = SOURCES[x.dtype], get_scheme(scheme), get_transform(transform), directions
+            _warm_up(x.device.index, kind, vectors, amax_known, grouped)
+
+
+def prepare_requantize(
+    codes: torch.Tensor, source_scheme: str, scheme: str, transform: str, *, grouped: bool = False
+) -> None:
+    """The same for codes of a source."""
+    source = source_of(get_scheme(source_scheme))
+    kind = source, get_scheme(scheme), get_transform(transform), (False, True)
+    _warm_up(codes.device.index, kind, True, False, grouped)
+
+
+def _warm_up(index: int, kind: tuple, vectors: bool, amax_known: bool, grouped: bool) -> None:
+    room = shared_memory(index)
+    how = {"vectors": vectors, "amax_known": amax_known, "grouped": grouped}
+    for launch in launches(*kind, room=room, **how):
+        launch.warm_up(index)
 
 
 def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None:
@@ -101,7 +112,9 @@ def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream) -> Call:
 @launching(
     "quantize",
     refuses=lambda x, amax, seed, scheme, stream: refuses("quantize", x, scheme, "none"),
-    prepare=lambda x, amax, seed, scheme, stream: prepare(x, scheme, "none", (True, False), amax),
+    prepare=lambda x, amax, seed, scheme, stream: prepare(
+        x, scheme, "none", (True, False), amax_known=amax is not None
+    ),
     forms={0: Form.LINES},
 )
 def quantize(x, amax, seed, scheme, stream) -> Call:
@@ -120,6 +133,7 @@ def rotated(
     directions: tuple[Direction | None, Direction | None],
     operands: int,
     amax: At | int = 0,
+    groups: Groups | None = None,
 ) -> Call:
     """x along its rows, its columns or both. A transposed matrix lies in rows the other way."""
     if x.stride(1) != 1:
@@ -135,6 +149,7 @@ def rotated(
         operand=(At(0), 0, 0),
         amax=amax,
         vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
+        groups=groups,
     )
 
 
@@ -151,21 +166,12 @@ def _refuses_requantize(
     return refuses("requantize", codes, scheme, transform)
 
 
-def _prepare_requantize(
-    codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
-) -> None:
-    source = source_of(get_scheme(source_scheme))
-    spec, rotation = get_scheme(scheme), get_transform(transform)
-    index = codes.device.index
-    kind = source, spec, rotation, (False, True)
-    for launch in launches(*kind, room=shared_memory(index), vectors=True, amax_known=False):
-        launch.warm_up(index)
-
-
 @launching(
     "requantize",
     refuses=_refuses_requantize,
-    prepare=_prepare_requantize,
+    prepare=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
+        prepare_requantize(codes, source_scheme, scheme, transform)
+    ),
     forms={0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS},
 )
 def requantize(
@@ -173,17 +179,33 @@ def requantize(
 ) -> Call:
     """See ops/requantize.py. The source is dequantised on its way into shared memory."""
     check_quantized("requantize", codes, scales, global_scale)
-    spec, rotation = checked("requantize", seed, scheme, transform)
+    checked("requantize", seed, scheme, transform)
+    operands = 3 + (seed is not None)
+    along = Direction(At(3) if seed is not None else 0, stream, operands)
+    return requantized(codes, source_scheme, scheme, transform, rows, along, operands)
+
+
+def requantized(
+    codes: torch.Tensor,
+    source_scheme: str,
+    scheme: str,
+    transform: str,
+    rows: int,
+    along: Direction,
+    operands: int,
+    groups: Groups | None = None,
+) -> Call:
+    """Codes of a source along their columns. Scales and global scale are the next two operands."""
     source, (height, half) = get_scheme(source_scheme), codes.shape
     shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
-    operands = 3 + (seed is not None)
     return quantizer_call(
         codes.device.index,
         source_of(source),
-        spec,
-        rotation,
+        get_scheme(scheme),
+        get_transform(transform),
         (half, height, rows, 2 * half // source.width, shift),
-        (None, Direction(At(3) if seed is not None else 0, stream, operands)),
+        (None, along),
         operands,
         operand=(At(0), At(1), At(2)),
+        groups=groups,
     )

@@ -7,10 +7,10 @@ import torch
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
-    NO_SIDE,
-    align_end,
-    align_grid,
+    Alignment,
+    Side,
     align_launch,
+    thread_blocks_of,
 )
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
@@ -51,14 +51,14 @@ def split_scales(worth: torch.Tensor, scheme: str) -> Call:
     shape = scales_shape(rows, blocks, spec) if spec.swizzled else (rows, blocks)
     outputs = Output(shape, torch.float8_e4m3fn), Output((), torch.float32)
     worths, scales, global_scale, largest = map(At, range(4))
-    side = (worths, largest, 0, scales, global_scale, count, 0, parts)
-    grid, end = align_grid(spec, (rows, blocks)), align_end(spec, blocks, 0)
-    return Call(
-        1,
-        outputs,
-        4 * parts,
-        (
-            Step(partial_max_launch(), (parts, 1), (worths, largest, count)),
-            Step(align_launch(spec, interleaved=False), grid, (*side, *NO_SIDE, 0, 1.0, *end)),
-        ),
+    side = Side(
+        *(worths, largest, 0, scales, global_scale, 0, 0, 0, count, 0, parts),
+        norm=1.0,
+        blocks=max(1, blocks),
+        partner=-1,
     )
+    alignment = Alignment(
+        align_launch(spec, interleaved=False), (side,), thread_blocks_of(spec, (rows, blocks))
+    )
+    first = Step(partial_max_launch(), (parts, 1), (worths, largest, count))
+    return Call(1, outputs, 4 * parts, (first, alignment.step), alignment)

@@ -153,7 +153,7 @@ _CALL = re.compile(
     r"|^ +(q2_site_\d+)\(",
     re.M,
 )
-_SITE = re.compile(r"^(q2_site_\d+) = q2_Site\('(\w+)'", re.M)
+_SITE = re.compile(r"^(q2_site_\d+) = (.*)$", re.M)  # one or several q2_Site('op', ...)
 _GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\(.*'(\S+)', '(\S+)', ")
 
 
@@ -161,11 +161,13 @@ def calls(source: str, capability: int) -> Counter[str]:
     """What a graph's generated code launches, by name: ops, Triton kernels together, torch's GEMMs.
     And its inputs: in backward the tensors that were saved, and the gradients."""
     body = source[source.index("def call(") :]
-    ops = {site: f"q2.{op}" for site, op in _SITE.findall(source)}
-    found = Counter(
-        "triton" if triton else op or extern or ops[site]
-        for op, triton, extern, site in _CALL.findall(body)
-    )
+    ops = {
+        site: [f"q2.{op}" for op in re.findall(r"q2_Site\('(\w+)'", made)]
+        for site, made in _SITE.findall(source)
+    }
+    found: Counter[str] = Counter()
+    for op, triton, extern, site in _CALL.findall(body):
+        found.update(ops[site] if site else ["triton" if triton else op or extern])
     del found["aten.view"]  # no kernel
     inputs = re.search(r"^ +(.*) = args$", body, re.M)
     assert inputs

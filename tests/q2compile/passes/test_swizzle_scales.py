@@ -3,6 +3,7 @@ for, and what is left to swizzle_scales.cu by each recipe."""
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from q2compile.passes.graph_queries import q2_nodes
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
 from q2compile.passes.verify import check_spec, named_arguments
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import masked_unrotate
+from q2compile.runtime_kernels.cuda import masked_unrotate, transpose
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.quantize import quantize_masked, rotating_ops
 from q2compile.runtime_kernels.registry import kernels
@@ -48,6 +49,7 @@ def blackwell(monkeypatch) -> None:
         masked_unrotate,
         quantize_masked,
         rotating_ops,
+        transpose,
     ):
         monkeypatch.setattr(module, "refusal", lambda *check: None)
 
@@ -178,6 +180,28 @@ def test_square_blocks_stay_plain() -> None:
     assert swizzle_scales_pass(b.graph) == swizzle_saved_scales_pass(b.graph) == 0
 
 
+@pytest.mark.parametrize("returned", [False, True])
+def test_turned_codes_get_a_scale_for_each_row(returned) -> None:
+    """Unless others read the scales."""
+    scheme = "nvfp4_16x16_pow2"
+    b = Builder()
+    x = b.placeholder("arg0_1", 32, 64)
+    codes, scales, unit = b.outputs(b.call(q2.quantize.default, x, None, None, scheme, 0))
+    both = b.call(q2.transpose.default, codes, scales, scheme, 64)
+    turned = [b.call(operator.getitem, both, i) for i in range(2)]
+    a = (*turned, unit)
+    y = b.call(q2.gemm.default, *a, *a, None, scheme, scheme, torch.bfloat16)
+    gm = b.done(y, *turned[1:] * returned)
+    x = torch.randn(32, 64).bfloat16()
+    before = gm(x)
+    assert swizzle_scales_pass(b.graph) == (not returned)
+    gm.recompile()
+    assert all(map(torch.equal, gm(x), before))
+    assert schemes_of(b.graph)[-1] == 2 * (scheme if returned else "nvfp4_pow2" + AT,)
+    assert_values_fit(b.graph)
+    assert swizzle_scales_pass(b.graph) == 0
+
+
 def test_inference_graphs_swizzle_what_they_quantise() -> None:
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
@@ -194,7 +218,7 @@ PLAIN = {
     "tetrajet2": {},
     "mxfp4": {},
     # 16x16 blocks: read transposed, too
-    "nvfp4": {"fprop w": "quantize", "dgrad w": "transpose"},
+    "nvfp4": {"fprop w": "quantize"},
     "quartet": {},
 }
 OPERANDS = ("fprop x", "fprop w", "dgrad dy", "dgrad w", "wgrad dy", "wgrad x")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
+from q2compile.runtime_kernels.cuda import transpose as turn
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
@@ -132,6 +133,16 @@ def test_dequantize(scheme, dtype) -> None:
     for cols in (72, 2 * packed[0].shape[1]):
         args = (*packed, scheme, cols, dtype)
         assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("shape", [(256, 128), (130, 200), (33, 517), (1, 1), (0, 40), (40, 0)])
+def test_transpose(shape, swizzled) -> None:
+    """Whole tiles and parts; columns of padding, which are no rows of the result."""
+    codes, scales, _ = q2.quantize(matrix(*shape), None, None, "nvfp4_16x16_pow2", 0)
+    for rows in {shape[1], min(shape[1], 72)}:
+        args = (codes, scales, "nvfp4_16x16_pow2", rows, swizzled)
+        assert_same_bits(turn.transpose(*args), q2.transpose(*args))
 
 
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (200, 9)])

@@ -94,6 +94,14 @@ def test_transforms(transform) -> None:
     assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, transform, 1))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_transpose(shape, swizzled) -> None:
+    scheme = "nvfp4_16x16_pow2"
+    codes, scales, _ = q2.quantize(matrix(shape, torch.bfloat16), None, None, scheme, 0)
+    assert_same_bits(*run_both("transpose", codes, scales, scheme, shape[1], swizzled))
+
+
 @pytest.mark.parametrize("scheme, transform", QUANTISERS)
 def test_other_schemes(scheme, transform) -> None:
     for shape in ((520, 392), (129, 4097)):

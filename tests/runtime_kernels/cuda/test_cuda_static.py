@@ -31,6 +31,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     rotate_launch,
     shared_memory,
 )
+from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
@@ -111,6 +112,7 @@ OTHERS = {
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
     "swizzle": swizzle_launch(),
+    "transpose": transpose_launch(True),
     "masked unrotate": unrotate_launch(torch.bfloat16),
     "masked unrotate fp32": unrotate_launch(torch.float32),
 }
@@ -134,7 +136,7 @@ if nvrtc.version() >= (13, 2):  # that of torch 2.15
 SAMPLE = (
     *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
     *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
-    *("float32", "dequantize bf16", "values groups both", "values groups requantize"),
+    *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
 )
 CASES = [
     (name, architecture)

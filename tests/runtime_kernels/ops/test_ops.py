@@ -62,7 +62,24 @@ def test_quantize_masked_and_masked_unrotate():
 @pytest.mark.parametrize("columns", [40, 48])
 def test_transpose(columns):
     codes, scales, _ = quantized("nvfp4_16x16", 24, columns)
-    opcheck(q2.transpose.default, (codes, scales, "nvfp4_16x16", columns), test_utils=CHECKS)
+    for args in (
+        (codes, scales, "nvfp4_16x16", columns),
+        (codes, scales, "nvfp4_16x16", columns, True),
+    ):
+        opcheck(q2.transpose.default, args, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (150, 72), (1, 1)])
+def test_turned_scales_for_each_row_are_the_same_numbers(shape):
+    codes, scales, unit = quantized("nvfp4_16x16_46_pow2", *shape)
+    args = codes, scales, "nvfp4_16x16_46_pow2", shape[1]
+    plain = (*q2.transpose(*args), unit, args[2])
+    copied = (*q2.transpose(*args, True), unit, "nvfp4_46_pow2@32x4x4")
+    want, got = (q2.dequantize(*t, 2 * t[0].shape[1], torch.float32) for t in (plain, copied))
+    assert torch.equal(got, want)
+    assert torch.equal(
+        got[:, : shape[0]], q2.dequantize(codes, scales, unit, args[2], shape[1], torch.float32).t()
+    )
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_16x16_46_pow2", "mxfp4_sr"])

@@ -4,16 +4,24 @@
 #include "numbers.cuh"
 
 constexpr int kThreads = 256;
+constexpr int kMostSides = 4;
 
+// One direction of one operand. A launch serves several (blockIdx.y).
 struct Side {
   const float* worth;
   const u32* largest;
   const u64* seed;
   u8* scales;
   float* global_scale;
+  const float* source_global;  // or null: what MS-EDEN's worths are still to be multiplied by
+  const float* other;          // or null: global scale of what this operand is multiplied by
+  float* product;              // or null: for both global scales multiplied
   long long count;
   u32 stream;
   int parts;
+  float norm;
+  int blocks;   // in a row
+  int partner;  // the side of this launch whose global scale `other` will be; or less than 0
 };
 
 // The largest of `count` numbers, each exclusive or flip.
@@ -23,14 +31,16 @@ Q2_INLINE u32 largest_of(const u32* numbers, int count, u32 flip = 0) {
   return block_largest<kThreads>(value);
 }
 
-Q2_INLINE float largest_worth(const Side& side) {
-  return __uint_as_float(largest_of(side.largest, side.parts));
+Q2_INLINE float factor_of(const Side& side) {
+  return side.norm * (side.source_global ? *side.source_global : 1.0f);
 }
 
-Q2_INLINE float global_scale_of(float largest, [[maybe_unused]] float norm) {
+// All threads of a thread block ask together. factor: factor_of(side).
+Q2_INLINE float global_scale_of(const Side& side, float factor) {
+  float largest = __uint_as_float(largest_of(side.largest, side.parts)) * (Q2_MX ? 1.0f : factor);
   if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
 #if Q2_MX
-  return norm;
+  return side.norm;
 #elif Q2_POW2
   // cap = 2^8, or 1.75 * 2^8. Subnormals get the floor of 2^-126.
   constexpr u32 kCapMantissa = Q2_STOCHASTIC ? 0 : 0x600000;

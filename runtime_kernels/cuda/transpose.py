@@ -1,0 +1,45 @@
+"""q2::transpose on CUDA (transpose.cu): nvfp4's weight, which dgrad re-uses."""
+
+import functools
+
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.ops.transpose import shapes
+from q2compile.runtime_kernels.registry import CUDA
+
+_THREADS, _TILE = 256, 128
+
+
+@functools.cache
+def transpose_launch(swizzled: bool) -> Launch:
+    return launch("transpose.cu", "PPPPiiiiiii", _THREADS, defines={"Q2_SWIZZLED": int(swizzled)})
+
+
+@launching(
+    "transpose",
+    refuses=lambda codes, scales, scheme, rows, swizzled=False: refusal(
+        "transpose", CUDA, codes.device.index, scheme
+    ),
+    prepare=lambda codes, scales, scheme, rows, swizzled=False: transpose_launch(swizzled).warm_up(
+        codes.device.index
+    ),
+    forms={0: Form.ALIGNED, 1: Form.CONTIGUOUS},
+)
+def transpose(
+    codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
+) -> Call:
+    """See ops/transpose.py."""
+    check_quantized("transpose", codes, scales, None)
+    of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
+    height, half = codes.shape
+    tiles_across = ceil_div(rows, _TILE)
+    tiles = ceil_div(height, _TILE) * tiles_across
+    sizes = height, half // 4, rows, of_codes[1] // 4, tiles_across, scales.shape[1]
+    values = (At(0), At(1), At(2), At(3), *sizes, of_codes[1] // 8)
+    steps = (Step(transpose_launch(swizzled), (tiles, 1), values),) if tiles else ()
+    return Call(2, (Output(of_codes, torch.uint8), Output(of_scales, scales.dtype)), 0, steps)

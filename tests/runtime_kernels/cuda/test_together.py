@@ -1,0 +1,113 @@
+"""Calls of quantisers that end in one launch: the bits of the calls apart, by emulated kernels, and
+the products of their global scales."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
+from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
+from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
+from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
+from q2compile.runtime_kernels.cuda.quantize.together import Product, together
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+
+EDEN, SR, RTN = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_46_pow2"
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+q2 = torch.ops.q2
+Members = list[tuple[Any, tuple]]
+
+
+def run(members: Members, products=(), others=()) -> list[torch.Tensor]:
+    """The outputs of all, and the products, of one call of them."""
+    call = together([op.call(*args) for op, args in members], products, len(others))
+    operands = [t for _, args in members for t in tensors_of(args)]
+    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
+    Ready(call, 0)([*operands, *others, *outputs])
+    return outputs
+
+
+def apart(members: Members) -> list[torch.Tensor]:
+    return [output for op, args in members for output in op(*args)]
+
+
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def emulated(request, monkeypatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    launches_on_cpu(monkeypatch, request.param)
+
+
+def both(scheme: str, transform: str = "rht128", *shape: int) -> tuple:
+    args = (matrix(*(shape or (130, 200))), *SEEDS, scheme, transform, 3)
+    return rotating_ops.rht_quantize_both, args
+
+
+def again(scheme: str) -> tuple:
+    packed = q2.quantize(matrix(145, 72), None, None, RTN, 0)
+    return rotating_ops.requantize, (*packed, SEEDS[1], RTN, scheme, "rht128", 72, 1)
+
+
+@pytest.mark.parametrize("scheme", [EDEN, EDEN + SWIZZLED, SR + SWIZZLED, "mxfp4_sr"])
+def test_the_bits_are_those_of_the_calls_apart(scheme, emulated) -> None:
+    """And of those with four sides, of which the largest is not the first."""
+    members = [again(scheme), both(scheme)]
+    assert_same_bits(run(members), apart(members))
+    members = [again(scheme), again(scheme), both(scheme, "rht128", 33, 517)]
+    assert_same_bits(run(members), apart(members))
+
+
+@pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
+def test_numbers_instead_of_codes(emulated) -> None:
+    members = [both(EDEN + WIDENED), again(EDEN + WIDENED)]
+    assert_same_bits(run(members), apart(members))
+
+
+def test_scales_of_inductor_s_loops(emulated) -> None:
+    worth = matrix(40, 9, torch.float32).abs()
+    quantise = rotating_ops.quantize, (matrix(72, 144), None, None, RTN + SWIZZLED, 0)
+    members = [(split_scales, (worth, RTN + SWIZZLED)), quantise]
+    assert_same_bits(run(members), apart(members))
+
+
+@pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, "nvfp4_ms_eden", "mxfp4_rtn34"])
+def test_products_of_global_scales(scheme, emulated) -> None:
+    """Of two made here, of one with one that is known, of either direction."""
+    members = [both(scheme), again(scheme)]
+    other = torch.tensor(0.3)
+    products = [Product((0, 2), (1, 2)), Product((0, 5), 0)]
+    *outputs, first, second = run(members, products, [other])
+    assert_same_bits(outputs, apart(members))
+    assert first == outputs[2] * outputs[8] and second == outputs[5] * other
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_poison_reaches_the_products(value, emulated) -> None:
+    op, args = again(EDEN)
+    args[2].fill_(value)
+    *_, product = run([both(EDEN), (op, args)], [Product((0, 2), (1, 2))])
+    assert product.isnan()
+
+
+def test_calls_that_end_alike() -> None:
+    quantise = "quantize", (None, None, None, RTN, 0)
+    assert last_launch(*quantise) is last_launch("split_scales", (None, RTN))
+    assert last_launch(*quantise) is not last_launch("split_scales", (None, RTN + SWIZZLED))
+    assert last_launch("quantize", (None, None, None, "nvfp4_46", 0)) is None
+    assert last_launch("dequantize", (None,) * 6) is None
+    rotated = "rht_quantize", (None, None, EDEN, "rht128", False, 0)
+    assert last_launch(*rotated) is last_launch("requantize", again(EDEN)[1])
+    assert last_launch(*rotated) is not last_launch(
+        "rht_quantize", (*rotated[1][:3], "rht16", 0, 0)
+    )
+
+
+def test_more_sides_than_a_launch_has(emulated) -> None:
+    with pytest.raises(AssertionError):
+        run([both(EDEN)] * (MOST_SIDES // 2 + 1))
