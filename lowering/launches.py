@@ -29,7 +29,10 @@ _QUANTISERS = (
     *("rht_quantize_both", "requantize", "quantize_masked"),
     *("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"),
 )
-_NEVER_LOOPS = (*_QUANTISERS, "split_scales", "dequantize", "masked_unrotate")
+_NEVER_LOOPS = (
+    *_QUANTISERS,
+    *("split_scales", "dequantize", "masked_unrotate", "padded_ends"),
+)
 
 
 def register() -> None:

@@ -239,6 +239,7 @@ def _on(device: torch.device, arguments: tuple) -> list:
 _RESULTS = {
     "dequantize": ("numbers",),
     "masked_unrotate": ("numbers",),
+    "padded_ends": ("ends",),
     "signs": ("signs",),
     "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
     "split_scales": ("scales", "global scale"),
@@ -301,6 +302,12 @@ def _gemm(
     return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
 
 
+def _ends(groups: int) -> torch.Tensor:
+    """Of groups of 0 to 198 rows."""
+    sizes = 99 * torch.arange(groups, dtype=torch.int32, device="cpu").remainder(3)
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
 def _groups() -> tuple[torch.Tensor, torch.Tensor]:
     offs = torch.tensor(_ENDS, dtype=torch.int32, device="cpu")
     return offs, torch.ops.q2.padded_ends(offs)
@@ -340,6 +347,7 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "quantize_masked": lambda s, t=_ROWS[0]: (_matrix(t), s, "h32"),
     "masked_unrotate": lambda s, t=_ROWS[0]: _masked_unrotate(s, t),
     "dequantize": lambda s, t=_ROWS[0]: (*_quantized(s, t), s, _WIDTH, torch.bfloat16),
+    "padded_ends": lambda s, t=_ROWS[0]: (_ends(t),),
     "signs": lambda s, t=_ROWS[0]: (_seed(), "rht128"),
     "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
     "gemm": lambda s, t=_ROWS[0]: _gemm(s, t),
@@ -379,6 +387,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "quantize_masked": _with_swizzled("mxfp4_quest"),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(_OF_FORMAT.values()),
+    "padded_ends": ("nvfp4",),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "gemm": tuple(_OF_FORMAT.values()),

@@ -23,7 +23,7 @@ from triton.runtime import driver
 from q2compile import lowering
 from q2compile.lowering import fp32, support
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate
+from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, padded_ends
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt_fp4,
     cuda_bf16,
@@ -157,7 +157,15 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
     masked = (masked_unrotate, quantize_masked)
-    for module in (rotating_ops, grouped_ops, dequantize, *gemms, split_scales, *masked):
+    for module in (
+        rotating_ops,
+        grouped_ops,
+        padded_ends,
+        dequantize,
+        *gemms,
+        split_scales,
+        *masked,
+    ):
         monkeypatch.setattr(module, "refusal", lambda *names: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)
