@@ -32,7 +32,10 @@ _IMPORT = f"from {_MODULE} import Site as q2_Site, Together as q2_Together, View
 
 # Those that are never loops (quantize.py has the lowerings of the others).
 _QUANTISERS = tuple(q for q in together.QUANTISERS if q not in ("quantize", "rht_quantize"))
-_NEVER_LOOPS = (*_QUANTISERS, "split_scales", "dequantize", "masked_unrotate")
+_NEVER_LOOPS = (
+    *_QUANTISERS,
+    *("split_scales", "dequantize", "masked_unrotate", "padded_ends"),
+)
 
 
 class Member(NamedTuple):

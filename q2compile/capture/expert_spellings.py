@@ -3,9 +3,10 @@
     x [T, K] by groups, w [E, K, N]        torch._grouped_mm(x, w, offs)             grouped_linear
     x [E, T, K], w [E, K, N]               torch.bmm(x, w), x @ w, einsum            batched_linear
     x [T, K], w [E, N, K], index [T]       torch.bmm(w[index], x.unsqueeze(-1))      indexed_linear
+    x [T, K], w [E, N, K], index [T, j]    einsum("tk,tjnk->tjn", x, w[index])       indexed_linear
 
-The first is transformers' ``grouped_mm``, the last its ``batched_mm``. In a Python loop over the
-experts each is an ordinary linear whose weight is a part of a parameter.
+The first is transformers' ``grouped_mm``, the third its ``batched_mm``, the last OpenAI's gpt-oss.
+In a Python loop over the experts each is an ordinary linear whose weight is a part of a parameter.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _indexed(
     flipped = found is None
     if flipped:
         found, x, size = _look_up(call, a), b, -1
-    if found is None:
+    if found is None or example(found[1]).ndim != 1:
         return None
     w, index, transposed = found
     parameter = call.scope.parameter(w)
@@ -130,6 +131,56 @@ def einsum_views(xs: str, ws: str, out: str) -> tuple[tuple[View, ...], ...] | N
     )
 
 
+def einsum_look_up(
+    call: Call, x: fx.Node, looked_up: fx.Node, xs: str, ws: str, out: str
+) -> Matmul | NotTaken | None:
+    """einsum "xs,ws->out" of an activation and w[index], a matrix for each place of the index; None
+    if it is not that.
+
+    "tk,tnk->tn"; with an index [T, j] "tk,tjnk->tjn", x for each j, and "tjk,tjnk->tjn".
+    """
+    found = _look_up(call, looked_up)
+    if found is None or not (xs + ws + out).isalpha():
+        return None
+    w, index, transposed = found
+    parameter, places = call.scope.parameter(w), ws[:-2]
+    assert parameter is not None
+    k, n = set(xs) & set(ws[-2:]), set(out) & set(ws[-2:])
+    if (
+        len(set(ws)) != len(ws)
+        or len(set(xs)) != len(xs)
+        or not (len(k) == len(n) == 1 and k != n)
+        or not set(xs) - k <= set(places)
+        or sorted(out) != sorted({*places, *n})
+    ):
+        return call.left(f"einsum {xs},{ws}->{out} of weights looked up by an index", parameter)
+    k_, n_ = k.pop(), n.pop()
+    sizes = dict(zip(places, example(index).shape, strict=True))
+    for letter, size in zip(xs, example(x).shape, strict=True):
+        if str(sizes.get(letter, size)) != str(size):
+            why = f"einsum of weights looked up by an index broadcasts {letter!r}"
+            return call.left(why, parameter)
+    missing = [i for i, letter in enumerate(places) if letter not in xs]
+    x_views = _permuted(xs, "".join(c for c in places if c in xs) + k_)
+    if missing:
+        wide = (*(-1 if c in xs else sizes[c] for c in places), -1)
+        if not all(isinstance(size, int) for size in wide):
+            return call.left(
+                "einsum repeats the activation a number of times that varies", parameter
+            )
+        x_views += (*(("unsqueeze", (i,)) for i in missing), ("expand", wide))
+    return call.taken(
+        parameter,
+        x,
+        w,
+        op="indexed_linear",
+        groups=index,
+        x_views=x_views,
+        w_views=() if (ws[-1] == k_) != transposed else _MT,
+        y_views=_permuted(places + n_, out),
+    )
+
+
 def _permuted(dims: str, order: str) -> tuple[View, ...]:
     return () if dims == order else (("permute", tuple(dims.index(c) for c in order)),)
 
@@ -145,14 +196,15 @@ def _look_up(call: Call, node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
         return None
     w, index = viewed(node), _index_of(node)
     matrices = call.scope.parameter(w) is not None and example(w).ndim == 3
-    return (w, index, transposed) if matrices and example(index).ndim == 1 else None
+    return (w, index, transposed) if matrices else None
 
 
 def is_look_up(node: fx.Node) -> bool:
-    """Whether ``node`` is w[index] or w.index_select(0, index), with a tensor of integers."""
+    """Whether ``node`` is w[index], w[index, ...] or w.index_select(0, index), with a tensor of
+    integers."""
     if called(node) in _SELECTS:
         return bool(argument(node, 1, "dim") == 0)
-    index = node.args[1] if node.target is operator.getitem else None
+    index = _index_of(node) if node.target is operator.getitem else None
     if not isinstance(index, fx.Node):
         return False
     value = index.meta.get("example_value")
@@ -163,4 +215,10 @@ _SELECTS = (torch.index_select, "index_select", torch.ops.aten.index_select)
 
 
 def _index_of(look_up: fx.Node) -> Any:
-    return argument(look_up, 2, "index") if called(look_up) in _SELECTS else look_up.args[1]
+    if called(look_up) in _SELECTS:
+        return argument(look_up, 2, "index")
+    index = look_up.args[1]
+    whole = (Ellipsis, slice(None))
+    if isinstance(index, tuple) and index and all(i in whole for i in index[1:]):
+        return index[0]
+    return index

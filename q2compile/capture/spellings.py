@@ -93,12 +93,18 @@ def _einsum(call: Call) -> Matmul | NotTaken:
     if not isinstance(equation, str) or len(operands) != 2:
         return call.left("einsum of other than two operands with an equation", call.weight())
     flags = [call.scope.parameter(o) for o in operands]
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    subs = inputs.split(",")
     if flags[0] is None and flags[1] is None:
+        for i, j in ((0, 1), (1, 0)):
+            found = expert_spellings.einsum_look_up(
+                call, operands[i], operands[j], subs[i], subs[j], out
+            )
+            if found is not None:
+                return found
         return call.left("activation × activation")
     if flags[0] is not None and flags[1] is not None:
         return call.left("parameter × parameter: no activation to quantise", flags[1])
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    subs = inputs.split(",")
     x, w, xs, ws = operands[0], operands[1], subs[0], subs[1]
     if flags[0] is not None:
         x, w, xs, ws = w, x, ws, xs

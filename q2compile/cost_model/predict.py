@@ -68,7 +68,7 @@ def predict(
     if None in hints or 0 in hints:
         return None
     t, n, k = map(_expression, shape[-3:])
-    layer = Layer(t, n, k, experts, x_users, w_quantised, grouped=len(shape) == 4)
+    layer = Layer(t, n, k, experts, x_users, w_quantised)
     concrete = replace(layer, **dict(zip("tnk", hints, strict=True)))
     steps = recipe_steps(recipe, layer, gemms)
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}

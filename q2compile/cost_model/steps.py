@@ -15,9 +15,8 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
     backward   the gradient is read once for dgrad and wgrad where both take it rotated alike; x and
                w are read as the codes that fprop saved, x once for all that share it
     a scale    found afterwards: fp32 block scales are written, and read again to be rounded
-    experts    their grouped GEMMs are BF16's on every GPU, of the bf16 numbers that the codes stand
-               for: those of the forward are widened for them, those of the backward written so.
-               What pads an expert's tokens to whole chunks, half a chunk each, is not counted
+    experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
+               expert's tokens to whole chunks and tiles, half a chunk each, is not counted
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class Layer:
     experts: int = 1
     x_users: int = 1
     w_quantised: int = 1
-    grouped: bool = False
 
     def elements(self, role: str) -> Any:
         """Of x, w, dy, or y."""
@@ -133,32 +131,14 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
                 times = layer.w_quantised if (name, role) == ("fprop", "w") else 1
                 steps += times * _quantiser(recipe, layer, name, role, operand)
         result = layer.elements(_RESULT[name])
-        if layer.grouped:
-            steps += _widened(layer, name, gemm)
-            steps.append(_plain_gemm(layer, name))
-        else:
-            packed = sum(
-                packed_bits(o.scheme) * layer.elements(role)
-                for role, o in zip(GEMMS[name], (gemm.a, gemm.b), strict=True)
-            )
-            steps.append(Step(name, "gemm", packed + _HIGH * result, layer.flops, kind="fp4"))
+        packed = sum(
+            packed_bits(o.scheme) * layer.elements(role)
+            for role, o in zip(GEMMS[name], (gemm.a, gemm.b), strict=True)
+        )
+        steps.append(Step(name, "gemm", packed + _HIGH * result, layer.flops, kind="fp4"))
         if name != "fprop" and recipe.fprop and SCHEMES[recipe.fprop.a.scheme].masked:
             steps.append(Step(name, "mask and rotate back", (2 * _HIGH + 1) * result))
     return steps
-
-
-def _leaves_numbers(layer: Layer, name: str, operand: Operand) -> bool:
-    """Whether an operand's quantiser writes bf16 numbers (`passes.widen_operands`)."""
-    return layer.grouped and name != "fprop" and operand.source in ("fresh", "requantize")
-
-
-def _widened(layer: Layer, name: str, gemm: Gemm) -> list[Step]:
-    """Codes made bf16 numbers for a grouped GEMM."""
-    return [
-        Step(name, f"widen {role}", (packed_bits(o.scheme) + _HIGH) * layer.elements(role))
-        for role, o in zip(GEMMS[name], (gemm.a, gemm.b), strict=True)
-        if not _leaves_numbers(layer, name, o)
-    ]
 
 
 def _paired(recipe: Recipe, gemms: list[str]) -> bool:
@@ -170,7 +150,7 @@ def _paired(recipe: Recipe, gemms: list[str]) -> bool:
 
 def _both_directions(layer: Layer, operand: Operand) -> Step:
     elements = layer.elements("dy")
-    bits = (_HIGH + 2 * _written(operand, layer.grouped)) * elements
+    bits = (_HIGH + 2 * _written(operand)) * elements
     kernels = 1 + _scales_after(operand)
     op = "rht_quantize_both"
     return Step("dgrad", "quantize dy both ways", bits, op=op, elements=elements, kernels=kernels)
@@ -196,7 +176,7 @@ def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
         Step(
             name,
             f"{'requantize' if op == 'requantize' else 'quantize'} {role}",
-            (read + _written(operand, _leaves_numbers(layer, name, operand))) * elements,
+            (read + _written(operand)) * elements,
             op=op,
             elements=elements,
             kernels=1 + _scales_after(operand),
@@ -217,10 +197,8 @@ def _scales_after(operand: Operand) -> bool:
     return scheme.global_scale == "pow2" or scheme.rounding == "ms_eden"
 
 
-def _written(operand: Operand, numbers: bool) -> Fraction:
-    """Bits an element that a quantiser writes, codes or bf16 numbers, and reads again for its
-    scales."""
+def _written(operand: Operand) -> Fraction:
+    """Bits an element that a quantiser writes, and reads again for its scales."""
     scheme = SCHEMES[operand.scheme]
     block = scheme.block[0] * scheme.block[1]
-    made = Fraction(_HIGH) if numbers else packed_bits(operand.scheme)
-    return made + _scales_after(operand) * Fraction(2 * 32, block)
+    return packed_bits(operand.scheme) + _scales_after(operand) * Fraction(2 * 32, block)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops used here
 from q2compile.recipes.recipe import Gemm, Operand, Recipe
+from q2compile.runtime_kernels.numerics.groups import UNIT, spreads
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
@@ -80,6 +82,69 @@ class OneWeight:
         if gemm_name == "fprop":
             return torch.nn.functional.linear(a, b, bias)
         return (a.t() if gemm_name == "wgrad" else a) @ b
+
+
+class InGroups(OneWeight):
+    """The same, but wgrad keeps groups of rows apart, each in whole chunks of 128. Chunks of few
+    rows are filled so that MS-EDEN is unbiased there, too (`runtime_kernels.numerics.groups`).
+
+    offs: int32 [E], the ends of the groups; padded_offs: q2::padded_ends of them.
+    """
+
+    def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
+        self.offs, self.padded_offs = offs, padded_offs
+
+    def along_rows(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
+    ) -> Codes:
+        if gemm_name != "wgrad":
+            return super().along_rows(gemm_name, x, operand, seed, stream)
+        return torch.ops.q2.rht_quantize_groups(
+            *(x, self.offs, self.padded_offs, coins_of(operand, seed)),
+            *(operand.scheme, operand.transform, stream),
+        )
+
+    def again(
+        self,
+        gemm_name: str,
+        codes: Codes,
+        source: str,
+        operand: Operand,
+        rows: int,
+        seed: Tensor | None,
+    ) -> Codes:
+        if gemm_name != "wgrad":
+            return super().again(gemm_name, codes, source, operand, rows, seed)
+        return torch.ops.q2.requantize_groups(
+            *(*codes, self.offs, self.padded_offs, seed),
+            *(source, operand.scheme, operand.transform, rows, 1),
+        )
+
+
+# From so many rows on one short chunk is too little of them for its bias to count: at most 6% of
+# its part of the gradient (groups.py), .5% of the whole, where a draw's error is 13%.
+_MANY_ROWS = 1024
+
+
+def of_rows(x: Tensor, recipe: Recipe) -> OneWeight:
+    """How the GEMMs of a layer take the rows of x [T, K], or of dy [T, N].
+
+    They are one group where wgrad rotates a chunk of few of them with MS-EDEN, which costs up to a
+    chunk of zeros more. T may be a symbol: one that data decide is taken to be small, as an
+    expert's tokens are, another by its hint. No guard is added.
+    """
+    rows, wgrad = x.shape[0], recipe.wgrad
+    if wgrad is None or not all(
+        spreads(SCHEMES[o.scheme], TRANSFORMS[o.transform]) for o in (wgrad.a, wgrad.b)
+    ):
+        return OneWeight()
+    hint = rows if isinstance(rows, int) else rows.node.hint
+    if hint is not None and hint >= _MANY_ROWS:
+        return OneWeight()
+    if isinstance(rows, int) and not 0 < rows % UNIT <= UNIT // 2:
+        return OneWeight()
+    ends = (rows, ceil_div(rows, UNIT) * UNIT)
+    return InGroups(*(torch.full((1,), n, dtype=torch.int32, device=x.device) for n in ends))
 
 
 class Saved(dict[str, Tensor]):
@@ -238,7 +303,7 @@ class LinearFunction(torch.autograd.Function):
         salt: int,
         *w_parts: Tensor,
     ) -> Tensor:
-        y, saved = forward(ctx, OneWeight(), x, w, bias, recipe, salt, w_parts)
+        y, saved = forward(ctx, of_rows(x, recipe), x, w, bias, recipe, salt, w_parts)
         ctx.save_for_backward(*saved.values())
         ctx.names = tuple(saved)
         ctx.needs_bias = ctx.needs_input_grad[2]
@@ -249,7 +314,7 @@ class LinearFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = Saved(zip(ctx.names, ctx.saved_tensors, strict=True))
-        dx, dw = backward(ctx, OneWeight(), dy, saved)
+        dx, dw = backward(ctx, of_rows(dy, ctx.recipe), dy, saved)
         dbias = None
         if ctx.needs_bias:
             dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

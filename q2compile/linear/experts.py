@@ -5,7 +5,7 @@ weights w [E, N, K]; T rows of x in all, of which each is multiplied with one we
 
     grouped_linear(x [T, K], w, offs [E])     rows sorted by expert, offs are the ends of the groups
     batched_linear(x [E, ..., K], w)          groups of equal size
-    indexed_linear(x [T, K], w, index [T])    each row names its expert
+    indexed_linear(x [..., K], w, index [...])    each row names its expert
 
 Quantising along K does not care which rows belong together, so x and w [E * N, K] are quantised as
 any matrix, and so is dy along N. What the backward contracts must not mix experts. Along T (wgrad)
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import Codes, OneWeight, Saved, backward, coins_of, forward
+from q2compile.linear.autograd import Codes, InGroups, Saved, backward, forward
 from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -35,26 +35,21 @@ _library = torch.library.Library("q2", "FRAGMENT")
 _TEXTS = "str fprop, str dgrad, str wgrad, int salt"
 
 
-class Grouped(OneWeight):
+class Grouped(InGroups):
     """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
 
-    offs: int32 [E]; padded_offs: q2::padded_ends of them. The weights lie in one matrix [E * N,
-    K], and so do their gradients.
+    The weights lie in one matrix [E * N, K], and so do their gradients.
     """
 
     def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
-        self.offs, self.padded_offs = offs, padded_offs
+        super().__init__(offs, padded_offs)
         self.experts = offs.shape[0]
 
     def along_rows(
         self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
     ) -> Codes:
-        if gemm_name == "dgrad":
-            return super().along_rows(gemm_name, self._padded(x, operand), operand, seed, stream)
-        return torch.ops.q2.rht_quantize_groups(
-            *(x, self.offs, self.padded_offs, coins_of(operand, seed)),
-            *(operand.scheme, operand.transform, stream),
-        )
+        x = self._padded(x, operand) if gemm_name == "dgrad" else x
+        return super().along_rows(gemm_name, x, operand, seed, stream)
 
     def again(
         self,
@@ -67,12 +62,8 @@ class Grouped(OneWeight):
     ) -> Codes:
         if gemm_name == "dgrad":
             of_codes, scales, global_scale = codes
-            whole = (self._padded(of_codes, operand), self._padded(scales, operand), global_scale)
-            return super().again(gemm_name, whole, source, operand, rows, seed)
-        return torch.ops.q2.requantize_groups(
-            *(*codes, self.offs, self.padded_offs, seed),
-            *(source, operand.scheme, operand.transform, rows, 1),
-        )
+            codes = (self._padded(of_codes, operand), self._padded(scales, operand), global_scale)
+        return super().again(gemm_name, codes, source, operand, rows, seed)
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
         """What there is of w, its N rows an expert padded to whole blocks and chunks."""
@@ -144,20 +135,21 @@ def batched_linear(x: Tensor, w: Tensor, fprop: str, dgrad: str, wgrad: str, sal
 def indexed_linear(
     x: Tensor, w: Tensor, index: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int
 ) -> Tensor:
-    """y [T, N]: the row t of x [T, K] times w[index[t]].
+    """y [..., N]: the row t of x [..., K] times w[index[t]].
 
     The weights are not gathered, as a bmm with w[index] does, but the rows of x sorted; so the
-    tokens of an expert are quantised together for wgrad, and a weight once. index [T] is integer;
+    tokens of an expert are quantised together for wgrad, and a weight once. index [...] is integer;
     as in torch's indexing -1 is the last expert. Under autocast cast as bmm's operands are.
     """
     x, w = cast(x, w)
-    experts = w.shape[0]
+    experts, places = w.shape[0], index.shape
+    x, index = x.flatten(0, -2), index.flatten()
     ordered, order = torch.where(index < 0, index + experts, index).sort(stable=True)
     ends = torch.searchsorted(
         ordered, torch.arange(experts, dtype=index.dtype, device=x.device), right=True
     )
     y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, salt)
-    return y[order.argsort()]
+    return y[order.argsort()].view(*places, w.shape[1])
 
 
 for _schema, _function in {

@@ -9,6 +9,7 @@ from typing import Any
 from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS, SOURCES, Gemm, Operand, Recipe
+from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
@@ -105,6 +106,12 @@ def _check(recipe: Recipe, name: str, gemm: Gemm) -> None:
         raise ConfigError(
             f"{where}: {gemm.a.transform} on {GEMMS[name][0]} and {gemm.b.transform} on "
             f"{GEMMS[name][1]}: the rotations cancel only if both operands have the same one"
+        )
+    spread = [spreads(SCHEMES[o.scheme], TRANSFORMS[o.transform]) for o in (gemm.a, gemm.b)]
+    if name == "wgrad" and spread[0] != spread[1]:
+        raise ConfigError(
+            f"{where}: MS-EDEN on one operand alone after {gemm.a.transform}: with it few tokens "
+            "are rotated otherwise (numerics/groups.py); use it for dy and x, or a shorter rotation"
         )
     formats = [SCHEMES[o.scheme].format for o in (gemm.a, gemm.b)]
     if formats[0] != formats[1]:

@@ -94,8 +94,8 @@ def kernels_used(
 
 def set_kernels(row: Row, config: Config) -> None:
     """Fill in `kernels_used` for a row that was taken."""
-    # A size that data decide, such as an expert's tokens, has no hint: one chunk then.
-    shape = tuple(size if isinstance(size, int) else size.node.hint or 128 for size in row.shape)
+    # A size that data decide, such as an expert's tokens, has no hint: one row then.
+    shape = tuple(size if isinstance(size, int) else size.node.hint or 1 for size in row.shape)
     gemms = (row.fprop, row.dgrad, row.wgrad)
     lowers = config.inner == "inductor"
     dtype = getattr(torch, row.dtype)

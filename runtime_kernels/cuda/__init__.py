@@ -3,7 +3,7 @@
 jit/            a .cu file and its defines -> a cubin -> a launch
 quantize/       the quantisers: rotating or not, masked, and the scales of Inductor's loops
 gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
-dequantize.py, masked_unrotate.py, signs.py, transpose.py
+dequantize.py, masked_unrotate.py, padded_ends.py, signs.py, transpose.py
 calls.py        what a call of an op launches; site.py, such a call in generated code
 selfcheck.py    a small tile through each kernel, against the reference
 csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds all their inline PTX
@@ -15,9 +15,18 @@ from q2compile.runtime_kernels.cuda import (
     dequantize,
     gemm,
     masked_unrotate,
+    padded_ends,
     quantize,
     signs,
     transpose,
 )
 
-__all__ = ["dequantize", "gemm", "masked_unrotate", "quantize", "signs", "transpose"]
+__all__ = [
+    "dequantize",
+    "gemm",
+    "masked_unrotate",
+    "padded_ends",
+    "quantize",
+    "signs",
+    "transpose",
+]

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, unsupported
+from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import (
     FAILED,
@@ -48,15 +49,22 @@ FORMS: tuple[Form, ...] = tuple(
     for swizzled in (False, True)
 )
 
-_GROUPED_GEMMS = ("grouped_gemm", "grouped_mm")
+# Of a grouped GEMM: which of a layer's three it is, and the type of its result.
+GroupedForm = tuple[str, torch.dtype]
+GROUPED_FORMS: tuple[GroupedForm, ...] = tuple(
+    product(("fprop", "dgrad", "wgrad"), (torch.bfloat16, torch.float32))
+)
+
 _VERDICTS: dict[tuple, str | None] = {}
 _RUNNING: set[tuple] = set()  # checks under way, which must not ask themselves
 _LOCK = threading.RLock()
 
 
-def refusal(op: str, name: str, index: int, scheme: str, form: Form | None = None) -> str | None:
+def refusal(
+    op: str, name: str, index: int, scheme: str, form: Form | GroupedForm | None = None
+) -> str | None:
     """None when the kernel may be used with a scheme on this CUDA device, otherwise the reason in
-    words. form: of a GEMM.
+    words. form: of a GEMM, grouped or not.
 
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
@@ -66,7 +74,12 @@ def refusal(op: str, name: str, index: int, scheme: str, form: Form | None = Non
     reason = unsupported(index)
     if reason is not None:
         return reason
-    if op in ("dequantize", "gemm", *_GROUPED_GEMMS):  # where the format is all that counts
+    if op in (
+        "dequantize",
+        "gemm",
+        "grouped_gemm",
+        "grouped_mm",
+    ):  # where the format is all that counts
         scheme = _OF_FORMAT[get_scheme(scheme).format]
     check = (op, name, index, scheme, form)
     return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
@@ -110,38 +123,56 @@ def _refusal(check: tuple) -> str | None:
 
 
 def disagreement(
-    op: str, name: str, device: torch.device, scheme: str, forms: tuple[Form, ...] = FORMS
+    op: str,
+    name: str,
+    device: torch.device,
+    scheme: str,
+    forms: Sequence[Form | GroupedForm] | None = None,
 ) -> str | None:
     """Runs kernel `name` of an op on small inputs of a scheme: None when it agrees with the
     reference, otherwise how it differs.
 
-    forms: of a GEMM; those that the kernel declines are left out, if it takes any.
+    forms: of a GEMM, by default all; those that the kernel declines are left out, if it takes any.
 
     Raises:
         ValueError: the kernel does not serve this device or scheme.
     """
     with apart(device):
-        if op in _GROUPED_GEMMS:
+        if op == "grouped_mm":
             return _of_gemm(op, name, device, ARGUMENTS[op](scheme))
-        if op != "gemm":
+        if op not in ("gemm", "grouped_gemm"):
             cases = [ARGUMENTS[op](scheme, rows) for rows in _ROWS]
             differences = (_of_quantiser(op, name, device, arguments) for arguments in cases)
             return next(filter(None, differences), None)
         declined: ValueError | None = None
         agreed = False
-        quantized = functools.cache(_quantized)
-        for form, source, rows in product(forms, _OF_GEMM[get_scheme(scheme).format], _ROWS):
+        cases_of = _grouped_cases if op == "grouped_gemm" else _gemm_cases
+        for arguments, words in cases_of(scheme, forms):
             try:
-                difference = _of_gemm("gemm", name, device, _gemm(source, rows, form, quantized))
+                difference = _of_gemm(op, name, device, arguments)
             except Declined as error:
                 declined = error
                 continue
             if difference is not None:
-                return f"{difference}, of a result of {_words(form, rows)}"
+                return f"{difference}, of {words}"
             agreed = True
         if declined is not None and not agreed:
             raise declined
     return None
+
+
+def _gemm_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+    """Arguments, and what they are of in words."""
+    quantized = functools.cache(_quantized)
+    sources = _OF_GEMM[get_scheme(scheme).format]
+    for form, source, rows in product(forms or FORMS, sources, _ROWS):
+        yield _gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}"
+
+
+def _grouped_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+    sources = _OF_GEMM[get_scheme(scheme).format]
+    for form, source in product(forms or GROUPED_FORMS, sources):
+        yield _grouped_gemm(source, form), f"{form[0]} in {form[1]}"
 
 
 @contextmanager
@@ -208,6 +239,7 @@ def _on(device: torch.device, arguments: tuple) -> list:
 _RESULTS = {
     "dequantize": ("numbers",),
     "masked_unrotate": ("numbers",),
+    "padded_ends": ("ends",),
     "signs": ("signs",),
     "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
     "split_scales": ("scales", "global scale"),
@@ -219,18 +251,19 @@ def _tuple(result) -> Sequence[torch.Tensor]:
     return result if isinstance(result, tuple | list) else (result,)
 
 
-def _matrix(rows: int) -> torch.Tensor:
+def _matrix(rows: int, width: int = _WIDTH) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(rows)
-    x = torch.randn((rows, _WIDTH), generator=generator, dtype=torch.float32, device="cpu")
+    x = torch.randn((rows, width), generator=generator, dtype=torch.float32, device="cpu")
     return x.to(torch.bfloat16)
 
 
-def _quantized(scheme: str, rows: int) -> tuple[torch.Tensor, ...]:
-    return torch.ops.q2.quantize(_matrix(rows), _amax(scheme, rows), None, scheme, 0)
+def _quantized(scheme: str, rows: int, width: int = _WIDTH) -> tuple[torch.Tensor, ...]:
+    amax = _amax(scheme, rows, width)
+    return torch.ops.q2.quantize(_matrix(rows, width), amax, None, scheme, 0)
 
 
-def _amax(scheme: str, rows: int) -> torch.Tensor | None:
-    return torch.ops.q2.amax(_matrix(rows)) if get_scheme(scheme).takes_amax else None
+def _amax(scheme: str, rows: int, width: int = _WIDTH) -> torch.Tensor | None:
+    return torch.ops.q2.amax(_matrix(rows, width)) if get_scheme(scheme).takes_amax else None
 
 
 def _seed(offset: int = 0) -> torch.Tensor:
@@ -275,6 +308,12 @@ def _gemm(
     return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
 
 
+def _ends(groups: int) -> torch.Tensor:
+    """Of groups of 0 to 198 rows."""
+    sizes = 99 * torch.arange(groups, dtype=torch.int32, device="cpu").remainder(3)
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
 def _groups() -> tuple[torch.Tensor, torch.Tensor]:
     offs = torch.tensor(_ENDS, dtype=torch.int32, device="cpu")
     return offs, torch.ops.q2.padded_ends(offs)
@@ -285,9 +324,19 @@ def _requantize_groups(scheme: str) -> tuple:
     return (*packed, *_groups(), _seed(), source, scheme, "rht128", _WIDTH, 1)
 
 
-def _grouped_gemm(scheme: str) -> tuple:
-    operands = *_quantized(scheme, _IN_GROUPS), *_quantized(scheme, 48 * len(_ENDS))
-    return (*operands, _groups()[0], scheme, scheme, "fprop", torch.bfloat16)
+def _grouped_gemm(scheme: str, form: GroupedForm = GROUPED_FORMS[0]) -> tuple:
+    """With weights [48, 264] in fprop, [40, 128] in dgrad, and [40, 48] in wgrad."""
+    gemm, dtype = form
+    offs, padded_offs = _groups()
+    experts = len(_ENDS)
+    contracted = padded_rows(_IN_GROUPS, experts)
+    a, b = {
+        "fprop": ((_IN_GROUPS, _WIDTH), (48 * experts, _WIDTH)),
+        "dgrad": ((_IN_GROUPS, 128), (40, 128 * experts)),
+        "wgrad": ((40, contracted), (48, contracted)),
+    }[gemm]
+    ends = padded_offs if gemm == "wgrad" else offs
+    return (*_quantized(scheme, *a), *_quantized(scheme, *b), ends, scheme, scheme, gemm, dtype)
 
 
 def _grouped_mm(scheme: str) -> tuple:
@@ -304,6 +353,7 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "quantize_masked": lambda s, t=_ROWS[0]: (_matrix(t), s, "h32"),
     "masked_unrotate": lambda s, t=_ROWS[0]: _masked_unrotate(s, t),
     "dequantize": lambda s, t=_ROWS[0]: (*_quantized(s, t), s, _WIDTH, torch.bfloat16),
+    "padded_ends": lambda s, t=_ROWS[0]: (_ends(t),),
     "signs": lambda s, t=_ROWS[0]: (_seed(), "rht128"),
     "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
     "transpose": lambda s, t=_ROWS[0]: _transpose(s, t),
@@ -344,6 +394,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "quantize_masked": _with_swizzled("mxfp4_quest"),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(_OF_FORMAT.values()),
+    "padded_ends": ("nvfp4",),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "transpose": ("nvfp4_16x16_pow2",),

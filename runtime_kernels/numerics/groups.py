@@ -1,5 +1,5 @@
 """Rows in groups, the tokens of experts, moved apart to whole chunks: where rows are contracted,
-no block and no rotation may mix two groups.
+no block and no rotation may mix two groups. Few rows of a plain linear are one group.
 
 T rows in E groups; offs, int32 [E], are the ends of the groups, ascending. Group e has the rows
 from offs[e - 1] to offs[e], and begins in the padded layout at padded_offs[e - 1], a multiple of
@@ -32,9 +32,17 @@ alone holds (all codes are 6), and stochastic rounding of the scale has that num
 
 import torch
 
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform
+
 UNIT = 128  # rows of a chunk of the padded layout: those of the largest rotation
 # By log2 of the rows of a token: what its copies are multiplied by; the last are no copies.
 SHARES = (1.0, 0.5**0.5, 0.5, 0.125**0.5, 1.0)
+
+
+def spreads(scheme: Scheme, transform: Transform) -> bool:
+    """Whether chunks that a group leaves short are spread."""
+    return scheme.rounding == "ms_eden" and transform.size == UNIT
 
 
 def padded_rows(rows, groups: int):

@@ -11,8 +11,9 @@ E weights w [E, N, K] lie in one matrix, and so do their gradients; ``gemm`` say
     "dgrad"   dy [T, N] w [K, E * N]   dx [T, K]      contracts N of each weight, beside each other
     "wgrad"   dy [N, T] x [K, T]       dw [E * N, K]  contracts T, group after group
 
-``offs``: int32 ends of the groups along T. Groups must be whole blocks where T is contracted, and
-each N where N is. Rows of no group, from offs[E - 1] on, give zero.
+``offs``: int32 ends of the groups along T. Where T is contracted groups must be whole chunks of 128
+(padded_ends), and where N is, each weight's whole blocks. Rows of no group, from offs[E - 1] on,
+give zero.
 
 The reference is one grouped product of widened operands. Code * scale is exact in bf16, and so is a
 global scale that is a power of two on top. Any other is applied to the result, which bf16 has by
@@ -48,6 +49,16 @@ def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
     return b.unflatten(1, (groups, -1)).permute(1, 2, 0) if gemm == "dgrad" else b.t()
 
 
+def result_shape(a_codes: torch.Tensor, b_codes: torch.Tensor, groups: int, gemm: str) -> tuple:
+    """Works on symbolic sizes."""
+    rows, columns = a_codes.shape[0], b_codes.shape[0]
+    return {
+        "fprop": (rows, columns // groups),
+        "dgrad": (rows, columns),
+        "wgrad": (groups * rows, columns),
+    }[gemm]
+
+
 def fake(
     a_codes,
     a_scales,
@@ -63,13 +74,7 @@ def fake(
 ):
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
     checked(*operands, a_scheme, b_scheme)
-    groups, rows, columns = offs.shape[0], a_codes.shape[0], b_codes.shape[0]
-    shape = {
-        "fprop": (rows, columns // groups),
-        "dgrad": (rows, columns),
-        "wgrad": (groups * rows, columns),
-    }[gemm]
-    return a_codes.new_empty(shape, dtype=dtype)
+    return a_codes.new_empty(result_shape(a_codes, b_codes, offs.shape[0], gemm), dtype=dtype)
 
 
 define(
@@ -119,6 +124,6 @@ def _widened(
     if spec.widened:
         return codes.to(dtype)
     if global_scale is None:
-        global_scale = torch.ones((), device=codes.device)
+        global_scale = torch.ones((), dtype=torch.float32, device=codes.device)
     width = 2 * codes.shape[1]
     return torch.ops.q2.dequantize(codes, scales, global_scale, spec.name, width, dtype)

@@ -10,14 +10,13 @@ To requantize what rht_quantize_groups is to rht_quantize.
 
 import torch
 
-from q2compile.runtime_kernels.numerics.groups import lay_out, padded_rows
+from q2compile.runtime_kernels.numerics.groups import lay_out, padded_rows, spreads
 from q2compile.runtime_kernels.numerics.layout import empty_quantized
 from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_groups, check_quantized
 from q2compile.runtime_kernels.ops.rht_quantize import checked, rotate_and_quantize
-from q2compile.runtime_kernels.ops.rht_quantize_groups import spreads
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 

@@ -12,19 +12,12 @@ there. MS-EDEN after a rotation by 128 has short chunks spread, so that it is un
 
 import torch
 
-from q2compile.runtime_kernels.numerics.groups import UNIT, lay_out, padded_rows
+from q2compile.runtime_kernels.numerics.groups import lay_out, padded_rows, spreads
 from q2compile.runtime_kernels.numerics.layout import empty_quantized
 from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized
-from q2compile.runtime_kernels.numerics.schemes import Scheme
-from q2compile.runtime_kernels.numerics.transforms import Transform
 from q2compile.runtime_kernels.ops.argument_checks import check_groups, check_operand
 from q2compile.runtime_kernels.ops.rht_quantize import checked, rotate_and_quantize
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
-
-
-def spreads(spec: Scheme, rotation: Transform) -> bool:
-    """Whether chunks that a group leaves short are spread."""
-    return spec.rounding == "ms_eden" and rotation.size == UNIT
 
 
 def fake(x, offs, padded_offs, seed, scheme, transform, stream):

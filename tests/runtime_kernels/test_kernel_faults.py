@@ -22,6 +22,7 @@ from tests.support.small_model import Mlp, quantised
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 # What fails how: cuBLASLt, a torch without it, its check of arguments, NVRTC, the driver, Triton.
 ERRORS = (
@@ -381,6 +382,32 @@ def test_alpha_is_not_one_and_all_forms_are_there():
     asked = {(dtype, bias) for dtype, bias, _ in selfcheck.FORMS}
     assert asked == {(dtype, bias) for dtype in types for bias in (None, dtype)}
     assert selfcheck._ROWS == (130, 1)
+
+
+GROUPED_FAULTS = {
+    **{gemm: lambda out, asked, of=gemm: out * off(asked[9] == of) for gemm in GEMMS},
+    "fp32": lambda out, asked: out * off(asked[10] == torch.float32),
+    "no alpha": lambda out, asked: out / (asked[2] * asked[5]),
+    "last group": lambda out, asked: torch.cat([out[: len(out) // 2], 0 * out[len(out) // 2 :]]),
+    "rows of no group": lambda out, asked: out + (asked[9] != "wgrad") * tail(asked),
+}
+
+
+def tail(asked) -> torch.Tensor:
+    """What is in a row of no group that nobody has zeroed."""
+    return (torch.arange(asked[0].shape[0]) >= asked[6][-1])[:, None]
+
+
+@pytest.mark.parametrize("fault", GROUPED_FAULTS)
+@pytest.mark.parametrize("scheme", selfcheck.CHECKED["grouped_gemm"])
+def test_a_grouped_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
+    reference = registry.kernels("grouped_gemm")[-1].function
+    wrong = GROUPED_FAULTS[fault]
+    candidate("grouped_gemm", None, function=lambda *a: wrong(reference(*a).float(), a).to(a[10]))
+    found = selfcheck.disagreement("grouped_gemm", "broken", ON_CPU, scheme)
+    assert found is not None and "relative error" in found
+    forms = [(g, t) for g in GEMMS for t in (torch.bfloat16, torch.float32)]
+    assert list(selfcheck.GROUPED_FORMS) == forms
 
 
 @pytest.mark.parametrize("op", selfcheck.CHECKED)

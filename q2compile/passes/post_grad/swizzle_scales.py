@@ -9,6 +9,8 @@ from typing import Any
 from torch import fx
 
 from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
+    ONE_ROTATED,
     depending_on_tangents,
     is_q2,
     q2_nodes,
@@ -20,11 +22,15 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.transpose import of_rows
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA, TRITON_FP4
 
-_QUANTISING = ("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize")
+_QUANTISING = ("quantize", "quantize_masked", *ONE_ROTATED, *BOTH_ROTATED)
 _MAKERS = (*_QUANTISING, "transpose")
-# Which arguments of an op are scales, each with the one that names their scheme, and the kernels of
-# the op that read them swizzled.
-_GEMM, _REQUANTIZE = ({1: 7, 4: 8}, (CUBLASLT_FP4, TRITON_FP4)), ({1: 4}, (CUDA,))
+# Of ops that read scales: which arguments those are, each with the one that names their scheme, and
+# the kernels of the op that read them swizzled.
+_READERS: dict[str, tuple[dict[int, int], tuple[str, ...]]] = {
+    "gemm": ({1: 7, 4: 8}, (CUBLASLT_FP4, TRITON_FP4)),
+    "requantize": ({1: 4}, (CUDA,)),
+    "requantize_groups": ({1: 6}, (CUDA,)),
+}
 
 
 def swizzle_scales_pass(graph: fx.Graph) -> int:
@@ -35,7 +41,7 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
         gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@32x4x4, ...)
 
     Preconditions: all users of the scales are q2.gemm nodes that a kernel for fp4 tensor cores
-    serves, and maybe q2.requantize nodes whose CUDA kernel reads them swizzled, too; blocks have
+    serves, and maybe requantisations whose CUDA kernel reads them swizzled, too; blocks have
     one row (those of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled
     scales of this scheme. A pair of directions has one scheme, so all must hold for both.
 
@@ -111,9 +117,9 @@ def _index(output: fx.Node) -> int:
 def _schemes_of(reader: fx.Node, scales: fx.Node) -> tuple[dict[int, int], tuple[str, ...]]:
     """The arguments of the reader that are these scales, with those that name their scheme; and
     the kernels that read them swizzled. None of either for another op."""
-    if is_q2(reader, "gemm", "requantize"):
-        places, kernels = _GEMM if is_q2(reader, "gemm") else _REQUANTIZE
-        return {i: s for i, s in places.items() if reader.args[i] is scales}, kernels
+    for op, (places, kernels) in _READERS.items():
+        if is_q2(reader, op):
+            return {i: s for i, s in places.items() if reader.args[i] is scales}, kernels
     return {}, ()
 
 

@@ -5,6 +5,7 @@ cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py
 triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4
 cuda_bf16.py      the numbers that the codes stand for, by cuBLAS in bf16, on any GPU
 grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
+grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)
 operands.py       what they ask of their operands
 swizzle.py        scales as fp4 tensor cores read them
 
@@ -15,5 +16,13 @@ from q2compile.runtime_kernels.cuda.gemm import cuda_bf16  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
+from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
 
-__all__ = ["cublaslt_fp4", "cuda_bf16", "grouped_bf16", "grouped_mm", "triton_fp4"]
+__all__ = [
+    "cublaslt_fp4",
+    "cuda_bf16",
+    "grouped_bf16",
+    "grouped_mm",
+    "grouped_triton_fp4",
+    "triton_fp4",
+]

@@ -20,7 +20,10 @@ def _refuses(
 ) -> str | None:
     index = a_codes.device.index
     columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
-    return unserved(index, dtype, columns) or refusal("grouped_gemm", CUDA_BF16, index, a_scheme)
+    asked = gemm, dtype
+    return unserved(index, dtype, columns) or refusal(
+        "grouped_gemm", CUDA_BF16, index, a_scheme, asked
+    )
 
 
 def _prepare(

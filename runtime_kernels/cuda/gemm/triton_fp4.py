@@ -2,7 +2,8 @@
 
 import functools
 import importlib.util
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,6 +32,14 @@ def _refuses_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
+    wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
+    return wrong or refusal(
+        "gemm", TRITON_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
+    )
+
+
+def unserved(index: int) -> str | None:
+    """None where tl.dot_scaled is fp4 tensor-core instructions, otherwise the reason in words."""
     needed = _DOT_SCALED.get(torch.cuda.get_device_capability(index))
     if needed is None:
         return "tl.dot_scaled works on compute capability 10.0, 10.3, 12.0 and 12.1"
@@ -39,10 +48,7 @@ def _refuses_triton(
         return "Triton is not installed"
     if found < needed:
         return f"tl.dot_scaled works here from Triton {needed[0]}.{needed[1]} on"
-    wrong = two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or refusal(
-        "gemm", TRITON_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
-    )
+    return None
 
 
 def _prepare_triton(
@@ -72,19 +78,31 @@ def gemm_triton(
     index = a_codes.device.index
     major = torch.cuda.get_device_capability(index)[0]
     tile = choose_tile(major, rows, columns, multiprocessors(index))
-    variant = index, tile, a_spec.width, form(bias, a_scheme, b_scheme, dtype), width % tile.k
-    if variant in _refused:
-        raise LaunchError(_refused[variant])
+    variant = tile, a_spec.width, form(bias, a_scheme, b_scheme, dtype), width % tile.k
+    with compiling(a_codes.device, variant), on_device(index):
+        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
+
+
+# What Triton says of a variant each time, after seconds.
+_refused: dict[tuple[torch.device, Hashable], str] = {}
+
+
+@contextmanager
+def compiling(device: torch.device, variant: Hashable) -> Iterator[None]:
+    """Around a launch: a variant that Triton refuses is compiled once, not for
+    each number of tokens.
+
+    Raises:
+        LaunchError: it was refused before.
+    """
+    if (device, variant) in _refused:
+        raise LaunchError(_refused[device, variant])
     try:
-        with on_device(index):
-            return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
+        yield
     except Exception as error:
-        if kernels_own(error, a_codes.device):
-            _refused[variant] = f"{type(error).__name__}: {error}"
+        if kernels_own(error, device):
+            _refused[device, variant] = f"{type(error).__name__}: {error}"
         raise
-
-
-_refused: dict[Hashable, str] = {}  # what Triton says of a variant each time, after seconds
 
 
 @functools.cache

@@ -27,8 +27,6 @@ import triton.language as tl
 
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 
-_GROUP = 8
-
 
 class Tile(NamedTuple):
     """Of the result, and of the contraction in elements; how many of the loop's loads are under way
@@ -51,10 +49,21 @@ _TILES = {
 }
 
 
-def choose_tile(major: int, m: int, n: int, multiprocessors: int) -> Tile:
-    """The large tile where at least one wave of them is full, otherwise the small one."""
+def choose_tile(major: int, m: int, n: int, multiprocessors: int, results: int = 1) -> Tile:
+    """For so many results [m, n] in one launch: the large tile where at least one wave of them is
+    full, otherwise the small one."""
     large, small = _TILES[major]
-    return large if ceil_div(m, large.m) * ceil_div(n, large.n) >= multiprocessors else small
+    tiles = results * ceil_div(m, large.m) * ceil_div(n, large.n)
+    return large if tiles >= multiprocessors else small
+
+
+@triton.jit
+def place(program, tiles_m, tiles_n):
+    """A program's tile row and column: groups of 8 tile rows, column after column."""
+    first = program // (8 * tiles_n) * 8
+    height = min(tiles_m - first, 8)
+    inside = program % (8 * tiles_n)
+    return first + inside % height, inside // height
 
 
 @triton.jit
@@ -103,14 +112,9 @@ def _gemm_fp4(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
-    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
-    program = tl.program_id(0)
-    first = program // (GROUP * tiles_n) * GROUP
-    height = min(tiles_m - first, GROUP)
-    top = (first + program % (GROUP * tiles_n) % height) * TILE_M
-    left = program % (GROUP * tiles_n) // height * TILE_N
+    tile_m, tile_n = place(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N))
+    top, left = tile_m * TILE_M, tile_n * TILE_N
     m, n = top + tl.arange(0, TILE_M), left + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K // 2)  # bytes
     across = tl.cdiv(half, 2 * BLOCK)
@@ -153,8 +157,8 @@ def gemm_fp4(
     _gemm_fp4[(ceil_div(m, tile.m) * ceil_div(n, tile.n),)](
         a_codes.contiguous(),
         b_codes.contiguous(),
-        _bytes(a_scales),
-        _bytes(b_scales),
+        scale_bytes(a_scales),
+        scale_bytes(b_scales),
         a_global,
         b_global,
         out if bias is None else bias,
@@ -168,13 +172,12 @@ def gemm_fp4(
         TILE_M=tile.m,
         TILE_N=tile.n,
         TILE_K=tile.k,
-        GROUP=_GROUP,
         num_stages=tile.stages,
         num_warps=tile.warps,
     )
     return out
 
 
-def _bytes(scales: torch.Tensor) -> torch.Tensor:
+def scale_bytes(scales: torch.Tensor) -> torch.Tensor:
     """Triton knows no e8m0 pointers: the exponents as bytes."""
     return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales

@@ -6,9 +6,9 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
-from q2compile.runtime_kernels.ops.rht_quantize_groups import spreads
 
 # Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
 # scales are.

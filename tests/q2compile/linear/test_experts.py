@@ -55,6 +55,12 @@ def looked_up_of_transposed(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     return torch.bmm(x.unsqueeze(1), w.transpose(1, 2)[ids]).squeeze(1)
 
 
+def looked_up_einsum(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    """Two experts for each place, in the second half of OpenAI's gpt-oss."""
+    pairs = ids.view(-1, 2)
+    return torch.einsum("beck,bek->bec", w[pairs, ...], x.view(*pairs.shape, -1)).flatten(0, 1)
+
+
 def equal_groups(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     """As many tokens for each expert, in order."""
     return torch.bmm(x.view(E, -1, x.shape[1]), w.transpose(1, 2)).flatten(0, 1)
@@ -89,6 +95,7 @@ SPELLINGS = {
     looked_up: (1, "indexed_linear"),
     looked_up_transposed: (1, "indexed_linear"),
     looked_up_of_transposed: (1, "indexed_linear"),
+    looked_up_einsum: (1, "indexed_linear"),
     equal_groups: (1, "batched_linear"),
     equal_groups_weight_first: (1, "batched_linear"),
     equal_groups_added: (1, "batched_linear"),
@@ -245,6 +252,44 @@ def test_experts_as_modules_in_a_loop() -> None:
     assert x.grad.isfinite().all()
 
 
+def test_a_loop_of_modules_fills_the_chunks_of_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are linears, with as many rows as data decide, and with a known few: wgrad has
+    them as one group (linear/autograd.py, of_rows), from one read of the gradient. A whole
+    chunk is no group."""
+    counts: list[Counter[str]] = []
+    run = PostGradPasses.__call__
+
+    def counted(self: PostGradPasses, graph: torch.fx.Graph) -> None:
+        run(self, graph)
+        counts.append(Counter({k: n for k, n in op_counts(graph).items() if "rht" in k}))
+
+    monkeypatch.setattr(PostGradPasses, "__call__", counted)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(K, N) for _ in range(2))
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            y = x.new_zeros(x.shape[0], N)
+            for e, expert in enumerate(self.experts):
+                rows = torch.where(ids == e)[0]
+                y = y.index_add(0, rows, expert(x[rows]))
+            return y
+
+    for rows in (200, 3000):
+        call, report = compiled(Loop())
+        x = torch.randn(rows, K, requires_grad=True)
+        call(x, torch.arange(rows) % 2).sum().backward()
+        assert all(row.taken for row in report.rows)
+        assert counts[-1] == {"q2.rht_quantize_groups_both.default": 2}
+    for rows, op in ((20, "rht_quantize_groups_both"), (128, "rht_quantize_both")):
+        torch._dynamo.reset()  # or the second size would be a symbol
+        call, _ = compiled(nn.Linear(K, N))
+        call(torch.randn(rows, K, requires_grad=True)).sum().backward()
+        assert counts[-1] == {f"q2.{op}.default": 1}
+
+
 # ---- what the policy says
 # ----------------------------------------------------------------------------------------
 
@@ -308,9 +353,38 @@ def test_a_router_stays_in_its_own_precision(scores: Any) -> None:
     assert explain(model, x, options=asked).rows[0].taken
 
 
+@pytest.mark.parametrize("equation, transposed", [("bk,benk->ben", False), ("bk,bekn->enb", True)])
+def test_an_activation_for_several_weights_looked_up(equation: str, transposed: bool) -> None:
+    """The first half of gpt-oss: each token for each of its experts."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(E, *((K, N) if transposed else (N, K))))
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return torch.einsum(equation, x, self.w[ids])
+
+    model, x = One(), torch.randn(60, K, requires_grad=True)
+    ids = torch.arange(120).view(60, 2) % 3  # none for the last expert
+    call, report = compiled(model)
+    y, own = call(x, ids), model(x, ids)
+    assert y.shape == own.shape and cosine(y, own) > 0.99
+    assert [(row.taken, row.shape) for row in report.rows] == [(True, (E, 120, N, K))]
+    dy = torch.randn_like(y)
+    for ours, right in zip(
+        *(torch.autograd.grad(out, (x, model.w), dy) for out in (y, own)), strict=True
+    ):
+        assert cosine(ours, right) > 0.98
+        assert ours.shape != model.w.shape or not ours[3].any()
+
+
 LEFT = {
     "the weight is 3-D, [4, 32, 48], and the activation [200, 32]": lambda x, w, ids: x @ w.mT,
     "more than one row each": lambda x, w, ids: x.view(20, 10, K) @ w[ids[:20]].mT,
+    "einsum tk,tnk->n of weights looked up by an index": lambda x, w, ids: torch.einsum(
+        "tk,tnk->n", x, w[ids]
+    ),
     "grouped matmul with a bias or an out_dtype": lambda x, w, ids: torch._grouped_mm(
         x, w.mT, offs=torch.tensor([9, 9, 20, 200], dtype=torch.int32), out_dtype=torch.bfloat16
     ),

@@ -299,7 +299,7 @@ def test_a_compiled_model_rotates_x_once(recipe, tmp_path):
     """Four wgrads, two inputs. mxfp4 takes x in high precision; the same holds."""
     torch._dynamo.reset()
     options = {"recipe": recipe, "inner": "eager", "dump": str(tmp_path)}
-    model, x = Heads(), torch.randn(40, 64)
+    model, x = Heads(), torch.randn(80, 64)
     torch.compile(model, backend="quartet2", options=options)(x).sum().backward()
     folder = sorted(p for p in tmp_path.glob("graph_*"))[-1]
     before = (folder / "3_backward.txt").read_text()

@@ -24,7 +24,7 @@ from q2compile.passes.verify import check_spec, named_arguments
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import masked_unrotate, transpose
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.quantize import quantize_masked, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import grouped_ops, quantize_masked, rotating_ops
 from q2compile.runtime_kernels.registry import kernels
 from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once, graph_kind
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
@@ -50,6 +50,7 @@ def blackwell(monkeypatch) -> None:
         quantize_masked,
         rotating_ops,
         transpose,
+        grouped_ops,
     ):
         monkeypatch.setattr(module, "refusal", lambda *check: None)
 

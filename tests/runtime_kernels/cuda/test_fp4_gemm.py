@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt,
     cublaslt_fp4,
     cuda_bf16,
+    grouped_triton_fp4,
     swizzle,
     triton_fp4,
 )
@@ -22,13 +23,14 @@ from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import KernelWarning, select, serving
 from tests.support.pretended_gpu import on_gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCHEME = "nvfp4_46_pow2"
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 class Calls(TorchDispatchMode):
@@ -361,6 +363,63 @@ def test_order(gpu, monkeypatch, capability, triton, format_):
     if not by_triton:
         with pytest.raises(ValueError, match="dot_scaled works|not installed"):
             select("gemm", args, "triton_fp4")
+
+
+@pytest.mark.parametrize("triton", [None, (3, 6), (3, 8)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_order_of_grouped_gemms(gpu, monkeypatch, capability, triton, format_):
+    """Codes where tl.dot_scaled multiplies them, bf16 everywhere else, never the reference."""
+    gpu(capability)
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
+    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
+    args = on_gpu("grouped_gemm", FORMATS[format_])
+    by_triton = capability in [(10, 0), (10, 3), (12, 0), (12, 1)] and triton is not None
+    by_triton = by_triton and (capability != (12, 1) or triton >= (3, 8))
+    assert serving("grouped_gemm", args).name == ("triton_fp4" if by_triton else "cuda_bf16")
+    if not by_triton:
+        with pytest.raises(ValueError, match="dot_scaled works|not installed"):
+            select("grouped_gemm", args, "triton_fp4")
+        return
+    for schemes, why in (
+        ((FORMATS[format_] + WIDENED,) * 2, "it reads codes"),
+        ((FORMATS[format_] + SWIZZLED,) * 2, "plain scales"),
+        (tuple(FORMATS.values()), "one operand is nvfp4, one mxfp4"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            select("grouped_gemm", (*args[:7], *schemes, *args[9:]), "triton_fp4")
+
+
+@pytest.mark.parametrize("wrong", ["fprop", "dgrad", "wgrad"])
+def test_one_grouped_gemm_that_fails_is_in_bf16_and_the_others_in_fp4(gpu, monkeypatch, wrong):
+    gpu((12, 0))
+
+    def disagreement(op, name, device, scheme, forms):
+        return "relative error 1.0e+00" if (name, forms[0][0]) == ("triton_fp4", wrong) else None
+
+    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
+    args = on_gpu("grouped_gemm", SCHEME)
+    with pytest.warns(KernelWarning, match="'triton_fp4' of q2::grouped_gemm is given up"):
+        names = {g: serving("grouped_gemm", (*args[:9], g, BF16)).name for g in GEMMS}
+    assert names == {g: "cuda_bf16" if g == wrong else "triton_fp4" for g in GEMMS}
+
+
+@pytest.mark.parametrize("sizes", [(0, 64, 64), (30, 0, 64), (30, 64, 0)])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_nothing_to_multiply_in_groups(sizes, gemm):
+    t, n, k = sizes
+    a, b = {
+        "fprop": ((t, k), (2 * n, k)),
+        "dgrad": ((t, n), (k, 2 * n)),
+        "wgrad": ((n, 128 * (t > 0)), (k, 128 * (t > 0))),
+    }[gemm]
+    empty = [torch.ops.q2.quantize(torch.zeros(size), None, None, SCHEME, 0) for size in (a, b)]
+    offs = torch.zeros(2, dtype=torch.int32)
+    args = (*empty[0], *empty[1], offs, SCHEME, SCHEME, gemm, BF16)
+    if 0 in (*args[0].shape, args[3].shape[0]):
+        got = grouped_triton_fp4.grouped_gemm_triton(*args)
+        shape = {"fprop": (t, n), "dgrad": (t, k), "wgrad": (2 * n, k)}[gemm]
+        assert got.shape == shape and got.dtype == BF16 and not got.any()
 
 
 @pytest.mark.parametrize("wrong", ["cublaslt_fp4", "triton_fp4", "cuda_bf16"])

@@ -8,6 +8,8 @@ import shutil
 import pytest
 import torch
 
+from q2compile.runtime_kernels.cuda import padded_ends
+from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import grouped_ops
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
@@ -129,6 +131,23 @@ def test_rows_of_no_group_poison_their_own_direction_alone() -> None:
     assert results[2].isnan() and results[5].isfinite()
     x[5, 7] = float("inf")
     assert grouped_ops.rht_quantize_groups(x, *groups, SEEDS[0], POW2, "rht128", 0)[2].isnan()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_padded_ends(routing) -> None:
+    _, (offs, padded) = routed(routing)
+    assert torch.equal(padded_ends.padded_ends(offs), padded)
+    assert padded_ends.padded_ends(offs[:0]).shape == (0,)
+    strided = offs.repeat_interleave(2)[::2]
+    assert torch.equal(padded_ends.padded_ends(strided), padded)
+
+
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
+def test_padded_ends_are_one_launch(architecture) -> None:
+    (step,) = padded_ends.padded_ends.call(torch.tensor([3, 140], dtype=torch.int32)).steps
+    assert step.grid == (1, 1)
+    code = disassemble.disassemble(nvrtc.cubin(step.launch.variant, architecture))
+    assert code.count("EXIT") and code.count("LDL") == code.count("STL") == 0
 
 
 @pytest.mark.parametrize("rows, columns", [(0, 40), (40, 0)])

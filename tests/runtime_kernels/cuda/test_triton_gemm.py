@@ -1,5 +1,6 @@
-"""The Triton fp4 GEMM without a GPU: cross-compiled for Blackwell, its machine code has the fp4
-tensor-core instructions; and run by Triton's interpreter, it reads and writes the right places."""
+"""The Triton fp4 GEMMs, plain and grouped, without a GPU: cross-compiled for Blackwell, their
+machine code has the fp4 tensor-core instructions; and run by Triton's interpreter, they read and
+write the right places."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from q2compile.runtime_kernels.cuda.gemm import triton_grouped_kernel as grouped  # noqa: E402
 from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm  # noqa: E402
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import (  # noqa: E402
     _DOT_SCALED,
@@ -33,9 +35,9 @@ POINTERS = {
     "a_global": "*fp32",
     "b_global": "*fp32",
     "bias": "*bf16",
+    "offs": "*i32",
     "out": "*bf16",
 }
-SIZES = {"M": "i32", "N": "i32", "half": "i32"}
 # tcgen05.mma with block scales, and mma.sync with them, in registers.
 INSTRUCTIONS = {
     (10, 16): "UTCOMMA",
@@ -50,29 +52,50 @@ CAPABILITIES = [
 ]
 
 
-@cache
-def compiled(capability, tile, block, biased=True, whole=True):
-    """For pointers that are multiples of 16, and so many bytes in a row."""
+def cross_compiled(function, capability, tile, block, constants, sizes, wide):
+    """For pointers and the sizes in `wide` that are multiples of 16."""
     constants = {
         "BLOCK": block,
-        "BIASED": biased,
-        "WHOLE": whole,
-        "GROUP": 8,
         "TILE_M": tile.m,
         "TILE_N": tile.n,
         "TILE_K": tile.k,
+        **constants,
     }
     exponents = {"a_scales": "*u8", "b_scales": "*u8"} if block == 32 else {}
-    signature = {**POINTERS, **exponents, **SIZES, **dict.fromkeys(constants, "constexpr")}
-    names = list(signature)
-    wide = ("a", "b", "a_scales", "b_scales", "bias", "out", "M", "N", "half")
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in wide}
+    types = {**POINTERS, **exponents, **dict.fromkeys(sizes, "i32")}
+    types |= dict.fromkeys(constants, "constexpr")
+    names = function.arg_names
+    narrow = ("a_global", "b_global")
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if (name in POINTERS and name not in narrow) or name in wide
+    }
     major, minor = capability
     return triton.compile(
-        ASTSource(gemm._gemm_fp4, signature, constants, attributes),
+        ASTSource(function, {name: types[name] for name in names}, constants, attributes),
         GPUTarget("cuda", 10 * major + minor, 32),
         {"num_warps": tile.warps, "num_stages": tile.stages},
     )
+
+
+@cache
+def compiled(capability, tile, block, biased=True, whole=True):
+    """For so many bytes in a row, too."""
+    constants, sizes = {"BIASED": biased, "WHOLE": whole}, ("M", "N", "half")
+    return cross_compiled(gemm._gemm_fp4, capability, tile, block, constants, sizes, sizes)
+
+
+@cache
+def compiled_grouped(capability, tile, block, by, height=1, whole=True):
+    """by: rows_in_groups or contraction_in_groups; for rows of scales that are multiples of 16."""
+    constants, sizes = {"A_HEIGHT": 1, "B_HEIGHT": height}, ["M", "N", "blocks"]
+    if by == "rows_in_groups":
+        constants |= {"ALIGNED": 16, "WHOLE": whole, "ENTRIES": 128}
+        sizes += ["b_blocks", "groups", "b_rows", "b_along"]
+    wide = {*sizes} - {"groups"}
+    function = getattr(grouped, by)
+    return cross_compiled(function, capability, tile, block, constants, sizes, wide)
 
 
 # All tiles of each generation, and the large one of the chip that is like it.
@@ -130,11 +153,46 @@ def test_which_tile(major, multiprocessors) -> None:
     assert gemm.choose_tile(major, 128, area // 128 - large.n, multiprocessors) == small
 
 
-def test_interpreted() -> None:
+@pytest.mark.parametrize("by", ["rows_in_groups", "contraction_in_groups"])
+@pytest.mark.parametrize("capability, tile, block", CASES)
+def test_grouped_cross_compiled(capability, tile, block, by) -> None:
+    """As above. Scales lie plain, 4 to 16 of them together, and are copied ahead, too: nothing in
+    the loop waits for memory. (12.x reads e8m0 scales, 4 a row, past shared memory.)"""
+    kernel = compiled_grouped(capability, tile, block, by)
+    code = disassemble.disassemble(kernel.asm["cubin"])
+    assert code.count(INSTRUCTIONS[capability[0], block])
+    assert code.count("LDL") == code.count("STL") == 0
+    assert kernel.metadata.shared <= SHARED[capability[0]]
+    ptx = kernel.asm["ptx"]
+    copies = Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, 0x(\w+)", ptx))
+    a_thread = (tile.m + tile.n) * tile.k // 2 // 16 // (32 * tile.warps)
+    assert copies["10"] >= a_thread * (tile.stages - 1)
+    scales = (tile.m + tile.n) * tile.k // block
+    rest = sum(int(width, 16) * n for width, n in copies.items()) - 16 * a_thread * tile.stages
+    if (capability[0], block) != (12, 32):
+        assert 32 * tile.warps * rest >= scales * tile.stages
+        assert not re.search(r"ld\.global\S*\.(b8|b16|u8|u16)", ptx)
+
+
+@pytest.mark.parametrize("major", gemm._TILES)
+@pytest.mark.parametrize("height, whole", [(16, True), (1, False)])
+def test_grouped_of_square_blocks_and_ends_within_a_tile(major, height, whole) -> None:
+    kernel = compiled_grouped(
+        (major, 0), gemm._TILES[major][0], 16, "rows_in_groups", height, whole
+    )
+    code = disassemble.disassemble(kernel.asm["cubin"])
+    assert code.count(INSTRUCTIONS[major, 16]) and code.count("LDL") == 0
+    assert kernel.metadata.shared <= SHARED[major]
+
+
+@pytest.mark.parametrize(
+    "which, said", [("plain", "160 products"), ("grouped", "60 grouped products")]
+)
+def test_interpreted(which, said) -> None:
     script = Path(__file__).parents[2] / "support" / "emulation" / "triton_gemm.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True
+        [sys.executable, str(script), which], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "160 products agree with the reference" in done.stdout
+    assert f"{said} agree with the reference" in done.stdout

@@ -47,9 +47,9 @@ def test_the_padded_layout() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_gemm(scheme: str, dtype: torch.dtype) -> None:
     """Each form beside the products of what the operands stand for, one expert after another."""
-    offs = torch.tensor([64, 64, 160, 192], dtype=torch.int32)
-    x, w = torch.randn(200, 64), torch.randn(E * 96, 64)
-    dy_t, x_t, w_t = torch.randn(96, 192), torch.randn(64, 192), torch.randn(64, E * 96)
+    offs = torch.tensor([128, 128, 384, 512], dtype=torch.int32)
+    x, w = torch.randn(520, 64), torch.randn(E * 96, 64)
+    dy_t, x_t, w_t = torch.randn(96, 512), torch.randn(64, 512), torch.randn(64, E * 96)
 
     def quantized(t: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         amax = torch.ops.q2.amax(t) if scheme == "nvfp4_46" else None
@@ -60,7 +60,7 @@ def test_grouped_gemm(scheme: str, dtype: torch.dtype) -> None:
         (qa, a_), (qb, b_) = quantized(a), quantized(b)
         out = torch.ops.q2.grouped_gemm(*qa, *qb, offs, scheme, scheme, gemm, dtype)
         # Neighbours in bf16: of the sum and, where alpha is no power of two, of its product; or
-        # fp32 sums of 192 terms.
+        # fp32 sums of 256 terms.
         tolerance = {"rtol": 2**-7, "atol": 2e-2} if dtype == torch.bfloat16 else {}
         tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-4}
         torch.testing.assert_close(out, right(a_, b_).to(dtype), **tolerance)
@@ -76,7 +76,7 @@ def test_grouped_gemm(scheme: str, dtype: torch.dtype) -> None:
     )
     check(
         "dgrad",
-        torch.randn(200, 96),
+        torch.randn(520, 96),
         w_t,
         lambda a, b: torch.cat(
             [a[s:t] @ b.view(64, E, 96)[:, e].T for e, (s, t) in enumerate(pieces(offs))]
@@ -260,8 +260,8 @@ def test_cuda_gives_what_the_cpu_gives() -> None:
 @pytest.mark.gpu
 def test_no_op_reads_the_offsets_on_the_host() -> None:
     scheme = "nvfp4_46_pow2"
-    offs = torch.tensor([16, 16, 160, 192], dtype=torch.int32, device="cuda")
-    x, w = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in ((200, 64), (E * 96, 64)))
+    offs = torch.tensor([128, 128, 384, 512], dtype=torch.int32, device="cuda")
+    x, w = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in ((512, 64), (E * 96, 64)))
     qx, qx_t, qw = (torch.ops.q2.quantize(t, None, None, scheme, 0) for t in (x, x.t(), w))
     for mode in ("default", "error"):  # kernels are compiled and checked at their first call
         torch.cuda.set_sync_debug_mode(mode)

@@ -23,11 +23,23 @@ from triton.runtime import driver
 from q2compile import lowering
 from q2compile.lowering import fp32, support
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, transpose
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
+from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, padded_ends, transpose
+from q2compile.runtime_kernels.cuda.gemm import (
+    cublaslt_fp4,
+    cuda_bf16,
+    grouped_bf16,
+    grouped_mm,
+    grouped_triton_fp4,
+    triton_fp4,
+)
 from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize import quantize_masked, rotating_ops, split_scales
+from q2compile.runtime_kernels.cuda.quantize import (
+    grouped_ops,
+    quantize_masked,
+    rotating_ops,
+    split_scales,
+)
 from q2compile.runtime_kernels.cuda.site import Site, Together
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
@@ -144,9 +156,18 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     for site in (Site, Together):
         monkeypatch.setattr(site, "_call", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
-    gemms = (cublaslt_fp4, cuda_bf16, triton_fp4)
+    gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
     masked = (masked_unrotate, quantize_masked)
-    for module in (rotating_ops, dequantize, transpose, *gemms, split_scales, *masked):
+    for module in (
+        rotating_ops,
+        grouped_ops,
+        padded_ends,
+        dequantize,
+        transpose,
+        *gemms,
+        split_scales,
+        *masked,
+    ):
         monkeypatch.setattr(module, "refusal", lambda *names: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)

@@ -1,12 +1,13 @@
-"""Runs the Triton fp4 GEMM under Triton's interpreter, which must be chosen before Triton is
+"""Runs the Triton fp4 GEMMs under Triton's interpreter, which must be chosen before Triton is
 imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.py.
 
-    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py
+    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py plain|grouped
 
 The interpreter has no dot_scaled; there is one here, on what the kernel loaded.
 """
 
 import itertools
+import sys
 
 import torch
 import triton.language as tl
@@ -14,6 +15,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import q2compile.runtime_kernels as runtime_kernels
+from q2compile.runtime_kernels.cuda.gemm import triton_grouped_kernel as grouped
 from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
@@ -75,10 +77,52 @@ def check(m: int, n: int, k: int, schemes: tuple[str, str], biased: bool, tile: 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+# Ends of groups: empty ones at both ends and between, of one row, of more than a tile; rows of no
+# group, and a tile's worth of nothing else. Where they are contracted, whole chunks.
+ROWS = [([0, 1, 4, 4, 140, 180, 180], 200), ([0, 0], 150), ([130], 130)]
+CHUNKS = [([0, 128, 128, 512, 640], 768), ([128], 128)]
+
+
+def check_grouped(
+    gemm_name: str, ends: list[int], rows: int, k: int, n: int, schemes, tile: gemm.Tile
+) -> None:
+    """Weights of [n, k] in fprop and wgrad, of [k, n] in dgrad."""
+    groups, offs = len(ends), torch.tensor(ends, dtype=torch.int32)
+    sizes = {
+        "fprop": ((rows, k), (groups * n, k)),
+        "dgrad": ((rows, k), (n, groups * k)),
+        "wgrad": ((k, rows), (n, rows)),
+    }[gemm_name]
+    a, b = (operand(*size, s) for size, s in zip(sizes, schemes, strict=True))
+    specs = get_scheme(schemes[0]), get_scheme(schemes[1])
+    got = grouped.grouped_gemm_fp4(a, b, offs, specs, gemm_name, torch.float32, tile)
+    want = torch.ops.q2.grouped_gemm(*a, *b, offs, *schemes, gemm_name, torch.float32)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def grouped_cases() -> list[tuple]:
+    nvfp4 = [("nvfp4_46_pow2", s) for s in ("nvfp4_46", "nvfp4_16x16")]
+    mxfp4 = [("mxfp4_rtn", "mxfp4_rtn34")]
+    tiles = [tile for generation in gemm._TILES.values() for tile in generation]
+    cases = [
+        *itertools.product(["fprop"], ROWS, [(272, 40)], nvfp4),
+        *itertools.product(["fprop", "dgrad"], ROWS[:1], [(128, 136)], nvfp4 + mxfp4),
+        *itertools.product(["wgrad"], CHUNKS[:1], [(130, 40)], nvfp4[:1] + mxfp4),
+        ("wgrad", CHUNKS[1], (40, 300), nvfp4[0]),
+    ]
+    return [(name, *groups, *size, s, t) for (name, groups, size, s) in cases for t in tiles]
+
+
 def main() -> None:
     TritonSemantic.dot_scaled = dot_scaled
     interpreter._patch_lang_tensor = with_numpy_2_4(interpreter._patch_lang_tensor)
     torch.manual_seed(0)
+    if sys.argv[1] == "grouped":
+        cases = grouped_cases()
+        for case in cases:
+            check_grouped(*case)
+        print(f"{len(cases)} grouped products agree with the reference")
+        return
     shapes = [(128, 128, 256), (200, 136, 272), (1, 7, 16), (1200, 130, 48), (130, 300, 576)]
     schemes = [("nvfp4_46_pow2", s) for s in ("nvfp4_46_pow2", "nvfp4_16x16", "nvfp4_46")]
     schemes += [("mxfp4_rtn", "mxfp4_rtn34")]

@@ -1,0 +1,29 @@
+"""q2::padded_ends on CUDA: padded_ends.cu."""
+
+import functools
+
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.ops.argument_checks import check_groups
+from q2compile.runtime_kernels.registry import CUDA
+
+
+@functools.cache
+def padded_ends_launch() -> Launch:
+    return launch("padded_ends.cu", "PPi", 32, defines={})
+
+
+@launching(
+    "padded_ends",
+    refuses=lambda offs: refusal("padded_ends", CUDA, offs.device.index, "nvfp4"),
+    prepare=lambda offs: padded_ends_launch().warm_up(offs.device.index),
+    forms={0: Form.CONTIGUOUS},
+)
+def padded_ends(offs: torch.Tensor) -> Call:
+    """See ops/padded_ends.py."""
+    check_groups("padded_ends", offs)
+    step = Step(padded_ends_launch(), (1, 1), (At(0), At(1), offs.shape[0]))
+    return Call(1, (Output(tuple(offs.shape), torch.int32),), 0, (step,))
