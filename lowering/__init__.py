@@ -10,6 +10,7 @@ blocks.py            a matrix in blocks: reduction_blocks.py as a reduction, reg
 tile_config.py       how many blocks a program takes
 fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 launches.py          the other ops: calls of our kernels, past the dispatcher
+together.py          which of them are launched together
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
 
 An op without a lowering is an extern kernel: the registry's.

@@ -228,11 +228,10 @@ class Launches(ir.ExternKernel):
     """Enqueues the launches of one call of an op, or of several that end in one launch."""
 
     def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
-        self._members = [m._replace(args=list(m.args), buffers=list(m.buffers)) for m in members]
-        self._products = [product._replace() for product in products]
-        tensors = [_unwrapped(a) for m in self._members for a in m.args if _is_tensor(a)]
+        self._members, self._products = members, products
+        tensors = [_unwrapped(a) for m in members for a in m.args if _is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if _is_tensor(p.other)]
-        buffers = [_unwrapped(b) for m in self._members for b in m.buffers if b is not None]
+        buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]
         buffers += [_unwrapped(p.buffer) for p in products]
         self._device, self._tensors = tensors[0].get_device(), tensors
         super().__init__(None, ir.NoneLayout(device=self._device), [*tensors, *buffers])

@@ -32,6 +32,7 @@ from q2compile.runtime_kernels.cuda.dequantize import dequantize
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.transpose import transpose
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 
 assert runtime_kernels  # importing it registers the ops
@@ -90,8 +91,12 @@ CASES = {
     "quartet_both": Case("both", "mxfp4_rtn34", "rht32"),
     "quartet_requantize": Case("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
 }
-DEQUANTIZED = "nvfp4_46_pow2"
-BYTES = {"copy": 4.0, "dequantize": 0.5625 + 2} | {n: c.bytes() for n, c in CASES.items()}
+DEQUANTIZED, SQUARE = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
+BYTES = {
+    "copy": 4.0,
+    "dequantize": 0.5625 + 2,
+    "transpose": 0.5 + 1 / 256 + 0.5 + 1 / 16,  # a scale for each row is written
+} | {n: c.bytes() for n, c in CASES.items()}
 
 
 def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
@@ -121,7 +126,12 @@ def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
         operand = packed[DEQUANTIZED][i]
         return lambda: dequantize(*operand, DEQUANTIZED, cols, torch.bfloat16)
 
+    def turn(x: torch.Tensor):
+        codes, scales, _ = torch.ops.q2.quantize(x, None, None, SQUARE, 0)
+        return lambda: transpose(codes, scales, SQUARE, cols, True)
+
     calls: dict[str, list[Callable[[], object]]] = {
+        "transpose": [turn(x) for x in xs],
         "copy": [partial(target.copy_, x) for x in xs],
         "dequantize": [widen(i) for i in range(INPUTS)],
     }

@@ -5,6 +5,7 @@ grouped_ops.py        rht_quantize_groups, rht_quantize_groups_both, requantize_
 quantize_masked.py    quantize_masked
 split_scales.py       split_scales
 plan.py               what a call launches, worked out once for each kind of operand
+together.py           calls that end in one launch
 rotate_quantize.py, align_scales.py    variants of the .cu files of that name;  rule.py  their rule
 """
 

@@ -1,8 +1,9 @@
 """What a call of the rotating quantisers launches.
 
 Two launches a call: rotate_quantize.cu makes the codes, align_scales.cu what has to wait for the
-largest of them. A scheme whose global scale is the tensor's exact one needs that largest first:
-there rotate_quantize.cu goes over the operand twice.
+largest of them; generated code has one of the second for several calls (together.py). A scheme
+whose global scale is the tensor's exact one needs that largest first: there rotate_quantize.cu goes
+over the operand twice.
 
     rule      launches, in order
     MS_EDEN   codes and worths; scales and global scale from the worths

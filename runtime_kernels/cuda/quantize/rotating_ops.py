@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 )
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_quantized
 from q2compile.runtime_kernels.ops.quantize import checked as checked_without_rotation
 from q2compile.runtime_kernels.ops.rht_quantize import checked
@@ -58,10 +58,20 @@ def prepare_requantize(
     _warm_up(codes.device.index, kind, True, False, grouped)
 
 
-def _warm_up(index: int, kind: tuple, vectors: bool, amax_known: bool, grouped: bool) -> None:
-    room = shared_memory(index)
-    how = {"vectors": vectors, "amax_known": amax_known, "grouped": grouped}
-    for launch in launches(*kind, room=room, **how):
+def _warm_up(
+    index: int,
+    kind: tuple[int, Scheme, Transform, tuple[bool, bool]],
+    vectors: bool,
+    amax_known: bool,
+    grouped: bool,
+) -> None:
+    for launch in launches(
+        *kind,
+        room=shared_memory(index),
+        vectors=vectors,
+        amax_known=amax_known,
+        grouped=grouped,
+    ):
         launch.warm_up(index)
 
 

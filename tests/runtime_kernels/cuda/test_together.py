@@ -15,6 +15,7 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import Product, together
+from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 
@@ -111,3 +112,87 @@ def test_calls_that_end_alike() -> None:
 def test_more_sides_than_a_launch_has(emulated) -> None:
     with pytest.raises(AssertionError):
         run([both(EDEN)] * (MOST_SIDES // 2 + 1))
+
+
+class OnGpu:
+    """dy in both directions and a saved operand once more, by a site as generated code has it."""
+
+    def __init__(self, rows: int, scheme: str = EDEN + SWIZZLED) -> None:
+        self.scheme, self.rows = scheme, rows
+        seeds = "rht_quantize_both", (..., ..., ..., scheme, "rht128", 0)
+        packed = "requantize", (..., ..., ..., ..., RTN, scheme, "rht128", 200, 1)
+        sites = (
+            Site(*seeds, (1,) * 6, fixed=True),
+            Site(*packed, (1,) * 3, fixed=True),
+        )
+        self.site = Together(sites, (((0, 2), (1, 2)), ((0, 5), 0)), (...,), fixed=True)
+        self.given = [t.cuda() for t in self.fresh(0)]
+        self.buffers = [torch.zeros_like(t).cuda() for t in self.want()]
+
+    def fresh(self, number: int) -> list[torch.Tensor]:
+        """The operands of a call: dy, its seeds; a saved operand and its seed; a global scale."""
+        torch.manual_seed(number)
+        saved = torch.randn(self.rows, 200).bfloat16()
+        seeds = [torch.tensor(number * 3 + i) for i in range(3)]
+        packed = q2.quantize(saved, None, None, RTN, 0)
+        return [
+            torch.randn(self.rows, 200).bfloat16(),
+            *seeds[:2],
+            *packed,
+            seeds[2],
+            0.3 * saved[0, 0].float(),
+        ]
+
+    def want(self) -> list[torch.Tensor]:
+        x, s, t, *packed, u, other = (t.cpu() for t in self.given)
+        first = q2.rht_quantize_both(x, s, t, self.scheme, "rht128", 0)
+        second = q2.requantize(*packed, u, RTN, self.scheme, "rht128", 200, 1)
+        return [*first, *second, first[2] * second[2], first[5] * other]
+
+    def change(self, number: int) -> None:
+        for t, new in zip(self.given, self.fresh(number), strict=True):
+            t.copy_(new)
+
+    def run(self) -> None:
+        self.site(*self.given, *self.buffers)
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        assert_same_bits([t.cpu() for t in self.buffers], self.want())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 130, 5000])
+def test_on_a_gpu(rows) -> None:
+    """The same site again and again, with other numbers."""
+    calls = OnGpu(rows)
+    for number in range(4):
+        calls.change(number)
+        calls.run()
+        calls.check()
+
+
+@pytest.mark.gpu
+def test_on_two_streams_at_once() -> None:
+    streams, calls = [torch.cuda.Stream() for _ in range(2)], [OnGpu(3000), OnGpu(3001)]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for stream, call in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                call.run()
+    for call in calls:
+        call.check()
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    calls = OnGpu(700)
+    calls.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.run()
+    for number in (1, 2):
+        calls.change(number)
+        graph.replay()
+        calls.check()
