@@ -93,7 +93,7 @@ class _Use:
 
     @property
     def which(self) -> int:
-        """The operand of its maker: 1 for the columns of rht_quantize_both."""
+        """The operand of its maker: 1 for the columns of both directions of a gradient."""
         index: Any = self.parts[0].args[1] if self.maker is not self.parts[0] else 0
         return index // 3
 
@@ -193,9 +193,9 @@ def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
         return "fprop"
     codes: Any = gemm.args[0]
     op = producer(codes)
-    columns = codes.args[1] >= 3 if is_q2(op, "rht_quantize_both") else False
+    columns = codes.args[1] >= 3 if is_q2(op, *BOTH_ROTATED) else False
     transposed = is_q2(op, "rht_quantize") and bool(named_arguments(op)["transpose"])
-    return "wgrad" if columns or transposed else "dgrad"
+    return "wgrad" if columns or transposed or is_q2(op, "rht_quantize_groups") else "dgrad"
 
 
 def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:

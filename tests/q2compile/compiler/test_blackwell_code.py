@@ -16,6 +16,9 @@ from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as
 
 CAPABILITIES = [100, 103, 120, 121]
 _GEMM = re.compile(r"torch\.ops\.q2\.gemm\.default\((.*), '(\S+)', '(\S+)', (torch\.\w+)\)")
+_GROUPED_GEMM = re.compile(
+    r"torch\.ops\.q2\.grouped_gemm\.default\(.*, '(\S+)', '(\S+)', '(\w+)', (torch\.\w+)\)"
+)
 _CALL = re.compile(
     r"= torch\.ops\.((?!aten\.view)\w+\.\w+)\.|\b(triton)_\w+\.run\(|(extern_kernels\.\w+)"
 )
@@ -70,6 +73,46 @@ def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability)
             *("q2.rht_quantize_both", "q2.masked_unrotate", "aten.randint", "extern_kernels.mm"),
             *("q2.split_scales", "triton"),
         }
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 256, 128, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.w.mT)
+
+
+@cache
+def code_of_experts(recipe: str, capability: int) -> str:
+    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(INDUCTOR_OPTIONS):
+        written = emulate(patch, capability)
+        serve_as_on(patch, capability)
+        patch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
+        torch._dynamo.reset()
+        x = torch.randn(4, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(Experts(), backend="quartet2", options={"recipe": recipe})(x).sum().backward()
+    return "".join(written)
+
+
+@pytest.mark.parametrize("capability", [*CAPABILITIES, 90, 110])
+@pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet"])
+def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capability) -> None:
+    """With plain scales, one node a GEMM, and bf16 results; elsewhere what the backward makes is
+    widened. The ends of the groups are one launch."""
+    code = code_of_experts(recipe, capability)
+    found = _GROUPED_GEMM.findall(code)
+    assert [gemm for *_, gemm, _ in found] == ["fprop", "dgrad", "wgrad"]
+    schemes = [s for a_scheme, b_scheme, *_ in found for s in (a_scheme, b_scheme)]
+    if capability in CAPABILITIES:
+        assert not any("@" in scheme for scheme in schemes)
+    else:
+        assert "@" not in schemes[0] and schemes[2].endswith("@bf16")
+    assert {dtype for *_, dtype in found} == {"torch.bfloat16"}
+    graphs = 2 if recipe == "nvfp4" else 1  # it quantises wgrad's x in the forward
+    assert code.count("q2_Site('padded_ends'") == graphs
+    assert "torch.ops.q2.padded_ends" not in code
 
 
 @pytest.mark.parametrize("capability", [101, 110, 130])

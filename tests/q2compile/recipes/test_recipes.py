@@ -51,6 +51,8 @@ def test_an_operand_of_ones_own():
         ({"base": "quartet2", "wgrad": {"x": {"schema": "a"}}}, "did you mean 'scheme'?"),
         ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp5"}}}, "did you mean 'nvfp4'?"),
         ({"base": "quartet2", "wgrad": {"x": {"transform": "rht32"}}}, "the rotations cancel only"),
+        ({"base": "quartet2", "wgrad": {"x": {"scheme": "nvfp4_sr"}}}, "on one operand alone"),
+        ({"base": "tetrajet2", "wgrad": {"x": {"scheme": "nvfp4_ms_eden"}}}, "few tokens"),
         ({"base": "quartet2", "dgrad": {"dy": {"source": "requantize"}}}, "have another source"),
         ({"base": "quartet2", "fprop": {"x": {"scheme": "nvfp4_sr"}}}, "must be deterministic"),
         ({"base": "bf16", "fprop": {"x": {"scheme": "nvfp4_46"}}}, "fprop.w: the base 'bf16'"),
