@@ -48,18 +48,18 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     name = op.name().partition("::")[2]
     if V.graph.cpp_wrapper:
         return _fallback(op, args)
-    realized = [ir.ExternKernel.realize_input(a) if _is_tensor(a) else a for a in args]
-    kernel = serving(name, _fakes(realized))
+    realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
+    kernel = serving(name, fakes(realized))
     if kernel.launching is None:
         return _fallback(op, args)
     for i, form in kernel.launching.forms.items():
         realized[i] = _formed(realized[i], form)
     with V.graph.fake_mode:
-        results = op(*_fakes(realized))
+        results = op(*fakes(realized))
     several = isinstance(results, tuple)
     results = results if several else (results,)
-    wanted = _wanted(op, len(results))
-    buffers = [_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
+    wanted = wanted_outputs(op, len(results))
+    buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
     Launches(name, realized, [b for b in buffers if b is not None], wanted)
     shaped = [
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
@@ -71,7 +71,7 @@ def _fallback(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
     return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
-def _is_tensor(arg: Any) -> bool:
+def is_tensor(arg: Any) -> bool:
     return isinstance(arg, ir.IRNode)
 
 
@@ -79,12 +79,12 @@ def _is_symbolic(arg: Any) -> bool:
     return isinstance(arg, sympy.Expr) and not arg.is_number
 
 
-def _fakes(args: Sequence[Any]) -> list[Any]:
+def fakes(args: Sequence[Any]) -> list[Any]:
     """Fake tensors with the sizes and strides that the operands will have."""
     with V.graph.fake_mode:
         return [
             ir.ir_node_to_tensor(a)
-            if _is_tensor(a)
+            if is_tensor(a)
             else V.graph.sizevars.shape_env.create_symintnode(a, hint=None)
             if isinstance(a, sympy.Expr)
             else a
@@ -101,7 +101,7 @@ def _formed(x: Any, form: Form) -> Any:
     return ir.ExternKernel.require_contiguous(x)
 
 
-def _wanted(op: torch._ops.OpOverload, count: int) -> list[bool]:
+def wanted_outputs(op: torch._ops.OpOverload, count: int) -> list[bool]:
     """Which outputs of the node that is lowered are read; all, where the call is one of several
     that it is lowered to."""
     node = V.current_node
@@ -111,7 +111,7 @@ def _wanted(op: torch._ops.OpOverload, count: int) -> list[bool]:
     return [i in used for i in range(count)]
 
 
-def _buffer(like: torch.Tensor) -> Any:
+def output_buffer(like: torch.Tensor) -> Any:
     size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
     # No kernel may fill it: one of no dimensions would be filled, since none of its ranges is 0.
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
@@ -123,7 +123,7 @@ class Launches(ir.ExternKernel):
     def __init__(
         self, op: str, args: Sequence[Any], buffers: Sequence[Any], wanted: Sequence[bool]
     ) -> None:
-        tensors = [a for a in args if _is_tensor(a)] + [
+        tensors = [a for a in args if is_tensor(a)] + [
             ir.ExternKernel.realize_input(b) for b in buffers
         ]
         inputs = [ir.InputsKernel.unwrap_storage_for_input(t) for t in tensors]
@@ -131,7 +131,7 @@ class Launches(ir.ExternKernel):
         super().__init__(None, ir.NoneLayout(device=self._device), inputs)
         self._op, self._wanted = op, wanted
         operands = iter(inputs)
-        self._args = [next(operands) if _is_tensor(a) else a for a in args]
+        self._args = [next(operands) if is_tensor(a) else a for a in args]
         self._buffers = list(operands)
         self.mutation_outputs = [
             ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in self._buffers
@@ -154,8 +154,8 @@ class Launches(ir.ExternKernel):
         fixed = self._fixed()
         args, given = [], []
         for arg in self._args:
-            if _is_tensor(arg):
-                shown, reference = _given(arg, fixed)
+            if is_tensor(arg):
+                shown, reference = given_as(arg, fixed)
             elif _is_symbolic(arg):
                 shown, reference = "...", wrapper.codegen_sizevar(arg)
             else:
@@ -174,13 +174,13 @@ class Launches(ir.ExternKernel):
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
-        numbers = [a for a in self._args if not _is_tensor(a)]
+        numbers = [a for a in self._args if not is_tensor(a)]
         for x in self._tensors:
             numbers += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
         return not any(map(_is_symbolic, numbers))
 
 
-def _given(x: Any, fixed: bool) -> tuple[str, str]:
+def given_as(x: Any, fixed: bool) -> tuple[str, str]:
     """What a Site has for an operand, and what its calls are given: of a view of known sizes the
     tensor that it is a view of, since a view takes the host as long as a launch's addresses."""
     if fixed and isinstance(x, ir.ReinterpretView):
