@@ -27,7 +27,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 # By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
 _INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 _CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
-_MARGIN = 0.9
+MARGIN = 0.9
 # Q, of one direction and of two.
 _QUANTISER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
 _WIDENING = 6.0  # instructions a direction
@@ -39,6 +39,17 @@ def why_not(producer: Producer, spec: Scheme, directions: int, capability: int) 
     words. capability: the major compute capability of the GPU."""
     if Rule.of(spec) == Rule.EXACT:
         return f"{spec.name} has an exact global scale and would compute the operand twice"
+    ratio = expected(producer, spec, directions, capability)
+    if ratio <= MARGIN:
+        return None
+    return (
+        f"{bytes_read(producer):.1f} bytes and {instructions(producer):.0f} instructions an "
+        f"element are expected to take {ratio:.2f} of the time of two kernels, more than {MARGIN}"
+    )
+
+
+def expected(producer: Producer, spec: Scheme, directions: int, capability: int) -> float:
+    """The time of the fused kernel over that of the two."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
     rounded = _QUANTISER.get(spec.rounding, _QUANTISER["sr"])[directions - 1]
@@ -46,9 +57,4 @@ def why_not(producer: Producer, spec: Scheme, directions: int, capability: int) 
     written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
     unfused = max(made / rate, read / 2 + size) + max(rounded / rate, size + written)
     fused = max((made + rounded) / rate, read + written)
-    if fused <= _MARGIN * unfused:
-        return None
-    return (
-        f"{read:.1f} bytes and {made:.0f} instructions an element are expected to take "
-        f"{fused / unfused:.2f} of the time of two kernels, more than {_MARGIN}"
-    )
+    return fused / unfused

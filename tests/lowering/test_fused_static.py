@@ -51,7 +51,7 @@ SILU = producer(
     (BF16,) * 2,
     *(*loads(0, 1), ("neg", 1), ("exp", 2), ONE, ("add", 3, 4), ("truediv", 1, 5), ("mul", 0, 6)),
 )
-SUM = producer((BF16, BF16, torch.float32), *loads(0, 1), ("add", 0, 1), *loads(2), ("add", 2, 3))
+SUM = producer((BF16, torch.float32), *loads(0, 1), ("add", 0, 1))
 NORM = producer(
     (BF16, BF16, BF16, torch.float32, torch.float32),
     *loads(0),
