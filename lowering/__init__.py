@@ -11,6 +11,8 @@ tile_config.py       how many blocks a program takes
 fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 launches.py          the other ops: calls of our kernels, past the dispatcher
 together.py          which of them are launched together
+fused_launches.py    rotating quantisers that compute their operand: producers.py makes a loop of
+                     Inductor's an expression for our kernel, fusion_rule.py says when
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
 
 An op without a lowering is an extern kernel: the registry's.
@@ -20,7 +22,14 @@ An op without a lowering is an extern kernel: the registry's.
 def register() -> None:
     """Tell Inductor how to lower the q2 ops. Apart from the import of this package, because it
     imports Inductor."""
-    from q2compile.lowering import emulated_gemm, launches, nan_asserts, quantize  # noqa: F401
+    from q2compile.lowering import (
+        emulated_gemm,  # noqa: F401
+        fused_launches,
+        launches,
+        nan_asserts,
+        quantize,  # noqa: F401
+    )
 
     launches.register()
+    fused_launches.register()
     nan_asserts.register()

@@ -92,18 +92,18 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     name = op.name().partition("::")[2]
     if V.graph.cpp_wrapper:
         return _fallback(op, args)
-    realized = [ir.ExternKernel.realize_input(a) if _is_tensor(a) else a for a in args]
-    kernel = serving(name, _fakes(realized))
+    realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
+    kernel = serving(name, fakes(realized))
     if kernel.launching is None:
         return _fallback(op, args)
     for i, form in kernel.launching.forms.items():
         realized[i] = _formed(realized[i], form)
     with V.graph.fake_mode:
-        results = op(*_fakes(realized))
+        results = op(*fakes(realized))
     several = isinstance(results, tuple)
     results = results if several else (results,)
-    wanted = _wanted(op, len(results))
-    buffers = [_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
+    wanted = wanted_outputs(op, len(results))
+    buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
     _enqueue(Member(V.current_node, name, realized, buffers))
     shaped = [
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
@@ -156,7 +156,9 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
             if known is None or pair in together.products():
                 continue
             with V.graph.fake_mode:
-                buffer = _buffer(torch.empty((), dtype=torch.float32, device=_device(members[0])))
+                buffer = output_buffer(
+                    torch.empty((), dtype=torch.float32, device=_device(members[0]))
+                )
             together.products()[pair] = view(buffer, [])
             if not isinstance(known, tuple):
                 known = ir.ExternKernel.realize_input(known)
@@ -170,7 +172,7 @@ def _fallback(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
 
 
 def _device(member: Member) -> torch.device:
-    return next(a for a in member.args if _is_tensor(a)).get_device_or_error()
+    return next(a for a in member.args if is_tensor(a)).get_device_or_error()
 
 
 def _widened(member: Member) -> bool:
@@ -178,7 +180,7 @@ def _widened(member: Member) -> bool:
     return any(isinstance(a, str) and a.endswith(WIDENED) for a in member.args)
 
 
-def _is_tensor(arg: Any) -> bool:
+def is_tensor(arg: Any) -> bool:
     return isinstance(arg, ir.IRNode)
 
 
@@ -186,12 +188,12 @@ def _is_symbolic(arg: Any) -> bool:
     return isinstance(arg, sympy.Expr) and not arg.is_number
 
 
-def _fakes(args: Sequence[Any]) -> list[Any]:
+def fakes(args: Sequence[Any]) -> list[Any]:
     """Fake tensors with the sizes and strides that the operands will have."""
     with V.graph.fake_mode:
         return [
             ir.ir_node_to_tensor(a)
-            if _is_tensor(a)
+            if is_tensor(a)
             else V.graph.sizevars.shape_env.create_symintnode(a, hint=None)
             if isinstance(a, sympy.Expr)
             else a
@@ -208,7 +210,7 @@ def _formed(x: Any, form: Form) -> Any:
     return ir.ExternKernel.require_contiguous(x)
 
 
-def _wanted(op: torch._ops.OpOverload, count: int) -> list[bool]:
+def wanted_outputs(op: torch._ops.OpOverload, count: int) -> list[bool]:
     """Which outputs of the node that is lowered are read; all, where the call is one of several
     that it is lowered to."""
     node = V.current_node
@@ -218,7 +220,7 @@ def _wanted(op: torch._ops.OpOverload, count: int) -> list[bool]:
     return [i in used for i in range(count)]
 
 
-def _buffer(like: torch.Tensor) -> Any:
+def output_buffer(like: torch.Tensor) -> Any:
     size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
     # No kernel may fill it: one of no dimensions would be filled, since none of its ranges is 0.
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
@@ -229,8 +231,8 @@ class Launches(ir.ExternKernel):
 
     def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
         self._members, self._products = members, products
-        tensors = [_unwrapped(a) for m in members for a in m.args if _is_tensor(a)]
-        tensors += [_unwrapped(p.other) for p in products if _is_tensor(p.other)]
+        tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
+        tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
         buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]
         buffers += [_unwrapped(p.buffer) for p in products]
         self._device, self._tensors = tensors[0].get_device(), tensors
@@ -263,8 +265,8 @@ class Launches(ir.ExternKernel):
         if len(sites) > 1 or self._products:
             others, products = [], []
             for own, other, _ in self._products:
-                if _is_tensor(other):
-                    shown, reference = _given(next(tensors), fixed)
+                if is_tensor(other):
+                    shown, reference = given_as(next(tensors), fixed)
                     given.append(reference)
                     others.append(shown)
                     other = len(others) - 1
@@ -282,8 +284,8 @@ class Launches(ir.ExternKernel):
         """A member's Site; what its calls are given is added to `given`."""
         args = []
         for arg in member.args:
-            if _is_tensor(arg):
-                shown, reference = _given(next(tensors), fixed)
+            if is_tensor(arg):
+                shown, reference = given_as(next(tensors), fixed)
             elif _is_symbolic(arg):
                 shown, reference = "...", wrapper.codegen_sizevar(arg)
             else:
@@ -296,7 +298,7 @@ class Launches(ir.ExternKernel):
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
-        numbers = [a for m in self._members for a in m.args if not _is_tensor(a)]
+        numbers = [a for m in self._members for a in m.args if not is_tensor(a)]
         for x in (*self._tensors, *self._buffers):
             numbers += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
         return not any(map(_is_symbolic, numbers))
@@ -306,7 +308,7 @@ def _unwrapped(x: Any) -> Any:
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(x))
 
 
-def _given(x: Any, fixed: bool) -> tuple[str, str]:
+def given_as(x: Any, fixed: bool) -> tuple[str, str]:
     """What a Site has for an operand, and what its calls are given: of a view of known sizes the
     tensor that it is a view of, since a view takes the host as long as a launch's addresses."""
     if fixed and isinstance(x, ir.ReinterpretView):

@@ -10,7 +10,15 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import launches, mxfp4, nvfp4, selfcheck, support, tile_config
+from q2compile.lowering import (
+    fused_launches,
+    launches,
+    mxfp4,
+    nvfp4,
+    selfcheck,
+    support,
+    tile_config,
+)
 from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import float_of
 from q2compile.lowering.reduction_blocks import ReducedBlocks
@@ -89,8 +97,12 @@ def rht_quantize(
     stream: int,
 ) -> Any:
     """See runtime_kernels/ops/rht_quantize.py."""
+    args = (seed, name, transform, transpose, stream)
+    fused = fused_launches.call(RHT_QUANTIZE, x, *args)
+    if fused is not None:
+        return fused
     if not _lowered("rht_quantize", x, name, transform, transpose):
-        return launches.call(RHT_QUANTIZE, x, seed, name, transform, transpose, stream)
+        return launches.call(RHT_QUANTIZE, x, *args)
     scheme = get_scheme(name)
     draws = Draws(_loader(seed), stream)
     blocks = HeldBlocks(x, scheme, get_transform(transform), draws, transpose=transpose)

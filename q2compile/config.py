@@ -107,6 +107,9 @@ class Config:
                     as a change, and what is not)
     recompute_weights  backward quantises each weight again, from the parameter, instead of keeping
                     the codes: 4.5 bits a parameter less (see `passes.recompute_weights`)
+    fuse_rotations  the backward's quantisers compute their operand themselves, where that is an
+                    expression and expected to pay (see `lowering.fused_launches`); not yet measured
+                    on any GPU
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
@@ -127,6 +130,7 @@ class Config:
     keep_packed: bool = False
     cache_weights: bool = False
     recompute_weights: bool = False
+    fuse_rotations: bool = False
     on_error: str = "raise"
     telemetry: Mapping[str, Any] | None = None
 
@@ -142,7 +146,8 @@ class Config:
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if not (self.dump is None or isinstance(self.dump, str) and self.dump):
             raise ConfigError(f"dump: got {shown(self.dump)}; allowed: a folder's path or None")
-        for name in ("strict", "keep_packed", "cache_weights", "recompute_weights"):
+        switches = ("strict", "keep_packed", "cache_weights", "recompute_weights", "fuse_rotations")
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: got {shown(getattr(self, name))}; allowed: True, False")
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
@@ -172,6 +177,11 @@ class Config:
                 )
         for key, value in self.inductor.items():
             check_inductor_option(key, value)
+        if self.inner == "eager" and self.fuse_rotations:
+            raise ConfigError(
+                "fuse_rotations=True has Inductor's lowerings fuse, inner='eager' runs without "
+                "Inductor; choose one"
+            )
         if self.inner == "eager" and (self.mode or self.inductor):
             raise ConfigError(
                 "inner='eager' runs without Inductor, so 'mode' and 'inductor' can't apply; "

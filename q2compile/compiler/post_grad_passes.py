@@ -17,6 +17,7 @@ from q2compile.config import Config
 from q2compile.errors import BackendError
 from q2compile.passes import PASSES
 from q2compile.passes.graph_queries import op_counts, q2_nodes
+from q2compile.passes.post_grad.fuse_rotations import fusion_notes
 from q2compile.passes.record import PassRecord
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.registry import ops, warm_up
@@ -94,6 +95,8 @@ class PostGradPasses(CustomGraphPass):
         if self.watcher is not None:
             self.watcher.before_passes(_module(graph), kind)
         for name, one_pass in PASSES.items():
+            if name == "fuse_rotations" and not self.config.fuse_rotations:
+                continue
             if name in self.config.disable_passes:
                 self.records.append(PassRecord(kind, name, 0, 0.0, note="disabled"))
                 continue
@@ -104,7 +107,8 @@ class PostGradPasses(CustomGraphPass):
             after = op_counts(graph)
             change = {op: after[op] - before[op] for op in sorted({*before, *after})}
             changed = {op: n for op, n in change.items() if n}
-            self.records.append(PassRecord(kind, name, matches, seconds, changed))
+            details = fusion_notes(graph) if name == "fuse_rotations" else []
+            self.records.append(PassRecord(kind, name, matches, seconds, changed, details=details))
         self.running = "the check after the passes"
         graph.lint()
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)
@@ -122,6 +126,7 @@ class PostGradPasses(CustomGraphPass):
         rewrite. Without the sources, a stale graph is served after an edit of a pass. None, which
         turns the cache off, when a pass that runs first gives no uuid of its own."""
         own = f"{source_hash()}:{','.join(self.config.disable_passes)}"
+        own += ":fuse_rotations" * self.config.fuse_rotations
         if self.put_in is not None:
             own += f":{self.put_in.key}"
         if self.first is None:

@@ -22,6 +22,7 @@ from torch import fx
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
+from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
@@ -42,6 +43,7 @@ PASSES: dict[str, Pass] = {
     # Last: they name schemes that the others do not know. No GEMM is a case for both.
     "swizzle_scales": swizzle_scales_pass,
     "widen_operands": widen_operands_pass,
+    "fuse_rotations": fuse_rotations_pass,  # changes nothing, and marks what the others leave
 }
 
 JOINT_PASSES: dict[str, Pass] = {

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PassRecord:
-    """What one pass did to one graph."""
+    """What one pass did to one graph.
+
+    details: sentences, which lowerings may still add to (see `fuse_rotations_pass`).
+    """
 
     graph: str
     name: str
@@ -15,3 +18,4 @@ class PassRecord:
     seconds: float
     ops: dict[str, int] = field(default_factory=dict)  # op -> change of its count
     note: str = ""
+    details: list[str] = field(default_factory=list)

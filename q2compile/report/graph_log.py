@@ -43,6 +43,7 @@ class GraphLog:
         self._coverage = Coverage.of(names.root, config, names.label)
         self._rows: list[Row] = []
         self._records: list[GraphRecord] = []
+        self._passes: list[PassRecord] = []
         self.folder: Path | None = None
         self._reports: list[tuple[Report, DumpFolder | None]] = []
         if config.dump is not None:
@@ -91,12 +92,14 @@ class GraphLog:
         for done in records:
             if done.graph == kind:
                 announce.passed(self.title, done)
+        self._passes = records
         for record in self._records:
             record.write_passes(records)
 
     def output_code(self, gm: fx.GraphModule, source: str) -> None:
         for record in self._records:
             record.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
+            record.write_passes(self._passes)  # with what lowerings have added
 
     def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What was compiled; under ``strict`` with a check of what never came to the backend: now

@@ -93,6 +93,7 @@ def _check_passes(text: str) -> None:
     for record in json.loads(text):
         one = PassRecord(**record)
         _ = f"{one.matches:d} {one.seconds:f} {sum(one.ops.values()):d} {one.name + one.note}"
+        _ = "".join(one.details)
 
 
 def _check_origins(text: str) -> None:

@@ -14,6 +14,7 @@
 //               rotated number); NaN compares above all
 //   Q2_GROUPED   along columns by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
 //                that of the padded layout, which `tiles` covers
+//   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
 //   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
 //

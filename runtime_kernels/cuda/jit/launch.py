@@ -85,11 +85,12 @@ def launch(
     *,
     overlaps: bool = False,
     defines: Mapping[str, int],
+    headers: tuple[tuple[str, str], ...] = (),
 ) -> Launch:
     """A Launch of the kernel in `file`, which checks -DQ2_PARAMS_BYTES against its parameter
     struct."""
     sizes = ("Q2_PARAMS_BYTES", params_bytes(layout))
-    variant = Variant(file, (*defines.items(), sizes))
+    variant = Variant(file, (*defines.items(), sizes), headers)
     return Launch(variant, layout, threads, shared, overlaps)
 
 

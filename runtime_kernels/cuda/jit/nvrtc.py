@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,12 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel: a source file beside this module, compiled with these defines."""
+    """One kernel: a source file beside this module, compiled with these defines, and with these
+    headers (name, text) beside those that every kernel has."""
 
     file: str
     defines: tuple[tuple[str, int], ...]
+    headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def entry(self) -> str:
@@ -86,6 +89,28 @@ def cubin(variant: Variant, architecture: str) -> bytes:
         CompileError: the source does not compile.
     """
     path = _cache_path(variant, architecture)
+    begun = _begun.pop(path.name, None)
+    if begun is not None:
+        return begun.result()
+    return _made(variant, architecture, path)
+
+
+def begin(variant: Variant, architecture: str) -> None:
+    """Has a thread make what cubin() is to be asked for. NVRTC needs no lock of Python's."""
+    path = _cache_path(variant, architecture)
+    if path.name not in _begun and path.name not in _refused:
+        _begun[path.name] = _threads().submit(_made, variant, architecture, path)
+
+
+_begun: dict[str, Future] = {}  # name of a cubin -> the thread that makes it
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="q2-nvrtc")
+
+
+def _made(variant: Variant, architecture: str, path: Path) -> bytes:
     if path.name in _refused:
         raise CompileError(_refused[path.name])
     code = _read(path)
@@ -108,7 +133,7 @@ def compile_variant(
     """Compiles, past the cache: (cubin, log). `extra` are further options of NVRTC's."""
     from cuda.bindings import nvrtc
 
-    headers = _headers()
+    headers = {**_headers(), **dict(variant.headers)}
     program = _checked(
         nvrtc.nvrtcCreateProgram(
             _source(variant.file).encode(),
@@ -181,6 +206,7 @@ def _cache_path(variant: Variant, architecture: str) -> Path:
     for part in (
         _source(variant.file),
         *_headers().values(),
+        *variant.headers,
         *_options(variant, architecture),
         version(),
     ):

@@ -30,6 +30,7 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     align_launch,
     thread_blocks_of,
 )
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
     SOURCES,
@@ -56,6 +57,13 @@ class Groups(NamedTuple):
     number: int
 
 
+class Produced(NamedTuple):
+    """What x is computed from: the fields of the producer's struct, inputs and sizes."""
+
+    producer: Producer
+    fields: tuple[Address, ...]
+
+
 class Direction(NamedTuple):
     """Along rows or along columns: the seed of its signs and coins, their stream, and the number of
     its first output among the tensors of the call: codes, scales, global scale, mask if any."""
@@ -75,10 +83,13 @@ def launches(
     vectors: bool,
     amax_known: bool,
     grouped: bool = False,
+    producer: Producer | None = None,
 ) -> tuple[Launch, ...]:
     """What a call launches, in order. room: bytes of shared memory of a multiprocessor."""
     kind = source, rotation, spec, *directions
-    rotate = functools.partial(rotate_launch, *kind, room=room, vectors=vectors, grouped=grouped)
+    rotate = functools.partial(
+        rotate_launch, *kind, room=room, vectors=vectors, grouped=grouped, producer=producer
+    )
     if Rule.of(spec) != Rule.EXACT:
         return rotate(), align_launch(spec, rotation.size == 128)
     if amax_known:
@@ -151,6 +162,7 @@ def quantizer_call(
     amax: Address = 0,
     vectors: bool = True,
     groups: Groups | None = None,
+    produced: Produced | None = None,
 ) -> Call:
     """For CUDA device `index`.
 
@@ -161,6 +173,7 @@ def quantizer_call(
     operand: x or its codes, its scales, its global scale.
     amax: the largest |x|, where the caller has it and the scheme takes it.
     groups: of rows, which are kept apart along columns.
+    produced: x is computed in the kernel, and of `operand` there is nothing.
     """
     _, m, k, *_ = extents
     height = padded_rows(m, groups.number) if groups else padded(m, spec, rotation)
@@ -184,6 +197,7 @@ def quantizer_call(
     workspace = At(operands + len(outputs))
     fields = _Fields(index, spec, rule, parts, sides, workspace, amax, rotation.signs == "fixed")
     walk = (*extents, tiles, across, norm, *fields.mask, *(groups or ()))
+    walk += produced.fields if produced else ()
     launched = launches(
         source,
         spec,
@@ -193,6 +207,7 @@ def quantizer_call(
         vectors=vectors,
         amax_known=bool(amax),
         grouped=groups is not None,
+        producer=produced and produced.producer,
     )
     steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk))]
     alignment = None

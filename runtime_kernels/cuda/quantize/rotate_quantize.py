@@ -5,6 +5,8 @@ import functools
 import torch
 
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
@@ -60,12 +62,14 @@ def rotate_launch(
     amax: bool = False,
     overlaps: bool = False,
     grouped: bool = False,
+    producer: Producer | None = None,
 ) -> Launch:
     """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
 
     room: bytes of shared memory of a multiprocessor.
     vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
     grouped: along columns by groups of rows.
+    producer: what makes x, where it is computed in the kernel.
     overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
     """
     rule = Rule.AMAX if amax else Rule.of(spec)
@@ -83,6 +87,7 @@ def rotate_launch(
         threads,
         stages * tile + staged,
         overlaps,
+        producer,
         Q2_STAGES=stages,
         Q2_THREADS=threads,
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
@@ -107,10 +112,19 @@ def rotate_launch(
 
 
 @functools.cache
-def _rotate_launch(threads: int, shared: int, overlaps: bool, **defines: int) -> Launch:
+def _rotate_launch(
+    threads: int, shared: int, overlaps: bool, producer: Producer | None, **defines: int
+) -> Launch:
     file = "rotate_quantize.cu"
-    layout = _ROTATE + "P" * defines["Q2_MASKED"] + "PPi" * defines["Q2_GROUPED"]
-    return launch(file, layout, threads, shared, overlaps=overlaps, defines=defines)
+    headers: tuple[tuple[str, str], ...] = ()
+    fields = _ROTATE + "P" * defines["Q2_MASKED"] + "PPi" * defines["Q2_GROUPED"]
+    if producer is not None:
+        defines["Q2_PRODUCED"] = 1
+        fields += layout(producer)
+        headers = ((FILE, cuda_source(producer)),)
+    return launch(
+        file, fields, threads, shared, overlaps=overlaps, defines=defines, headers=headers
+    )
 
 
 @functools.cache

@@ -253,7 +253,8 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     assert plain == PostGradPasses(Config(dump="elsewhere")).uuid()
     assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
     first = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
-    assert list(PASSES) == [*first, "swizzle_scales", "widen_operands"]
+    assert list(PASSES) == [*first, "swizzle_scales", "widen_operands", "fuse_rotations"]
+    assert plain != PostGradPasses(Config(fuse_rotations=True)).uuid()
 
 
 class Block(nn.Module):

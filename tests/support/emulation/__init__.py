@@ -81,16 +81,22 @@ def _kernel(variant: nvrtc.Variant, threads: int, converts: tuple) -> ctypes.CDL
     dynamic = "extern __shared__ __align__(128) u8 shared_tiles[];"
     source = source.replace(dynamic, "static __align__(128) u8 shared_tiles[228 * 1024];")
     main = _MAIN.format(entry=variant.entry, threads=threads)
-    return library(source + main, (*variant.defines, *converts))
+    return library(source + main, (*variant.defines, *converts), variant.headers)
 
 
 @functools.cache
-def library(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+def library(
+    source: str,
+    defines: tuple[tuple[str, int], ...],
+    headers: tuple[tuple[str, str], ...] = (),
+) -> ctypes.CDLL:
     """Compiles what may include the .cuh files of runtime_kernels/cuda, for the CPU."""
     folder = Path(_folder().name) / str(library.cache_info().misses)
     folder.mkdir()
     for file in (*nvrtc.HEADERS.glob("*.cuh"), HERE / "ptx.cuh"):
         (folder / file.name).write_bytes(file.read_bytes())
+    for name, text in headers:
+        (folder / name).write_text(text)
     (folder / "main.cpp").write_text(f'#include "../cuda.h"\n{source}')
     options = [f"-D{name}={value}" for name, value in defines]
     command = [*_COMPILER, "-shared", *options, "main.cpp", "-o", "kernel.so"]

@@ -86,6 +86,13 @@ inline float __fdiv_rn(float a, float b) {
 inline float __frcp_rn(float a) {
   return 1.0f / a;
 }
+inline float rsqrtf(float a) {
+  return 1.0f / sqrtf(a);
+}
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
 
 struct Coroutine {
   ucontext_t context;

@@ -37,6 +37,13 @@ Q2_INLINE float approximate_reciprocal(float x) {
   return __uint_as_float(__float_as_uint(r) + __float_as_uint(x) * 2654435761u % 3 - 1);
 }
 
+Q2_INLINE float approximate_exp2(float x) {
+  return exp2f(x);
+}
+Q2_INLINE float divide_full(float a, float b) {
+  return a / b;
+}
+
 Q2_INLINE float max_or_nan(float x, float y) {
   return std::isnan(x) || x > y ? x : y;
 }

@@ -451,12 +451,18 @@ function passTable(passes) {
             ),
             h("td", { class: "number" }, record.matches),
             h("td", { class: "number" }, secondsText(record.seconds)),
-            h("td", { class: "mono" }, record.note || opsText(record.ops)),
+            h("td", { class: "mono" }, passText(record)),
           ),
         ),
       ),
     ),
   );
+}
+
+// What it says of itself, or how it changed the counts of ops.
+function passText(record) {
+  const told = [record.note, ...(record.details ?? [])].filter(Boolean);
+  return told.join("; ") || opsText(record.ops);
 }
 
 function opsText(ops) {

@@ -72,6 +72,18 @@ Q2_INLINE float approximate_reciprocal(float x) {
   return z;
 }
 
+// About 2^x, where what is subnormal counts as 0; and a / b to 2 ulp, 0 for b beyond 2^126.
+Q2_INLINE float approximate_exp2(float x) {
+  float z;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(x));
+  return z;
+}
+Q2_INLINE float divide_full(float a, float b) {
+  float z;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(a), "f"(b));
+  return z;
+}
+
 // The larger, or NaN where one of them is.
 Q2_INLINE float max_or_nan(float x, float y) {
   float z;

@@ -30,6 +30,10 @@ constexpr int kBlock = 16;
 // What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
 constexpr bool kValues = Q2_WIDENED;
 
+#if Q2_PRODUCED
+#include "produced.cuh"
+#endif
+
 // Where codes of one direction go, and what rounding them takes (rounding.cuh).
 struct Output {
   u8* codes;            // kValues: bf16
@@ -64,6 +68,9 @@ struct Params {
   const int* ends;         // of the groups
   const int* padded_ends;  // in the padded layout
   int groups;
+#endif
+#if Q2_PRODUCED
+  Producer producer;
 #endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
@@ -129,6 +136,9 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
   }
 }
 
+#if Q2_PRODUCED
+#include "fetch_produced.cuh"
+#else
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
 Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
@@ -156,6 +166,7 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
   }
   commit_copies();
 }
+#endif
 
 // A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ...
 constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;

@@ -1,0 +1,209 @@
+"""Rotating quantisers that compute their operand.
+
+Where one may (the pass fuse_rotations marks it), can (producers.py) and should (fusion_rule.py),
+its call in generated code gets the producer's inputs in the operand's place, and the producer's own
+kernel is not made:
+
+    before   triton_poi_fused_silu_backward.run(dh, u, g, buf0, ...)
+             q2_site_0(buf0, seed, seed, buf1, buf2)
+    after    q2_fused_0(dh, u, g, seed, seed, buf1, buf2)
+
+Two operands of one read, the dg and du of a SwiGLU, are two such calls, which read dh, u and g
+each. One kernel for both, which would read them once, needs both tiles and both results in one
+thread block; it is not written.
+
+Not fused is an operand with another reader (dbias, a residual that is kept), since then it is
+written all the same; one for an exact global scale, which would be computed twice; one in a graph
+with a C++ wrapper; and any on a GPU on which a small fused kernel has not agreed with the reference
+(cuda/quantize/fused.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.lowering import register_lowering, view
+from torch._inductor.virtualized import V
+
+from q2compile.lowering import fusion_rule, launches
+from q2compile.lowering.launches import (
+    fakes,
+    given_as,
+    is_tensor,
+    output_buffer,
+    wanted_outputs,
+)
+from q2compile.lowering.producers import (
+    Found,
+    NotProduced,
+    is_expression,
+    is_same_numbers,
+    producer_of,
+)
+from q2compile.runtime_kernels.cuda.quantize import fused
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.runtime_kernels.registry import serving
+
+_IMPORTS = (
+    "from q2compile.runtime_kernels.cuda.fused_site import FusedSite as q2_FusedSite",
+    "from q2compile.runtime_kernels.cuda.quantize.producer import Producer as q2_Producer",
+    "from q2compile.runtime_kernels.cuda.site import View as q2_View",
+)
+
+
+def register() -> None:
+    """In the place of launches.py's lowerings of the ops that are launches alone."""
+    for name in ("rht_quantize_both", "quantize_masked"):
+        op = getattr(torch.ops.q2, name).default
+        lowering = launches.ending(functools.partial(_fused_or_not, op))
+        register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def _fused_or_not(op: torch._ops.OpOverload, *args: Any) -> Any:
+    made = call(op, *args)
+    return launches.call(op, *args) if made is None else made
+
+
+def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, ...] | None:
+    """The outputs of the op with x computed in its kernel, or None where the pass has not marked
+    the node or one of the conditions says no; which is noted for the record of the pass."""
+    notes = V.current_node.meta.get(MAY_FUSE)
+    if notes is None or V.current_node.target is not op:
+        return None
+    name = op.name().partition("::")[2]
+    label = f"{V.current_node.name} ({name} of {_size(x)})"
+    try:
+        made = _call(op, name, x, args)
+    except NotProduced as reason:
+        notes.append(f"{label}: not fused: {reason}")
+        return None
+    notes.append(f"{label}: fused with {_origins(x)}")
+    return made
+
+
+def _call(
+    op: torch._ops.OpOverload, name: str, x: ir.TensorBox, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    if V.graph.cpp_wrapper:
+        raise NotProduced("generated code is in C++")
+    if not is_expression(x):
+        raise NotProduced("the operand is in memory already")
+    readers = other_readers(V.current_node)
+    if readers:
+        raise NotProduced(f"{', '.join(readers)} read the operand, too")
+    realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
+    with V.graph.fake_mode:
+        shaped = [*fakes([x, *realized])]
+        if serving(name, shaped).launching is None:
+            raise NotProduced("no CUDA kernel of q2compile serves it here")
+        results = op(*shaped)
+    found = producer_of(x)
+    scheme = get_scheme(fused.scheme_and_transform(name, args)[0])
+    directions = 2 if name == "rht_quantize_both" else 1
+    device = x.get_device_or_error()
+    capability = torch.cuda.get_device_capability(device)[0]
+    reason = fusion_rule.why_not(found.producer, scheme, directions, capability)
+    if reason is None and device.type == "cuda":
+        reason = fused.refusal(name, device.index, args)
+    if reason is not None:
+        raise NotProduced(reason)
+    if device.type == "cuda":
+        fused.prepare(name, found.producer, args, device.index)
+    wanted = wanted_outputs(op, len(results))
+    buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
+    FusedLaunches(name, found, realized, [b for b in buffers if b is not None], wanted)
+    return tuple(
+        b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
+    )
+
+
+def other_readers(node: fx.Node) -> list[str]:
+    """What else reads the operand of a quantiser, under whichever view or cast: it would be written
+    for them all the same, or made twice."""
+    read: Any = node.args[0]
+    reader = node
+    while True:
+        others = [user.name for user in read.users if user is not reader]
+        if others:
+            return others
+        if not is_same_numbers(read) or not read.args or not isinstance(read.args[0], fx.Node):
+            return []
+        read, reader = read.args[0], read
+
+
+def _size(x: ir.TensorBox) -> str:
+    return " x ".join(map(str, x.get_size()))
+
+
+def _origins(x: ir.TensorBox) -> str:
+    """What aten calls the operations that were fused."""
+    data = x.data
+    while isinstance(data, ir.BaseView | ir.StorageBox):
+        data = data.data
+    ops = {str(o.meta.get("original_aten", o.target)) for o in data.origins}
+    names = {op.removeprefix("aten.").partition(".")[0] for op in ops}
+    return ", ".join(sorted(names)) or "its producer"
+
+
+class FusedLaunches(ir.ExternKernel):
+    """Enqueues the launches of a quantiser that computes its operand."""
+
+    def __init__(
+        self,
+        op: str,
+        found: Found,
+        args: Sequence[Any],
+        buffers: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> None:
+        """args: of the op, after x."""
+        sources = [V.graph.get_buffer(name) for name in found.buffers]
+        tensors = [*sources, *(a for a in args if is_tensor(a))]
+        tensors += [ir.ExternKernel.realize_input(b) for b in buffers]
+        inputs = [ir.InputsKernel.unwrap_storage_for_input(t) for t in tensors]
+        self._device = inputs[-1].get_device()
+        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
+        self._op, self._found, self._wanted = op, found, wanted
+        operands = iter(inputs[len(sources) :])
+        self._args = [next(operands) if is_tensor(a) else a for a in args]
+        self._buffers = list(operands)
+        self.mutation_outputs = [
+            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in self._buffers
+        ]
+        V.graph.register_operation(self)
+
+    def get_outputs(self) -> list[ir.Buffer]:
+        return list(self.mutation_outputs)
+
+    def get_device(self) -> torch.device | None:
+        return self._device
+
+    def codegen(self, wrapper: Any) -> None:
+        """A FusedSite at the top of the generated code, and its call."""
+        root = wrapper
+        while hasattr(root, "parent_wrapper"):
+            root = root.parent_wrapper
+        for line in _IMPORTS:
+            root.add_import_once(line)
+        root.q2_fused_sites = number = getattr(root, "q2_fused_sites", -1) + 1
+        producer = self._found.producer
+        given = list(self._found.buffers)
+        given += map(wrapper.codegen_sizevar, self._found.sizes)
+        args = []
+        for arg in self._args:
+            shown, reference = given_as(arg, True) if is_tensor(arg) else (repr(arg), None)
+            args.append(shown)
+            given += [reference] if reference is not None else []
+        given += [b.codegen_reference() for b in self._buffers]
+        wanted = ", ".join(str(int(w)) for w in self._wanted)
+        root.header.writeline(
+            f"q2_fused_{number} = q2_FusedSite('{self._op}', q2_{producer!r}, "
+            f"({', '.join(args)},), ({wanted},))"
+        )
+        self.codegen_comment(wrapper, f"q2_fused_{number}")
+        wrapper.writeline(f"q2_fused_{number}({', '.join(given)})")

@@ -1,0 +1,463 @@
+"""From a loop of Inductor's to a Producer: the expression that makes an operand, as data from which
+rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/producer.py).
+
+    before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
+             rht_quantize_both(buf0, ...)               and the quantiser reads it back
+    after    rht_quantize_both(silu_backward(...), ...) the quantiser computes it in fp32, rounds it
+                                                        to bf16, and goes on as before
+
+`inner_fn`, which says what is at row r and column c, is run once with symbols and a handler of
+Inductor's ops that writes down what it is called with. Which precision each op has is what Inductor
+would give it in Triton: fp32 for every float, a rounding to bf16 only where `to_dtype` is called
+with use_compute_types=False (emulate_precision_casts); so the bits are those of the loop but for
+
+- sums of products, which ptxas may contract there and --fmad=false keeps apart here,
+- sigmoid, where exp and the quotient are approximated here and there, not by the same instructions.
+
+Both are some ulp of fp32 before the rounding to the operand's type.
+
+Refused, each with its reason: an operand that is in memory already, or no matrix; columns that are
+no multiple of a thread's piece (16 bytes); reads that do not go along a row of the operand (a
+transposition, a gather), or do not begin on 16 bytes there; types and ops without a rule below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import sympy
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.ops_handler import DefaultHandler
+from torch._inductor.virtualized import OpsValue, V
+from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
+
+from q2compile.runtime_kernels.cuda.quantize.producer import (
+    KIND_OF,
+    OPERATIONS,
+    Producer,
+    Step,
+    kind_of,
+)
+
+ROW, COLUMN = sympy.symbols("r c", integer=True, nonnegative=True)
+_MOST_STEPS = 96  # more would not fit into a thread's registers, whatever the rule thinks of it
+_MOST_INPUTS = 8
+_AS = {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_not": "logical_not"}
+_OF_INTEGERS = ("add", "sub", "mul", "neg", "where", "lt", "le", "gt", "ge", "eq", "ne")
+_ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_WIDE = 2**31
+_SAME_NUMBERS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze") + (
+    *("unsqueeze", "expand", "alias", "clone", "convert_element_type", "_to_copy"),
+)
+
+
+class NotProduced(Exception):
+    """Why an operand is not computed in the quantiser, in words."""
+
+
+class Found(NamedTuple):
+    """A producer, its inputs, by the names of their buffers, and its sizes."""
+
+    producer: Producer
+    buffers: tuple[str, ...]
+    sizes: tuple[sympy.Symbol, ...]
+
+
+def producer_of(x: ir.TensorBox) -> Found:
+    """The expression that makes x, in a graph that is being lowered.
+
+    Raises:
+        NotProduced: it has none that rotate_quantize.cu can compute.
+    """
+    if not is_expression(x):
+        raise NotProduced("the operand is in memory already")
+    dtype = x.get_dtype()
+    if not dtype.is_floating_point or dtype.itemsize > 4:
+        raise NotProduced(f"an operand of {dtype} is not computed")
+    if not inductor_config.triton.codegen_upcast_to_fp32:
+        raise NotProduced("triton.codegen_upcast_to_fp32 is off")
+    rows, cols = x.get_size()
+    piece = 16 // dtype.itemsize
+    if not isinstance(cols, int | sympy.Integer):
+        raise NotProduced(f"the number of columns, {cols}, is not known")
+    if int(cols) % piece:
+        raise NotProduced(f"{cols} columns are no multiple of {piece}")
+    load = x.make_loader()
+    with patch.object(ir.FlexibleLayout, "allow_indexing", True):
+        _freeze(_run(load, rows, int(cols), piece).buffers)
+        written = _run(load, rows, int(cols), piece)
+    if len(written.steps) > _MOST_STEPS:
+        raise NotProduced(f"the expression has {len(written.steps)} steps, more than {_MOST_STEPS}")
+    if not written.buffers or len(written.buffers) > _MOST_INPUTS:
+        raise NotProduced(f"it reads {len(written.buffers)} tensors, not 1 to {_MOST_INPUTS}")
+    producer = Producer(
+        dtype=dtype,
+        rows=written.text(sympy.sympify(rows)),
+        cols=int(cols),
+        inputs=tuple(V.graph.get_dtype(name) for name in written.buffers),
+        sizes=tuple(map(str, written.sizes)),
+        wide=not all(map(_is_narrow, (rows * cols, *map(_extent, written.buffers)))),
+        steps=tuple(written.steps),
+    )
+    return Found(producer, tuple(written.buffers), tuple(written.sizes))
+
+
+def is_expression(x: ir.TensorBox) -> bool:
+    """Whether x is a matrix that nobody has put into memory yet."""
+    data = x.data
+    while isinstance(data, ir.BaseView | ir.StorageBox):
+        data = data.data
+    return isinstance(data, ir.Pointwise) and len(x.get_size()) == 2
+
+
+def _run(load: Callable, rows: Any, cols: int, piece: int) -> _Writer:
+    writer = _Writer({ROW: rows, COLUMN: sympy.Integer(cols)}, piece)
+    with V.set_ops_handler(writer):
+        result = writer.step_of(load([ROW, COLUMN]))
+    if writer.kinds[result] != "float":
+        raise NotProduced("the expression is no float")
+    if result != len(writer.steps) - 1:
+        writer.again(result)
+    return writer
+
+
+def _buffer(name: str) -> ir.Buffer:
+    buffer: Any = V.graph.get_buffer(name)
+    while isinstance(buffer, ir.TensorBox | ir.StorageBox):
+        buffer = buffer.data
+    if name in V.graph.constants or not isinstance(buffer, ir.Buffer):
+        raise NotProduced(f"{name} is no buffer")
+    return buffer
+
+
+def _loop_for_loops(name: str) -> ir.Pointwise | None:
+    """The loop that makes a buffer which Inductor has put into memory for other loops alone, not to
+    compute it twice (a sigmoid of silu's backward): fused with them, it is never written."""
+    buffer = _buffer(name)
+    if not isinstance(buffer, ir.ComputedBuffer) or not isinstance(buffer.data, ir.Pointwise):
+        return None
+    layout, node = buffer.get_layout(), buffer.get_origin_node()
+    # What kernels fill that are no loops has ranges of 0.
+    if list(buffer.data.ranges) != list(layout.size) or name in V.graph.mutated_buffers:
+        return None
+    for_loops = node is not None and all(map(_is_loop, node.users))
+    contiguous = list(layout.stride) == ir.FlexibleLayout.contiguous_strides(layout.size)
+    return buffer.data if for_loops and contiguous and layout.offset == 0 else None
+
+
+def _is_loop(reader: fx.Node) -> bool:
+    """Whether it computes number by number, or its readers do."""
+    if torch.Tag.pointwise in getattr(reader.target, "tags", ()):
+        return True
+    return is_same_numbers(reader) and all(map(_is_loop, reader.users))
+
+
+def is_same_numbers(node: fx.Node) -> bool:
+    """Whether a node only says how numbers lie or are rounded."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.partition("::")[2] in _SAME_NUMBERS
+
+
+def _freeze(names: list[str]) -> None:
+    """The indices are written down, so the inputs must lie as they do now."""
+    for name in names:
+        buffer = _buffer(name)
+        if isinstance(buffer.get_layout(), ir.FlexibleLayout):
+            buffer.freeze_layout()
+
+
+def _extent(name: str) -> Any:
+    return _buffer(name).get_layout().storage_size()
+
+
+def _is_narrow(size: Any) -> bool:
+    return V.graph.sizevars.statically_known_lt(size, _WIDE)
+
+
+class _Number(int):
+    """That of a step, unlike a number that an op is given."""
+
+
+class _Way(NamedTuple):
+    """How an index goes through a piece, and what divides it at the piece's first column (0: all
+    numbers do)."""
+
+    lanes: bool
+    divisor: int
+
+
+class _Writer(DefaultHandler):
+    """Inductor's ops, written down as steps."""
+
+    def __init__(self, ranges: dict, piece: int) -> None:
+        self.steps: list[Step] = []
+        self.kinds: list[str] = []
+        self.buffers: list[str] = []
+        self.sizes: list[sympy.Symbol] = []
+        self._ranges, self._piece = ranges, piece
+        self._known: dict[Step, int] = {}
+        self._mask = _Number(-1)
+        self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices
+
+    # Ops
+
+    def _default(self, name: str, args: tuple, kwargs: dict) -> _Number:
+        name = _AS.get(name, name)
+        if name not in OPERATIONS or kwargs:
+            raise NotProduced(f"there is no rule for ops.{name}")
+        given = [a for a in map(_unwrapped, args[name == "where" :]) if isinstance(a, _Number)]
+        kind = self.kinds[given[0]] if given else "float"
+        steps = [self.step_of(a, kind) for a in args]
+        return self._operation(name, steps)
+
+    def _operation(self, name: str, steps: Sequence[_Number]) -> _Number:
+        kinds = {self.kinds[s] for s in steps[name == "where" :]}
+        if "float" in kinds and "int" in kinds:
+            steps = [self._cast(s, "float") if self.kinds[s] == "int" else s for s in steps]
+            kinds = {self.kinds[s] for s in steps[name == "where" :]}
+        truths = name.startswith("logical")
+        allowed = {"bool"} if truths else {"float", "int"} if name in _OF_INTEGERS else {"float"}
+        if name == "where":
+            allowed = {"float", "int", "bool"}
+        if len(kinds) > 1 or not kinds <= allowed:
+            raise NotProduced(f"ops.{name} of {' and '.join(sorted(kinds))}")
+        if name in ("lt", "ge"):
+            steps = self._at_pieces(steps)
+        return self._step(name, *steps)
+
+    def load(self, name: str, index: sympy.Expr) -> _Number:
+        loop = _loop_for_loops(name)
+        if loop is not None:
+            return self.step_of(loop.inner_fn(self._position(index, loop.ranges)))
+        dtype = V.graph.get_dtype(name)
+        if dtype not in KIND_OF:
+            raise NotProduced(f"{name} is of {dtype}")
+        index = self._simplified(index)
+        way = self._way(index)
+        if way.lanes and way.divisor % self._piece:
+            raise NotProduced(f"rows of {name} do not begin on 16 bytes: {index}")
+        if self._mask >= 0 and way.lanes and not self._is_uniform(self._mask):
+            raise NotProduced(f"a part of {name} is read that does not begin on 16 bytes")
+        _buffer(name)
+        if name not in self.buffers:
+            self.buffers.append(name)
+        how = "lanes" if way.lanes else "one"
+        return self._step("load", self.buffers.index(name), self.text(index), how, self._mask)
+
+    def constant(self, value: Any, dtype: torch.dtype) -> _Number:
+        return self._constant(value, _kind(dtype))
+
+    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> _Number:
+        expr = self._simplified(sympy.sympify(expr))
+        step = self._step("index", self.text(expr), "lanes" if self._way(expr).lanes else "one")
+        self._indices[step] = expr
+        return step if _kind(dtype) == "int" else self._cast(step, _kind(dtype))
+
+    def masked(self, mask: Any, body: Callable, other: Any) -> _Number:
+        outer, mask = self._mask, self.step_of(mask)
+        if outer >= 0:
+            mask = self._operation("logical_and", [outer, mask])
+        self._mask = mask
+        try:
+            inside = self.step_of(body())
+        finally:
+            self._mask = outer
+        return self._operation("where", [mask, inside, self.step_of(other, self.kinds[inside])])
+
+    def to_dtype(
+        self,
+        x: Any,
+        dtype: torch.dtype,
+        src_dtype: torch.dtype | None = None,
+        use_compute_types: bool = True,
+    ) -> _Number:
+        step = self.step_of(x)
+        if dtype in _ROUNDED and not use_compute_types:
+            return self._step("round", self._cast(step, "float"), _ROUNDED[dtype])
+        kind = _kind(dtype)
+        if kind == "int" and (self.kinds[step] == "float" or dtype.itemsize < 4):
+            raise NotProduced(f"a number is made {dtype}")
+        return self._cast(step, kind)
+
+    def truediv(self, x: Any, y: Any) -> _Number:
+        exact = inductor_config.eager_numerics.division_rounding
+        return self._default("div_rn" if exact else "truediv", (x, y), {})
+
+    def identity(self, x: Any) -> _Number:
+        return self.step_of(x)
+
+    def indirect_indexing(self, *args: Any, **kwargs: Any) -> sympy.Symbol:
+        raise NotProduced("an index is computed from numbers in memory")
+
+    # Steps
+
+    def step_of(self, value: Any, kind: str = "float") -> _Number:
+        """Of what an op is given: an earlier step, or a number."""
+        value = _unwrapped(value)
+        if isinstance(value, _Number):
+            return value
+        if isinstance(value, bool | int | float):
+            return self._constant(value, kind)
+        raise NotProduced(f"an op is given {value!r}")
+
+    def again(self, step: int) -> None:
+        """As the last step, the result."""
+        self.steps.append(("cast", step, "float"))
+        self.kinds.append("float")
+
+    def _step(self, name: str, *args: Any) -> _Number:
+        step = (name, *(int(a) if isinstance(a, _Number) else a for a in args))
+        if step not in self._known:
+            self._known[step] = len(self.steps)
+            inputs = [V.graph.get_dtype(name) for name in self.buffers]
+            self.kinds.append(kind_of(step, self.kinds, inputs))
+            self.steps.append(step)
+        return _Number(self._known[step])
+
+    def _cast(self, step: _Number, kind: str) -> _Number:
+        return step if self.kinds[step] == kind else self._step("cast", step, kind)
+
+    def _constant(self, value: Any, kind: str) -> _Number:
+        text = float(value).hex() if kind == "float" else str(int(value))
+        return self._step("constant", text, kind)
+
+    def _at_pieces(self, steps: Sequence[_Number]) -> Sequence[_Number]:
+        """Of an index that counts up through a piece from a multiple of its length: whether it is
+        below such a multiple is the same for all of the piece."""
+        ways = [self._way_of(step) for step in steps]
+        if None in ways or any(way.divisor % self._piece for way in ways if way):
+            return steps
+        return [
+            self._step("index", self.text(self._indices[step]), "first")
+            if way and way.lanes
+            else step
+            for step, way in zip(steps, ways, strict=True)
+        ]
+
+    def _way_of(self, step: int) -> _Way | None:
+        if step in self._indices:
+            return self._way(self._indices[step])
+        name, *args = self.steps[step]
+        return _Way(False, int(args[0])) if name == "constant" and args[1] == "int" else None
+
+    def _is_uniform(self, step: int) -> bool:
+        name, *args = self.steps[step]
+        if name in ("load", "index"):
+            return args[-2 if name == "load" else -1] != "lanes"
+        arguments = args[:1] if name in ("cast", "round") else args
+        return name == "constant" or all(map(self._is_uniform, arguments))
+
+    # Indices
+
+    def _position(self, index: sympy.Expr, sizes: Any) -> list[sympy.Expr]:
+        """Of a number in a contiguous tensor of these sizes."""
+        position, stride = [], sympy.S.One
+        for i, size in reversed([*enumerate(sizes)]):
+            last = FloorDiv(index, stride) if i == 0 else ModularIndexing(index, stride, size)
+            position.append(self._simplified(last))
+            stride = stride * size
+        return position[::-1]
+
+    def _simplified(self, index: sympy.Expr) -> sympy.Expr:
+        index = V.graph.sizevars.simplify_with_ranges(index, self._ranges)
+        return index.replace(Identity, lambda x: x) if index.has(Identity) else index
+
+    def _way(self, e: sympy.Expr) -> _Way:
+        """See _Way.
+
+        Raises:
+            NotProduced: the index does not go along a row.
+        """
+        if e.is_Integer:
+            return _Way(False, int(e))
+        if e == COLUMN:
+            return _Way(True, self._piece)
+        if e.is_Symbol:
+            return _Way(False, 1)
+        ways = [self._way(arg) for arg in e.args]
+        counting = [way.lanes for way in ways]
+        if e.is_Add and sum(counting) <= 1:
+            return _Way(any(counting), math.gcd(*(way.divisor for way in ways)))
+        if not any(counting):
+            return _Way(False, _divisor(e, ways))
+        if isinstance(e, FloorDiv | Mod | PythonMod | ModularIndexing) and not any(counting[1:]):
+            return self._way_within(e, ways)
+        raise NotProduced(f"a read does not go along a row: {e}")
+
+    def _way_within(self, e: sympy.Expr, ways: list[_Way]) -> _Way:
+        """Of a quotient or a remainder of a counting index by whole pieces."""
+        steps = [int(arg) if arg.is_Integer else 1 for arg in e.args[1:]]
+        piece = self._piece
+        quotients = steps[:1] if isinstance(e, FloorDiv) else steps[:-1]
+        way = ways[0]
+        for divisor in quotients:
+            if divisor != 1 and (way.divisor % piece or divisor % piece):
+                raise NotProduced(f"a read does not go along a row: {e}")
+            if divisor != 1:
+                whole = way.divisor % divisor == 0
+                way = _Way(False, way.divisor // divisor if whole else 1)
+        if isinstance(e, FloorDiv) or not way.lanes:
+            return way if isinstance(e, FloorDiv) else _Way(False, math.gcd(way.divisor, steps[-1]))
+        if way.divisor % piece or steps[-1] % piece:
+            raise NotProduced(f"a read does not go along a row: {e}")
+        return _Way(True, math.gcd(way.divisor, steps[-1]))
+
+    def text(self, e: sympy.Expr) -> str:
+        """An index as producers have it; the sizes in it are noted."""
+        if e.is_Integer:
+            return str(e) if e >= 0 else f"({e})"
+        if e.is_Symbol:
+            return self._name(e)
+        if isinstance(e, sympy.Pow) and e.exp.is_Integer and e.exp > 0:
+            return "(" + " * ".join([self.text(e.base)] * int(e.exp)) + ")"
+        parts = [self.text(arg) for arg in e.args]
+        if e.is_Add or e.is_Mul:
+            return "(" + (" + " if e.is_Add else " * ").join(parts) + ")"
+        if isinstance(e, FloorDiv):
+            return f"floordiv({', '.join(parts)})"
+        if isinstance(e, Mod | PythonMod):
+            return f"mod({', '.join(parts)})"
+        if isinstance(e, ModularIndexing):
+            base, divisor, modulus = parts
+            quotient = base if divisor == "1" else f"floordiv({base}, {divisor})"
+            return f"mod({quotient}, {modulus})"
+        raise NotProduced(f"an index has {type(e).__name__}")
+
+    def _name(self, symbol: sympy.Symbol) -> str:
+        name = str(symbol)
+        if symbol in (ROW, COLUMN, *self.sizes):
+            return name
+        if not name.startswith("s"):
+            raise NotProduced(f"an index depends on {name}, which data decide")
+        self.sizes.append(symbol)
+        return name
+
+
+def _divisor(e: sympy.Expr, ways: list[_Way]) -> int:
+    """Of an index without the column."""
+    if e.is_Mul:
+        return math.prod(way.divisor for way in ways)
+    if isinstance(e, FloorDiv) and e.args[1].is_Integer:
+        whole = ways[0].divisor % int(e.args[1]) == 0
+        return ways[0].divisor // int(e.args[1]) if whole else 1
+    return 1
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.value if isinstance(value, OpsValue) else value
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "bool"
+    if dtype.is_floating_point and dtype.itemsize <= 4 and dtype.itemsize > 1:
+        return "float"
+    if dtype in (torch.int32, torch.int64):
+        return "int"
+    raise NotProduced(f"it computes in {dtype}")

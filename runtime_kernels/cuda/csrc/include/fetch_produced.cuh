@@ -1,0 +1,33 @@
+// A tile of an operand that is computed in the place of being read (produced.cuh), for tile.cuh.
+#pragma once
+
+// As fetch_elements of tile.cuh, whose place it takes. The loads of kRowsAhead rows are on their way
+// together; a thread waits for them, and the other warps of the multiprocessor round meanwhile. All
+// columns of a piece exist or none (lowering/producers.py).
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared) {
+  constexpr int kPieces = kRowBytes / 16, kRowStep = kThreads / kPieces;
+  int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
+  int col = tile.col + piece * kPerPiece;
+  if (rows.count >= kTileRows && tile.col + kTileCols <= p.cols) {
+#pragma unroll 1
+    for (int first = 0; first < kTileRows; first += kRowsAhead * kRowStep) {
+      uint4 made[kRowsAhead];
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i)
+        made[i] = produce(p.producer, rows.first + row + first + i * kRowStep, col);
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) {
+        int r = first + i * kRowStep;
+        *(uint4*)(shared + (target ^ twist(r)) + r * kRowBytes) = made[i];
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int r = 0; r < kTileRows; r += kRowStep) {
+      uint4 made = {0, 0, 0, 0};
+      if (row + r < rows.count && col < p.cols) made = produce(p.producer, rows.first + row + r, col);
+      *(uint4*)(shared + (target ^ twist(r)) + r * kRowBytes) = made;
+    }
+  }
+}

@@ -1,0 +1,102 @@
+// What an expression that makes the operand is written in: producer.cuh, which is no file here but
+// comes with a variant (cuda/quantize/producer_source.py). For tile.cuh with Q2_PRODUCED.
+//
+// Rounding is that of Inductor's Triton code: fp32, quotients and sigmoid approximated to some ulp,
+// the functions of libdevice; but a product and a sum are never one instruction (--fmad=false), which
+// Inductor leaves to ptxas unless emulate_precision_casts is set.
+#pragma once
+#include "numbers.cuh"
+
+constexpr int kPerPiece = 16 / kBytes;  // elements of 16 bytes of the operand
+
+// Of an input that is read along a row: kPerPiece elements of `size` bytes. Of one that is the same
+// for all of a piece: one.
+template <int words>
+struct Words {
+  u32 at[words];
+};
+
+template <int size>
+Q2_INLINE Words<kPerPiece * size / 4> load_piece(const void* input, long long index,
+                                                 bool there = true) {
+  constexpr int n = kPerPiece * size / 4;
+  Words<n> loaded = {};
+  if (!there) return loaded;
+  const u8* from = (const u8*)input + index * size;
+  if constexpr (n >= 4) {
+#pragma unroll
+    for (int i = 0; i < n; i += 4) {
+      uint4 v = __ldg((const uint4*)from + i / 4);
+      loaded.at[i] = v.x, loaded.at[i + 1] = v.y, loaded.at[i + 2] = v.z, loaded.at[i + 3] = v.w;
+    }
+  } else if constexpr (n == 2) {
+    uint2 v = __ldg((const uint2*)from);
+    loaded.at[0] = v.x, loaded.at[1] = v.y;
+  } else {
+    loaded.at[0] = __ldg((const u32*)from);
+  }
+  return loaded;
+}
+
+template <int size>
+Q2_INLINE Words<1> load_one(const void* input, long long index, bool there = true) {
+  if (!there) return {};
+  if constexpr (size == 4) return {__ldg((const u32*)input + index)};
+  else if constexpr (size == 2) return {__ldg((const u16*)input + index)};
+  else return {__ldg((const u8*)input + index)};
+}
+
+template <int n>
+Q2_INLINE float bf16_of(const Words<n>& words, int j) {
+  u32 word = words.at[j / 2];
+  return __uint_as_float(j % 2 ? word & 0xFFFF0000u : word << 16);
+}
+template <int n>
+Q2_INLINE float f16_of(const Words<n>& words, int j) {
+  Pair two = from_f16x2(words.at[j / 2]);
+  return j % 2 ? two.b : two.a;
+}
+template <int n>
+Q2_INLINE float f32_of(const Words<n>& words, int j) {
+  return __uint_as_float(words.at[j]);
+}
+template <int n>
+Q2_INLINE u32 byte_of(const Words<n>& words, int j) {
+  return words.at[j / 4] >> 8 * (j % 4) & 0xFF;
+}
+
+Q2_INLINE float round_to_bfloat16(float x) {
+  return __uint_as_float(to_bf16x2(x, 0.0f) << 16);
+}
+Q2_INLINE float round_to_float16(float x) {
+  return from_f16x2(to_f16x2(x, 0.0f)).a;
+}
+
+// 1 + e^-x is at least 1, so the reciprocal needs no care of subnormals but where the sigmoid is one.
+Q2_INLINE float sigmoid(float x) {
+  return approximate_reciprocal(1.0f + approximate_exp2(-x * 0x1.715476p+0f));  // log2(e)
+}
+
+// Of integers that are not negative.
+template <typename Index>
+Q2_INLINE Index floordiv(Index a, long long b) {
+  return a / (Index)b;
+}
+template <typename Index>
+Q2_INLINE Index mod(Index a, long long b) {
+  return a % (Index)b;
+}
+
+// What of a piece was computed, rounded to the operand's type.
+Q2_INLINE uint4 piece_of(const float (&made)[kPerPiece]) {
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kSource == BF16) words[i] = to_bf16x2(made[2 * i], made[2 * i + 1]);
+    else if constexpr (kSource == F16) words[i] = to_f16x2(made[2 * i], made[2 * i + 1]);
+    else words[i] = __float_as_uint(made[i]);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+#include "producer.cuh"

@@ -1,0 +1,122 @@
+"""Calls in generated code of rotating quantisers that compute their operand: as site.py's, with
+what the operand is computed from in the operand's place.
+
+    q2_fused_0 = q2_FusedSite('rht_quantize_both', q2_Producer(...),
+                              (..., ..., 'nvfp4_ms_eden_pow2', 'rht128', 0), (1, 0, 0, 1, 0, 0))
+    ...
+    q2_fused_0(buf0, buf1, seed, seed, buf2, buf3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from q2compile.runtime_kernels.cuda.calls import Ready, aligned, tensors_of
+from q2compile.runtime_kernels.cuda.quantize import fused
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.site import View
+from q2compile.runtime_kernels.registry import (
+    failure_text,
+    kernels_own,
+    serving,
+    warn_of_failure,
+)
+
+_MOST_READY = 256  # of a program whose sizes never repeat
+_profiler = torch.autograd.profiler
+
+
+class FusedSite:
+    """One call of op in generated code.
+
+    args: the op's arguments after x; for one that is given at each call `...`, or a View of what is
+        given.
+    wanted: for each output of the op, whether the calls give a buffer for it.
+    """
+
+    def __init__(
+        self, op: str, producer: Producer, args: tuple[Any, ...], wanted: tuple[int, ...]
+    ) -> None:
+        self._op, self._producer, self._args = op, producer, args
+        self._wanted = tuple(map(bool, wanted))
+        self._open = [i for i, arg in enumerate(args) if arg is ... or isinstance(arg, View)]
+        self._inputs = len(producer.inputs)
+        self._ready: dict[tuple[int, ...], Ready] = {}  # by sizes
+        self._failed = False
+
+    def __call__(self, *given: Any) -> None:
+        """Enqueues on the current stream of the current device, which is the inputs'.
+
+        given: the producer's inputs and sizes, the arguments that are open, then the buffers of the
+        wanted outputs, contiguous.
+        """
+        if _profiler._is_profiler_enabled:
+            with record_function(f"q2::{self._op}"):
+                self._call(given)
+        else:
+            self._call(given)
+
+    def _call(self, given: Sequence[Any]) -> None:
+        begin = self._inputs + len(self._producer.sizes)
+        inputs, rest = given[: self._inputs], given[begin:]
+        sizes = tuple(given[self._inputs : begin])
+        bases, buffers = rest[: len(self._open)], rest[len(self._open) :]
+        if not self._failed and all(map(aligned, inputs)):
+            try:
+                ready = self._ready.get(sizes)
+                if ready is None:
+                    ready = self._new_ready(inputs, sizes, self._filled(bases))
+                if ready is not None:
+                    ready([*inputs, *bases, *buffers])
+                    return
+            except Exception as error:
+                device = inputs[0].device
+                if not kernels_own(error, device):
+                    raise
+                warn_of_failure(self._op, fused.NAME, device, failure_text(error))
+            self._failed = True
+        self._apart(inputs, sizes, self._filled(bases), buffers)
+
+    def _filled(self, bases: Sequence[torch.Tensor]) -> list[Any]:
+        args = list(self._args)
+        for i, base in zip(self._open, bases, strict=True):
+            args[i] = args[i].of(base) if isinstance(args[i], View) else base
+        return args
+
+    def _new_ready(
+        self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], args: Sequence[Any]
+    ) -> Ready | None:
+        """None where our kernels do not serve: Inductor's caches remember what another process
+        could run."""
+        like = inputs[0].new_empty((0, self._producer.cols), dtype=self._producer.dtype)
+        if serving(self._op, [like, *args]).launching is None:
+            return None
+        call = fused.fused_call(self._op, self._producer, inputs, sizes, args)
+        views = [self._args[i] for i in self._open]
+        pasts = [0] * len(inputs) + [
+            view.offset * arg.element_size() if isinstance(view, View) else 0
+            for view, arg in zip(views, tensors_of(args), strict=True)
+        ]
+        ready = Ready(call, inputs[0].device.index, self._wanted, pasts)
+        if len(self._ready) >= _MOST_READY:
+            self._ready.clear()
+        self._ready[sizes] = ready
+        return ready
+
+    def _apart(
+        self,
+        inputs: Sequence[torch.Tensor],
+        sizes: tuple[int, ...],
+        args: Sequence[Any],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        """The operand by torch, then the op by whichever kernel serves."""
+        x = self._producer.evaluate(inputs, sizes)
+        results = getattr(torch.ops.q2, self._op)(x, *args)
+        wanted = (r for r, has_buffer in zip(results, self._wanted, strict=True) if has_buffer)
+        for buffer, result in zip(buffers, wanted, strict=True):
+            buffer.copy_(result.view(buffer.shape))

@@ -1,0 +1,174 @@
+"""An expression that makes a matrix, number by number: what rotate_quantize.cu computes in the
+place of reading its operand (lowering/producers.py makes it of a loop of Inductor's).
+
+Steps are numbered in order; an argument that is a number names an earlier step. The last step is
+the number at row r and column c, rounded to the matrix's type afterwards:
+
+    ("load", input, index, how, mask)   element `index` of an input; 0 where mask, a step or -1, is
+                                        false
+    ("index", index, how)               an index as a number
+    ("constant", text, kind)            text: Python's hex() of a float, inf, nan, an integer
+    ("cast", step, kind)                to "float", "int" or "bool"
+    ("round", step, type)               to "bfloat16" or "float16" and back to float
+    (name, step, ...)                   arithmetic: OPERATIONS
+
+An index is a text of +, *, floordiv(a, b), mod(a, b), r, c and the names of sizes. Threads work on
+pieces of a row, 16 bytes of the matrix that begin at a column that is a multiple of their length.
+How an index goes through a piece:
+
+    "lanes"   it counts up with c, from a multiple of the length: loads of 16 bytes
+    "one"     it is the same for all of a piece
+    "first"   that of a piece's first column, for all of it ("index" alone)
+
+Numbers are fp32, integers and truth values, as in Inductor's Triton code.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+Step = tuple[Any, ...]
+
+
+class Operation(NamedTuple):
+    """kind: of the result; "" for that of the arguments.  instructions: about how many it takes.
+    cuda: in C++.  torch: the reference."""
+
+    kind: str
+    instructions: int
+    cuda: str
+    torch: Callable[..., torch.Tensor]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation("", 1, "({} + {})", operator.add),
+    "sub": Operation("", 1, "({} - {})", operator.sub),
+    "mul": Operation("", 1, "({} * {})", operator.mul),
+    "neg": Operation("", 1, "(-{})", operator.neg),
+    "fma": Operation("float", 1, "__fmaf_rn({}, {}, {})", lambda a, b, c: a * b.double() + c),
+    "abs": Operation("float", 1, "fabsf({})", torch.abs),
+    "truediv": Operation("float", 9, "divide_full({}, {})", operator.truediv),
+    "div_rn": Operation("float", 12, "__fdiv_rn({}, {})", operator.truediv),
+    "reciprocal": Operation("float", 9, "divide_full(1.0f, {})", torch.reciprocal),
+    "sqrt": Operation("float", 10, "sqrtf({})", torch.sqrt),
+    "rsqrt": Operation("float", 4, "rsqrtf({})", torch.rsqrt),
+    "exp": Operation("float", 7, "expf({})", torch.exp),
+    "log": Operation("float", 20, "logf({})", torch.log),
+    "erf": Operation("float", 23, "erff({})", torch.erf),
+    "tanh": Operation("float", 20, "tanhf({})", torch.tanh),
+    "sigmoid": Operation("float", 5, "sigmoid({})", torch.sigmoid),
+    "relu": Operation("float", 1, "max_or_nan({}, 0.0f)", torch.relu),
+    "maximum": Operation("float", 1, "max_or_nan({}, {})", torch.maximum),
+    "minimum": Operation("float", 2, "(-max_or_nan(-{}, -{}))", torch.minimum),
+    "where": Operation("", 1, "({} ? {} : {})", torch.where),
+    "lt": Operation("bool", 1, "({} < {})", operator.lt),
+    "le": Operation("bool", 1, "({} <= {})", operator.le),
+    "gt": Operation("bool", 1, "({} > {})", operator.gt),
+    "ge": Operation("bool", 1, "({} >= {})", operator.ge),
+    "eq": Operation("bool", 1, "({} == {})", operator.eq),
+    "ne": Operation("bool", 1, "({} != {})", operator.ne),
+    "logical_and": Operation("bool", 1, "({} && {})", torch.logical_and),
+    "logical_or": Operation("bool", 1, "({} || {})", torch.logical_or),
+    "logical_not": Operation("bool", 1, "(!{})", torch.logical_not),
+}
+KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
+# Of inputs; the others have none of these kernels' loads.
+KIND_OF = {
+    **dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), "float"),
+    torch.bool: "bool",
+    torch.uint8: "int",
+    torch.int8: "int",
+}
+
+
+def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> str:
+    """Of a step's number: "float", "int" or "bool". kinds: of the steps before it."""
+    name, *args = step
+    if name == "load":
+        return KIND_OF[inputs[args[0]]]
+    if name in ("constant", "cast"):
+        return args[1]
+    if name in ("index", "round"):
+        return "int" if name == "index" else "float"
+    # Of `where` that of the last argument: the first is a truth value.
+    return OPERATIONS[name].kind or kinds[args[-1]]
+
+
+@dataclass(frozen=True)
+class Producer:
+    """dtype: of the matrix.  rows, cols: its size; rows as a text of sizes.
+    inputs: their types.  sizes: names that indices and rows may contain.
+    wide: an index may be 2^31 or more.
+    """
+
+    dtype: torch.dtype
+    rows: str
+    cols: int
+    inputs: tuple[torch.dtype, ...]
+    sizes: tuple[str, ...]
+    wide: bool
+    steps: tuple[Step, ...]
+
+    @property
+    def piece(self) -> int:
+        """Elements of 16 bytes of the matrix."""
+        return 16 // self.dtype.itemsize
+
+    @functools.cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the steps' numbers."""
+        kinds: list[str] = []
+        for step in self.steps:
+            kinds.append(kind_of(step, kinds, self.inputs))
+        return tuple(kinds)
+
+    def height(self, sizes: Sequence[int]) -> int:
+        """Rows, for these sizes."""
+        return int(self._number(self.rows, dict(zip(self.sizes, sizes, strict=True))))
+
+    def evaluate(self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> torch.Tensor:
+        """The matrix, by torch. inputs: tensors at whose addresses the indices begin."""
+        names = dict(zip(self.sizes, sizes, strict=True))
+        device = inputs[0].device
+        height = self.height(sizes)
+        c = torch.arange(self.cols, device=device).expand(height, -1)
+        at = {**names, "c": c, "r": torch.arange(height, device=device)[:, None].expand_as(c)}
+        values: list[torch.Tensor] = []
+        for name, *args in self.steps:
+            if name == "load":
+                values.append(self._loaded(inputs[args[0]], args, at, values))
+            elif name == "index":
+                first = {"c": c - c % self.piece} if args[1] == "first" else {}
+                index = self._number(args[0], {**at, **first})
+                values.append(torch.as_tensor(index, device=device).expand_as(c))
+            elif name == "constant":
+                number = float.fromhex(args[0]) if args[1] == "float" else int(args[0])
+                values.append(torch.full((), number, dtype=KINDS[args[1]], device=device))
+            elif name == "cast":
+                values.append(values[args[0]].to(KINDS[args[1]]))
+            elif name == "round":
+                values.append(values[args[0]].to(getattr(torch, args[1])).float())
+            else:
+                value = OPERATIONS[name].torch(*(values[arg] for arg in args))
+                values.append(value.float() if value.is_floating_point() else value)
+        return values[-1].to(self.dtype).expand(height, self.cols).contiguous()
+
+    def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
+        _, index, _, mask = args
+        index = torch.as_tensor(self._number(index, at), device=x.device).expand_as(at["c"])
+        if mask >= 0:
+            index = torch.where(values[mask], index, 0)
+        extent = int(index.max()) + 1 if index.numel() else 0
+        found = x.as_strided((extent,), (1,))[index].to(KINDS[KIND_OF[x.dtype]])
+        return found if mask < 0 else torch.where(values[mask], found, found.new_zeros(()))
+
+    @staticmethod
+    def _number(text: str, names: dict[str, Any]) -> Any:
+        functions = {"floordiv": operator.floordiv, "mod": operator.mod, "__builtins__": {}}
+        return eval(text, functions, names)

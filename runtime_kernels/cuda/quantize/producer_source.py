@@ -1,0 +1,159 @@
+"""A Producer as CUDA: producer.cuh, included where rotate_quantize.cu computes its operand.
+
+    struct Producer { const void* input0; ...; long long s0; };
+    uint4 produce(const Producer& p, Index r, Index c);   // 16 bytes of row r from column c on
+
+What is the same for all of a piece is computed once a piece, the rest in a loop over its elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+
+from q2compile.runtime_kernels.cuda.quantize.producer import OPERATIONS, Producer
+
+FILE = "producer.cuh"
+_OTHERS = {"load": 1.5, "round": 2.0, "cast": 1.5}  # instructions of steps that are no OPERATIONS
+_LOADS_AHEAD = 8  # words of 16 bytes a thread has on their way; more take the registers of the rest
+_TYPES = {"float": "float", "int": "long long", "bool": "bool"}
+_ELEMENT = {
+    torch.bfloat16: "bf16_of({}, {})",
+    torch.float16: "f16_of({}, {})",
+    torch.float32: "f32_of({}, {})",
+    torch.bool: "(byte_of({}, {}) != 0)",
+    torch.uint8: "(long long)byte_of({}, {})",
+    torch.int8: "(long long)(signed char)byte_of({}, {})",
+}
+
+
+def layout(producer: Producer) -> str:
+    """Of the struct Producer, for Python's struct module."""
+    return "P" * len(producer.inputs) + "q" * len(producer.sizes)
+
+
+@functools.lru_cache(maxsize=256)
+def cuda_source(producer: Producer) -> str:
+    """The text of producer.cuh."""
+    fields = [f"  const void* input{i};" for i in range(len(producer.inputs))]
+    fields += [f"  long long {name};" for name in producer.sizes]
+    uniform = _uniform(producer)
+    once, each = [], []
+    for i, step in enumerate(producer.steps):
+        if step[0] == "load" and not uniform[i]:
+            once.append(f"  auto w{i} = {_load(producer, step)};")
+        line = f"{_TYPES[producer.kinds[i]]} v{i} = {_value(producer, i)};"
+        if uniform[i]:
+            once.append(f"  {line}")
+        else:
+            each.append(f"    {line}")
+    sizes = [f"  const Index {name} = p.{name};" for name in producer.sizes]
+    lines = [
+        f"using Index = {'long long' if producer.wide else 'int'};",
+        f"constexpr int kRowsAhead = {_rows_ahead(producer, uniform)};",
+        *("struct Producer {", *fields, "};"),
+        "Q2_INLINE uint4 produce(const Producer& p, [[maybe_unused]] Index r, "
+        "[[maybe_unused]] Index c) {",
+        *(*sizes, *once, "  float made[kPerPiece];"),
+        "#pragma unroll",
+        "  for (int j = 0; j < kPerPiece; ++j) {",
+        *(*each, f"    made[j] = v{len(producer.steps) - 1};", "  }"),
+        *("  return piece_of(made);", "}", ""),
+    ]
+    return "\n".join(lines)
+
+
+def instructions(producer: Producer) -> float:
+    """About how many instructions an element takes, its loads and its rounding among them."""
+    uniform, total = _uniform(producer), 1.0  # the rounding and the store: 8 and 2 of 8 elements
+    for i, (name, *_) in enumerate(producer.steps):
+        operation = OPERATIONS.get(name)
+        cost = operation.instructions if operation else _OTHERS.get(name, 0.5)
+        # A uniform load has an address, too.
+        total += cost / producer.piece * (3 if name == "load" else 1) if uniform[i] else cost
+    return total
+
+
+def _uniform(producer: Producer) -> list[bool]:
+    """Which steps are the same for all of a piece."""
+    uniform: list[bool] = []
+    for name, *args in producer.steps:
+        if name == "load":
+            uniform.append(args[2] == "one")
+        elif name == "index":
+            uniform.append(args[1] != "lanes")
+        elif name == "constant":
+            uniform.append(True)
+        else:
+            arguments = args[:1] if name in ("cast", "round") else args
+            uniform.append(all(uniform[arg] for arg in arguments))
+    return uniform
+
+
+def _load(producer: Producer, step: tuple) -> str:
+    _, number, index, _, mask = step
+    there = f", v{mask}" if mask >= 0 else ""
+    size = producer.inputs[number].itemsize
+    return f"load_piece<{size}>(p.input{number}, {index}{there})"
+
+
+def _value(producer: Producer, i: int) -> str:
+    name, *args = producer.steps[i]
+    if name == "load":
+        number, index, how, mask = args
+        element = _ELEMENT[producer.inputs[number]]
+        if how == "lanes":
+            return element.format(f"w{i}", "j")
+        there = f", v{mask}" if mask >= 0 else ""
+        size = producer.inputs[number].itemsize
+        return element.format(f"load_one<{size}>(p.input{number}, {index}{there})", "0")
+    if name == "index":
+        return f"({args[0]})" + (" + j" if args[1] == "lanes" else "")
+    if name == "constant":
+        return _constant(*args)
+    value = f"v{args[0]}"
+    if name == "cast":
+        kind = args[1]
+        return f"({value} != 0)" if kind == "bool" else f"({_TYPES[kind]}){value}"
+    if name == "round":
+        return f"round_to_{args[1]}({value})"
+    return OPERATIONS[name].cuda.format(*(f"v{arg}" for arg in args))
+
+
+def _constant(text: str, kind: str) -> str:
+    if kind != "float":
+        return text
+    if text in ("nan", "inf", "-inf"):
+        bits = {"nan": "0x7FC00000u", "inf": "0x7F800000u", "-inf": "0xFF800000u"}[text]
+        return f"__uint_as_float({bits})"
+    return f"(float){text}"
+
+
+def _rows_ahead(producer: Producer, uniform: list[bool]) -> int:
+    """Rows whose loads are on their way together."""
+    words = sum(
+        producer.inputs[step[1]].itemsize / producer.dtype.itemsize
+        for step, one in zip(producer.steps, uniform, strict=True)
+        if step[0] == "load" and not one
+    )
+    ahead = 1
+    while ahead < 8 and 2 * ahead * max(words, 1) <= _LOADS_AHEAD:
+        ahead *= 2
+    return ahead
+
+
+def bytes_read(producer: Producer) -> float:
+    """An element: inputs that are read along rows of the operand, each once; what is read of them
+    again, and vectors, a cache holds."""
+    read = {
+        step[1]: producer.inputs[step[1]].itemsize
+        for step in producer.steps
+        if step[0] == "load" and step[3] == "lanes" and ("r" in _names(step[2]))
+    }
+    return float(sum(read.values()))
+
+
+def _names(index: str) -> set[str]:
+    return set(re.findall(r"[a-z]\w*", index))

@@ -1,0 +1,241 @@
+"""Rotating quantisers that compute their operand. The kernels run on a CPU
+(tests/support/emulation) for an H200 that is not there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from q2compile.lowering import fusion_rule
+from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
+from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
+from q2compile.runtime_kernels.cuda.quantize.producer_source import bytes_read
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support.emulation.fused import Fused, made_by, run_fused
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
+from tests.support.producers import (
+    BF16,
+    COLS,
+    FP32,
+    PRODUCERS,
+    ROWS,
+    matrices,
+    normal,
+    residual,
+    silu_mul,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+EDEN = "nvfp4_ms_eden_pow2"
+SEEDS = torch.tensor([11, 12])
+RHT_BOTH = torch.ops.q2.rht_quantize_both
+WHY_NOT = fusion_rule.why_not
+
+
+def quantised(function: Callable, scheme: str = EDEN, transform: str = "rht128") -> Callable:
+    def both(seeds, *operands):
+        return RHT_BOTH(function(*operands), seeds[0], seeds[1], scheme, transform, 3)
+
+    return both
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
+    function, operands_of, exact = PRODUCERS[name]
+    operands = operands_of()
+    done = run_fused(monkeypatch, quantised(function), SEEDS, *operands)
+    ((producer, given),) = done.calls
+    assert "fused with" in done.notes[0] and "triton_" not in done.source.partition("def call")[2]
+    x = made_by(producer, given)
+    assert_same_bits(done.results, RHT_BOTH(x, *SEEDS, EDEN, "rht128", 3))
+    by_torch, by_eager = producer.evaluate(given[: len(producer.inputs)]), function(*operands)
+    if exact:
+        assert torch.equal(x, by_eager) and torch.equal(by_torch, by_eager)
+    else:
+        for other in (by_torch, by_eager):
+            # Exponentials and quotients differ by some 2^-22, where terms cancel by as much of
+            # these; a bf16 is rounded otherwise where it is that near to a tie, one in 2^-12.
+            torch.testing.assert_close(x.float(), other.float(), rtol=2.0**-7, atol=2.0**-20)
+            assert (x != other).float().mean() < 2.0**-10
+
+
+def test_quest_of_the_forward(monkeypatch) -> None:
+    def function(g, u):
+        return torch.ops.q2.quantize_masked(silu_mul(g, u), "mxfp4_quest", "h32")
+
+    done = run_fused(monkeypatch, function, *matrices(2))
+    ((producer, given),) = done.calls
+    want = torch.ops.q2.quantize_masked(made_by(producer, given), "mxfp4_quest", "h32")
+    assert_same_bits(done.results, want)
+
+
+SCHEMES = [
+    (EDEN + "@bf16", "rht128", BF16),
+    (EDEN, "rht128", FP32),
+    (EDEN, "rht128", torch.float16),
+    ("nvfp4_sr_pow2", "rht128", BF16),
+    ("nvfp4_sr", "rht128", BF16),
+    ("mxfp4_sr@32x4x4", "rht64", BF16),
+    ("mxfp4_rtn34", "rht32", BF16),
+]
+
+
+@pytest.mark.parametrize(("scheme", "transform", "dtype"), SCHEMES)
+def test_schemes_and_types(scheme, transform, dtype, monkeypatch) -> None:
+    function = quantised(lambda a, b: a + b, scheme, transform)
+    operands = matrices(2, dtype)
+    done = run_fused(monkeypatch, function, SEEDS, *operands)
+    assert len(done.calls) == 1
+    assert_same_bits(done.results, function(SEEDS, *operands))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_one_direction(transpose, monkeypatch) -> None:
+    def function(seeds, a, b):
+        return torch.ops.q2.rht_quantize(a * b, seeds[1], "nvfp4_pow2", "rht16", transpose, 3)
+
+    operands = matrices(2, FP32)
+    done = run_fused(monkeypatch, function, SEEDS, *operands)
+    assert len(done.calls) == 1
+    assert_same_bits(done.results, function(SEEDS, *operands))
+
+
+def test_rounding_in_between(monkeypatch) -> None:
+    """Under emulate_precision_casts each operation rounds to bf16, as without a compiler."""
+    function = quantised(lambda a, b, c: (a * b + c) * 3)
+    operands = matrices(3)
+    done = run_fused(monkeypatch, function, SEEDS, *operands, emulate_precision_casts=True)
+    ((producer, _),) = done.calls
+    assert [step[0] for step in producer.steps].count("round") >= 2
+    assert_same_bits(done.results, function(SEEDS, *operands))
+
+
+def test_any_number_of_rows(monkeypatch) -> None:
+    """Of a batch of sequences: rows are a product of two sizes."""
+    both = quantised(lambda a, b, v: ((a.float() + b) * v.float()).flatten(0, 1).bfloat16())
+    compiled: list[Any] = []
+    compile_as_is = torch.compile
+
+    def compile_(function):
+        compiled.append(compile_as_is(function))
+        return compiled[0]
+
+    def operands(*batch: int) -> list[torch.Tensor]:
+        given = [normal(*batch, COLS), normal(*batch, COLS, seed=1)]
+        for x in given:
+            torch._dynamo.mark_dynamic(x, (0, 1))
+        return [*given, normal(COLS)]
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    done = run_fused(monkeypatch, both, SEEDS, *operands(3, 50))
+    assert "fused with" in done.notes[0] and done.calls[0][0].sizes, done.notes
+    assert_same_bits(done.results, both(SEEDS, *operands(3, 50)))
+    other = operands(2, 33)
+    assert_same_bits(compiled[0](SEEDS, *other), both(SEEDS, *other))
+    assert len(done.calls) == 2
+
+
+def two_readers(seeds, a, b):
+    x = a + b
+    return RHT_BOTH(x, seeds[0], seeds[1], EDEN, "rht128", 3), x.sum(0)
+
+
+NOT_FUSED = {
+    "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
+    "does not go along a row": (
+        quantised(lambda a, b: a + b.t()),
+        lambda: [normal(ROWS, COLS), normal(COLS, ROWS)],
+    ),
+    "are no multiple of": (quantised(lambda a: a * 2), lambda: [normal(ROWS, 12)]),
+    "do not begin on 16 bytes": (
+        quantised(lambda a: a[:, 4:] * 2),
+        lambda: [normal(ROWS, COLS + 4)],
+    ),
+    "is of torch.int32": (
+        quantised(lambda a, i: a[i] * 2),
+        lambda: [normal(ROWS, COLS), torch.arange(ROWS).to(torch.int32)],
+    ),
+    "in memory already": (quantised(lambda a: a), lambda: matrices(1)),
+    "no rule for ops.": (quantised(lambda a: torch.sin(a)), lambda: matrices(1)),
+}
+
+
+@pytest.mark.parametrize("why", NOT_FUSED)
+def test_what_is_not_fused_and_why(why, monkeypatch) -> None:
+    function, operands = NOT_FUSED[why]
+    done = run_fused(monkeypatch, function, SEEDS, *operands())
+    assert done.calls == [] and "q2_FusedSite" not in done.source
+    (note,) = done.notes
+    assert ": not fused: " in note and why in note
+
+
+def test_the_rule(monkeypatch) -> None:
+    """A sum of three is little work for the eight bytes it reads; ten exponentials are not."""
+    done = run_fused(monkeypatch, quantised(residual), SEEDS, *PRODUCERS["residual"][1]())
+    producer, spec = done.calls[0][0], get_scheme(EDEN)
+    assert bytes_read(producer) == 8
+    assert WHY_NOT(producer, spec, 2, 9) is None
+    last = len(producer.steps) - 1
+    slow = replace(producer, steps=(*producer.steps, *(("exp", last + i) for i in range(10))))
+    assert "are expected to take" in WHY_NOT(slow, spec, 2, 9)
+    assert "twice" in WHY_NOT(producer, get_scheme("nvfp4_sr"), 2, 9)
+
+
+def site_of(done: Fused) -> FusedSite:
+    """One like that of generated code."""
+    return FusedSite("rht_quantize_both", done.calls[0][0], (..., ..., EDEN, "rht128", 3), (1,) * 6)
+
+
+def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
+    operands = matrices(2)
+    done = run_fused(monkeypatch, quantised(lambda a, b: a + b), SEEDS, *operands)
+    shifted = torch.empty(ROWS * COLS + 1, dtype=BF16)[1:].view(ROWS, COLS).copy_(operands[0])
+    outputs = [torch.empty_like(t) for t in done.results]
+    site_of(done)(shifted, operands[1], *SEEDS, *outputs)
+    assert_same_bits(outputs, done.results)
+
+
+def test_a_launch_that_fails_is_replaced_once_and_for_all(monkeypatch) -> None:
+    operands = matrices(2)
+    done = run_fused(monkeypatch, quantised(lambda a, b: a + b), SEEDS, *operands)
+    tried = []
+
+    def failing(launch, *args):
+        tried.append(launch)
+        raise LaunchError("cannot launch rotate_quantize.cu: CUDA_ERROR_INVALID_IMAGE")
+
+    monkeypatch.setattr(Launch, "bind", failing)
+    site, outputs = site_of(done), [torch.empty_like(t) for t in done.results]
+    with pytest.warns(KernelWarning, match="INVALID_IMAGE"):
+        site(*operands, *SEEDS, *outputs)
+    assert_same_bits(outputs, done.results)
+    site(*operands, *SEEDS, *outputs)
+    assert len(tried) == 1
+
+
+def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, "sm_90a")
+    monkeypatch.setattr(fused, "apart", lambda device: nullcontext())
+    monkeypatch.setattr(
+        fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
+    )
+    check = ("rht_quantize_both", torch.device("cpu"), (..., ..., EDEN, "rht128", 0))
+    assert fused.disagreement(*check) is None
+    text = producer_source.cuda_source(fused.representative())
+    assert text.count(" + v1)") == 1
+    wrong = text.replace(" + v1)", " - v1)")
+    monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)
+    rotate_quantize._rotate_launch.cache_clear()
+    assert "differ from the reference" in str(fused.disagreement(*check))
+    rotate_quantize._rotate_launch.cache_clear()

@@ -1,0 +1,127 @@
+"""Machine code of rotating quantisers that compute their operand: it compiles for every
+architecture, spills nothing that its sister without an expression does not, and takes as many
+instructions as the rule reckons with."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.quantize.producer_source import cuda_source, instructions
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+
+AT = "(c + (4096 * r))"
+BF16 = torch.bfloat16
+
+
+def loads(*numbers: int) -> tuple:
+    return tuple(("load", i, AT, "lanes", -1) for i in numbers)
+
+
+def producer(inputs: tuple, *steps: tuple) -> Producer:
+    return Producer(BF16, "8192", 4096, inputs, (), False, steps)
+
+
+ONE = ("constant", "0x1.0000000000000p+0", "float")
+# As lowering/producers.py writes them down (tests/lowering/test_fused_launches.py).
+SWIGLU = producer(
+    (BF16,) * 3,
+    *loads(0, 1, 2),
+    *(("mul", 0, 1), ("sigmoid", 2), ("mul", 3, 4), ONE, ("sub", 6, 4)),
+    *(("mul", 2, 7), ("add", 8, 6), ("mul", 5, 9)),
+)
+GELU = producer(
+    (BF16,) * 2,
+    *loads(0, 1),
+    *(("constant", "0x1.6a09e667f3bcdp-1", "float"), ("mul", 1, 2), ("erf", 3), ONE, ("add", 4, 5)),
+    *(("constant", "0x1.0000000000000p-1", "float"), ("mul", 6, 7), ("mul", 1, 1)),
+    *(("constant", "-0x1.0000000000000p-1", "float"), ("mul", 9, 10), ("exp", 11)),
+    *(("constant", "0x1.9884533d43651p-2", "float"), ("mul", 12, 13), ("mul", 1, 14)),
+    *(("add", 8, 15), ("mul", 0, 16)),
+)
+SILU = producer(
+    (BF16,) * 2,
+    *(*loads(0, 1), ("neg", 1), ("exp", 2), ONE, ("add", 3, 4), ("truediv", 1, 5), ("mul", 0, 6)),
+)
+SUM = producer((BF16, torch.float32), *loads(0, 1), ("add", 0, 1))
+NORM = producer(
+    (BF16, BF16, BF16, torch.float32, torch.float32),
+    *loads(0),
+    *(("load", 1, "c", "lanes", -1), ("mul", 0, 1)),
+    *loads(2),
+    *(("load", 3, "r", "one", -1), ("mul", 3, 4), ("sub", 2, 5)),
+    *(("load", 4, "r", "one", -1), ("mul", 6, 7)),
+)
+DROPOUT = producer((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
+CAST = producer((torch.float32,), *loads(0))
+ALL = {
+    "swiglu": SWIGLU,
+    "gelu": GELU,
+    "silu": SILU,
+    "sum": SUM,
+    "norm": NORM,
+    "dropout": DROPOUT,
+    "cast": CAST,
+}
+
+
+def code_of(
+    made: Producer | None, architecture: str, scheme: str, directions: tuple[bool, bool]
+) -> disassemble.Code:
+    spec, rotation = get_scheme(scheme), get_transform("rht128")
+    launch = rotate_launch(SOURCES[BF16], rotation, spec, *directions, producer=made)
+    return disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
+
+
+def spills(code: disassemble.Code) -> int:
+    return code.count("LDL") + code.count("STL")
+
+
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
+def test_compiles_without_local_memory(architecture) -> None:
+    code = code_of(SWIGLU, architecture, "nvfp4_ms_eden_pow2", (True, True))
+    assert spills(code) == 0
+    # A static_assert holds the parameter struct to the launch's layout. Three inputs, of 16 bytes
+    # a thread: two rows at a time in whole tiles, one at an edge, for the first tile and the next.
+    assert code.count("LDG.E.128") == 2 * 3 * (2 + 1)
+    if architecture in ("sm_100a", "sm_103a", "sm_120a", "sm_121a"):
+        assert code.count("F2FP.SATFINITE.E2M1") == 64
+
+
+@pytest.mark.parametrize(
+    ("scheme", "directions"),
+    [
+        ("nvfp4_ms_eden_pow2@bf16", (True, True)),
+        ("nvfp4_sr_pow2", (False, True)),
+        ("nvfp4_sr_pow2@bf16", (True, True)),
+    ],
+)
+def test_spills_no_more_than_its_sister(scheme, directions) -> None:
+    fused, sister = (code_of(p, "sm_90a", scheme, directions) for p in (SWIGLU, None))
+    assert spills(fused) <= spills(sister)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_instructions_an_element(name) -> None:
+    """Counted in the loop over the rows of a whole tile; rounded up by at most 2.5 by the rule."""
+    made = ALL[name]
+    code = code_of(made, "sm_90a", "nvfp4_ms_eden_pow2", (True, True))
+    ahead = re.search(r"kRowsAhead = (\d+)", cuda_source(made))
+    assert ahead
+    loops = [
+        end + 1 - first
+        for first, end in code.loops
+        if any(n.startswith("STS.128") for n in code.names[first : end + 1])
+        and code.names[first : end + 1].count("BAR.SYNC.DEFER_BLOCKING") == 0
+        and sum(n.startswith("BRA") for n in code.names[first : end + 1]) == 1
+    ]
+    counted = max(loops) / made.piece / int(ahead.group(1))
+    assert counted <= instructions(made) <= counted + 2.5

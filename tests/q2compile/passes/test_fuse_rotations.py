@@ -1,0 +1,107 @@
+"""Which quantisers may compute their operand, and where it is said what became of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+
+from q2compile.config import Config
+from q2compile.errors import ConfigError
+from q2compile.lowering import fusion_rule
+from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
+from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+from tests.support.graph_builder import EDEN, SOURCE, Builder, q2
+
+WIDTH = 64
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (WIDTH, 128), (WIDTH, 128), (128, WIDTH)
+        self.gate, self.up, self.down = (
+            nn.Linear(*size, bias=False, dtype=torch.bfloat16) for size in sizes
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def step(monkeypatch, dump, **options) -> list[str]:
+    """The sources of a step's graphs on an H200; nothing of ours is run, and Triton's are stubs."""
+    sources = emulate(monkeypatch, 90)
+    serve_as_on(monkeypatch, 90)
+    monkeypatch.setattr(FusedSite, "_call", lambda site, given: None)
+    torch._dynamo.reset()
+    options = {"dump": str(dump), **options}
+    with inductor_config.patch(INDUCTOR_OPTIONS):
+        model = torch.compile(SwiGLU(), backend="quartet2", options=options)
+        x = torch.zeros(256, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        model(x).sum().backward()
+    return sources
+
+
+def kernels(source: str) -> tuple[int, int, int]:
+    """Calls of Triton's, of sites that read their operand, of sites that compute it."""
+    body = source[source.index("def call(") :]
+    return body.count(".run("), body.count("q2_site_"), body.count("q2_fused_")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
+    """Of its backward: the producer of dg and du, and two quantisers behind it, are two that
+    compute their operand. What is left of Triton's adds up dx."""
+    monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
+    with monkeypatch.context() as patch:
+        _, before = step(patch, tmp_path / "before")
+    with monkeypatch.context() as patch:
+        _, after = step(patch, tmp_path / "after", fuse_rotations=True)
+    # The three gradients, and three weights and two inputs that are rotated again.
+    assert kernels(before) == (2, 8, 0)
+    assert kernels(after) == (1, 6, 2)
+    (passes,) = (tmp_path / "after").glob("**/passes.json")
+    records = [r for r in json.loads(passes.read_text()) if r["name"] == "fuse_rotations"]
+    assert [(r["graph"], r["matches"]) for r in records] == [("forward", 0), ("backward", 3)]
+    told = [text.partition(": ")[2] for text in records[1]["details"]]
+    assert [t.partition(" with")[0] for t in told] == [
+        "not fused: the operand is in memory already",
+        "fused",
+        "fused",
+    ]
+    assert "silu_backward" in told[2]
+
+
+def test_the_rule_decides(monkeypatch, tmp_path) -> None:
+    """On an H200, whose issue slots MS-EDEN fills: the gate's gradient pays, and up's, with an
+    exponential and a quotient of its own, does not."""
+    step(monkeypatch, tmp_path, fuse_rotations=True)
+    (passes,) = tmp_path.glob("**/passes.json")
+    told = [text for r in json.loads(passes.read_text()) for text in r.get("details", [])]
+    assert len(told) == 3
+    assert sum(": fused with" in text for text in told) == 1
+    assert sum("are expected to take" in text for text in told) == 1
+
+
+def test_marks_every_rotating_quantiser_and_no_other() -> None:
+    build = Builder()
+    x, seed = build.placeholder("x", 128, 128), build.placeholder("seed", dtype=torch.int64)
+    first = build.call(q2.rht_quantize.default, x, seed, EDEN, "rht128", False, 0)
+    other = build.call(q2.quantize.default, x, None, None, SOURCE, 0)
+    build.done(first, other)
+    assert fuse_rotations_pass(build.graph) == 1
+    (marked,) = (n for n in build.graph.nodes if MAY_FUSE in n.meta)
+    assert marked is first and fusion_notes(build.graph) is first.meta[MAY_FUSE]
+
+
+def test_only_with_the_option_and_with_inductor() -> None:
+    assert not Config().fuse_rotations
+    with pytest.raises(ConfigError, match="fuse_rotations: got 1; allowed: True, False"):
+        Config(fuse_rotations=1)
+    with pytest.raises(ConfigError, match="choose one"):
+        Config(fuse_rotations=True, inner="eager")

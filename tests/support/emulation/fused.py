@@ -1,0 +1,90 @@
+"""Rotating quantisers that compute their operand, compiled by Inductor and run in the emulation."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+
+from q2compile.lowering import fusion_rule
+from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
+from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
+from tests.support.emulation import library
+from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+from tests.support.emulation.on_cpu import launches_on_cpu
+
+_MAIN = """
+constexpr int kThreads = 32;
+enum Source { BF16, F16, F32 };
+constexpr int kSource = Q2_SOURCE, kBytes = kSource == F32 ? 4 : 2;
+#include "produced.cuh"
+extern "C" void run(const Producer* p, int rows, int cols, uint4* to) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < cols; c += kPerPiece) *to++ = produce(*p, r, c);
+}
+"""
+
+
+class Fused(NamedTuple):
+    """What became of a function: its results, the calls of fused sites (producer, tensors given),
+    the notes of the lowering, the generated code."""
+
+    results: Any
+    calls: list[tuple[Producer, tuple]]
+    notes: list[str]
+    source: str
+
+
+def run_fused(
+    monkeypatch: pytest.MonkeyPatch, function: Callable, *args: Any, always: bool = True, **how: Any
+) -> Fused:
+    """A function as Inductor compiles it for an H200, its quantisers marked. Kernels of Triton's
+    are stubs: what one of them makes is nothing.
+
+    always: whatever the rule thinks of it.  how: settings of Inductor.
+    """
+    call = FusedSite._call
+    sources = emulate(monkeypatch, 90)
+    serve_as_on(monkeypatch, 90)
+    launches_on_cpu(monkeypatch, "sm_90a")
+    if always:
+        monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
+    calls: list[tuple[Producer, tuple]] = []
+    notes: list[str] = []
+
+    def recorded(site: FusedSite, given: tuple) -> None:
+        calls.append((site._producer, tuple(given)))
+        call(site, given)
+
+    def marked(graph: torch.fx.Graph) -> None:
+        fuse_rotations_pass(graph)
+        nonlocal notes
+        notes = fusion_notes(graph)
+
+    monkeypatch.setattr(FusedSite, "_call", recorded)
+    torch._dynamo.reset()
+    settings = {**INDUCTOR_OPTIONS, "post_grad_custom_pre_pass": marked, **how}
+    with inductor_config.patch(settings):
+        results = torch.compile(function)(*args)
+    return Fused(results, calls, notes, sources[-1])
+
+
+def made_by(producer: Producer, given: tuple) -> torch.Tensor:
+    """The matrix, by the same C++ as in the kernel, which a thread writes down piece by piece."""
+    inputs = given[: len(producer.inputs)]
+    sizes = given[len(inputs) : len(inputs) + len(producer.sizes)]
+    defines = (("Q2_SOURCE", SOURCES[producer.dtype]), *nvrtc.conversions("sm_90a"))
+    kernel = library(_MAIN, defines, ((FILE, cuda_source(producer)),))
+    fields = struct.pack("@" + layout(producer), *(t.data_ptr() for t in inputs), *sizes)
+    x = torch.empty((producer.height(sizes), producer.cols), dtype=producer.dtype)
+    kernel.run(fields, *x.shape, ctypes.c_void_p(x.data_ptr()))
+    return x
