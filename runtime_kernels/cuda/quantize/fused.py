@@ -94,7 +94,8 @@ def _directions(
 def prepare(op: str, producer: Producer, args: Sequence[Any], index: int) -> None:
     """Has NVRTC begin with the kernels of such a call, while other things are compiled."""
     scheme, transform = scheme_and_transform(op, args)
-    along = (op != "rht_quantize" or not args[3], op == "rht_quantize_both" or _turned(op, args))
+    turned = _turned(op, args)
+    along = (not turned, turned or op == "rht_quantize_both")
     for launch in launches(
         SOURCES[producer.dtype],
         get_scheme(scheme),
@@ -109,14 +110,16 @@ def prepare(op: str, producer: Producer, args: Sequence[Any], index: int) -> Non
 
 
 def _turned(op: str, args: Sequence[Any]) -> bool:
+    """Whether along columns alone."""
     return op == "rht_quantize" and bool(args[3])
 
 
 def refusal(op: str, index: int, args: Sequence[Any]) -> str | None:
     """None when kernels of an op with an expression in them may be used with the scheme and the
     transform of args on this CUDA device, otherwise the reason in words. The first time on each
-    device a small one runs, and must give the reference's bits."""
-    check = (op, index, *scheme_and_transform(op, args))
+    device a small one runs, and must give the reference's bits: of sums and products, since those
+    are what all devices round alike. The functions of libdevice it does not try."""
+    check = (op, index, *scheme_and_transform(op, args), _turned(op, args))
     if check not in _VERDICTS:
         device = torch.device("cuda", index)
         try:
