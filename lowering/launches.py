@@ -115,6 +115,7 @@ def _enqueue(member: Member) -> None:
     """Behind those that wait for it, where all can end in one launch; or later, if it waits."""
     waiting = _WAITING.setdefault(V.graph, [])
     if member.last_launch is None:
+        _enqueue_waiting()
         Launches([member])
         return
     sides = member.sides + sum(m.sides for m in waiting)
@@ -168,6 +169,7 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
 
 
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
+    _enqueue_waiting()  # whose results it may read: statistics of a recorded operand do
     return fallback_handler(op, add_to_fallback_set=False)(*args)
 
 

@@ -242,6 +242,19 @@ def test_profiles_name_the_ops(request) -> None:
     assert {"q2::dequantize", "q2::requantize", *together} <= names
 
 
+def test_statistics_are_taken_of_what_is_written(pretended) -> None:
+    """A recorded operand by Inductor's loops, whose scales would wait for the next quantiser."""
+
+    def recorded(x):
+        op = torch.ops.q2.quantize_recorded
+        return op(x.sigmoid() * x, None, None, "nvfp4_46_pow2", 0)
+
+    torch.compile(recorded)(rows(48))
+    (source,) = pretended
+    assert "q2_Site('split_scales'" in source
+    assert source.index(" q2_site_0(") < source.index("statistics_of_operand.default(")
+
+
 def mixed_gemm(*tensors):
     """One operand's global scale is in its numbers, the other's 4/3 is not."""
     return torch.ops.q2.gemm(*tensors, None, "mxfp4_rtn", "mxfp4_rtn34", torch.bfloat16)

@@ -40,6 +40,18 @@ def test_error_is_that_of_fp32_sums_and_one_rounding(scheme, dtype):
         assert ((out.double() - result).abs() <= 1.01 * (fp32_error + rounding) + 1e-7).all()
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_product_of_the_global_scales_in_place_of_both(scheme, dtype):
+    a, b = (quantize(torch.randn(n, 200), scheme, seed=n) for n in (33, 48))
+    scale, bias = a.global_scale * b.global_scale, torch.randn(48).to(dtype)
+    operands = a.codes, a.scales, scale, b.codes, b.scales, None
+    out = q2.gemm(*operands, bias, a.scheme, b.scheme, dtype)
+    result, fp32_error = exact(a, b, bias)
+    rounding = result.abs() * torch.finfo(dtype).eps / 2
+    assert ((out.double() - result).abs() <= 1.01 * (fp32_error + rounding)).all()
+
+
 def test_widened_operands_are_exact_in_bf16():
     """Trap 12: every e2m1 x e4m3 product, times any power of two, has at most 8 bits."""
     codes = torch.arange(16, dtype=torch.uint8)
