@@ -107,7 +107,7 @@ def test_every_recipe_in_a_branch(recipe):
 def test_passes_run_over_inner_graphs(inner, tmp_path, fresh_compiler):
     """No seed is left for a kernel to draw, in the branches either; and the dump shows the branches
     as they came and as they left."""
-    model, x = Branches(), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    model, x = Branches(), torch.randn(80, WIDTH, requires_grad=True)
     gradients(model, x, "quartet2", options={"inner": inner, "dump": str(tmp_path)})
     before = (tmp_path / "graph_0" / "3_backward.txt").read_text()
     after = (tmp_path / "graph_0" / "4_after_passes_backward.txt").read_text()

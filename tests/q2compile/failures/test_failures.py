@@ -110,7 +110,7 @@ def test_a_reproducer_without_the_fault_runs_in_a_process_of_its_own(tmp_path, m
     monkeypatch.setitem(PASSES, "merge_seeds", fails_on("requantize"))
     options = {**EAGER, "recipe": {"base": "quartet2", "dgrad": "bf16"}, "policy": {"up": "nvfp4"}}
     with pytest.raises(StageError) as caught:
-        step(Net(), torch.randn(2, 8, 32), **options)
+        step(Net(), torch.randn(2, 40, 32), **options)
     assert Path(caught.value.reproducer).parent.name.startswith("q2compile_")
     command = [sys.executable, caught.value.reproducer]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
