@@ -28,7 +28,7 @@ class JointPasses(CustomGraphPass):
             "swizzle_saved_scales": True,
             "turn_in_backward": True,
             "keep_packed": config.keep_packed,
-            "recompute_weights": config.recompute_weights,
+            "recompute_weights": config.recompute_weights is True or config.weights_by_peak,
         }
         left_out = config.disable_passes
         self.names = [name for name in JOINT_PASSES if wanted[name] and name not in left_out]

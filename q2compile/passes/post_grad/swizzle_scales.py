@@ -72,7 +72,9 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         if not any(is_q2(reader, "gemm") for reader, _ in readers):
             continue
         args = (*node.args[:at], scheme + SWIZZLED, *node.args[at + 1 :])
-        if serving_kernel(node, args) != CUDA or not all(_served(*reader) for reader in readers):
+        if serving_kernel(node.target, args) != CUDA or not all(
+            _served(*reader) for reader in readers
+        ):
             continue
         node.args = args
         update_outputs(node)
@@ -107,4 +109,4 @@ def _with_swizzled(reader: fx.Node, places: dict[int, int]) -> tuple[Any, ...]:
 
 def _served(reader: fx.Node, scales: fx.Node) -> bool:
     places, kernels = _schemes_of(reader, scales)
-    return bool(places) and serving_kernel(reader, _with_swizzled(reader, places)) in kernels
+    return bool(places) and serving_kernel(reader.target, _with_swizzled(reader, places)) in kernels
