@@ -17,8 +17,8 @@ class Partitioner(CustomPartitionerFn):
     """Cuts as another partitioner does, with the weights that `weights_kept` names kept.
 
     It cuts a first time with all of them made again, as `recompute_weights_pass` has marked them,
-    to see what is alive when. Where some are kept after that, it cuts a second time. Who
-    checkpoints has said what to save, and nothing is kept beside it.
+    to see what is alive when. Where some are kept after that, it cuts a second time. A graph with
+    checkpoints has no such marks, and is cut as they say.
 
     base        cuts
     parameters  how many the model trains, if the graph holds them all; else 0
@@ -40,11 +40,11 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
         forward, backward = self.base(gm, joint_inputs, **kwargs)
-        again = {node.name for node in backward.graph.nodes}
-        names = {w.name for w in packed_weights(gm.graph) if w.name in again}
+        names = {weight.name for weight in packed_weights(gm.graph)}
         if is_checkpointed(gm.graph):
             self._say(dict.fromkeys(names, "checkpoints say what is kept"))
             return forward, backward
+        names &= {node.name for node in backward.graph.nodes}
         # A graph that this one calls is cut by itself, and has no parameters of its own.
         parameters = static_lifetime_input_indices or ()
         whole = 0 < self.parameters <= len(parameters)

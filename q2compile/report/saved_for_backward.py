@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile.capture.node_meta import SALT
 from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.passes.joint.keep_packed import AGAIN
 from q2compile.report.row import Row
 
 _QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "transpose")
@@ -53,7 +53,7 @@ def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherw
     for gemm in q2_nodes(graph, *GEMM_OPS):
         operands: Any = gemm.args
         weight = producer(operands[3])
-        again = weight.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
+        again = weight.meta.get("recompute") in AGAIN
         reason = why.get(weight.name, otherwise)
         if is_q2(weight, *_QUANTIZING) and reason and (weight in kept or again):
             said[_salt(weight)] = f"{'kept' if weight in kept else 'made again'}: {reason}"

@@ -104,6 +104,32 @@ def test_the_same_bits_whatever_is_kept(tokens):
         assert all(map(torch.equal, results[0], other))
 
 
+@pytest.mark.parametrize("middle", [None, again])
+def test_a_graph_that_is_cut_twice_draws_what_it_drew(middle):
+    """Dropout's generator state is threaded through both graphs by the partitioner."""
+    results, dropout = [], nn.Dropout(0.5)
+    for value in ("auto", True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Stack(lambda layer, x: (middle or nn.Module.__call__)(layer, dropout(x)))
+        x = torch.randn(FEW, WIDTH, requires_grad=True)
+        options = {"inner": "eager", "recompute_weights": value}
+        torch.compile(model, backend="quartet2", options=options)(x).square().mean().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[0], results[2]))
+
+
+def test_a_symbolic_size_counts_as_it_was_traced():
+    for tokens, expected in ((FEW, 3), (SOME, 1)):
+        torch._dynamo.reset()
+        x = torch.randn(tokens, WIDTH, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        report = q2compile.explain(Stack(), x, options={"inner": "eager"})
+        assert not any(isinstance(row.shape[0], int) for row in report.rows)
+        assert sum(row.weight.startswith("kept") for row in report.rows) == expected
+
+
 def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
     """The first and the third linear have a graph each. 8 tokens: each saves less than its
     gradient. 256: it saves more, and the codes are more than a fiftieth of that."""
@@ -121,7 +147,9 @@ def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
 
 
 def test_checkpoints_say_what_is_kept():
-    assert said(FEW, Stack(again))["third"] == "made again: checkpoints say what is kept"
+    weights = said(SOME, Stack(again))
+    assert kept(weights) == ["kept", "made again", "kept"]
+    assert all(text.endswith(": checkpoints say what is kept") for text in weights.values())
 
 
 @pytest.mark.parametrize(
