@@ -65,7 +65,7 @@ def quartet2(
         recorder = recorder_of(gm, config.telemetry_options, rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
-            gm, example_inputs, config, root, watcher, faults.of_pass, recorder
+            gm, example_inputs, config, root, names.trained, watcher, faults.of_pass, recorder
         )
     except control_flow():  # Dynamo will come again with another graph
         log.forget()

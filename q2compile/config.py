@@ -105,8 +105,10 @@ class Config:
     cache_weights   quantise each weight once and use the codes until it changes: in all
                     micro-batches of a step, and in inference (see `weight_cache` for what is seen
                     as a change, and what is not)
-    recompute_weights  backward quantises each weight again, from the parameter, instead of keeping
-                    the codes: 4.5 bits a parameter less (see `passes.recompute_weights`)
+    recompute_weights  True: backward quantises each weight again, from the parameter, instead of
+                    keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
+                    keeps those that do not raise the peak of a step (see
+                    `passes.joint.weights_kept` for the rule)
     fuse_rotations  the backward's quantisers compute their operand themselves, where that is an
                     expression and expected to pay (see `lowering.fused_launches`); not yet measured
                     on any GPU
@@ -129,7 +131,7 @@ class Config:
     disable_passes: tuple[str, ...] = ()
     keep_packed: bool = False
     cache_weights: bool = False
-    recompute_weights: bool = False
+    recompute_weights: bool | str = "auto"
     fuse_rotations: bool = False
     on_error: str = "raise"
     telemetry: Mapping[str, Any] | None = None
@@ -148,8 +150,10 @@ class Config:
             raise ConfigError(f"dump: got {shown(self.dump)}; allowed: a folder's path or None")
         switches = ("strict", "keep_packed", "cache_weights", "recompute_weights", "fuse_rotations")
         for name in switches:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: got {shown(getattr(self, name))}; allowed: True, False")
+            value, other = getattr(self, name), {"recompute_weights": ("auto",)}.get(name, ())
+            if not (isinstance(value, bool) or isinstance(value, str) and value in other):
+                allowed = ", ".join(map(repr, (*other, True, False)))
+                raise ConfigError(f"{name}: got {shown(value)}; allowed: {allowed}")
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
         one_of("inner", self.inner, ("inductor", "eager"))
         one_of("on_error", self.on_error, ("raise", "bf16"))
@@ -158,7 +162,7 @@ class Config:
                 "strict=True raises for a matmul that is not taken, on_error='bf16' leaves a graph "
                 "in bf16 when q2compile fails on it; choose one"
             )
-        if self.cache_weights and self.recompute_weights:
+        if self.cache_weights and self.recompute_weights is True:
             raise ConfigError(
                 "cache_weights=True keeps the codes of weights for as long as they are right, "
                 "recompute_weights=True makes them again to keep none; choose one"
@@ -198,6 +202,14 @@ class Config:
         for name in self.disable_passes:
             one_of("pass in disable_passes", name, [*PASSES, *JOINT_PASSES])
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
+
+    @property
+    def weights_by_peak(self) -> bool:
+        """Whether the memory of each graph decides which codes of weights are kept: not where
+        another option, or a pass that is left out, keeps them all."""
+        keeps_all = self.keep_packed or self.cache_weights
+        left_out = "recompute_weights" in self.disable_passes
+        return self.recompute_weights == "auto" and not keeps_all and not left_out
 
     def refuse_unsaved(self) -> None:
         """Raises ConfigError for options that add to what is compiled what can't be saved."""

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "linear": ["recipes", "runtime_kernels", "torch_internals"],
     "cost_model": ["recipes", "runtime_kernels.numerics"],
     "recipes": ["runtime_kernels.numerics"],
-    "passes": ["runtime_kernels"],
+    "passes": ["runtime_kernels", "torch_internals"],
     "torch_internals": [],
     "errors": [],
     "version": [],

@@ -123,6 +123,13 @@ class Names:
         """Where the compiled frame's own module stands, by the name that its sites begin with."""
         return _under(self.label, self.prefix or "")
 
+    @property
+    def trained(self) -> int:
+        """How many parameters the model trains, if this graph holds them all; else 0."""
+        held = {id(p) for p in self.held}
+        trained = [p for p in self.root.parameters() if p.requires_grad] if self.root else []
+        return len(trained) if all(id(p) in held for p in trained) else 0
+
     def of(self, parameter: nn.Parameter, node: fx.Node) -> str:
         """The site's name: of a tied parameter's names, the one that the calling module ends in."""
         names = [site_name(n) for n in self.by_id.get(id(parameter), [])]

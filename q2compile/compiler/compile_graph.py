@@ -11,6 +11,7 @@ from torch import fx, nn
 from q2compile import lowering
 from q2compile.compiler.instrument import Instrument
 from q2compile.compiler.joint_passes import JointPasses
+from q2compile.compiler.partitioner import Partitioner
 from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
@@ -27,6 +28,7 @@ from q2compile.torch_internals.inductor import (
     pass_in_slot,
     pass_slot,
 )
+from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
 
 
 def compile_graph(
@@ -34,6 +36,7 @@ def compile_graph(
     example_inputs: list[Any],
     config: Config,
     root: nn.Module | None,
+    parameters: int = 0,
     watcher: Watcher | None = None,
     fault: Fault | None = None,
     instrument: Instrument | None = None,
@@ -41,19 +44,20 @@ def compile_graph(
     """Compile a rewritten graph; its backward at once, too, when a failure there still counts.
 
     root     the model that the graph belongs to, None if it is not known
+    parameters  how many that model trains, if this graph holds them all; else 0
     watcher  told of every stage; the caches are off then, since a hit would skip the stages
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
     """
     with checkpoints_left_on_error(), backward_at_once(config.on_error == "bf16"):
         if not config.cache_weights:
-            return _variants(gm, example_inputs, config, watcher, fault, instrument)
+            return _variants(gm, example_inputs, config, parameters, watcher, fault, instrument)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
 
         gm, inputs, sites = take_codes(gm, example_inputs, root)
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
-        compiled = _variants(gm, inputs, config, watcher, fault, instrument)
+        compiled = _variants(gm, inputs, config, parameters, watcher, fault, instrument)
         return with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
@@ -74,6 +78,7 @@ def _variants(
     gm: fx.GraphModule,
     example_inputs: list[Any],
     config: Config,
+    parameters: int,
     watcher: Watcher | None,
     fault: Fault | None,
     instrument: Instrument | None,
@@ -82,12 +87,14 @@ def _variants(
     what can't be compiled, or does not fit, fails in the first step. Only the plain one is watched.
     """
     if instrument is None:
-        return _compiled(gm, example_inputs, config, watcher, fault)
+        return _compiled(gm, example_inputs, config, parameters, watcher, fault)
     compiled: list[Callable[..., Any]] = []
     for recording in (True, False) if instrument.records else (False,):
         put_in = PutIn(instrument, recording)
         given, watched = (copied(gm), None) if recording else (gm, watcher)
-        compiled.append(_compiled(given, example_inputs, config, watched, fault, put_in))
+        compiled.append(
+            _compiled(given, example_inputs, config, parameters, watched, fault, put_in)
+        )
     return instrument.choose(compiled[-1], compiled[0])
 
 
@@ -95,16 +102,23 @@ def _compiled(
     gm: fx.GraphModule,
     example_inputs: list[Any],
     config: Config,
+    parameters: int,
     watcher: Watcher | None,
     fault: Fault | None,
     put_in: PutIn | None = None,
 ) -> Callable[..., Any]:
     passes = PostGradPasses(config, watcher, pass_in_slot(), fault, put_in)
     joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))
+    cut = None
+    if config.weights_by_peak:
+        base = config.inductor.get(PARTITIONER_SLOT) or partitioner_in_slot()
+        cut = Partitioner(base, parameters, watcher)
     if config.inner == "eager":
-        return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint)
+        return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint, cut)
     lowering.register()
     patches = {**_patches(config), **pass_slot(passes)}
+    if cut is not None:
+        patches[PARTITIONER_SLOT] = cut
     if joint.names:
         patches[JOINT_PASS_SLOT] = joint
     if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown

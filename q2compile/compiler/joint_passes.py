@@ -12,6 +12,7 @@ from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
 from q2compile.passes import JOINT_PASSES
 from q2compile.passes.record import PassRecord
+from q2compile.torch_internals.partitioner import is_checkpointed
 
 
 class JointPasses(CustomGraphPass):
@@ -28,9 +29,10 @@ class JointPasses(CustomGraphPass):
             "swizzle_saved_scales": True,
             "turn_in_backward": True,
             "keep_packed": config.keep_packed,
-            "recompute_weights": config.recompute_weights,
+            "recompute_weights": config.recompute_weights is True or config.weights_by_peak,
         }
         left_out = config.disable_passes
+        self.by_peak = config.weights_by_peak
         self.names = [name for name in JOINT_PASSES if wanted[name] and name not in left_out]
         self.records = records
         self.first = first
@@ -40,7 +42,10 @@ class JointPasses(CustomGraphPass):
             self.first(graph)
         if not any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
             return  # an inference graph: there is nothing to save
-        for name in self.names:
+        names = list(self.names)
+        if self.by_peak and is_checkpointed(graph):  # who checkpoints has said what to save
+            names.remove("recompute_weights")
+        for name in names:
             start = time.perf_counter()
             matches = JOINT_PASSES[name](graph)
             self.records.append(PassRecord("joint", name, matches, time.perf_counter() - start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import fx
@@ -14,6 +15,11 @@ class Watcher(Protocol):
 
     def graph(self, stage: str, gm: fx.GraphModule) -> None:
         """A graph at a stage, by the name that its dump has."""
+
+    def weights_chosen(self, why: Mapping[str, str]) -> None:
+        """Why the codes of a weight are kept for the backward, or not, by the name of the node of
+        the forward graph that makes them. Told before that graph.
+        """
 
     def before_passes(self, gm: fx.GraphModule, kind: str) -> None: ...
 

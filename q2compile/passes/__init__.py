@@ -1,4 +1,4 @@
-"""Passes over FX graphs. May import runtime_kernels alone.
+"""Passes over FX graphs. May import runtime_kernels and torch_internals.
 
 Two tables list them all, in order: PASSES over forward and backward graphs before Inductor lowers
 them, JOINT_PASSES over both in one, before the partitioner cuts it. A pass is a function
@@ -25,6 +25,7 @@ from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
+from q2compile.passes.post_grad.part_directions import part_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
 from q2compile.passes.post_grad.share_rotations import (
     share_rotations_pass,
@@ -40,9 +41,10 @@ PASSES: dict[str, Pass] = {
     "merge_seeds": merge_seeds_pass,
     "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
     "share_rotations": share_rotations_pass,  # after it: a pair has one stream for both directions
-    # Last: they name schemes that the others do not know. No GEMM is a case for both.
+    # After those: they name schemes that those do not know. No GEMM is a case for both.
     "swizzle_scales": swizzle_scales_pass,
     "widen_operands": widen_operands_pass,
+    "part_directions": part_directions_pass,  # looks at sizes, which those change
     "fuse_rotations": fuse_rotations_pass,  # changes nothing, and marks what the others leave
 }
 

@@ -48,9 +48,9 @@ def device_of(node: fx.Node) -> torch.device:
     return node.meta["val"].device
 
 
-def serving_kernel(node: fx.Node, args: Any) -> str:
-    """Name of the kernel that would run the op of ``node`` on these arguments."""
-    name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
+def serving_kernel(op: Any, args: Any) -> str:
+    """Name of the kernel that would run ``op``, a q2 OpOverload, on these arguments."""
+    name = op.name().partition("::")[2]
     return serving(name, map_arg(args, lambda n: n.meta["val"])).name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector, table
 from q2compile.report.row import Row
-from q2compile.report.saved_for_backward import count_saved
+from q2compile.report.saved_for_backward import count_saved, say_weights
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
 from q2compile.torch_internals.dynamo import compile_id
 from q2compile.torch_internals.trace import is_traced, trace_artifact
@@ -42,6 +42,7 @@ class GraphLog:
         self._config = config
         self._coverage = Coverage.of(names.root, config, names.label)
         self._rows: list[Row] = []
+        self._weights: dict[str, str] = {}
         self._records: list[GraphRecord] = []
         self._passes: list[PassRecord] = []
         self.folder: Path | None = None
@@ -81,9 +82,13 @@ class GraphLog:
             self._coverage.refuse_unmatched_patterns()
             _refuse_not_taken(rows)
 
+    def weights_chosen(self, why: Mapping[str, str]) -> None:
+        self._weights.update(why)
+
     def before_passes(self, gm: fx.GraphModule, kind: str) -> None:
         if kind == "forward":
             count_saved(gm.graph, self._rows)
+            say_weights(gm.graph, self._rows, self._weights, _asked_of_weights(self._config))
             self._write_reports()
         self.graph("2_forward" if kind == "forward" else "3_backward", gm)
 
@@ -154,6 +159,18 @@ class GraphLog:
         for _, folder in self._reports:
             if folder is not None:
                 folder.write_report()
+
+
+def _asked_of_weights(config: Config) -> str:
+    """Why all codes of weights are kept or not, where an option says; "" where memory does."""
+    for name in ("keep_packed", "cache_weights"):
+        if getattr(config, name) and config.recompute_weights == "auto":
+            return f"{name}=True"
+    if "recompute_weights" in config.disable_passes:
+        return "disable_passes"
+    if config.recompute_weights == "auto":
+        return ""
+    return f"recompute_weights={config.recompute_weights}"
 
 
 def _refuse_not_taken(rows: list[Row]) -> None:

@@ -38,6 +38,8 @@ class Row:
     saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
                   by several matmuls (x of q, k, v) count once, for the first. None until a graph
                   with a backward was compiled. ``saved_elements``: how many numbers they stand for
+    weight        "kept" or "made again", and why: the codes of w between fprop and dgrad. "" where
+                  dgrad takes none, or nobody knows yet
     flops, bytes  of the layer under its recipe; text where a size is symbolic
     predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
                   by data sheet (`cost`)
@@ -64,6 +66,7 @@ class Row:
     kernels: dict[str, str] = field(default_factory=dict)
     saved_bytes: int | None = None
     saved_elements: int | None = None
+    weight: str = ""
     flops: int | str | None = None
     bytes: int | str | None = None
     predicted: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -87,13 +90,16 @@ def shape_text(row: Row) -> str:
 
 
 def saved_text(row: Row) -> str:
-    """Bytes kept for backward, bits for each element they stand for, and "+ x" where the recipe's
-    wgrad takes x in high precision, so that x itself is kept too."""
+    """Bytes kept for backward, bits for each element they stand for, "w again" where the codes of w
+    are not among them, and "+ x" where the recipe's wgrad takes x in high precision, so that x
+    itself is kept too."""
     if row.saved_bytes is None:
         return ""
     text = f"{row.saved_bytes} B"
     if row.saved_elements:
         text += f", {8 * row.saved_bytes / row.saved_elements:.2f} bit"
+    if row.weight.startswith("made again"):
+        text += ", w again"
     wgrad = Gemm.parse(row.wgrad)
     return text if wgrad is not None and wgrad.b.source != "fresh" else f"{text} + x"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from q2compile.capture.node_meta import SALT
-from q2compile.passes.graph_queries import is_q2, producer
+from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.passes.joint.keep_packed import AGAIN
 from q2compile.report.row import Row
 
 _QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "transpose")
@@ -36,6 +38,28 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
     for row in rows:
         if row.taken and row.salt in salts:
             row.saved_bytes, row.saved_elements = bytes_of[row.salt], elements_of[row.salt]
+
+
+def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherwise: str) -> None:
+    """Set ``weight`` of the rows whose weights ``graph``, a forward, quantises: whether it keeps
+    the codes for its backward.
+
+    why        by the name of the node that makes the codes
+    otherwise  of all others
+    """
+    outputs: Any = graph.output_node().args[0]
+    kept = {producer(node) for node in outputs if isinstance(node, fx.Node)}
+    said: dict[int | None, str] = {}
+    for gemm in q2_nodes(graph, *GEMM_OPS):
+        operands: Any = gemm.args
+        weight = producer(operands[3])
+        again = weight.meta.get("recompute") in AGAIN
+        reason = why.get(weight.name, otherwise)
+        if is_q2(weight, *_QUANTIZING) and reason and (weight in kept or again):
+            said[_salt(weight)] = f"{'kept' if weight in kept else 'made again'}: {reason}"
+    for row in rows:
+        if row.taken and row.salt in said:
+            row.weight = said[row.salt]
 
 
 def _salt(op: fx.Node) -> int | None:

@@ -71,7 +71,7 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
         gemms += ["dgrad"] * x.requires_grad + ["wgrad"] * found.parameter.requires_grad
     kin = (found.node.target, getattr(torch.ops.q2, found.op).default)  # those already rewritten
     x_users = 1 if found.x_views else sum(user.target in kin for user in found.x.users)
-    again = config.recompute_weights and "dgrad" in gemms
+    again = config.recompute_weights is True and "dgrad" in gemms
     w_quantised = 0 if config.cache_weights else 1 + again
     return predict(recipe, found.shape, gemms, max(x_users, 1), w_quantised)
 

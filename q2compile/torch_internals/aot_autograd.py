@@ -18,17 +18,21 @@ def aot_eager_compile(
     example_inputs: list[Any],
     on_graph: Callable[[fx.GraphModule], None],
     on_joint: Callable[[fx.Graph], None] | None = None,
+    partitioner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd with Inductor's decompositions and partitioner, run without Inductor.
 
     on_graph: called with the forward and the backward graph before they are run, and with the
         graphs that these call before that.
     on_joint: called with both in one, before the partitioner.
+    partitioner: cuts it; None: as torch's own does.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
+
+    cut = partitioner or min_cut_rematerialization_partition
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         for called in called_graphs(graph):
@@ -39,7 +43,7 @@ def aot_eager_compile(
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if on_joint is not None:
             on_joint(joint.graph)
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+        return cut(joint, *args, **kwargs)
 
     return aot_autograd(
         fw_compiler=compiler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -30,11 +31,10 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
     saved: x's codes, q                           saved: x's codes, w (the parameter: no memory)
 
-    An option, and not the default: 4.5 bits are little beside the 128 of an fp32 parameter with its
-    gradient and Adam's two states, and the second quantisation is paid in every micro-batch. Of the
-    time of a 4096x4096 linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at
-    16384 and 0.6% at 65536. It pays for large frozen models, and for large micro-batches at the
-    limit of memory.
+    What it costs is the second quantisation, in every micro-batch. Of the time of a 4096x4096
+    linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at 16384 and 0.6% at
+    65536. `weights_kept` says where it is worth that; under recompute_weights="auto" this pass
+    marks all, and the partitioner takes back the marks of those that are kept.
 
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
     global scale, is one number and stays saved.
@@ -45,20 +45,38 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
     Exact: quantisation in the forward is deterministic. If w is changed in place between forward
     and backward, autograd raises, as it does for a plain linear.
     """
+    weights = packed_weights(graph)
+    for nodes in weights.values():
+        for node in nodes:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return len(weights)
+
+
+def keep(graph: fx.Graph, names: Collection[str]) -> None:
+    """Take back the marks of some weights, by the names of the nodes that quantise them."""
+    weights = packed_weights(graph)
+    again = {n for weight, nodes in weights.items() if weight.name not in names for n in nodes}
+    for weight, nodes in weights.items():
+        if weight.name in names:
+            for node in set(nodes) - again:  # two weights may share a cast
+                node.meta.pop("recompute", None)
+
+
+def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The ops that quantise a weight for a GEMM of the forward -> all that making it again takes:
+    the views and casts of the parameter, the op and its outputs.
+    """
     backward = depending_on_tangents(graph)
-    marked: set[fx.Node] = set()
+    found: dict[fx.Node, list[fx.Node]] = {}
     for gemm in q2_nodes(graph, *GEMM_OPS):
         operands: Any = gemm.args
         weight = producer(operands[3])
-        if gemm in backward or weight in marked:
+        if gemm in backward or weight in found:
             continue
         chain = _chain_to_input(weight)
-        if chain is None:
-            continue
-        for node in (*chain, *_with_outputs(weight)):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        marked.add(weight)
-    return len(marked)
+        if chain is not None:
+            found[weight] = [*chain, *_with_outputs(weight)]
+    return found
 
 
 def _with_outputs(op: fx.Node) -> list[fx.Node]:

@@ -82,7 +82,7 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         if swizzled is None or not any(is_q2(reader, "gemm") for reader, _ in readers):
             continue
         args, scheme = swizzled
-        if serving_kernel(node, args) != CUDA:
+        if serving_kernel(node.target, args) != CUDA:
             continue
         if not all(_served(*reader, scheme) for reader in readers):
             continue
@@ -133,6 +133,5 @@ def _with_swizzled(reader: fx.Node, places: dict[int, int], scheme: str) -> tupl
 
 def _served(reader: fx.Node, scales: fx.Node, scheme: str) -> bool:
     places, kernels = _schemes_of(reader, scales)
-    return (
-        bool(places) and serving_kernel(reader, _with_swizzled(reader, places, scheme)) in kernels
-    )
+    args = _with_swizzled(reader, places, scheme)
+    return bool(places) and serving_kernel(reader.target, args) in kernels

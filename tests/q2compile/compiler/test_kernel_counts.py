@@ -7,7 +7,8 @@ Inductor's where it fuses with what computes x, and a call of our kernel elsewhe
 launches ahead of the product has the name of its .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
-pair_directions in test_passes.py, of keep_packed and recompute_weights in test_joint_passes.py, of
+pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
+recompute_weights in test_joint_passes.py, of
 the two for swizzled scales in test_swizzle_scales.py, of widen_operands in
 test_widen_operands.py, of
 cache_weights in test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
@@ -32,7 +33,7 @@ from expecttest import TestCase
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from q2compile.passes import JOINT_PASSES, PASSES
+from q2compile.passes import JOINT_PASSES, PASSES, live_bytes
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16, swizzle
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
@@ -90,7 +91,8 @@ class Row:
     """A pass, a program that it has something to do in, and the backend's options without the pass
     and with it. where: post-grad, joint, or option. cse: whether AOTAutograd merges equal nodes
     before the partitioner. Since torch 2.15 it leaves apart those of which backward needs only one,
-    so what is counted of a pass for operands that are equal must not depend on it."""
+    so what is counted of a pass for operands that are equal must not depend on it. small: bytes of
+    memory that are not worth a kernel."""
 
     where: str
     name: str
@@ -100,6 +102,7 @@ class Row:
     training: bool = True
     capability: int = HOPPER
     cse: bool = True
+    small: int = live_bytes.SMALL
 
 
 def _pass(name: str, **program: Any) -> Row:
@@ -118,7 +121,7 @@ def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
 
 
 def _option(name: str, **program: Any) -> Row:
-    return Row("option", name, {}, {name: True}, **program)
+    return Row("option", name, {name: False}, {name: True}, **program)
 
 
 def _left_out(names: list[str]) -> dict[str, Any]:
@@ -132,6 +135,7 @@ ROWS = [
     _pass("share_rotations"),
     _pass("swizzle_scales", capability=BLACKWELL),
     _pass("widen_operands"),
+    _pass("part_directions", small=0),
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
@@ -198,6 +202,7 @@ def graphs_of(
     training: bool,
     capability: int,
     cse: bool,
+    small: int,
 ) -> Graphs:
     """The calls of each graph: forward, backward, and what quantises weights apart from them."""
     with (
@@ -207,6 +212,7 @@ def graphs_of(
     ):
         sources = emulate(patch, capability)
         serve_as_on(patch, capability)
+        patch.setattr(live_bytes, "SMALL", small)
         torch._dynamo.reset()
         x = torch.zeros(2, WIDTH, WIDTH, dtype=torch.bfloat16)
         step = torch.compile(model(), backend="quartet2", options=dict(options))
@@ -233,7 +239,7 @@ def line(before: Counter[str], after: Counter[str]) -> str:
 def table() -> str:
     lines = []
     for row in ROWS:
-        program = (row.model, row.training, row.capability, row.cse)
+        program = (row.model, row.training, row.capability, row.cse, row.small)
         before, after = (graphs_of(tuple(o.items()), *program) for o in (row.without, row.with_))
         lines += ["", f"{row.name} ({row.where})"]
         for graph in after:
@@ -276,6 +282,11 @@ widen_operands (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
   backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+
+part_directions (post-grad)
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  q2.rht_quantize 1 -> 3, q2.rht_quantize_both 3 -> 2, aten.randint 1, inputs 18, mm 7,
+            q2.requantize 5, triton 2
 
 share_operands (joint)
   forward   q2.dequantize 8 -> 6, q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1,

@@ -1,6 +1,7 @@
 """What is saved and what is computed again: the passes before the partitioner."""
 
 import operator
+import re
 
 import pytest
 import torch
@@ -140,8 +141,10 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     assert len(records) == 3
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
-    names = ["swizzle_saved_scales", "turn_in_backward"]
+    names = ["swizzle_saved_scales", "turn_in_backward", "recompute_weights"]
     assert JointPasses(Config(), []).names == names
+    assert JointPasses(Config(recompute_weights=False), []).names == names[:-1]
+    assert JointPasses(Config(cache_weights=True), []).names == names[:-1]
     names = ["share_operands", "share_saved_rotations", *names]
     assert JointPasses(Config(recipe="nvfp4"), []).names == names
     assert JointPasses(Config(recipe="nvfp4", disable_passes=names), []).names == []
@@ -233,8 +236,11 @@ def test_inductor_runs_them_too(tmp_path):
 
 
 def test_wrong_values_are_refused():
-    for name in ("keep_packed", "recompute_weights"):
-        with pytest.raises(ValueError, match=f"{name}: got 1; allowed: True, False"):
-            Config(**{name: 1})
+    with pytest.raises(ValueError, match="keep_packed: got 1; allowed: True, False"):
+        Config(keep_packed=1)
+    for wrong in (1, "always", ["auto"]):
+        message = re.escape(f"recompute_weights: got {wrong!r}; allowed: 'auto', True, False")
+        with pytest.raises(ValueError, match=message):
+            Config(recompute_weights=wrong)
     with pytest.raises(ValueError, match="it will run before q2compile's passes"):
         Config(inductor={"joint_custom_post_pass": None})

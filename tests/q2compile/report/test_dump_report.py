@@ -160,18 +160,21 @@ def test_every_stage_is_written(tmp_path, inner):
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "turn_in_backward", 0),
+        ("joint", "recompute_weights", 2),
         ("forward", "share_operands", 0),
         ("forward", "merge_seeds", 0),
         ("forward", "pair_directions", 0),
         ("forward", "share_rotations", 0),
         ("forward", "swizzle_scales", 0),
         ("forward", "widen_operands", 0),
+        ("forward", "part_directions", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
         ("backward", "share_rotations", 0),
         ("backward", "swizzle_scales", 0),
         ("backward", "widen_operands", 0),
+        ("backward", "part_directions", 0),
     ]
 
 

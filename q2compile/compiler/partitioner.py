@@ -1,0 +1,75 @@
+"""The cut of a joint graph, where the codes of weights are kept or made again by their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from q2compile.compiler.cache_key import source_hash
+from q2compile.compiler.watcher import Watcher
+from q2compile.passes.joint.recompute_weights import keep, packed_weights
+from q2compile.passes.joint.weights_kept import weights_kept
+from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkpointed
+
+
+class Partitioner(CustomPartitionerFn):
+    """Cuts as another partitioner does, with the weights that `weights_kept` names kept.
+
+    It cuts a first time with all of them made again, as `recompute_weights_pass` has marked them,
+    to see what is alive when. Where some are kept after that, it cuts a second time. A graph with
+    checkpoints has no such marks, and is cut as they say.
+
+    base        cuts
+    parameters  how many the model trains, if the graph holds them all; else 0
+    watcher     told of the choice
+    """
+
+    def __init__(self, base: Any, parameters: int, watcher: Watcher | None = None) -> None:
+        self.base = base
+        self.parameters = parameters
+        self.watcher = watcher
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        static_lifetime_input_indices: list[int] | None = None,
+        **kwargs: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
+        forward, backward = self.base(gm, joint_inputs, **kwargs)
+        names = {weight.name for weight in packed_weights(gm.graph)}
+        if is_checkpointed(gm.graph):
+            self._say(dict.fromkeys(names, "checkpoints say what is kept"))
+            return forward, backward
+        names &= {node.name for node in backward.graph.nodes}
+        # A graph that this one calls is cut by itself, and has no parameters of its own.
+        parameters = static_lifetime_input_indices or ()
+        whole = 0 < self.parameters <= len(parameters)
+        chosen = weights_kept(forward.graph, backward.graph, names, parameters, whole)
+        kept = {name for name, choice in chosen.items() if choice.kept}
+        if kept:
+            keep(gm.graph, kept)
+            forward, backward = self.base(gm, joint_inputs, **kwargs)
+        self._say({name: choice.why for name, choice in chosen.items()})
+        return forward, backward
+
+    def _say(self, why: dict[str, str]) -> None:
+        if self.watcher is not None:
+            self.watcher.weights_chosen(why)
+
+    def uuid(self) -> Any:
+        """See `PostGradPasses.uuid`."""
+        base = self.base.uuid()
+        return None if base is None else (source_hash(), base, self.parameters)
+
+    def __reduce__(self) -> Any:
+        """What torch's caches make of a setting: they pickle all of Inductor's."""
+        if self.uuid() is None:
+            raise TypeError("a partitioner without a uuid: what it cuts is not cached")
+        return tuple, (self.uuid(),)
+
+    def __deepcopy__(self, memo: Any) -> Partitioner:
+        return self

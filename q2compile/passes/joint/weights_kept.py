@@ -1,0 +1,118 @@
+"""Which codes of weights stay for the backward under recompute_weights="auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import fx
+
+from q2compile.passes.live_bytes import LiveBytes, held_outside, storages, worth_time
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What happens to one weight's codes."""
+
+    kept: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """The codes of one weight: their bytes, and the moments for which keeping them adds those."""
+
+    name: str
+    bytes: int
+    first: int
+    last: int
+
+
+def weights_kept(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    names: Collection[str],
+    parameters: Collection[int],
+    whole: bool,
+) -> dict[str, Choice]:
+    """Whether to keep the codes of each weight, from the graphs of a step that makes all of them
+    again.
+
+    The rule: all are kept if together they raise the peak of the step by 2% at most, or by 64 MiB;
+    else those alone that do not raise it at all. Codes that are kept are alive from fprop to
+    dgrad, so they raise a peak that stands between the forward and the backward, where all
+    activations are alive; they are free where the peak stands at the end of the backward, where all
+    gradients are (few tokens for the size of the model), or before their fprop or after their
+    dgrad.
+
+    Why not up to what BF16 would need: made again, a step stays below it (0.90 of its peak for an
+    8B Llama on an H200, `examples/benchmarks/README.md`), and memory is what 4 bits are for.
+
+    Of a graph that holds a part of the model (whole=False) the peak of the step is not known. While
+    other graphs run, it keeps what it saves before its backward, and its gradients after it: what
+    it saves with all codes must be no more than 2% above what it saves without, or no more than the
+    gradients of its parameters, so that it does not matter where among the graphs the peak stands.
+
+    names       of the nodes that quantise weights, alike in both graphs
+    parameters  which inputs of the forward, and results of the backward, are parameters'
+    whole       whether these graphs are all of the step
+    """
+    if not names:
+        return {}
+    inputs = held_outside(forward)
+    held = sum(inputs.values())
+    before = LiveBytes(forward, inputs.keys())
+    after = LiveBytes(backward, inputs.keys() | held_outside(backward).keys())
+    alive = [held + size for size in (*before.alive, *after.alive)]
+    codes = []
+    for node in forward.nodes:
+        if node.name in names:
+            made = storages(node)
+            first = max(before.last_read.get(s, 0) for s in made)
+            last = len(before.alive) + after.place[node.name]
+            codes.append(_Codes(node.name, sum(made.values()), first, last))
+    if whole:
+        return _by_peak(alive, codes)
+    results: Any = backward.output_node().args[0]
+    gradients = [results[i] for i in parameters if isinstance(results[i], fx.Node)]
+    left = sum(size for node in gradients for size in storages(node).values())
+    return _by_saved(held + before.alive[-1], held + left, codes)
+
+
+def _by_peak(alive: list[int], codes: list[_Codes]) -> dict[str, Choice]:
+    peak = max(alive)
+    change = [0] * (len(alive) + 1)
+    for one in codes:
+        change[one.first] += one.bytes
+        change[one.last] -= one.bytes
+    more = max(map(sum, zip(alive, accumulate(change), strict=False))) - peak
+    raised = f"{more / peak:.1%}, {more / 2**20:.1f} MiB"
+    if more <= worth_time(peak):
+        why = f"all together raise the peak of the step by {raised}"
+        return {one.name: Choice(True, why) for one in codes}
+    chosen = {}
+    for one in sorted(codes, key=lambda c: c.last - c.first):  # those that are alive for less first
+        moments = slice(one.first, one.last)
+        if max(alive[moments]) + one.bytes <= peak:
+            alive[moments] = [size + one.bytes for size in alive[moments]]
+            chosen[one.name] = Choice(True, "it does not raise the peak of the step")
+        else:
+            why = f"it would raise the peak of the step, all together by {raised}"
+            chosen[one.name] = Choice(False, why)
+    return chosen
+
+
+def _by_saved(saved: int, at_end: int, codes: list[_Codes]) -> dict[str, Choice]:
+    with_codes = saved + sum(one.bytes for one in codes)
+    part = "of this part of the model"
+    if with_codes <= at_end:
+        choice = Choice(True, f"what is kept {part} is less than its gradients")
+    elif with_codes <= 1.02 * saved:
+        raised = with_codes / saved - 1
+        choice = Choice(True, f"all together raise what is kept {part} by {raised:.1%}")
+    else:
+        raised = with_codes / saved - 1
+        choice = Choice(False, f"all together would raise what is kept {part} by {raised:.1%}")
+    return {one.name: choice for one in codes}
