@@ -13,6 +13,8 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
                               llama_8b_peak_memory, llama_8b_first_step (empty caches) beside it
     host_us_per_call          microseconds of the host for a call of an op of two launches in a
                               compiled graph, its buffers included: not a ratio
+    host_us_per_linear        of the host for one linear more in a forward and backward, with what
+                              autograd keeps of it; over BF16
 
 `launches` counts the kernels of a step, `kernel_milliseconds` adds up their times.
 """
@@ -29,8 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import GPU, in_turns, record
+from models import GPU, record
+from torch.nn import SiLU
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from q2compile.tools.bench.timing import in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pretraining.model import SIZES, build_model
@@ -103,7 +108,8 @@ def small(names: Mapping[str, tuple[str, int, str | None]]) -> list[dict[str, An
             launches, busy = kernels_of(steps[name])
             own = {"launches": launches, "kernel_milliseconds": round(busy, 2)}
             own["kernels"] = round(busy / times["bf16"], 3)
-            own["bf16_launches"] = kernels_of(steps["bf16"])[0]
+            own["bf16_launches"], bf16_busy = kernels_of(steps["bf16"])
+            own["bf16_kernel_milliseconds"] = round(bf16_busy, 2)
         rows.append({**_row(name, times[name], times["bf16"], "BF16 times"), **own})
     return rows
 
@@ -162,21 +168,47 @@ def host() -> list[dict[str, Any]]:
 
         return partial(torch.compile(function, dynamic=False), x, seeds)
 
-    def seconds(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(200):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
     from q2compile import lowering
 
     lowering.register()
-    few, many = seconds(calls(8)), seconds(calls(40))
+    few, many = _host_seconds(calls(8)), _host_seconds(calls(40))
     each = 1e6 * (many - few) / 32
-    return [{"name": "host_us_per_call", "ratio": round(each, 2), "unit": "microseconds"}]
+    per_call = {"name": "host_us_per_call", "ratio": round(each, 2), "unit": "microseconds"}
+    return [per_call, _host_of_a_linear()]
+
+
+def _host_seconds(call: Callable[[], Any]) -> float:
+    """Of a call, with the device never in its way. Median of 200."""
+    times = []
+    for _ in range(200):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _host_of_a_linear() -> dict[str, Any]:
+    """The slope of a step of small linears over how many there are."""
+    slopes = {}
+    for backend in ("inductor", "quartet2"):
+        times = {}
+        for count in (8, 24):
+            torch._dynamo.reset()
+            parts = [part for _ in range(count) for part in (torch.nn.Linear(128, 128), SiLU())]
+            model = torch.nn.Sequential(*parts).to(GPU, torch.bfloat16)
+            compiled = torch.compile(model, backend=backend)
+            x = torch.randn(128, 128, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+            dy = torch.randn_like(x)
+
+            def step(compiled=compiled, x=x, dy=dy, model=model) -> None:
+                model.zero_grad(set_to_none=True)
+                compiled(x).backward(dy)
+
+            step()
+            times[count] = _host_seconds(step)
+        slopes[backend] = 1e6 * (times[24] - times[8]) / 16
+    return _row("host_us_per_linear", slopes["quartet2"], slopes["inductor"], "BF16 times")
 
 
 BENCHMARKS: dict[str, Callable[[], Any]] = {
