@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import CASES
 
 from q2compile.cost_model.devices import DATA_SHEETS
 from q2compile.cost_model.quantisers import BF16, Quantiser
-from q2compile.cost_model.steps import quantising
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.tools.bench.cases import CASES, step_of
 
 OUT = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
 ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
@@ -71,7 +70,7 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, case in CASES.items():
-        step = quantising("", name, case, SHAPE[0] * SHAPE[1])
+        step = step_of(name, SHAPE[0] * SHAPE[1])
         for device in DATA_SHEETS:
             print(
                 f"{name:25} {device.name:9} {case.instructions(device.architecture):6.1f} "

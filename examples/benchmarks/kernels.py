@@ -18,134 +18,27 @@ import datetime
 import json
 import statistics
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import q2compile.runtime_kernels as runtime_kernels
-from q2compile.cost_model.quantisers import BF16, HIGH, Quantiser, packed_bits
-from q2compile.runtime_kernels.cuda.calls import At
-from q2compile.runtime_kernels.cuda.dequantize import dequantize
-from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
-from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.tools.bench.cases import CASES, calls_of_host, calls_of_quantisers, step_of
 from q2compile.tools.bench.timing import captured, host_microseconds, time_in_turns
 
-assert runtime_kernels  # importing it registers the ops
 OUT = Path(__file__).parent / "results" / "kernels.json"
 INPUTS = 4  # 4 x 64 MiB at least: more than the L2 cache holds
-STREAM = 1
+DEVICE = torch.device("cuda", 0)
 
 
-EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
-CASES = {
-    # quartet2
-    "rht_quantize_row": Quantiser("row", EDEN, "rht128"),
-    "rht_quantize_col": Quantiser("col", EDEN, "rht128"),
-    "rht_quantize_both": Quantiser("both", EDEN, "rht128"),
-    "requantize": Quantiser("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
-    # as the emulated GEMM reads them
-    "rht_quantize_both_bf16": Quantiser("both", EDEN + WIDENED, "rht128"),
-    "requantize_bf16": Quantiser("requantize", EDEN + WIDENED, "rht128", "nvfp4_46_pow2"),
-    # the other recipes
-    "tetrajet2_both": Quantiser("both", SR, "rht128"),
-    "tetrajet2_requantize": Quantiser("requantize", SR, "rht128", "nvfp4_pow2"),
-    "tetrajet2_exact_both": Quantiser("both", "nvfp4_sr", "rht128"),
-    "nvfp4_dgrad_row": Quantiser("row", SR),
-    "nvfp4_wgrad_col": Quantiser("col", SR, "rht16"),
-    "nvfp4_wgrad_x_col": Quantiser("col", "nvfp4_pow2", "rht16"),
-    "mxfp4_both": Quantiser("both", "mxfp4_sr", "rht64"),
-    "mxfp4_col": Quantiser("col", "mxfp4_sr", "rht64"),
-    "quartet_both": Quantiser("both", "mxfp4_rtn34", "rht32"),
-    "quartet_requantize": Quantiser("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
-    # forwards
-    "quantize_46": Quantiser("row", "nvfp4_46_pow2"),
-    "quantize_rtn": Quantiser("row", "nvfp4_pow2"),
-    "quartet_forward": Quantiser("row", "mxfp4_quest", "h32"),
-    # as the emulated GEMM reads those of the other recipes
-    "tetrajet2_both_bf16": Quantiser("both", SR + WIDENED, "rht128"),
-    "tetrajet2_requantize_bf16": Quantiser("requantize", SR + WIDENED, "rht128", "nvfp4_pow2"),
-    "nvfp4_dgrad_row_bf16": Quantiser("row", SR + WIDENED),
-    "nvfp4_wgrad_col_bf16": Quantiser("col", SR + WIDENED, "rht16"),
-    "mxfp4_both_bf16": Quantiser("both", "mxfp4_sr" + WIDENED, "rht64"),
-    "mxfp4_col_bf16": Quantiser("col", "mxfp4_sr" + WIDENED, "rht64"),
-    "quartet_both_bf16": Quantiser("both", "mxfp4_rtn34" + WIDENED, "rht32"),
-    "quartet_requantize_bf16": Quantiser(
-        "requantize", "mxfp4_rtn34" + WIDENED, "rht32", "mxfp4_rtn"
-    ),
-}
-DEQUANTIZED = "nvfp4_46_pow2"
-BYTES = {"copy": 4.0, "dequantize": float(packed_bits(DEQUANTIZED) + HIGH) / 8}
-BYTES |= {name: float(case.amax_bits + case.bits) / 8 for name, case in CASES.items()}
+def bytes_of(name: str) -> float:
+    """An element: read and written by all launches."""
+    step = step_of(name, 1)
+    return float(step.bits + step.bits_before) / 8
 
 
-def cases(rows: int, cols: int) -> dict[str, list[Callable[[], object]]]:
-    """name -> one call for each of the inputs."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    xs = [torch.randn(rows, cols, device=device).bfloat16() for _ in range(INPUTS)]
-    target = torch.empty_like(xs[0])
-    seeds = [torch.tensor(s, device=device) for s in (1, 2)]
-    sources = {case.source for case in CASES.values()} - {BF16}
-    packed = {s: [torch.ops.q2.quantize(x, None, None, s, 0) for x in xs] for s in sources}
-
-    def call(case: Quantiser, i: int):
-        scheme, transform = case.scheme, case.transform
-        if case.kind == "requantize":
-            operand = packed[case.source][i]
-            args = (seeds[1], case.source, scheme, transform, cols, STREAM)
-            return lambda: rotating_ops.requantize(*operand, *args)
-        x = xs[i]
-        if case.kind == "both":
-            return lambda: rotating_ops.rht_quantize_both(x, *seeds, scheme, transform, STREAM)
-        if case.spec.masked:
-            return lambda: quantize_masked(x, scheme, transform)
-        if transform == "none":
-            seed = seeds[0] if case.spec.stochastic else None
-            return lambda: rotating_ops.quantize(x, None, seed, scheme, STREAM)
-        transpose = case.kind == "col"
-        return lambda: rotating_ops.rht_quantize(x, seeds[0], scheme, transform, transpose, STREAM)
-
-    def widen(i: int):
-        operand = packed[DEQUANTIZED][i]
-        return lambda: dequantize(*operand, DEQUANTIZED, cols, torch.bfloat16)
-
-    calls: dict[str, list[Callable[[], object]]] = {
-        "copy": [partial(target.copy_, x) for x in xs],
-        "dequantize": [widen(i) for i in range(INPUTS)],
-    }
-    return calls | {n: [call(c, i) for i in range(INPUTS)] for n, c in CASES.items()}
-
-
-def host_calls() -> dict[str, Callable[[], object]]:
-    """What the host is timed at: one launch alone, whole ops through torch's dispatcher, and a
-    copy for comparison, on a small matrix."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    x = torch.randn(256, 256, device=device).bfloat16()
-    y, seed = torch.empty_like(x), torch.tensor(1, device=device)
-    packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
-    field = At(0)
-    values = (field, field, 0, 0, 0, 1, 0)
-    bound = swizzle_launch().bind(device.index, (1, 1), values, {field: 0})
-    stream, at = torch.cuda.current_stream().cuda_stream, packed[1].data_ptr()
-    return {
-        "host_launch": lambda: bound(stream, (at,)),
-        "host_copy": lambda: torch.ops.aten.copy_(y, x),
-        "host_rht_quantize": lambda: torch.ops.q2.rht_quantize(x, seed, EDEN, "rht128", False, 0),
-        "host_rht_quantize_both": lambda: torch.ops.q2.rht_quantize_both(
-            x, seed, seed, EDEN, "rht128", 0
-        ),
-        "host_requantize": lambda: torch.ops.q2.requantize(
-            *packed, seed, DEQUANTIZED, EDEN, "rht128", 256, 1
-        ),
-        "host_dequantize": lambda: torch.ops.q2.dequantize(
-            *packed, DEQUANTIZED, 256, torch.bfloat16
-        ),
-    }
+BYTES = {"copy": 4.0} | {name: bytes_of(name) for name in ("dequantize", *CASES)}
 
 
 def write(path: Path, results: list[dict[str, Any]]) -> None:
@@ -158,9 +51,9 @@ def write(path: Path, results: list[dict[str, Any]]) -> None:
 
 def measure(rows: int, cols: int, about: dict, only: set[str]) -> list[dict]:
     """One row of the result for each kernel at this shape; all, or those named and the copy."""
-    calls_of = cases(rows, cols)
-    chosen = {n: calls for n, calls in calls_of.items() if not only or n in {*only, "copy"}}
-    times = time_in_turns({name: captured(calls) for name, calls in chosen.items()})
+    names = [name for name in BYTES if not only or name in {*only, "copy"}]
+    calls_of = calls_of_quantisers(DEVICE, rows, cols, INPUTS, names)
+    times = time_in_turns({name: captured(calls()) for name, calls in calls_of.items()})
     results = []
     for name, own in times.items():
         ratio = statistics.median(a / b for a, b in zip(own, times["copy"], strict=True))
@@ -206,7 +99,7 @@ def main() -> None:
     for shape in args.shapes.split(","):
         rows, cols = (int(n) for n in shape.split("x"))
         results += measure(rows, cols, about, set(filter(None, args.only.split(","))))
-    for name, call in {} if args.only else host_calls().items():
+    for name, call in {} if args.only else calls_of_host(DEVICE).items():
         micro = host_microseconds(call)
         results.append(
             {"name": name, "shape": [256, 256], "ratio": round(micro, 2)}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels import BYTES, CASES, DEQUANTIZED
+from kernels import BYTES
 from models import BATCH, LLAMA, TOKENS
 from models import SEQUENCE as LONG
 from moe import BATCH as MOE_BATCH
@@ -30,10 +30,10 @@ from moe import SEQUENCE as MOE_SEQUENCE
 from steps import EIGHT_B, SEQUENCE, VOCABULARY
 
 from q2compile.cost_model.devices import H200
-from q2compile.cost_model.quantisers import HIGH, packed_bits
-from q2compile.cost_model.steps import Layer, Step, bf16_steps, quantising, recipe_steps
+from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
+from q2compile.tools.bench.cases import CASES, step_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pretraining.model import SIZES
@@ -67,13 +67,9 @@ def kernels() -> Iterator[Compared]:
     """Microseconds of every quantiser and of dequantize, at the shapes that were measured."""
     for row in rows_of("kernels.json"):
         name, (rows, cols) = row["name"], row["shape"]
-        if name in CASES:
-            step = quantising("", name, CASES[name], rows * cols)
-        elif name == "dequantize":
-            step = Step("", name, (packed_bits(DEQUANTIZED) + HIGH) * rows * cols)
-        else:
+        if name not in CASES and name != "dequantize":
             continue  # copies, and what the host takes: the model's own constants
-        predicted = 1e6 * step.seconds(H200)
+        predicted = 1e6 * step_of(name, rows * cols).seconds(H200)
         yield Compared(f"{name} {rows}x{cols}", predicted, row["microseconds"], "us", KERNELS)
 
 

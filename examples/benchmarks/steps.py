@@ -22,7 +22,6 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -32,9 +31,9 @@ from typing import Any
 
 import torch
 from models import GPU, record
-from torch.nn import SiLU
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from q2compile.tools.bench.host import per_call, per_linear
 from q2compile.tools.bench.timing import in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -154,61 +153,10 @@ def large() -> list[dict[str, Any]]:
 
 
 def host() -> list[dict[str, Any]]:
-    """The slope of the host's time over the number of calls in a graph."""
-    x = torch.randn(128, 128, device=GPU).bfloat16()
-    seeds = torch.arange(64, device=GPU)
-
-    def calls(count: int) -> Callable[[], Any]:
-        def function(x: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
-            results: list[torch.Tensor] = []
-            for i in range(count):
-                args = (x, seeds[i], "nvfp4_ms_eden_pow2", "rht128", False, 0)
-                results += torch.ops.q2.rht_quantize(*args)
-            return results
-
-        return partial(torch.compile(function, dynamic=False), x, seeds)
-
-    from q2compile import lowering
-
-    lowering.register()
-    few, many = _host_seconds(calls(8)), _host_seconds(calls(40))
-    each = 1e6 * (many - few) / 32
-    per_call = {"name": "host_us_per_call", "ratio": round(each, 2), "unit": "microseconds"}
-    return [per_call, _host_of_a_linear()]
-
-
-def _host_seconds(call: Callable[[], Any]) -> float:
-    """Of a call, with the device never in its way. Median of 200."""
-    times = []
-    for _ in range(200):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _host_of_a_linear() -> dict[str, Any]:
-    """The slope of a step of small linears over how many there are."""
-    slopes = {}
-    for backend in ("inductor", "quartet2"):
-        times = {}
-        for count in (8, 24):
-            torch._dynamo.reset()
-            parts = [part for _ in range(count) for part in (torch.nn.Linear(128, 128), SiLU())]
-            model = torch.nn.Sequential(*parts).to(GPU, torch.bfloat16)
-            compiled = torch.compile(model, backend=backend)
-            x = torch.randn(128, 128, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-            dy = torch.randn_like(x)
-
-            def step(compiled=compiled, x=x, dy=dy, model=model) -> None:
-                model.zero_grad(set_to_none=True)
-                compiled(x).backward(dy)
-
-            step()
-            times[count] = _host_seconds(step)
-        slopes[backend] = 1e6 * (times[24] - times[8]) / 16
-    return _row("host_us_per_linear", slopes["quartet2"], slopes["inductor"], "BF16 times")
+    """The host's part (q2compile/tools/bench/host.py)."""
+    each = {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": "microseconds"}
+    own, bf16 = (per_linear(GPU, backend) for backend in ("quartet2", "inductor"))
+    return [each, _row("host_us_per_linear", own, bf16, "BF16 times")]
 
 
 BENCHMARKS: dict[str, Callable[[], Any]] = {

@@ -8,12 +8,13 @@ grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product; 
 operands.py       what they ask of their operands
 swizzle.py        scales as fp4 tensor cores read them
 
-They are tried in this order: a later registration comes first.
+They are tried in this order: a later registration comes first. Where `q2compile bench` has measured
+which is faster (remembered.py), that one is tried first.
 """
 
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
-from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
+from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm, remembered  # isort: skip
 
-__all__ = ["cublaslt_fp4", "cuda_bf16", "grouped_bf16", "grouped_mm", "triton_fp4"]
+__all__ = ["cublaslt_fp4", "cuda_bf16", "grouped_bf16", "grouped_mm", "remembered", "triton_fp4"]
