@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels import BYTES
-from models import BATCH, LLAMA, TOKENS
+from models import BATCH, COLUMNS, LLAMA, ROWS, TOKENS
 from models import SEQUENCE as LONG
 from moe import BATCH as MOE_BATCH
 from moe import CHOSEN, EXPERTS, INNER, WIDTH
@@ -71,6 +71,11 @@ def kernels() -> Iterator[Compared]:
             continue  # copies, and what the host takes: the model's own constants
         predicted = 1e6 * step_of(name, rows * cols).seconds(H200)
         yield Compared(f"{name} {rows}x{cols}", predicted, row["microseconds"], "us", KERNELS)
+    for row in rows_of("models.json"):
+        if row["name"] == "quantize":
+            predicted = 1e6 * step_of("quantize_46", ROWS * COLUMNS).seconds(H200)
+            name = f"quantize {ROWS}x{COLUMNS}"
+            yield Compared(name, predicted, row["microseconds"], "us", KERNELS)
 
 
 def llama(
@@ -156,11 +161,24 @@ def steps() -> Iterator[Compared]:
         yield Compared(row["name"], row["bf16"] + more, measured, "ms", STEPS_WITHIN)
 
 
+PER_LINEAR = "host_us_per_linear"
+
+
+def of_the_host() -> Iterator[Compared]:
+    """Microseconds of a linear of a training step, beside BF16's."""
+    layer = Layer(128, 128, 128, bias=True, emulated=True)
+    for row in rows_of("steps.json"):
+        if row["name"] == PER_LINEAR:
+            *_, own, bf16 = _times("quartet2", [(1, layer)])
+            predicted = row["bf16"] + 1e3 * (own - bf16)
+            yield Compared(PER_LINEAR, predicted, row["value"], "us", STEPS_WITHIN)
+
+
 def missing() -> list[str]:
     """Rows that there are predictions for, and no measurements."""
-    found = {row["name"] for row in [*rows_of("models.json"), *rows_of("steps.json")]}
-    kernels_found = {row["name"] for row in rows_of("kernels.json")}
-    return [name for name in (*STEPS, *BYTES) if name not in found | kernels_found]
+    files = ("models.json", "steps.json", "kernels.json")
+    found = {row["name"] for file in files for row in rows_of(file)}
+    return [name for name in (*STEPS, PER_LINEAR, *BYTES) if name not in found]
 
 
 def table(rows: Iterable[Compared]) -> str:
@@ -217,7 +235,7 @@ def page() -> str:
         kernels=KERNELS,
         steps=STEPS_WITHIN,
         kernel_table=table(kernels()),
-        step_table=table((*linears(), *steps())),
+        step_table=table((*linears(), *steps(), *of_the_host())),
         missing=f"Of what is predicted: {names}." if names else "Nothing of what is predicted.",
     )
 

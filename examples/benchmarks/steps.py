@@ -13,8 +13,8 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
                               llama_8b_peak_memory, llama_8b_first_step (empty caches) beside it
     host_us_per_call          microseconds of the host for a call of an op of two launches in a
                               compiled graph, its buffers included: not a ratio
-    host_us_per_linear        of the host for one linear more in a forward and backward, with what
-                              autograd keeps of it; over BF16
+    host_us_per_linear        likewise for one linear more in a forward and backward, with what
+                              autograd keeps of it; `bf16` is BF16's
 
 `launches` counts the kernels of a step, `kernel_milliseconds` adds up their times.
 """
@@ -156,7 +156,8 @@ def host() -> list[dict[str, Any]]:
     """The host's part (q2compile/tools/bench/host.py)."""
     each = {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": "microseconds"}
     own, bf16 = (per_linear(GPU, backend) for backend in ("quartet2", "inductor"))
-    return [each, _row("host_us_per_linear", own, bf16, "BF16 times")]
+    linear = {"name": "host_us_per_linear", "ratio": round(own, 2), "unit": "microseconds"}
+    return [each, {**linear, "value": round(own, 2), "bf16": round(bf16, 2)}]
 
 
 BENCHMARKS: dict[str, Callable[[], Any]] = {

@@ -80,17 +80,7 @@ class Quantiser:
 
     @property
     def launches(self) -> int:
-        source = SOURCES[torch.bfloat16 if self.source == BF16 else get_scheme(self.source).format]
-        found = plan.launches(
-            source,
-            self.spec,
-            get_transform(self.transform),
-            (self.kind in ("row", "both"), self.kind != "row"),
-            room=_ROOM,
-            vectors=True,
-            amax_known=False,
-        )
-        return len(found)
+        return _launches(self)
 
     def instructions(self, architecture: str) -> float:
         """An element, in the loop over tiles; 0 where they were not counted: nothing is said of
@@ -106,6 +96,20 @@ class Quantiser:
             if key in counted():
                 return counted()[key].get(architecture, 0.0)
         return 0.0
+
+
+@functools.cache
+def _launches(call: Quantiser) -> int:
+    found = plan.launches(
+        SOURCES[torch.bfloat16 if call.source == BF16 else get_scheme(call.source).format],
+        call.spec,
+        get_transform(call.transform),
+        (call.kind in ("row", "both"), call.kind != "row"),
+        room=_ROOM,
+        vectors=True,
+        amax_known=False,
+    )
+    return len(found)
 
 
 def _pow2(scheme: str) -> str:

@@ -39,8 +39,9 @@ class Row:
                   by several matmuls (x of q, k, v) count once, for the first. None until a graph
                   with a backward was compiled. ``saved_elements``: how many numbers they stand for
     flops, bytes  of the layer under its recipe; text where a size is symbolic
-    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
-                  by data sheet (`cost`)
+    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds",
+                  and of the first of these the GPU's and the host's, of which it is the longer:
+                  "gpu_microseconds", "host_microseconds"}, by data sheet (`cost_model`)
     graph         number of the compiled graph; None for a linear that never reached the backend
     calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
     scope         the module whose code holds the matmul, where it has no parameter to name it
