@@ -226,6 +226,12 @@ class Config:
                 "function without aot_compile"
             )
 
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether Inductor is asked here to launch kernels by CUDA graphs."""
+        asked = {**inductor_options_of_mode(self.mode), **self.inductor}
+        return bool(asked.get("triton.cudagraphs", False))
+
     @cached_property
     def resolved_policy(self) -> Policy:
         return Policy.build(self.recipe, self.policy, self.global_scale)

@@ -2,9 +2,9 @@
 
 `define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.
 `kernel` registers an implementation. A call runs the first registered kernel that serves the device
-and accepts the arguments, newest registration first; the torch reference, which serves every
-device, is behind them all. `select` returns one implementation by name, and never another in its
-place.
+and accepts the arguments, newest registration first, or ahead of all the one that `prefer` names
+for such a call; the torch reference, which serves every device, is behind them all. `select`
+returns one implementation by name, and never another in its place.
 
 A kernel that fails, while it is prepared, in its self-check or when it runs, is given up for calls
 of that kind, with a KernelWarning, and the next one serves them.
@@ -66,6 +66,8 @@ class Kernel:
 
 _KERNELS: dict[str, list[Kernel]] = {}
 _FAILURES: dict[Hashable, str] = {}  # kind of call -> why the kernel was given up for it
+_PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
+_REASONS: list[Callable[[], list[str]]] = []
 _MOST_FAILURES = 4096  # of a program whose shapes never repeat
 _SAID: dict[tuple[str, str, torch.device], str] = {}  # what was given up, and why at first
 
@@ -100,16 +102,40 @@ def _run(candidates: Sequence[Kernel], args: tuple):
     When none can, what the first one raised: the fault is the caller's then, or the device's.
     """
     device_type = device_of(args).type
-    for kernel in candidates:
+    for kernel in _in_order(candidates, args):
         if kernel.device_type in (None, device_type) and kernel.declines(args) is None:
             try:
                 return kernel.function(*args)
             except Exception as error:
                 if kernel.name == REFERENCE or not kernels_own(error, device_of(args)):
                     raise
-                others = candidates[candidates.index(kernel) + 1 :]
+                others = [other for other in candidates if other is not kernel]
                 return _instead(kernel, others, args, error)
     raise AssertionError("an op has no reference")
+
+
+def prefer(
+    op: str, choose: Callable[[Sequence], str | None], said: Callable[[], list[str]]
+) -> None:
+    """Has kernels of an op tried in another order.
+
+    choose: from a call's arguments, which may be fake, to the name of the kernel to be tried first,
+        or None.
+    said: what is to be said of that in reports.
+    """
+    _PREFERRED[op] = choose
+    _REASONS.append(said)
+
+
+def preferences() -> list[str]:
+    """Where kernels are tried in another order than usual, and why, in words."""
+    return [text for said in _REASONS for text in said()]
+
+
+def _in_order(candidates: Sequence[Kernel], args: Sequence) -> Sequence[Kernel]:
+    choose = _PREFERRED.get(candidates[0].op)
+    first = choose(args) if choose else None
+    return candidates if first is None else sorted(candidates, key=lambda k: k.name != first)
 
 
 def _instead(failed: Kernel, others: Sequence[Kernel], args: tuple, error: Exception):
@@ -218,13 +244,13 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 
 def serving(op: str, args: Sequence) -> Kernel:
     """The kernel that runs op on these arguments (tensors may be fake): the first to serve them."""
-    return next(k for k in kernels(op) if k.why_not(*args) is None)
+    return next(k for k in _in_order(kernels(op), args) if k.why_not(*args) is None)
 
 
 def warm_up(op: str, args: Sequence) -> None:
     """Compiles and loads what op will launch on these arguments (tensors may be fake), so that
     nothing is left to be loaded inside a CUDA graph capture."""
-    for candidate in kernels(op):
+    for candidate in _in_order(kernels(op), args):
         if candidate.why_not(*args) is None:
             try:
                 candidate.prepare(*args)

@@ -157,9 +157,7 @@ def producer(name: str, cols: int) -> dict[str, Any]:
         results[how] = call(*inputs[0])
         calls[how] = [partial(call, *args) for args in inputs]
     times = time_in_turns({how: captured(own) for how, own in calls.items()})
-    ratio = statistics.median(
-        a / b for a, b in zip(times["fused"], times["unfused"], strict=True)
-    )
+    ratio = statistics.median(a / b for a, b in zip(times["fused"], times["unfused"], strict=True))
     expected = [float(n.partition("to take ")[2].split()[0]) for n in refused if "to take" in n]
     pairs = zip(results["fused"], results["unfused"], strict=True)
     return {

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import statistics
 import sys
 import time
@@ -35,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import INPUTS, captured, time_in_turns
+from kernels import INPUTS, write
 from torch.nn.functional import rms_norm, silu
 
 import q2compile
 from q2compile import lowering
+from q2compile.tools.bench.timing import captured, in_turns, time_in_turns
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 16384
@@ -55,26 +55,7 @@ LLAMA: dict[str, Any] = {
 BATCH, SEQUENCE = 8, 2048
 GPU = torch.device("cuda")
 BACKENDS = ("inductor", "quartet2")
-ROUNDS = 12
 Step = Callable[[], Any]
-
-
-def in_turns(steps: dict[str, Step], rounds: int = ROUNDS, calls: int = 4) -> dict[str, float]:
-    """Median milliseconds a call, the steps taking turns."""
-    for step in steps.values():
-        for _ in range(3):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(calls):
-                step()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
-    return {name: statistics.median(own) for name, own in times.items()}
 
 
 def linear(inputs: int, outputs: int) -> dict[str, Any]:
@@ -228,8 +209,7 @@ def record(script: str, description: str, benchmarks: dict[str, Callable[[], Any
         for result in benchmarks[name]():
             results.append({**result, **about})
             print(result, flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(args.out, results)
 
 
 def main() -> None:

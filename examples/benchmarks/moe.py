@@ -23,8 +23,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import BACKENDS, GPU, Step, in_turns, record
+from models import BACKENDS, GPU, Step, record
 from torch import nn
+
+from q2compile.tools.bench.timing import in_turns
 
 EXPERTS, CHOSEN, WIDTH, INNER = 64, 8, 2048, 768
 MODEL: dict[str, Any] = {

@@ -19,7 +19,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import BATCH, GPU, LLAMA, SEQUENCE, Step, in_turns, record
+from models import BATCH, GPU, LLAMA, SEQUENCE, Step, record
+
+from q2compile.tools.bench.timing import in_turns
 
 LAYERS = 4
 PASSES = ("share_operands", "pair_directions", "share_rotations", "widen_operands")

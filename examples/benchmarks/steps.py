@@ -15,6 +15,8 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
                               llama_8b_kept_first_step beside it
     host_us_per_call          microseconds of the host for a call of an op of two launches in a
                               compiled graph, its buffers included: not a ratio
+    host_us_per_linear        likewise for one linear more in a forward and backward, with what
+                              autograd keeps of it; `bf16` is BF16's
 
 `launches` counts the kernels of a step, `kernel_milliseconds` adds up their times.
 """
@@ -22,7 +24,6 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,8 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import GPU, in_turns, record
+from models import GPU, record
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from q2compile.tools.bench.host import per_call, per_linear
+from q2compile.tools.bench.timing import in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pretraining.model import SIZES, build_model
@@ -105,7 +109,8 @@ def small(names: Mapping[str, tuple[str, int, str | None]]) -> list[dict[str, An
             launches, busy = kernels_of(steps[name])
             own = {"launches": launches, "kernel_milliseconds": round(busy, 2)}
             own["kernels"] = round(busy / times["bf16"], 3)
-            own["bf16_launches"] = kernels_of(steps["bf16"])[0]
+            own["bf16_launches"], bf16_busy = kernels_of(steps["bf16"])
+            own["bf16_kernel_milliseconds"] = round(bf16_busy, 2)
         rows.append({**_row(name, times[name], times["bf16"], "BF16 times"), **own})
     return rows
 
@@ -155,35 +160,11 @@ def large() -> list[dict[str, Any]]:
 
 
 def host() -> list[dict[str, Any]]:
-    """The slope of the host's time over the number of calls in a graph."""
-    x = torch.randn(128, 128, device=GPU).bfloat16()
-    seeds = torch.arange(64, device=GPU)
-
-    def calls(count: int) -> Callable[[], Any]:
-        def function(x: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
-            results: list[torch.Tensor] = []
-            for i in range(count):
-                args = (x, seeds[i], "nvfp4_ms_eden_pow2", "rht128", False, 0)
-                results += torch.ops.q2.rht_quantize(*args)
-            return results
-
-        return partial(torch.compile(function, dynamic=False), x, seeds)
-
-    def seconds(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(200):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    from q2compile import lowering
-
-    lowering.register()
-    few, many = seconds(calls(8)), seconds(calls(40))
-    each = 1e6 * (many - few) / 32
-    return [{"name": "host_us_per_call", "ratio": round(each, 2), "unit": "microseconds"}]
+    """The host's part (q2compile/tools/bench/host.py)."""
+    each = {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": "microseconds"}
+    own, bf16 = (per_linear(GPU, backend) for backend in ("quartet2", "inductor"))
+    linear = {"name": "host_us_per_linear", "ratio": round(own, 2), "unit": "microseconds"}
+    return [each, {**linear, "value": round(own, 2), "bf16": round(bf16, 2)}]
 
 
 BENCHMARKS: dict[str, Callable[[], Any]] = {

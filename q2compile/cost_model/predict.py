@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from q2compile.cost_model.devices import DEVICES, Device
+from q2compile.cost_model.devices import DATA_SHEETS, DEVICES, Device
 from q2compile.cost_model.steps import Layer, Step, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS, Recipe
 
@@ -17,8 +17,9 @@ from q2compile.recipes.recipe import GEMMS, Recipe
 class Prediction:
     """What one layer moves and multiplies under a recipe, and its time beside BF16's.
 
-    flops, bytes: numbers, or sympy expressions where a size is symbolic
-    seconds, bf16_seconds: by `Device.column`, at the hint of a symbolic size
+    flops, bytes: on fp4 tensor cores; numbers, or sympy expressions where a size is symbolic
+    seconds, bf16_seconds: of the GPU, by `Device.column`, at the hint of a symbolic size
+    host_seconds, bf16_host_seconds: of the host, likewise; 0 where a CUDA graph launches
     at: {symbol: hint} of what was put in for symbols
     """
 
@@ -26,11 +27,21 @@ class Prediction:
     bytes: Any
     seconds: dict[str, float]
     bf16_seconds: dict[str, float]
+    host_seconds: dict[str, float]
+    bf16_host_seconds: dict[str, float]
     at: dict[str, int] = field(default_factory=dict)
 
     def speed(self, device: Device) -> float:
-        """How many times as fast as BF16."""
-        return self.bf16_seconds[device.column] / self.seconds[device.column]
+        """How many times as fast as BF16, each taking as long as its GPU or its host, whichever is
+        longer."""
+        bf16, own = self.times(device)
+        return bf16 / own
+
+    def times(self, device: Device) -> tuple[float, float]:
+        """Seconds of BF16 and of the recipe."""
+        column = device.column
+        bf16 = max(self.bf16_seconds[column], self.bf16_host_seconds[column])
+        return bf16, max(self.seconds[column], self.host_seconds[column])
 
     def plain(self) -> tuple[int | str, int | str, dict[str, dict[str, float]]]:
         """FLOPs, bytes and times for a `report.Row`; text where a size is symbolic."""
@@ -40,8 +51,10 @@ class Prediction:
         times = {
             d.column: {
                 "speed": round(self.speed(d), 3),
-                "microseconds": round(1e6 * self.seconds[d.column], 2),
-                "bf16_microseconds": round(1e6 * self.bf16_seconds[d.column], 2),
+                "microseconds": round(1e6 * self.times(d)[1], 2),
+                "bf16_microseconds": round(1e6 * self.times(d)[0], 2),
+                "gpu_microseconds": round(1e6 * self.seconds[d.column], 2),
+                "host_microseconds": round(1e6 * self.host_seconds[d.column], 2),
             }
             for d in DEVICES
         }
@@ -53,14 +66,18 @@ def predict(
     recipe: Recipe,
     shape: tuple[Any, ...],
     gemms: Iterable[str] = tuple(GEMMS),
-    x_users: int = 1,
-    w_quantised: int = 1,
+    *,
+    cuda_graphs: bool = False,
+    **layer: Any,
 ) -> Prediction | None:
     """The cost of a layer of ``shape`` (T, N, K), or (E, T, N, K) for experts.
 
     Sizes are ints, SymInts or sympy symbols with hints. A symbolic size is read by its hint, and no
     guard is added: another size would be predicted otherwise, and runs in the same graph. None if a
     symbol has no hint, or the layer has no rows: nothing can be said.
+
+    cuda_graphs: the host does not launch.  layer: x_users, w_quantised, bias, x_fuses of a
+    `steps.Layer`.
     """
     gemms = list(gemms)
     experts = shape[0] if len(shape) == 4 else 1
@@ -68,21 +85,34 @@ def predict(
     if None in hints or 0 in hints:
         return None
     t, n, k = map(_expression, shape[-3:])
-    layer = Layer(t, n, k, experts, x_users, w_quantised)
-    concrete = replace(layer, **dict(zip("tnk", hints, strict=True)))
-    steps = recipe_steps(recipe, layer, gemms)
+    symbolic = Layer(t, n, k, experts, grouped=len(shape) == 4, **layer)
+    concrete = replace(symbolic, **dict(zip("tnk", hints, strict=True)))
+    steps = recipe_steps(recipe, symbolic, gemms)
+    own, bf16 = {}, {}
+    for device in DATA_SHEETS:
+        there = replace(concrete, emulated=device.emulates)
+        own[device] = recipe_steps(recipe, there, gemms)
+        bf16[device] = bf16_steps(there, gemms)
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
     return Prediction(
         flops=sum(s.flops for s in steps),
-        bytes=sum(s.bits / s.shared_by for s in steps) / 8,
-        seconds=_by_device(recipe_steps(recipe, concrete, gemms)),
-        bf16_seconds=_by_device(bf16_steps(concrete, gemms)),
+        bytes=sum((s.bits + s.bits_before) / s.shared_by for s in steps) / 8,
+        seconds=_gpu(own),
+        bf16_seconds=_gpu(bf16),
+        host_seconds=_host(own, cuda_graphs),
+        bf16_host_seconds=_host(bf16, cuda_graphs),
         at=at,
     )
 
 
-def _by_device(steps: list[Step]) -> dict[str, float]:
-    return {d.column: sum(s.seconds(d) for s in steps) for d in DEVICES}
+def _gpu(steps: dict[Device, list[Step]]) -> dict[str, float]:
+    return {d.column: sum(s.seconds(d) for s in own) for d, own in steps.items()}
+
+
+def _host(steps: dict[Device, list[Step]], cuda_graphs: bool) -> dict[str, float]:
+    if cuda_graphs:
+        return {d.column: 0.0 for d in steps}
+    return {d.column: sum(s.host_seconds for s in own) for d, own in steps.items()}
 
 
 def _expression(size: Any) -> Any:

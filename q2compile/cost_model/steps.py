@@ -3,47 +3,68 @@
     shape [T, N, K]: y[T, N] = x[T, K] wᵀ; for E experts w is [E, N, K] and T counts all rows
 
 Sizes may be sympy expressions; FLOPs and bytes then are, too. Each GEMM and each quantiser is a
-`Step`; its time is the longest of three: its multiplications at the rate of the tensor cores, its
-bytes at the rate of the memory, its instructions at the rate they can be issued. Steps run one
-after another, each kernel with a fixed overhead. Nothing here was measured on a Blackwell, which
-nobody of the project has; what is assumed is `ASSUMPTIONS` and `DEVICES`, printed in every report.
+`Step`. On the GPU it takes the longest of three: its multiplications at the rate of the tensor
+cores, its bytes at the rate of the memory, its instructions at the rate they can be issued; steps
+run one after another, each launch with a fixed overhead. On the host it takes what its calls do.
+Nothing here was measured on a Blackwell, which nobody of the project has; on an H200 all of it was
+(`devices`), and what is predicted of it is held to that.
 
 The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.lowering`):
 
-    forward    a quantiser local to its blocks writes x's codes from inside x's producer, which
-               costs no read; x of q, k and v is quantised once, and each pays its share
+    forward    a quantiser of nvfp4 by blocks of a row writes x's codes from inside x's producer,
+               which costs no read, unless something reads x as well; x of q, k and v is quantised
+               once, and each pays its share
     backward   the gradient is read once for dgrad and wgrad where both take it rotated alike; x and
                w are read as the codes that fprop saved, x once for all that share it
     a scale    found afterwards: fp32 block scales are written, and read again to be rounded
+    emulated   without fp4 tensor cores GEMMs are BF16's, of the bf16 numbers that the codes stand
+               for: those of the forward are dequantised for them, those of the backward written so
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
+    a bias     is added inside of the GEMM, as BF16's is; its gradient is a sum in both
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from q2compile.cost_model.devices import (
-    GEMM_SHARE,
+    HOST_CALL,
+    HOST_DISPATCHED,
+    HOST_LAUNCH,
+    HOST_TORCH,
     ISSUE_SHARE,
-    KERNEL_SECONDS,
+    ISSUE_SHARE_OF_COINS,
+    LAUNCH_SECONDS,
     MEMORY_SHARE,
     Device,
 )
+from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits, written_bits
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES
-from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+
+# Launches of what is no quantiser of one kernel; a test counts them in generated code.
+_SCALES_OF_LOOPS = 2  # q2::split_scales: the largest, then the scales
+_LOOPS_OF_16X16 = 2  # the largest of each block, then codes
+_ALPHA = 1  # the product of two global scales, where no quantiser's last launch makes it
+FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel, or a quantiser with the small kernel that rounds its scales.
+    """A call: one kernel, or several that belong together.
 
-    bits moved; flops at the rate of ``kind``; elements that ``op`` works on; and how many matmuls
-    share the result.
+    bits moved; bits_before: by a launch of its own ahead of the others; flops at the rate of
+    ``kind``; elements that ``quantiser`` works on; how many matmuls share the result; the last of
+    the launches, where it may be another step's as well; and who launches, for the host's time:
+    FUSED into another kernel (with launches behind it), a CALL of ours in generated code, TORCH, or
+    an op that is DISPATCHED.
     """
 
     gemm: str
@@ -51,24 +72,50 @@ class Step:
     bits: Any
     flops: Any = 0
     kind: str = "bf16"
-    op: str = ""
+    quantiser: Quantiser | None = None
     elements: Any = 0
-    kernels: int = 1
+    bits_before: Any = 0
+    launches: int = 1
+    by: str = CALL
     shared_by: int = 1
+    last: Launch | None = None
 
     def seconds(self, device: Device) -> float:
-        times = (
-            self.flops / (device.flops[self.kind] * GEMM_SHARE[self.kind]),
-            self.bits / 8 / (device.bandwidth * MEMORY_SHARE),
-            self.elements * device.instructions.get(self.op, 0) / (device.issue * ISSUE_SHARE),
-        )
-        return (float(max(times)) + self.kernels * KERNEL_SECONDS) / self.shared_by
+        """Of the GPU."""
+        bandwidth = 8 * device.bandwidth * MEMORY_SHARE
+        times = [
+            self.flops / (device.flops[self.kind] * device.gemm_share[self.kind]),
+            self.bits / bandwidth,
+        ]
+        if self.quantiser is not None:
+            coins = self.quantiser.spec.rounding == "sr"
+            share = ISSUE_SHARE_OF_COINS if coins else ISSUE_SHARE
+            issued = self.elements * self.quantiser.instructions(device.architecture)
+            times.append(issued / (device.issue * share))
+        own = float(max(times)) + float(self.bits_before / bandwidth)
+        return (own + self.launches * LAUNCH_SECONDS) / self.shared_by
+
+    @property
+    def host_seconds(self) -> float:
+        """Of the host, without CUDA graphs."""
+        more = self.launches - 1
+        of_call = HOST_CALL + (self.launches - 2) * HOST_LAUNCH
+        each = {
+            FUSED: of_call if self.launches else 0.0,
+            CALL: of_call,
+            TORCH: self.launches * HOST_TORCH,
+            DISPATCHED: HOST_DISPATCHED + more * HOST_LAUNCH,
+        }
+        return each[self.by] / self.shared_by
 
 
 @dataclass(frozen=True)
 class Layer:
     """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are made in
     a forward and backward.
+
+    x_fuses: something computes x, that its quantiser may be part of.  emulated: the GPU has no fp4
+    tensor cores.
     """
 
     t: Any
@@ -77,6 +124,10 @@ class Layer:
     experts: int = 1
     x_users: int = 1
     w_quantised: int = 1
+    grouped: bool = False
+    bias: bool = False
+    x_fuses: bool = True
+    emulated: bool = False
 
     def elements(self, role: str) -> Any:
         """Of x, w, dy, or y."""
@@ -90,55 +141,144 @@ class Layer:
     def flops(self) -> Any:
         return 2 * self.t * self.n * self.k
 
+    @property
+    def widens(self) -> bool:
+        """Whether its GEMMs multiply bf16 numbers."""
+        return self.emulated
+
 
 # What each GEMM writes.
 _RESULT = {"fprop": "y", "dgrad": "x", "wgrad": "w"}
-_HIGH = 16  # bits of a number in high precision
-
-
-def packed_bits(scheme: str) -> Fraction:
-    """Bits of an element: a code, its part of a block scale, and of a trust mask."""
-    rows, columns = SCHEMES[scheme].block
-    return 4 + Fraction(8, rows * columns) + SCHEMES[scheme].masked
 
 
 def bf16_steps(layer: Layer, gemms: Iterable[str]) -> list[Step]:
-    """The GEMMs of a plain linear."""
-    return [_plain_gemm(layer, name) for name in gemms]
+    """The GEMMs of a plain linear, and the gradient of its bias."""
+    gemms = list(gemms)
+    return [_plain_gemm(layer, name) for name in gemms] + _dbias(layer, gemms)
 
 
 def _plain_gemm(layer: Layer, name: str) -> Step:
     roles = (*GEMMS[name], _RESULT[name])
-    bits = _HIGH * sum(layer.elements(role) for role in roles)
-    return Step(name, "gemm", bits, layer.flops)
+    bits = HIGH * sum(layer.elements(role) for role in roles)
+    return Step(name, "gemm", bits, layer.flops, by=TORCH)
+
+
+def _fp32_gemm(layer: Layer, name: str, *, fuses: bool) -> Step:
+    """A plain GEMM of numbers that lack their global scale: what it writes are fp32 sums, and what
+    reads them scales and rounds them. fuses: that is Inductor's next kernel, not one more."""
+    plain, result = _plain_gemm(layer, name), layer.elements(_RESULT[name])
+    more = HIGH * result * (1 if fuses else 3)  # read as fp32; else also written, and read as bf16
+    bits = plain.bits + HIGH * result
+    return replace(plain, bits=bits, bits_before=more, launches=1 if fuses else 2)
+
+
+def _dbias(layer: Layer, gemms: list[str]) -> list[Step]:
+    if not layer.bias or "wgrad" not in gemms:
+        return []
+    return [Step("wgrad", "sum dy", HIGH * layer.elements("dy"), by=TORCH, launches=2)]
 
 
 def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Step]:
     """The kernels of a quantised linear, for those of its GEMMs that are wanted."""
-    steps: list[Step] = []
     gemms = list(gemms)
+    steps = _dbias(layer, gemms)
     paired = _paired(recipe, gemms)
     for name in gemms:
         gemm: Gemm | None = getattr(recipe, name)
         if gemm is None:
             steps.append(_plain_gemm(layer, name))
             continue
+        made: list[Step] = []
         for role, operand in zip(GEMMS[name], (gemm.a, gemm.b), strict=True):
             if role == "dy" and paired:
                 if name == "dgrad":
-                    steps.append(_both_directions(layer, operand))
+                    made.append(_both_directions(layer, operand))
             else:
                 times = layer.w_quantised if (name, role) == ("fprop", "w") else 1
-                steps += times * _quantiser(recipe, layer, name, role, operand)
-        result = layer.elements(_RESULT[name])
-        packed = sum(
-            packed_bits(o.scheme) * layer.elements(role)
-            for role, o in zip(GEMMS[name], (gemm.a, gemm.b), strict=True)
-        )
-        steps.append(Step(name, "gemm", packed + _HIGH * result, layer.flops, kind="fp4"))
-        if name != "fprop" and recipe.fprop and SCHEMES[recipe.fprop.a.scheme].masked:
-            steps.append(Step(name, "mask and rotate back", (2 * _HIGH + 1) * result))
+                operand_steps = times * _quantiser(recipe, layer, name, role, operand)
+                if operand.source == "forward":  # not beside the others
+                    steps += operand_steps
+                else:
+                    made += operand_steps
+        steps += _together(made)
+        aligned = any(step.last is not None for step in made)
+        masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)
+        steps += _product(layer, name, gemm, masked=masked, aligned=aligned)
+        if name != "fprop" and masked:
+            result = layer.elements(_RESULT[name])
+            steps.append(Step(name, "mask and rotate back", (2 * HIGH + 1) * result))
     return steps
+
+
+def _together(steps: list[Step]) -> list[Step]:
+    """Quantisers of a GEMM, one after another, end in one launch where that can be."""
+    return [
+        replace(step, launches=step.launches - 1)
+        if i and step.last is not None and step.last == steps[i - 1].last
+        else step
+        for i, step in enumerate(steps)
+    ]
+
+
+def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool) -> list[Step]:
+    """The GEMM, and what is launched for it ahead. masked: a kernel of ours reads its result.
+    aligned: a quantiser ahead of it ends in a launch that makes the product of global scales."""
+    operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
+    if layer.widens:
+        folds = layer.grouped or all(get_scheme(o.scheme).folds for o in operands.values())
+        product = _plain_gemm(layer, name) if folds else _fp32_gemm(layer, name, fuses=not masked)
+        return [*_widened(layer, name, operands), product]
+    nvfp4 = get_scheme(gemm.a.scheme).format == "nvfp4"
+    ahead = _ALPHA if nvfp4 and not aligned and not layer.grouped else 0
+    # Scales of 16x16 blocks are expanded for cuBLASLt; q2::transpose writes one for each row.
+    expanded: Any = 0
+    for role, operand in operands.items():
+        square = get_scheme(operand.scheme).block[0] != 1
+        if square and operand.source != "reuse" and not layer.grouped:
+            expanded += layer.elements(role) * 8 * (1 + 16) / 256
+            ahead += 1
+    packed = sum(_read_bits(o) * layer.elements(role) for role, o in operands.items())
+    bits = packed + HIGH * layer.elements(_RESULT[name])
+    return [
+        Step(
+            name,
+            "gemm",
+            bits,
+            layer.flops,
+            "fp4",
+            bits_before=expanded,
+            launches=1 + ahead,
+            by=DISPATCHED,
+        )
+    ]
+
+
+TURNED_BITS = 4 + Fraction(
+    8, 16
+)  # bits of an element that q2::transpose writes: a scale for each row
+
+
+def _read_bits(operand: Operand) -> Fraction:
+    return TURNED_BITS if operand.source == "reuse" else packed_bits(operand.scheme)
+
+
+def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
+    """Codes made bf16 numbers for a GEMM of those."""
+    return [
+        Step(
+            name,
+            f"dequantise {role}",
+            (packed_bits(o.scheme) + HIGH) * layer.elements(role),
+            shared_by=layer.users(role),
+        )
+        for role, o in operands.items()
+        if not _leaves_numbers(layer, name, o)
+    ]
+
+
+def _leaves_numbers(layer: Layer, name: str, operand: Operand) -> bool:
+    """Whether an operand's quantiser writes bf16 numbers (`passes.widen_operands`)."""
+    return layer.widens and name != "fprop" and operand.source in ("fresh", "requantize")
 
 
 def _paired(recipe: Recipe, gemms: list[str]) -> bool:
@@ -148,57 +288,85 @@ def _paired(recipe: Recipe, gemms: list[str]) -> bool:
     return recipe.dgrad.a == recipe.wgrad.a and recipe.dgrad.a.transform != "none"
 
 
+def quantising(
+    gemm: str,
+    what: str,
+    quantiser: Quantiser,
+    elements: Any,
+    users: int = 1,
+    last: Launch | None = None,
+) -> Step:
+    """A call of a CUDA quantiser of so many elements, for each of so many users."""
+    return Step(
+        gemm,
+        what,
+        quantiser.bits * elements,
+        quantiser=quantiser,
+        elements=elements,
+        bits_before=quantiser.amax_bits * elements,
+        launches=quantiser.launches,
+        shared_by=users,
+        last=last,
+    )
+
+
 def _both_directions(layer: Layer, operand: Operand) -> Step:
-    elements = layer.elements("dy")
-    bits = (_HIGH + 2 * _written(operand)) * elements
-    kernels = 1 + _scales_after(operand)
-    op = "rht_quantize_both"
-    return Step("dgrad", "quantize dy both ways", bits, op=op, elements=elements, kernels=kernels)
+    scheme = operand.scheme + (WIDENED if layer.widens else "")
+    made = Quantiser("both", scheme, operand.transform)
+    last = _last_launch(layer, scheme, operand.transform)
+    return quantising("dgrad", "quantise dy both ways", made, layer.elements("dy"), last=last)
 
 
 def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Operand) -> list[Step]:
     """One operand's way from where it lies to codes."""
-    elements = layer.elements(role)
+    elements, users = layer.elements(role), layer.users(role)
     if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
-        step = Step(name, f"transpose {role}", 8 * elements, shared_by=layer.users(role))
-        return [step]
-    read: Any = _HIGH
-    op = "" if operand.transform == "none" else "rht_quantize"
+        if layer.widens:  # dequantised where they are, and read by columns
+            return []
+        return [Step(name, f"turn {role}", (packed_bits(operand.scheme) + TURNED_BITS) * elements)]
+    spec = get_scheme(operand.scheme)
+    if spec.block[0] != 1:
+        return [_square_blocks(layer, name, role, operand, elements)]
+    if name == "fprop" and role == "x" and layer.x_fuses and _fuses(recipe, operand):
+        bits = written_bits(operand.scheme) * elements
+        launches = 0 if spec.takes_amax else _SCALES_OF_LOOPS
+        last = None if spec.takes_amax else _last_launch(layer, operand.scheme)
+        step = Step(name, f"quantise {role}", bits, launches=launches, by=FUSED, last=last)
+        return [replace(step, shared_by=users)]
+    kind = "row" if name == "fprop" or (name, role) == ("dgrad", "dy") else "col"
+    scheme = operand.scheme + (WIDENED if _leaves_numbers(layer, name, operand) else "")
+    last = _last_launch(layer, scheme, operand.transform)
     if operand.source == "requantize":
         assert recipe.fprop is not None
-        source = recipe.fprop.a if role == "x" else recipe.fprop.b
-        read, op = packed_bits(source.scheme), "requantize"
-    elif name == "fprop" and role == "x" and _fuses(operand):
-        read = 0
-    if SCHEMES[operand.scheme].takes_amax and not (name == "fprop" and role == "x"):
-        read += _HIGH  # its amax first; that of x comes with x's producer
-    return [
-        Step(
-            name,
-            f"{'requantize' if op == 'requantize' else 'quantize'} {role}",
-            (read + _written(operand)) * elements,
-            op=op,
-            elements=elements,
-            kernels=1 + _scales_after(operand),
-            shared_by=layer.users(role),
-        )
-    ]
+        source = (recipe.fprop.a if role == "x" else recipe.fprop.b).scheme
+        made = Quantiser("requantize", scheme, operand.transform, source)
+        return [quantising(name, f"requantise {role}", made, elements, users, last)]
+    made = Quantiser(kind, scheme, operand.transform)
+    return [quantising(name, f"quantise {role}", made, elements, users, last)]
 
 
-def _fuses(operand: Operand) -> bool:
-    """Whether a forward quantiser runs inside its producer: it looks at its own block alone."""
-    scheme, size = SCHEMES[operand.scheme], TRANSFORMS[operand.transform].size
-    return scheme.block[0] == 1 and size <= 32 and (scheme.folds or scheme.format == "mxfp4")
+def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, elements: Any) -> Step:
+    """By loops of Inductor's, which read the operand twice, and q2::split_scales."""
+    bits = (HIGH + written_bits(operand.scheme)) * elements
+    pow2 = get_scheme(operand.scheme).global_scale == "pow2"
+    launches = _LOOPS_OF_16X16 + _SCALES_OF_LOOPS * pow2
+    last = _last_launch(layer, operand.scheme) if pow2 else None
+    step = Step(name, f"quantise {role}", bits, launches=launches, last=last)
+    return replace(step, bits_before=HIGH * elements)
 
 
-def _scales_after(operand: Operand) -> bool:
-    """Whether block scales are rounded in a second kernel, once the global scale is known."""
-    scheme = SCHEMES[operand.scheme]
-    return scheme.global_scale == "pow2" or scheme.rounding == "ms_eden"
+def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
+    """Which other operands' quantisers can end in as well (cuda/quantize/together.py)."""
+    spec = get_scheme(scheme)
+    if not layer.widens and spec.block[0] == 1:  # `passes.swizzle_scales`
+        spec = get_scheme(scheme + SWIZZLED)
+    return plan.shared_launch(spec, get_transform(transform))
 
 
-def _written(operand: Operand) -> Fraction:
-    """Bits an element that a quantiser writes, and reads again for its scales."""
-    scheme = SCHEMES[operand.scheme]
-    block = scheme.block[0] * scheme.block[1]
-    return packed_bits(operand.scheme) + _scales_after(operand) * Fraction(2 * 32, block)
+def _fuses(recipe: Recipe, operand: Operand) -> bool:
+    """Whether a forward quantiser runs inside its producer (`lowering.support.beats_kernels`). It
+    does not where the same x is rotated for the backward by a kernel."""
+    spec = get_scheme(operand.scheme)
+    reads_again = recipe.wgrad is not None and recipe.wgrad.b.source == "forward"
+    nearest = spec.format == "nvfp4" and spec.rounding == "rtn" and operand.transform == "none"
+    return nearest and not reads_again

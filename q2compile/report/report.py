@@ -12,7 +12,7 @@ from q2compile.report.graph_record import GraphRecord
 from q2compile.report.page.document import report_page
 from q2compile.report.printable import printable
 from q2compile.report.row import COLUMNS, Row, cells
-from q2compile.runtime_kernels.registry import given_up
+from q2compile.runtime_kernels.registry import given_up, preferences
 
 if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
@@ -69,7 +69,8 @@ class Report:
             return self._closed[1]
         # The graphs of one function know the same models, and say the same of them.
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
-        return [*self.faults, *given_up(), *known, *_predictions(self.rows)]
+        said = [*given_up(), *preferences(), *known]
+        return [*self.faults, *said, *_predictions(self.rows)]
 
     def close(self) -> None:
         """Nothing more will come: keep what is known of the model, which may go away."""

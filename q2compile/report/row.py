@@ -41,8 +41,9 @@ class Row:
     weight        "kept" or "made again", and why: the codes of w between fprop and dgrad. "" where
                   dgrad takes none, or nobody knows yet
     flops, bytes  of the layer under its recipe; text where a size is symbolic
-    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds"},
-                  by data sheet (`cost`)
+    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds",
+                  and of the first of these the GPU's and the host's, of which it is the longer:
+                  "gpu_microseconds", "host_microseconds"}, by data sheet (`cost_model`)
     graph         number of the compiled graph; None for a linear that never reached the backend
     calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
     scope         the module whose code holds the matmul, where it has no parameter to name it

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import fx
 
 from q2compile.capture.matmul import Matmul
 from q2compile.capture.module_names import Names
+from q2compile.capture.views import is_view_or_cast, viewed
 from q2compile.config import Config
 from q2compile.cost_model.devices import deciding_device
 from q2compile.cost_model.predict import Prediction, predict
@@ -72,8 +76,25 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
     kin = (found.node.target, getattr(torch.ops.q2, found.op).default)  # those already rewritten
     x_users = 1 if found.x_views else sum(user.target in kin for user in found.x.users)
     again = config.recompute_weights is True and "dgrad" in gemms
-    w_quantised = 0 if config.cache_weights else 1 + again
-    return predict(recipe, found.shape, gemms, max(x_users, 1), w_quantised)
+    return predict(
+        recipe,
+        found.shape,
+        gemms,
+        cuda_graphs=config.uses_cuda_graphs,
+        x_users=max(x_users, 1),
+        w_quantised=0 if config.cache_weights else 1 + again,
+        bias=found.bias is not None,
+        x_fuses=_is_computed(found.x, kin),
+    )
+
+
+def _is_computed(x: fx.Node, matmuls: tuple[Any, ...]) -> bool:
+    """Whether loops of Inductor's make x, so that its quantiser can be part of them: not an input
+    of the graph, nor what a matmul or an attention leaves in memory."""
+    while is_view_or_cast(x) and isinstance(viewed(x), fx.Node):
+        x = viewed(x)
+    left = (*matmuls, F.linear, torch.matmul, F.scaled_dot_product_attention)
+    return x.op not in ("placeholder", "get_attr") and x.target not in left
 
 
 def why_left(prediction: Prediction | None) -> str:

@@ -19,6 +19,7 @@ COMMANDS = {
     ),
     "compare": ("q2compile.tools.compare.command", "which modules a recipe's error comes from"),
     "tables": ("q2compile.tools.paper_tables.command", "the papers' numeric tables, measured here"),
+    "bench": ("q2compile.tools.bench.command", "measures this machine, beside BF16"),
     "doctor": ("q2compile.tools.doctor", "what this machine can run, with a self-check"),
 }
 

@@ -38,13 +38,13 @@ _IN_GROUPS = 200  # rows, of 3, 137, 0 and 40: chunks of copies, a whole one, ro
 _ENDS = (3, 140, 140, 180)
 # Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
 # order of the fp32 sums, and how many bits tensor cores keep on the way to them.
-_GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
+GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
 
 # Of a GEMM: the type of its result, that of its bias, and whether scales come swizzled.
 Form = tuple[torch.dtype, torch.dtype | None, bool]
 FORMS: tuple[Form, ...] = tuple(
     (dtype, bias, swizzled)
-    for dtype in _GEMM_ERROR
+    for dtype in GEMM_ERROR
     for bias in (None, dtype)
     for swizzled in (False, True)
 )
@@ -222,7 +222,7 @@ def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str 
     got = function(*on_device).cpu().float()
     want = select(op, arguments, REFERENCE)(*arguments)
     off = (got - want.float()).norm() / want.float().norm()
-    return None if off <= _GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
+    return None if off <= GEMM_ERROR[want.dtype] else f"relative error {off:.1e}"
 
 
 def _words(form: Form, rows: int) -> str:

@@ -237,8 +237,7 @@ def test_recorded_results_say_where_they_come_from() -> None:
         for row in json.loads(path.read_text()):
             assert {"name", "date", "command"} <= set(row), path.name
             assert "device" in row or "gpu" in row, path.name
-            # What was measured is a ratio; what was counted in machine code names its compiler.
-            assert {"ratio", "unit", "versions"} <= set(row) or "nvrtc" in row, path.name
+            assert {"ratio", "unit", "versions"} <= set(row), path.name
 
 
 @pytest.mark.parametrize(("script", "columns"), [("models", 4), ("steps", 6)])

@@ -1,5 +1,5 @@
 """How many kernels a linear launches, forward and backward, by recipe: counted in generated code
-for GPUs that are not there (emulation/inductor.py), where each Site says which it enqueues.
+(support/launch_counts.py).
 
 `apart` is the same code with every quantiser launched by itself, and the products of global scales
 ahead of the GEMMs (lowering/together.py left out). nvfp4's was 30 on a Blackwell while
@@ -8,78 +8,14 @@ q2::transpose was eight kernels of torch's there, and swizzle_scales.cu swizzled
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections import Counter
-from functools import cache
 
 import pytest
-import torch
-import torch._inductor.config as inductor_config
 from expecttest import TestCase
-from torch import nn
 
-from q2compile.lowering import together
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.site import Site, Together
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
-from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
-from tests.support.emulation.on_cpu import launches_on_cpu
+from tests.support.launch_counts import BLACKWELL, HOPPER, launched
 
 RECIPES = ("quartet2", "nvfp4", "tetrajet2", "quartet", "mxfp4")
-HOPPER, BLACKWELL = 90, 100
-# Of a linear of 256 x 512, 512 rows.
-ROWS, INNER, OUTER = 512, 256, 512
-_GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\((.*), '(\S+)', '(\S+)', torch")
-_OTHERS = re.compile(r"\b(triton)_\w+\.run\(|\bextern_kernels\.(\w+)\(|\baten\.(randint|mm)\.\w+\(")
-
-
-@cache
-def launched(recipe: str, capability: int, bias: bool = False, apart: bool = False) -> Counter[str]:
-    """Kernels by the name of their file, or of what else launches them."""
-    found: Counter[str] = Counter()
-
-    def bind(launch, index, grid, values, slots):
-        return lambda stream, addresses: found.update([launch.variant.file])
-
-    calls = {site: site._call for site in (Site, Together)}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        inductor_config.patch(INDUCTOR_OPTIONS),
-        torch.library._scoped_library("aten", "IMPL") as library,
-    ):
-        sources = emulate(patch, capability)
-        serve_as_on(patch, capability)
-        for site, call in calls.items():
-            patch.setattr(site, "_call", call)
-        launches_on_cpu(patch, "sm_90a" if capability == HOPPER else "sm_100a")
-        patch.setattr(Launch, "bind", bind)
-        if apart:
-            patch.setattr(together, "waits", lambda node: False)
-            patch.setattr(together, "multiplied_by", lambda scale: [])
-        torch._dynamo.reset()
-        library.impl("mm.dtype", lambda a, b, dtype: torch.zeros(len(a), b.shape[1]), "CPU")
-        layer = nn.Linear(INNER, OUTER, bias=bias, dtype=torch.bfloat16)
-        x = torch.zeros(ROWS, INNER, dtype=torch.bfloat16, requires_grad=True)
-        y = torch.compile(layer, backend="quartet2", options={"recipe": recipe})(x)
-        y.backward(torch.zeros_like(y))
-    assert len(sources) == 2
-    for source in sources:
-        body = source[source.index("def call(") :]
-        found.update("".join(names) for names in _OTHERS.findall(body))
-        for args, *schemes in _GEMM.findall(body):
-            found.update(_of_gemm(args, schemes))
-    return found
-
-
-def _of_gemm(args: str, schemes: list[str]) -> list[str]:
-    """What an op by cuBLASLt or Triton launches (cuda/gemm): the GEMM, plain scales swizzled, and
-    for cuBLASLt the product of the global scales, where it is not made."""
-    swizzled = ["swizzle_scales.cu" for scheme in schemes if not scheme.endswith(SWIZZLED)]
-    if get_scheme(schemes[0]).format == "mxfp4":
-        return ["triton gemm", *swizzled]
-    is_made = args.split(", ")[-2] == "None"  # ahead of the bias
-    return ["cublaslt", *swizzled, *["product"] * (not is_made)]
 
 
 def line(recipe: str, capability: int) -> str:

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import selfcheck
-from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 
@@ -16,6 +16,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import unsupported
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """Makes all think that there is a GPU of a compute capability, as in a new process."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "a GPU that is not there")
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
@@ -28,6 +29,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 def forget() -> None:
     """What is known of the GPUs of this process."""
     unsupported.cache_clear()
+    remembered.forget()
     selfcheck.proven.cache_clear()
 
 

@@ -9,13 +9,14 @@ grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel
 operands.py       what they ask of their operands
 swizzle.py        scales as fp4 tensor cores read them
 
-They are tried in this order: a later registration comes first.
+They are tried in this order: a later registration comes first. Where `q2compile bench` has measured
+which is faster (remembered.py), that one is tried first.
 """
 
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4  # isort: skip
-from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm  # isort: skip
+from q2compile.runtime_kernels.cuda.gemm import grouped_bf16, grouped_mm, remembered  # isort: skip
 from q2compile.runtime_kernels.cuda.gemm import grouped_triton_fp4  # isort: skip
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "grouped_bf16",
     "grouped_mm",
     "grouped_triton_fp4",
+    "remembered",
     "triton_fp4",
 ]

@@ -114,10 +114,12 @@ def last_launch(op: str, args: Sequence[Any]) -> Launch | None:
         return None
     schema = getattr(torch.ops.q2, op).default._schema
     named = {argument.name: arg for argument, arg in zip(schema.arguments, args, strict=True)}
-    spec = get_scheme(named["scheme"])
-    if Rule.of(spec) == Rule.EXACT:
-        return None
-    return align_launch(spec, get_transform(named.get("transform", "none")).size == 128)
+    return shared_launch(get_scheme(named["scheme"]), get_transform(named.get("transform", "none")))
+
+
+def shared_launch(spec: Scheme, rotation: Transform) -> Launch | None:
+    """The same by scheme and transform."""
+    return None if Rule.of(spec) == Rule.EXACT else align_launch(spec, rotation.size == 128)
 
 
 class _Side(NamedTuple):

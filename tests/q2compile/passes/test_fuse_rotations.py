@@ -63,7 +63,7 @@ def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
     with monkeypatch.context() as patch:
         _, after = step(patch, tmp_path / "after", fuse_rotations=True)
     # The three gradients, and three weights and two inputs that are rotated again.
-    assert kernels(before) == (2, 8, 0)
+    assert kernels(before) == (2, 5, 0)
     assert kernels(after) == (1, 6, 2)
     (passes,) = (tmp_path / "after").glob("**/passes.json")
     records = [r for r in json.loads(passes.read_text()) if r["name"] == "fuse_rotations"]

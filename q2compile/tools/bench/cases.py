@@ -1,0 +1,142 @@
+"""The calls of quantisers and of the host that are timed: here, and by examples/benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import q2compile.runtime_kernels as runtime_kernels
+from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits
+from q2compile.cost_model.steps import TURNED_BITS, Step, quantising
+from q2compile.runtime_kernels.cuda.calls import At
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
+from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
+from q2compile.tools.bench.timing import Call
+
+assert runtime_kernels  # importing it registers the ops
+STREAM = 1
+EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
+CASES = {
+    # quartet2
+    "rht_quantize_row": Quantiser("row", EDEN, "rht128"),
+    "rht_quantize_col": Quantiser("col", EDEN, "rht128"),
+    "rht_quantize_both": Quantiser("both", EDEN, "rht128"),
+    "requantize": Quantiser("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
+    # as the emulated GEMM reads them
+    "rht_quantize_both_bf16": Quantiser("both", EDEN + WIDENED, "rht128"),
+    "requantize_bf16": Quantiser("requantize", EDEN + WIDENED, "rht128", "nvfp4_46_pow2"),
+    # the other recipes
+    "tetrajet2_both": Quantiser("both", SR, "rht128"),
+    "tetrajet2_requantize": Quantiser("requantize", SR, "rht128", "nvfp4_pow2"),
+    "tetrajet2_exact_both": Quantiser("both", "nvfp4_sr", "rht128"),
+    "nvfp4_dgrad_row": Quantiser("row", SR),
+    "nvfp4_wgrad_col": Quantiser("col", SR, "rht16"),
+    "nvfp4_wgrad_x_col": Quantiser("col", "nvfp4_pow2", "rht16"),
+    "mxfp4_both": Quantiser("both", "mxfp4_sr", "rht64"),
+    "mxfp4_col": Quantiser("col", "mxfp4_sr", "rht64"),
+    "quartet_both": Quantiser("both", "mxfp4_rtn34", "rht32"),
+    "quartet_requantize": Quantiser("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
+    # forwards
+    "quantize_46": Quantiser("row", "nvfp4_46_pow2"),
+    "quantize_rtn": Quantiser("row", "nvfp4_pow2"),
+    "quartet_forward": Quantiser("row", "mxfp4_quest", "h32"),
+    # as the emulated GEMM reads those of the other recipes
+    "tetrajet2_both_bf16": Quantiser("both", SR + WIDENED, "rht128"),
+    "tetrajet2_requantize_bf16": Quantiser("requantize", SR + WIDENED, "rht128", "nvfp4_pow2"),
+    "nvfp4_dgrad_row_bf16": Quantiser("row", SR + WIDENED),
+    "nvfp4_wgrad_col_bf16": Quantiser("col", SR + WIDENED, "rht16"),
+    "mxfp4_both_bf16": Quantiser("both", "mxfp4_sr" + WIDENED, "rht64"),
+    "mxfp4_col_bf16": Quantiser("col", "mxfp4_sr" + WIDENED, "rht64"),
+    "quartet_both_bf16": Quantiser("both", "mxfp4_rtn34" + WIDENED, "rht32"),
+    "quartet_requantize_bf16": Quantiser(
+        "requantize", "mxfp4_rtn34" + WIDENED, "rht32", "mxfp4_rtn"
+    ),
+}
+DEQUANTIZED, TURNED = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
+OTHERS = ("dequantize", "transpose")
+
+
+def calls_of_quantisers(
+    device: torch.device, rows: int, cols: int, inputs: int, names: Sequence[str]
+) -> dict[str, Callable[[], list[Call]]]:
+    """name of CASES or OTHERS, or "copy" -> its calls, one for each of so many bf16 matrices, by
+    our kernel, or on a CPU by the reference. Making the calls raises where there is no such kernel.
+    """
+    xs = [torch.randn(rows, cols, device=device).bfloat16() for _ in range(inputs)]
+    target = torch.empty_like(xs[0])
+    seeds = [torch.tensor(s, device=device) for s in (1, 2)]
+    packed: dict[str, list[Any]] = {}
+
+    def of(scheme: str) -> list[Any]:
+        if scheme not in packed:
+            packed[scheme] = [torch.ops.q2.quantize(x, None, None, scheme, 0) for x in xs]
+        return packed[scheme]
+
+    def arguments(name: str, i: int) -> tuple[str, tuple[Any, ...]]:
+        if name == "dequantize":
+            return name, (*of(DEQUANTIZED)[i], DEQUANTIZED, cols, torch.bfloat16)
+        if name == "transpose":
+            return name, (*of(TURNED)[i][:2], TURNED, cols, True)
+        case = CASES[name]
+        scheme, transform = case.scheme, case.transform
+        if case.kind == "requantize":
+            operand = of(case.source)[i]
+            how = seeds[1], case.source, scheme, transform, cols, STREAM
+            return "requantize", (*operand, *how)
+        if case.kind == "both":
+            return "rht_quantize_both", (xs[i], *seeds, scheme, transform, STREAM)
+        if case.spec.masked:
+            return "quantize_masked", (xs[i], scheme, transform)
+        if transform == "none":
+            seed = seeds[0] if case.spec.stochastic else None
+            return "quantize", (xs[i], None, seed, scheme, STREAM)
+        args = seeds[0], scheme, transform, case.kind == "col", STREAM
+        return "rht_quantize", (xs[i], *args)
+
+    def calls(name: str) -> list[Call]:
+        if name == "copy":
+            return [partial(target.copy_, x) for x in xs]
+        kernel = CUDA if device.type == "cuda" else REFERENCE
+        made = (arguments(name, i) for i in range(inputs))
+        return [partial(select(op, args, kernel), *args) for op, args in made]
+
+    return {name: partial(calls, name) for name in names}
+
+
+def step_of(name: str, elements: int) -> Step:
+    """What the cost model makes of one of CASES or OTHERS, of so many elements."""
+    if name == "dequantize":
+        return Step("", name, (packed_bits(DEQUANTIZED) + HIGH) * elements)
+    if name == "transpose":
+        return Step("", name, (packed_bits(TURNED) + TURNED_BITS) * elements)
+    return quantising("", name, CASES[name], elements)
+
+
+def calls_of_host(device: torch.device) -> dict[str, Call]:
+    """What the host is timed at: one launch alone, whole ops through torch's dispatcher, and a
+    copy for comparison, on a small matrix."""
+    x = torch.randn(256, 256, device=device).bfloat16()
+    y, seed = torch.empty_like(x), torch.tensor(1, device=device)
+    packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
+    field = At(0)
+    values = (field, field, 0, 0, 0, 1, 0)
+    bound = swizzle_launch().bind(device.index, (1, 1), values, {field: 0})
+    stream, at = torch.cuda.current_stream().cuda_stream, packed[1].data_ptr()
+    return {
+        "host_launch": lambda: bound(stream, (at,)),
+        "host_copy": lambda: torch.ops.aten.copy_(y, x),
+        "host_rht_quantize": lambda: torch.ops.q2.rht_quantize(x, seed, EDEN, "rht128", False, 0),
+        "host_rht_quantize_both": lambda: torch.ops.q2.rht_quantize_both(
+            x, seed, seed, EDEN, "rht128", 0
+        ),
+        "host_requantize": lambda: torch.ops.q2.requantize(
+            *packed, seed, DEQUANTIZED, EDEN, "rht128", 256, 1
+        ),
+        "host_dequantize": lambda: torch.ops.q2.dequantize(
+            *packed, DEQUANTIZED, 256, torch.bfloat16
+        ),
+    }

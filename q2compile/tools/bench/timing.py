@@ -1,0 +1,88 @@
+"""How things are timed here: on a GPU by events, things that are compared in turns.
+
+Kernels are captured into CUDA graphs of several calls over inputs that take turns and together are
+larger than the L2 cache: neither the host nor the cache is timed, as they would be by
+triton.testing.do_bench, which clears the cache between calls that the host enqueues one by one.
+Where there is no GPU torch.utils.benchmark's timer serves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.utils.benchmark import Timer
+
+Call = Callable[[], object]
+CALLS = 8  # a graph
+ROUNDS = 40
+
+
+def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A graph of CALLS of them in turn."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS):
+            calls[i % len(calls)]()
+    return graph
+
+
+def time_in_turns(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Microseconds a call, by round."""
+    events = []
+    for graph in graphs.values():
+        graph.replay()
+    for _ in range(rounds):
+        row = {}
+        for name, graph in graphs.items():
+            row[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            row[name][0].record()
+            graph.replay()
+            row[name][1].record()
+        events.append(row)
+    torch.cuda.synchronize()
+    return {n: [1e3 * r[n][0].elapsed_time(r[n][1]) / CALLS for r in events] for n in graphs}
+
+
+def in_turns(steps: Mapping[str, Call], rounds: int = 12, calls: int = 4) -> dict[str, float]:
+    """Median milliseconds a call, the steps taking turns; launched by the host, and so as long as
+    the longer of the two."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(calls):
+                step()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / calls)
+    return {name: statistics.median(own) for name, own in times.items()}
+
+
+def host_microseconds(call: Call, count: int = 400) -> float:
+    """What a call costs the host, with the device never in its way. Median of 5."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - start) / count * 1e6)
+    return statistics.median(times)
+
+
+def cpu_microseconds(call: Call, seconds: float) -> float:
+    """Of a call on a CPU: the median over at least so many seconds, after one that warms up."""
+    call()
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return 1e6 * float(timer.blocked_autorange(min_run_time=seconds).median)

@@ -1,0 +1,193 @@
+"""Which kernel of q2::gemm was the fastest on a device, as `q2compile bench` measured it there.
+
+It is written down in gemm-HASH.json beside the cubins (jit/nvrtc.py has the folder); the hash, and
+the file again, are of what it holds for: name and compute capability of the device, torch, Triton
+and q2compile. A product takes what was the fastest at the nearest shape that was measured, no size
+more than four times as large or small; where nothing was, the usual order (gemm/__init__.py).
+
+Chosen is between the kernels on fp4 tensor cores alone. They read the same operands, so a graph
+that was compiled with one is right with the other, and they add up the same products in fp32 in
+another order: results differ by their one rounding, a relative 2^-8 in bf16 (selfcheck.py holds
+them to it). Reports name the kernel, and say that it was chosen so. Q2COMPILE_GEMM_CHOICES=off
+takes the usual order.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import triton_version
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.registry import (
+    CUBLASLT_FP4,
+    TRITON_FP4,
+    KernelWarning,
+    device_of,
+    prefer,
+)
+from q2compile.version import __version__
+
+SCHEMA = 1
+VARIABLE = "Q2COMPILE_GEMM_CHOICES"
+CANDIDATES = (CUBLASLT_FP4, TRITON_FP4)
+_FIRST = (10, 0)  # compute capability with fp4 tensor cores: before it there is nothing to choose
+_FARTHEST = 4  # times a size that was measured
+
+
+class Choice(NamedTuple):
+    """The fastest kernel for products a [M, K] by b [N, K] of a format."""
+
+    format: str
+    shape: tuple[int, int, int]  # M, N, K
+    fastest: str
+
+
+class Remembered(NamedTuple):
+    """What is known of a device, and since when."""
+
+    choices: tuple[Choice, ...]
+    date: str
+
+
+def holds_for(index: int) -> dict[str, Any]:
+    """What the choices of CUDA device `index` depend on."""
+    found = triton_version()
+    return {
+        "schema": SCHEMA,
+        "device": torch.cuda.get_device_name(index),
+        "capability": list(torch.cuda.get_device_capability(index)),
+        "torch": torch.__version__,
+        "triton": None if found is None else "{}.{}".format(*found),
+        "q2compile": __version__,
+    }
+
+
+def path_for(held: dict[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    return nvrtc.cache_dir() / f"gemm-{key[:24]}.json"
+
+
+def remember(index: int, choices: Sequence[Choice], date: str) -> Path:
+    """Writes down the choices for a device, in place of those before. Returns the file."""
+    held = holds_for(index)
+    path = path_for(held)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**held, "date": date, "choices": [c._asdict() for c in choices]}, indent=1)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+    forget()
+    return path
+
+
+def forget() -> None:
+    """What this process has read."""
+    _remembered.cache_clear()
+    _nearest.cache_clear()
+
+
+@functools.cache
+def _remembered(index: int) -> Remembered | None:
+    if not _wanted() or torch.cuda.get_device_capability(index) < _FIRST:
+        return None
+    held = holds_for(index)
+    path = path_for(held)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _ignored(path, str(error))
+        return None
+    try:
+        found = json.loads(text)
+        if {name: found[name] for name in held} != held:
+            raise ValueError("it is of another device or another version")
+        choices = tuple(_choice(**choice) for choice in found["choices"])
+        return Remembered(choices, str(found["date"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        _ignored(path, f"{type(error).__name__}: {error}")
+        return None
+
+
+def _choice(format: str, shape: list[int], fastest: str) -> Choice:
+    m, n, k = shape
+    if format not in ("nvfp4", "mxfp4") or fastest not in CANDIDATES:
+        raise ValueError(f"{format!r} by {fastest!r}")
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError(f"shape {shape}")
+    return Choice(format, (m, n, k), fastest)
+
+
+def _wanted() -> bool:
+    value = os.environ.get(VARIABLE) or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}: got {value!r}; allowed: on, off")
+    return value == "on"
+
+
+def _ignored(path: Path, why: str) -> None:
+    warnings.warn(
+        f"q2compile: {path.name}, the GEMM kernels chosen by `q2compile bench`, is ignored: "
+        f"{' '.join(why.split())[:300]}\nRun `q2compile bench` again, or delete it from the folder "
+        "that `q2compile doctor` names.",
+        KernelWarning,
+        stacklevel=2,
+    )
+
+
+def chosen(args: Sequence[Any]) -> str | None:
+    """The kernel that was the fastest for a product like this one; None where nothing is known, or
+    a size is symbolic."""
+    device = device_of(args)
+    if device.type != "cuda":
+        return None
+    a, b, scheme = args[0], args[3], get_scheme(args[7])
+    sizes = a.shape[0], b.shape[0], a.shape[1]
+    if scheme.widened or not all(type(size) is int and size > 0 for size in sizes):
+        return None
+    m, n, half = sizes
+    return _nearest(device.index, scheme.format, m, n, 2 * half)
+
+
+@functools.lru_cache(4096)
+def _nearest(index: int, format: str, *shape: int) -> str | None:
+    found = _remembered(index)
+    if found is None:
+        return None
+
+    def distances(choice: Choice) -> list[float]:
+        return [abs(math.log2(a / b)) for a, b in zip(shape, choice.shape, strict=True)]
+
+    near = [
+        (sum(distances(choice)), choice.fastest)
+        for choice in found.choices
+        if choice.format == format and max(distances(choice)) <= math.log2(_FARTHEST)
+    ]
+    return min(near)[1] if near else None
+
+
+def said() -> list[str]:
+    """For reports: what is chosen by measurement in this process, in words."""
+    texts = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = _remembered(index)
+        if found is not None and found.choices:
+            texts.append(
+                f"q2::gemm on cuda:{index} is run by the kernel that `q2compile bench` found the "
+                f"fastest at {len(found.choices)} shapes on {found.date}; another kernel sums in "
+                f"another order, within a rounding of the result. {VARIABLE}=off leaves that out"
+            )
+    return texts
+
+
+prefer("gemm", chosen, said)

@@ -1,0 +1,24 @@
+"""The launches that the cost model counts, against those of the code that is generated: a linear
+of each recipe, as on an H200 and as on a Blackwell."""
+
+import pytest
+
+from q2compile.cost_model.steps import Layer, recipe_steps
+from q2compile.recipes.recipe import GEMMS
+from q2compile.recipes.resolve import resolve
+from tests.support.launch_counts import BLACKWELL, HOPPER, INNER, OUTER, ROWS, launched
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+RECIPES = ("quartet2", "nvfp4", "quartet", "tetrajet2", "mxfp4")
+# Here nothing follows that fuses with the scaling and rounding of mxfp4's fp32 sums, of dx and dw.
+ALONE = {("mxfp4", HOPPER): 2}
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_model_counts_what_is_generated(recipe, capability) -> None:
+    found = launched(recipe, capability)
+    seeds = found["randint"]  # once a graph, however many linears it has
+    layer = Layer(ROWS, OUTER, INNER, x_fuses=False, emulated=capability == HOPPER)
+    counted = sum(step.launches for step in recipe_steps(resolve(recipe), layer, GEMMS))
+    assert counted + ALONE.get((recipe, capability), 0) == found.total() - seeds, found

@@ -1,0 +1,224 @@
+"""`q2compile bench`: whole on this machine's CPU, and what it makes of the times of a GPU."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from q2compile.cost_model.devices import DEVICES, H200
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
+from q2compile.tools import cli
+from q2compile.tools.bench import command, measurements
+from q2compile.tools.bench.cases import CASES, calls_of_quantisers, step_of
+from q2compile.tools.bench.llama_block import Block, LlamaBlock
+from q2compile.tools.bench.measurements import GROUPS, ON_CPU, Bench, Row
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU")
+def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler) -> None:
+    out = tmp_path / "bench.json"
+    assert cli.main(["bench", "--out", str(out)]) == 0
+    text, found = capsys.readouterr().out, json.loads(out.read_text())
+    assert text.startswith("device    CPU") and "no GPU that torch sees" in text.splitlines()[0]
+    assert (found["schema"], found["fastest"]) == (1, [])
+    assert found["versions"]["torch"] == torch.__version__ and found["seconds"] > 0
+    assert list(dict.fromkeys(row["group"] for row in found["rows"])) == list(GROUPS)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name for name, case in CASES.items() if not case.spec.widened} <= set(rows)
+    assert not any(name.endswith("_bf16") for name in rows)
+    assert {"nvfp4 reference", "mxfp4 reference", "dequantize"} <= set(rows)
+    for row in found["rows"]:
+        assert row["microseconds"] > 0 and "predicted" not in row and "why" not in row
+        if "beside" in row:
+            assert row["ratio"] == pytest.approx(
+                row["microseconds"] / row["beside_microseconds"], rel=1e-2
+            )
+    # Only what a host takes for its own calls is compared with nothing.
+    alone = [row["name"] for row in found["rows"] if "beside" not in row]
+    assert alone == ["a call of two launches in a compiled graph"]
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler) -> None:
+    """Everything runs at small sizes; what is not measured is a kernel that refuses this GPU."""
+    sizes = {"matrix": (256, 512), "products": ((128, 256, 256),), "linear": (256, 256, 256)}
+    monkeypatch.setattr(measurements, "ON_GPU", measurements.Sizes(**{**vars(ON_CPU), **sizes}))
+    out = tmp_path / "bench.json"
+    assert cli.main(["bench", "--no-remember", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["device"]["driver"] and found["device"]["capability"]
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {*CASES, "dequantize", f"nvfp4 {CUDA_BF16}", f"mxfp4 {CUDA_BF16}"} <= set(rows)
+    for name, row in rows.items():
+        if "microseconds" in row:
+            assert row["microseconds"] > 0 and "why" not in row, name
+        else:
+            assert row["why"].startswith("ValueError: kernel"), name
+
+
+def test_what_cannot_be_asked(capsys, tmp_path) -> None:
+    assert cli.main(["bench", "--only", "quantizers"]) == 2
+    assert "did you mean 'quantisers'?" in capsys.readouterr().err.lower()
+    assert cli.main(["bench", "--out", str(tmp_path / "none" / "x.json")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_group_that_fails_is_a_row_and_a_status(tmp_path, capsys, monkeypatch) -> None:
+    def fails(bench):
+        yield Row("linear", "first", (1,), 1.0)
+        raise RuntimeError("no\nkernel image")
+
+    monkeypatch.setitem(GROUPS, "linear", fails)
+    out = tmp_path / "bench.json"
+    assert cli.main(["bench", "--only", "linear,products", "--out", str(out)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["group"] for row in rows] == ["linear", "linear", "products", "products"]
+    assert rows[1]["why"] == "RuntimeError: no kernel image" and "microseconds" not in rows[1]
+    assert "not measured: RuntimeError: no kernel image" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.spec.widened])
+def test_a_case_is_the_call_that_the_cost_model_means(name) -> None:
+    """Codes for each direction, along rows or columns, and a mask where there is one."""
+    case, (rows, cols) = CASES[name], (128, 256)
+    (call,) = calls_of_quantisers(CPU, rows, cols, 1, [name])[name]()
+    codes = [t for t in call() if t.dtype == torch.uint8]
+    expected = [(rows, cols // 2)] * (case.kind in ("row", "both"))
+    expected += [(cols, rows // 2)] * (case.kind != "row")
+    expected += [(rows, cols // 8)] * case.spec.masked
+    assert [tuple(t.shape) for t in codes] == expected
+    assert step_of(name, rows * cols).launches == 2
+
+
+SHAPES = ((64, 128, 128), (64, 256, 128))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Bench that takes itself for one on a B200: candidates are the reference, and the times of
+    each are given."""
+    times: dict[str, float] = {}
+    broken: dict[str, Exception] = {}
+    wrong: set[str] = set()
+
+    def select(op, args, name):
+        if name in broken:
+            raise broken[name]
+        reference = registry.select(op, args, REFERENCE)
+        return (lambda *args: 2 * reference(*args)) if name in wrong else reference
+
+    def measured(self, calls):
+        why = {}
+        for name, make in calls.items():
+            try:
+                make()
+            except Exception as error:
+                why[name] = f"{type(error).__name__}: {error}"
+        return {name: times[name] for name in calls if name not in why}, why
+
+    monkeypatch.setattr(Bench, "on_gpu", True)
+    monkeypatch.setattr(Bench, "inputs", lambda self, bytes_: 1)
+    monkeypatch.setattr(Bench, "times", measured)
+    monkeypatch.setattr(measurements, "select", select)
+    sizes = measurements.Sizes(**{**vars(ON_CPU), "products": SHAPES})
+    bench = Bench(CPU, sizes, DEVICES[0])
+    times |= {CUBLASLT_FP4: 9.0, TRITON_FP4: 6.0, CUDA_BF16: 20.0, "BF16": 12.0}
+    return bench, times, broken, wrong
+
+
+def test_the_fastest_candidate_of_each_shape(gpu) -> None:
+    bench, *_ = gpu
+    rows = list(measurements.products(bench))
+    assert [(c.format, c.shape, c.fastest) for c in bench.choices] == [
+        (format, shape, TRITON_FP4) for format in ("nvfp4", "mxfp4") for shape in SHAPES
+    ]
+    found = {row.name: row for row in rows if row.shape == SHAPES[0]}
+    assert found[f"nvfp4 {TRITON_FP4}"].ratio == 0.5
+    assert found[f"nvfp4 {CUDA_BF16}"].ratio == pytest.approx(20 / 12)
+    # 2 us of GEMM are nothing beside the launches: two of cuBLASLt's, dequantisers and a GEMM.
+    predicted = [found[f"nvfp4 {name}"].predicted for name in (CUBLASLT_FP4, CUDA_BF16)]
+    assert predicted == pytest.approx([6.0, 9.0], abs=0.1)
+
+
+def test_one_candidate_alone_is_not_chosen(gpu) -> None:
+    """Nor one that fails, or is wrong by more than the self-check allows; the others are timed."""
+    bench, _, broken, wrong = gpu
+    broken[CUBLASLT_FP4] = ValueError("kernel 'cublaslt_fp4' cannot run q2::gemm here: mxfp4")
+    rows = list(measurements.products(bench))
+    assert bench.choices == []
+    refused = [row for row in rows if row.name.endswith(CUBLASLT_FP4)]
+    assert {row.why for row in refused} == {f"ValueError: {broken[CUBLASLT_FP4]}"}
+    assert all(row.microseconds is None for row in refused)
+    assert not any(command._is_fault(row) for row in refused)
+    broken.clear()
+    wrong.add(TRITON_FP4)
+    rows = list(measurements.products(bench))
+    assert bench.choices == []
+    (row,) = [r for r in rows if r.name == f"nvfp4 {TRITON_FP4}" and r.shape == SHAPES[0]]
+    assert row.why == "it is wrong: relative error 1.0e+00" and row.microseconds == 6.0
+
+
+def test_choices_are_remembered_and_said(gpu, monkeypatch, tmp_path) -> None:
+    bench, *_ = gpu
+    list(measurements.products(bench))
+    kept = []
+
+    def remember(index, choices, date):
+        kept.append((index, list(choices), date))
+        return tmp_path / "gemm-1.json"
+
+    monkeypatch.setattr(command, "remember", remember)
+    text = command._remembered(bench, "2026-11-22", no_remember=False)
+    assert kept == [(None, bench.choices, "2026-11-22")]
+    assert text.startswith("fastest   of 4 products: triton_fp4 at 4; remembered in ")
+    assert "results may differ by their rounding" in text and "Q2COMPILE_GEMM_CHOICES=off" in text
+    text = command._remembered(bench, "2026-11-22", no_remember=True)
+    assert text.endswith("triton_fp4 at 4; not remembered") and len(kept) == 1
+
+
+def test_lines_say_times_in_words() -> None:
+    row = partial(Row, "products", "nvfp4 triton_fp4", (512, 4096, 4096))
+    assert command.line(row(45.0, "BF16", 100.0, 40.0)).split("; ")[1:] == [
+        "0.45 of BF16's time (2.2 times as fast)",
+        "predicted 40.0 us, 0.89",
+    ]
+    assert "; 1.20 times BF16's time (slower)" in command.line(row(120.0, "BF16", 100.0))
+    assert "; 1.26 copies" in command.line(row(126.0, "copy", 100.0))
+    assert "not measured: it failed" in command.line(row(why="it failed"))
+
+
+def test_predictions_beside_a_data_sheet(gpu) -> None:
+    bench, times, *_ = gpu
+    bench.sheet = H200
+    times |= dict.fromkeys(["copy", "dequantize", *CASES], 10.0)
+    bench.sizes = measurements.Sizes(**{**vars(ON_CPU), "matrix": (128, 256)})
+    rows = {row.name: row for row in measurements.quantisers(bench)}
+    assert set(rows) == {"dequantize", *CASES}
+    for name, row in rows.items():
+        assert row.predicted == pytest.approx(1e6 * step_of(name, 128 * 256).seconds(H200))
+        assert row.ratio == 1.0 or row.why
+
+
+def test_a_block_is_a_llama_s() -> None:
+    """Its linears are those that the prediction counts; changing a token changes no earlier one."""
+    block = Block(width=64, inner=128, heads=4, key_values=2, batch=2, length=8)
+    torch.manual_seed(0)
+    model = LlamaBlock(block)
+    weights = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert weights == [(n, k) for n, k, *_ in block.linears]
+    x = torch.randn(2, 8, 64)
+    y = model(x)
+    x[:, 5] += 1
+    changed = (model(x) - y).abs().amax(dim=(0, 2)) > 1e-6
+    assert changed.tolist() == 5 * [False] + 3 * [True]
+
+
+def test_the_driver_is_none_without_nvidia_smi(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert command._driver(0) is None
