@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from q2compile.cost_model.devices import Device, data_sheet
+from q2compile.cost_model.devices import LAUNCH_SECONDS, Device, data_sheet
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.cost_model.steps import Layer, recipe_steps
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda.gemm.remembered import CANDIDATES, Choice
 from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
-from q2compile.runtime_kernels.registry import CUDA_BF16, REFERENCE, select
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, select
 from q2compile.tools.bench import host
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantisers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
@@ -237,7 +237,9 @@ def _predicted_product(
     layer = Layer(*shape, emulated=name not in CANDIDATES)
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
     asked = [s for s in steps if s.what == "gemm" or s.what.startswith("dequantise")]
-    return 1e6 * sum(step.seconds(sheet) for step in asked)
+    # Called by itself, cuBLASLt's has the product of the global scales ahead of it.
+    alone = LAUNCH_SECONDS * (format == "nvfp4" and name == CUBLASLT_FP4)
+    return 1e6 * (sum(step.seconds(sheet) for step in asked) + alone)
 
 
 def linear(bench: Bench) -> Iterator[Row]:

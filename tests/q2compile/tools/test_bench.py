@@ -13,7 +13,7 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
 from q2compile.tools.bench import command, measurements
-from q2compile.tools.bench.cases import CASES, calls_of_quantisers, step_of
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantisers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.measurements import GROUPS, ON_CPU, Bench, Row
 
@@ -196,7 +196,7 @@ def test_lines_say_times_in_words() -> None:
 def test_predictions_beside_a_data_sheet(gpu) -> None:
     bench, times, *_ = gpu
     bench.sheet = H200
-    times |= dict.fromkeys(["copy", "dequantize", *CASES], 10.0)
+    times |= dict.fromkeys(["copy", *OTHERS, *CASES], 10.0)
     bench.sizes = measurements.Sizes(**{**vars(ON_CPU), "matrix": (128, 256)})
     rows = {row.name: row for row in measurements.quantisers(bench)}
     assert set(rows) == {"dequantize", *CASES}
