@@ -54,7 +54,7 @@ def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler) -> None:
     found = json.loads(out.read_text())
     assert found["device"]["driver"] and found["device"]["capability"]
     rows = {row["name"]: row for row in found["rows"]}
-    assert {*CASES, "dequantize", f"nvfp4 {CUDA_BF16}", f"mxfp4 {CUDA_BF16}"} <= set(rows)
+    assert {*CASES, *OTHERS, f"nvfp4 {CUDA_BF16}", f"mxfp4 {CUDA_BF16}"} <= set(rows)
     for name, row in rows.items():
         if "microseconds" in row:
             assert row["microseconds"] > 0 and "why" not in row, name
@@ -199,7 +199,7 @@ def test_predictions_beside_a_data_sheet(gpu) -> None:
     times |= dict.fromkeys(["copy", *OTHERS, *CASES], 10.0)
     bench.sizes = measurements.Sizes(**{**vars(ON_CPU), "matrix": (128, 256)})
     rows = {row.name: row for row in measurements.quantisers(bench)}
-    assert set(rows) == {"dequantize", *CASES}
+    assert set(rows) == {*OTHERS, *CASES}
     for name, row in rows.items():
         assert row.predicted == pytest.approx(1e6 * step_of(name, 128 * 256).seconds(H200))
         assert row.ratio == 1.0 or row.why
