@@ -52,8 +52,8 @@ OTHER = {
     # recipe: bits an element of (x, w, dy), quantisers and GEMMs together
     # x is rotated for wgrad in the forward, so it lies in memory and is read twice. w's 16x16
     # blocks are found in one loop and rounded in a second, have fp32 scales of 64 / 256 bits, are
-    # turned for dgrad, which writes a scale for each row, and are expanded 16 times for fprop's GEMM;
-    # both directions of dy are rounded apart.
+    # turned for dgrad, which writes a scale for each row, and are expanded 16 times for fprop's
+    # GEMM; both directions of dy are rounded apart.
     "nvfp4": (
         2 * (16 + 8.5) + 2 * 4.5 + 16,
         (16 + 16 + 4 + 8 / 256 + 64 / 256)
