@@ -52,6 +52,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 # Launches of what is no quantiser of one kernel; a test counts them in generated code.
 _SCALES_OF_LOOPS = 2  # q2::split_scales: the largest, then the scales
 _LOOPS_OF_16X16 = 2  # the largest of each block, then codes
+TURNED_BITS = 4 + Fraction(8, 16)  # that q2::transpose writes: a scale for each row
 _ALPHA = 1  # the product of two global scales, where no quantiser's last launch makes it
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
@@ -114,8 +115,8 @@ class Layer:
     """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are made in
     a forward and backward.
 
-    x_fuses: something computes x, that its quantiser may be part of.  emulated: the GPU has no fp4
-    tensor cores.
+    grouped: its GEMMs are grouped ones.  x_fuses: something computes x, that its quantiser may be
+    part of.  emulated: the GPU has no fp4 tensor cores, so GEMMs multiply bf16 numbers.
     """
 
     t: Any
@@ -140,11 +141,6 @@ class Layer:
     @property
     def flops(self) -> Any:
         return 2 * self.t * self.n * self.k
-
-    @property
-    def widens(self) -> bool:
-        """Whether its GEMMs multiply bf16 numbers."""
-        return self.emulated
 
 
 # What each GEMM writes.
@@ -188,19 +184,8 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
         if gemm is None:
             steps.append(_plain_gemm(layer, name))
             continue
-        made: list[Step] = []
-        for role, operand in zip(GEMMS[name], (gemm.a, gemm.b), strict=True):
-            if role == "dy" and paired:
-                if name == "dgrad":
-                    made.append(_both_directions(layer, operand))
-            else:
-                times = layer.w_quantised if (name, role) == ("fprop", "w") else 1
-                operand_steps = times * _quantiser(recipe, layer, name, role, operand)
-                if operand.source == "forward":  # not beside the others
-                    steps += operand_steps
-                else:
-                    made += operand_steps
-        steps += _together(made)
+        made = _operands(recipe, layer, name, paired=paired)
+        steps += made
         aligned = any(step.last is not None for step in made)
         masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)
         steps += _product(layer, name, gemm, masked=masked, aligned=aligned)
@@ -208,6 +193,24 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
             result = layer.elements(_RESULT[name])
             steps.append(Step(name, "mask and rotate back", (2 * HIGH + 1) * result))
     return steps
+
+
+def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[Step]:
+    """What makes the operands of a GEMM. paired: dgrad's dy comes with wgrad's."""
+    gemm: Gemm = getattr(recipe, name)
+    ahead: list[Step] = []
+    beside: list[Step] = []
+    for role, operand in zip(GEMMS[name], (gemm.a, gemm.b), strict=True):
+        if role == "dy" and paired:
+            beside += [_both_directions(layer, operand)] * (name == "dgrad")
+            continue
+        times = layer.w_quantised if (name, role) == ("fprop", "w") else 1
+        made = times * _quantiser(recipe, layer, name, role, operand)
+        if operand.source == "forward":
+            ahead += [replace(step, last=None) for step in made]
+        else:
+            beside += made
+    return ahead + _together(beside)
 
 
 def _together(steps: list[Step]) -> list[Step]:
@@ -224,7 +227,7 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
     """The GEMM, and what is launched for it ahead. masked: a kernel of ours reads its result.
     aligned: a quantiser ahead of it ends in a launch that makes the product of global scales."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
-    if layer.widens:
+    if layer.emulated:
         folds = layer.grouped or all(get_scheme(o.scheme).folds for o in operands.values())
         product = _plain_gemm(layer, name) if folds else _fp32_gemm(layer, name, fuses=not masked)
         return [*_widened(layer, name, operands), product]
@@ -253,11 +256,6 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
     ]
 
 
-TURNED_BITS = 4 + Fraction(
-    8, 16
-)  # bits of an element that q2::transpose writes: a scale for each row
-
-
 def _read_bits(operand: Operand) -> Fraction:
     return TURNED_BITS if operand.source == "reuse" else packed_bits(operand.scheme)
 
@@ -278,7 +276,7 @@ def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step
 
 def _leaves_numbers(layer: Layer, name: str, operand: Operand) -> bool:
     """Whether an operand's quantiser writes bf16 numbers (`passes.widen_operands`)."""
-    return layer.widens and name != "fprop" and operand.source in ("fresh", "requantize")
+    return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
 
 
 def _paired(recipe: Recipe, gemms: list[str]) -> bool:
@@ -311,7 +309,7 @@ def quantising(
 
 
 def _both_directions(layer: Layer, operand: Operand) -> Step:
-    scheme = operand.scheme + (WIDENED if layer.widens else "")
+    scheme = operand.scheme + (WIDENED if layer.emulated else "")
     made = Quantiser("both", scheme, operand.transform)
     last = _last_launch(layer, scheme, operand.transform)
     return quantising("dgrad", "quantise dy both ways", made, layer.elements("dy"), last=last)
@@ -321,7 +319,7 @@ def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     """One operand's way from where it lies to codes."""
     elements, users = layer.elements(role), layer.users(role)
     if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
-        if layer.widens:  # dequantised where they are, and read by columns
+        if layer.emulated:  # dequantised where they are, and read by columns
             return []
         return [Step(name, f"turn {role}", (packed_bits(operand.scheme) + TURNED_BITS) * elements)]
     spec = get_scheme(operand.scheme)
@@ -358,7 +356,7 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
 def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
     """Which other operands' quantisers can end in as well (cuda/quantize/together.py)."""
     spec = get_scheme(scheme)
-    if not layer.widens and spec.block[0] == 1:  # `passes.swizzle_scales`
+    if not layer.emulated and spec.block[0] == 1:  # `passes.swizzle_scales`
         spec = get_scheme(scheme + SWIZZLED)
     return plan.shared_launch(spec, get_transform(transform))
 
