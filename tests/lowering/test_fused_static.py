@@ -111,7 +111,8 @@ def test_spills_no_more_than_its_sister(scheme, directions) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_instructions_an_element(name) -> None:
-    """Counted in the loop over the rows of a whole tile; rounded up by at most 2.5 by the rule."""
+    """Counted in the loop over the rows of a whole tile; rounded up by at most 2.5 by the rule, and
+    1 more for NVRTC: the one of torch 2.15 makes 40.5 of gelu's 41.6 by 13.0's."""
     made = ALL[name]
     code = code_of(made, "sm_90a", "nvfp4_ms_eden_pow2", (True, True))
     ahead = re.search(r"kRowsAhead = (\d+)", cuda_source(made))
@@ -124,4 +125,4 @@ def test_instructions_an_element(name) -> None:
         and sum(n.startswith("BRA") for n in code.names[first : end + 1]) == 1
     ]
     counted = max(loops) / made.piece / int(ahead.group(1))
-    assert counted <= instructions(made) <= counted + 2.5
+    assert counted <= instructions(made) <= counted + 3.5
