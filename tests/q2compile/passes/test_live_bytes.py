@@ -87,6 +87,10 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).float(), tokens)
 
 
+@pytest.mark.skipif(
+    not hasattr(inductor_memory, "peak_memory_from_buf_info_list"),
+    reason="the estimate of torch 2.11 takes what a graph returns off before its first node",
+)
 @pytest.mark.parametrize("tokens", [64, 2048])
 @pytest.mark.parametrize("backend", ["inductor", "quartet2"])
 def test_as_inductor_sees_it(monkeypatch, backend, tokens):
