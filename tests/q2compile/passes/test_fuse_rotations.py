@@ -79,8 +79,8 @@ def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
 
 def test_the_rule_decides(monkeypatch, tmp_path) -> None:
     """On an H200, whose issue slots MS-EDEN fills: the gate's gradient pays, and up's, with an
-    exponential and a quotient of its own, does not. torch 2.11 makes the sigmoid of the first again,
-    too."""
+    exponential and a quotient of its own, does not. torch 2.11 makes the sigmoid of the first
+    again, too."""
     step(monkeypatch, tmp_path, fuse_rotations=True)
     (passes,) = tmp_path.glob("**/passes.json")
     told = [text for r in json.loads(passes.read_text()) for text in r.get("details", [])]
