@@ -221,7 +221,7 @@ def test_two_processes_build_one_cubin_at_once(tmp_path):
         python(BUILD.format(folder=str(tmp_path), me=me), Q2COMPILE_CACHE_DIR=str(cache))
         for me in "ab"
     ]
-    outputs = [p.communicate(timeout=120) for p in processes]
+    outputs = [p.communicate(timeout=300) for p in processes]
     digests = {out for out, _ in outputs}
     assert len(digests) == 1 and digests != {""}, outputs
     (path,) = cache.iterdir()

@@ -27,7 +27,7 @@ import torch
 from q2compile.errors import ConfigError, one_of
 from q2compile.report.page.headline import time_words
 from q2compile.runtime_kernels.cuda.gemm.remembered import remember
-from q2compile.tools.bench.measurements import GROUPS, Bench, Row, measured
+from q2compile.tools.bench.measurements import BUSY, GROUPS, Bench, Row, measured
 from q2compile.version import __version__
 
 SCHEMA = 1
@@ -80,8 +80,8 @@ _ON_CPU = ": no GPU that torch sees. All is the torch reference, at small sizes;
 
 
 def _is_fault(row: Row) -> bool:
-    """Whether a row without a figure is more than a kernel that another GPU is for."""
-    return not row.why.startswith("ValueError: kernel")
+    """Whether a row without a figure is more than a kernel that another GPU is for, or noise."""
+    return not row.why.startswith(("ValueError: kernel", BUSY))
 
 
 def line(row: Row) -> str:

@@ -1,10 +1,14 @@
-"""What q2compile takes of the host: a call in generated code, and a linear of a training step."""
+"""What q2compile takes of the host: a call in generated code, and a linear of a training step.
+
+Both are slopes over how many there are of them, taken in turns. On a machine that is busy with
+other work a slope may be lost in the noise, and is then not positive: whoever shows it says so.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +38,7 @@ def per_call(device: torch.device, few: int = 8, many: int = 40, repeats: int = 
         return lambda: compiled(x, seeds)
 
     lowering.register()
-    of_few, of_many = (_seconds(calls(count), device, repeats) for count in (few, many))
-    return 1e6 * (of_many - of_few) / (many - few)
+    return _longer_by([calls(few), calls(many)], device, repeats) / (many - few)
 
 
 def per_linear(
@@ -43,9 +46,9 @@ def per_linear(
 ) -> float:
     """Microseconds of one linear more in a forward and backward of small ones, with what autograd
     keeps of it: the slope over how many there are."""
-    times = []
+    torch._dynamo.reset()
+    steps: list[Call] = []
     for count in (few, many):
-        torch._dynamo.reset()
         parts = [part for _ in range(count) for part in (nn.Linear(_SIZE, _SIZE), nn.SiLU())]
         model = nn.Sequential(*parts).to(device, torch.bfloat16)
         compiled = torch.compile(model, backend=backend)
@@ -56,18 +59,24 @@ def per_linear(
             model.zero_grad(set_to_none=True)
             compiled(x).backward(dy)
 
-        times.append(_seconds(step, device, repeats))
-    return 1e6 * (times[1] - times[0]) / (many - few)
+        steps.append(step)
+    return _longer_by(steps, device, repeats) / (many - few)
 
 
-def _seconds(call: Call, device: torch.device, repeats: int) -> float:
-    """Of the host for a call, with the device never in its way. Median."""
-    call()  # compiles
-    times = []
+def _longer_by(calls: Sequence[Call], device: torch.device, repeats: int) -> float:
+    """Microseconds of the host that the second of two calls takes longer than the first, with the
+    device never in its way. Median over turns: what slows the machine down for longer than a turn
+    slows down both."""
+    for call in calls:
+        call()  # compiles
+    differences = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        times = []
+        for call in calls:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        differences.append(times[1] - times[0])
+    return 1e6 * statistics.median(differences)

@@ -174,7 +174,7 @@ def run_scenarios(scenarios_on: Callable[[int], dict[str, Callable[[], Result]]]
     """Run those for this number of ranks, as one of a gloo group, and save each one's Result, or
     its traceback."""
     folder = Path(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     try:
         for name, scenario in scenarios_on(dist.get_world_size()).items():
             torch._dynamo.reset()
