@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +32,9 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from kernels import INPUTS, captured, time_in_turns
-from models import BATCH, GPU, LLAMA, SEQUENCE, Step, device_kernels, in_turns, record
+from models import BATCH, GPU, LLAMA, SEQUENCE, device_kernels, in_turns, record
 from torch.nn.functional import silu
+from training_step import Step, first_seconds, training_step
 
 from q2compile import lowering
 from q2compile.lowering import fusion_rule
@@ -189,21 +189,9 @@ def llama() -> list[dict[str, Any]]:
     steps: dict[str, Step] = {}
     first: dict[str, list[float]] = {"unfused": [], "fused": []}
     for how in ("unfused", "fused") * 2:  # the second time with warm caches of kernels
-        torch._dynamo.reset()
-        options: dict[str, Any] = {"fuse_rotations": how == "fused"}
-        backend = torch.compile(model, backend="quartet2", options=options)
-
-        def step(backend=backend) -> None:
-            model.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = backend(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-
-        start = time.perf_counter()
-        with inductor_config.patch(force_disable_caches=True):
-            step()
-        torch.cuda.synchronize()
-        first[how].append(time.perf_counter() - start)
+        options = {"fuse_rotations": how == "fused"}
+        step = training_step(model, tokens, backend="quartet2", options=options)
+        first[how].append(first_seconds(step))
         steps[how] = step
     times = in_turns(steps, calls=2)
     unit = "of that without fuse_rotations"

@@ -27,7 +27,6 @@ import argparse
 import datetime
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 from kernels import INPUTS, write
 from torch.nn.functional import rms_norm, silu
+from training_step import Step, first_seconds, training_step
 
 import q2compile
 from q2compile import lowering
@@ -55,7 +55,6 @@ LLAMA: dict[str, Any] = {
 BATCH, SEQUENCE = 8, 2048
 GPU = torch.device("cuda")
 BACKENDS = ("inductor", "quartet2")
-Step = Callable[[], Any]
 
 
 def linear(inputs: int, outputs: int) -> dict[str, Any]:
@@ -92,24 +91,11 @@ def llama() -> list[dict[str, Any]]:
     model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False))
     model.to(GPU)
     for backend in BACKENDS:
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend=backend)
-
-        def step(compiled=compiled) -> None:
-            model.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = compiled(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-
-        start = time.perf_counter()
-        with torch._inductor.config.patch(force_disable_caches=True):
-            step()
-        torch.cuda.synchronize()
-        first[backend] = time.perf_counter() - start
+        step = steps[backend] = training_step(model, tokens, backend=backend)
+        first[backend] = first_seconds(step)
         torch.cuda.reset_peak_memory_stats()
         step()
         peaks[backend] = torch.cuda.max_memory_allocated() / 2**30
-        steps[backend] = step
     times = in_turns(steps, calls=2)
     compile_times = {name: first[name] - times[name] / 1e3 for name in BACKENDS}
     return [

@@ -23,8 +23,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import BACKENDS, GPU, Step, record
+from models import BACKENDS, GPU, record
 from torch import nn
+from training_step import Step
 
 from q2compile.tools.bench.timing import in_turns
 

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import BATCH, GPU, LLAMA, SEQUENCE, Step, record
+from models import BATCH, GPU, LLAMA, SEQUENCE, record
+from training_step import Step
 
 from q2compile.tools.bench.timing import in_turns
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 from models import GPU, record
+from training_step import Step, first_seconds, training_step
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from q2compile.tools.bench.host import per_call, per_linear
@@ -52,26 +52,6 @@ EIGHT_B: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 OTHERS = ("nvfp4", "tetrajet2", "quartet", "mxfp4")
-Step = Callable[[], None]
-
-
-def step_of(model: torch.nn.Module, tokens: torch.Tensor, options: dict[str, Any] | None) -> Step:
-    """A training step of the model; options None: under plain Inductor."""
-    torch._dynamo.reset()
-    mode = (options or {}).get("mode")
-    compiled: Any = (
-        torch.compile(model, backend="quartet2", options=options)
-        if options is not None and "recipe" in options
-        else torch.compile(model, mode=mode)
-    )
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = compiled(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-
-    return step
 
 
 def kernels_of(step: Step) -> tuple[int, float]:
@@ -95,10 +75,11 @@ def small(names: Mapping[str, tuple[str, int, str | None]]) -> list[dict[str, An
     model.to(GPU)
     tokens = torch.randint(VOCABULARY, (sequences, SEQUENCE), device=GPU)
     in_mode = {} if mode is None else {"mode": mode}
-    steps = {"bf16": step_of(model, tokens, in_mode)}
+    steps = {"bf16": training_step(model, tokens, **in_mode)}
     steps["bf16"]()  # compiles, before Dynamo is reset
     for name, (recipe, *_) in names.items():
-        steps[name] = step_of(model, tokens, {"recipe": recipe, **in_mode})
+        options = {"recipe": recipe, **in_mode}
+        steps[name] = training_step(model, tokens, backend="quartet2", options=options)
         for _ in range(3):
             steps[name]()
     times = in_turns(steps, rounds=10, calls=4)
@@ -126,20 +107,16 @@ def large() -> list[dict[str, Any]]:
     tokens = torch.randint(EIGHT_B["vocab_size"], (1, 4096), device=GPU)
     with torch.device(GPU):
         model: Any = LlamaForCausalLM(LlamaConfig(**EIGHT_B, use_cache=False)).bfloat16()
-    variants: dict[str, dict[str, Any] | None] = {
-        "bf16": None,
-        "llama_8b_step": {"recipe": "quartet2"},
-        "llama_8b_step_kept": {"recipe": "quartet2", "recompute_weights": False},
+    variants: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "llama_8b_step": {"backend": "quartet2"},
+        "llama_8b_step_kept": {"backend": "quartet2", "options": {"recompute_weights": False}},
     }
     steps, first, peaks = {}, {}, {}
-    for name, options in variants.items():
-        step = steps[name] = step_of(model, tokens, options)
+    for name, compile_with in variants.items():
+        step = steps[name] = training_step(model, tokens, **compile_with)
         gc.collect()
-        start = time.perf_counter()
-        with torch._inductor.config.patch(force_disable_caches=True):
-            step()
-        torch.cuda.synchronize()
-        first[name] = time.perf_counter() - start
+        first[name] = first_seconds(step)
         torch.cuda.reset_peak_memory_stats()
         step()
         peaks[name] = torch.cuda.max_memory_allocated() / 2**30

@@ -49,15 +49,16 @@ def compile_graph(
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
     """
+    one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     with checkpoints_left_on_error(), backward_at_once(config.on_error == "bf16"):
         if not config.cache_weights:
-            return _variants(gm, example_inputs, config, parameters, watcher, fault, instrument)
+            return _variants(gm, example_inputs, one, watcher, instrument)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
 
         gm, inputs, sites = take_codes(gm, example_inputs, root)
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
-        compiled = _variants(gm, inputs, config, parameters, watcher, fault, instrument)
+        compiled = _variants(gm, inputs, one, watcher, instrument)
         return with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
@@ -77,35 +78,32 @@ def _patches(config: Config) -> dict[str, Any]:
 def _variants(
     gm: fx.GraphModule,
     example_inputs: list[Any],
-    config: Config,
-    parameters: int,
+    one: Callable[..., Callable[..., Any]],
     watcher: Watcher | None,
-    fault: Fault | None,
     instrument: Instrument | None,
 ) -> Callable[..., Any]:
     """The compiled graph, or the choice between it and one that records. Both at once, so that
     what can't be compiled, or does not fit, fails in the first step. Only the plain one is watched.
     """
     if instrument is None:
-        return _compiled(gm, example_inputs, config, parameters, watcher, fault)
+        return one(gm, example_inputs, watcher)
     compiled: list[Callable[..., Any]] = []
     for recording in (True, False) if instrument.records else (False,):
         put_in = PutIn(instrument, recording)
         given, watched = (copied(gm), None) if recording else (gm, watcher)
-        compiled.append(
-            _compiled(given, example_inputs, config, parameters, watched, fault, put_in)
-        )
+        compiled.append(one(given, example_inputs, watched, put_in))
     return instrument.choose(compiled[-1], compiled[0])
 
 
 def _compiled(
     gm: fx.GraphModule,
     example_inputs: list[Any],
+    watcher: Watcher | None,
+    put_in: PutIn | None = None,
+    *,
     config: Config,
     parameters: int,
-    watcher: Watcher | None,
     fault: Fault | None,
-    put_in: PutIn | None = None,
 ) -> Callable[..., Any]:
     passes = PostGradPasses(config, watcher, pass_in_slot(), fault, put_in)
     joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))

@@ -11,7 +11,7 @@ Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
 _PARTS = ("codes", "scales", "global_scale")
+
+
+class Kept(NamedTuple):
+    """Codes that fprop made of x or w, along K: of what scheme, and how many rows (columns of x or
+    w, and where fprop rotated them whole chunks of those) they are to have the other way round."""
+
+    codes: Codes
+    scheme: str
+    rows: int
 
 
 def coins_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
@@ -59,17 +68,13 @@ class OneWeight:
         return _quantize(x, operand, transpose=True, seed=seed, stream=stream)
 
     def again(
-        self,
-        gemm_name: str,
-        codes: Codes,
-        source: str,
-        operand: Operand,
-        rows: int,
-        seed: Tensor | None,
+        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
     ) -> Codes:
-        """Saved codes of scheme ``source``, of x or w, quantised along their rows."""
+        """What is kept of x or w, quantised along its rows."""
         scheme, transform = operand.scheme, operand.transform
-        return torch.ops.q2.requantize(*codes, seed, source, scheme, transform, rows, 1)
+        return torch.ops.q2.requantize(
+            *kept.codes, seed, kept.scheme, scheme, transform, kept.rows, 1
+        )
 
     def gemm(
         self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
@@ -105,19 +110,13 @@ class InGroups(OneWeight):
         )
 
     def again(
-        self,
-        gemm_name: str,
-        codes: Codes,
-        source: str,
-        operand: Operand,
-        rows: int,
-        seed: Tensor | None,
+        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
     ) -> Codes:
         if gemm_name != "wgrad":
-            return super().again(gemm_name, codes, source, operand, rows, seed)
+            return super().again(gemm_name, kept, operand, seed)
         return torch.ops.q2.requantize_groups(
-            *(*codes, self.offs, self.padded_offs, seed),
-            *(source, operand.scheme, operand.transform, rows, 1),
+            *(*kept.codes, self.offs, self.padded_offs, seed),
+            *(kept.scheme, operand.scheme, operand.transform, kept.rows, 1),
         )
 
 
@@ -240,7 +239,7 @@ def _backward_gemm(
     size = TRANSFORMS[forward.transform].size
     rows = -(-columns // size) * size
     coins = coins_of(gemm.b, seed)
-    b = product.again(gemm_name, saved.codes(name), forward.scheme, gemm.b, rows, coins)
+    b = product.again(gemm_name, Kept(saved.codes(name), forward.scheme, rows), gemm.b, coins)
     grad = product.gemm(gemm_name, gemm, a, b, None, dtype)
     if f"{other}.mask" not in saved:
         return grad

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import Codes, InGroups, Saved, backward, forward
+from q2compile.linear.autograd import Codes, InGroups, Kept, Saved, backward, forward
 from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -52,18 +52,13 @@ class Grouped(InGroups):
         return super().along_rows(gemm_name, x, operand, seed, stream)
 
     def again(
-        self,
-        gemm_name: str,
-        codes: Codes,
-        source: str,
-        operand: Operand,
-        rows: int,
-        seed: Tensor | None,
+        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
     ) -> Codes:
         if gemm_name == "dgrad":
-            of_codes, scales, global_scale = codes
-            codes = (self._padded(of_codes, operand), self._padded(scales, operand), global_scale)
-        return super().again(gemm_name, codes, source, operand, rows, seed)
+            codes, scales, global_scale = kept.codes
+            padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
+            kept = kept._replace(codes=padded)
+        return super().again(gemm_name, kept, operand, seed)
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
         """What there is of w, its N rows an expert padded to whole blocks and chunks."""

@@ -348,39 +348,30 @@ CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11
 @pytest.mark.parametrize("triton", [None, (3, 6), (3, 8)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("format_", FORMATS)
-def test_order(gpu, monkeypatch, capability, triton, format_):
-    """mxfp4 never goes to cuBLASLt; GPUs that nobody knows get bf16."""
+@pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
+def test_order(gpu, monkeypatch, capability, triton, format_, op):
+    """mxfp4 and groups never go to cuBLASLt; GPUs that nobody knows get bf16, never the reference.
+    Triton's is where tl.dot_scaled multiplies codes."""
     gpu(capability)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
-    args = on_gpu("gemm", FORMATS[format_])
+    args = on_gpu(op, FORMATS[format_])
     blackwell = capability in [(10, 0), (10, 3), (12, 0), (12, 1)]
     by_triton = blackwell and triton is not None and (capability != (12, 1) or triton >= (3, 8))
     want = "triton_fp4" if by_triton else "cuda_bf16"
-    if blackwell and format_ == "nvfp4":
+    if blackwell and (op, format_) == ("gemm", "nvfp4"):
         want = "cublaslt_fp4"
-    assert serving("gemm", args).name == want
+    assert serving(op, args).name == want
     if not by_triton:
         with pytest.raises(ValueError, match="dot_scaled works|not installed"):
-            select("gemm", args, "triton_fp4")
+            select(op, args, "triton_fp4")
 
 
-@pytest.mark.parametrize("triton", [None, (3, 6), (3, 8)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("format_", FORMATS)
-def test_order_of_grouped_gemms(gpu, monkeypatch, capability, triton, format_):
-    """Codes where tl.dot_scaled multiplies them, bf16 everywhere else, never the reference."""
-    gpu(capability)
-    monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
-    monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
+def test_groups_that_triton_does_not_multiply(gpu, monkeypatch, format_):
+    gpu((10, 0))
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
     args = on_gpu("grouped_gemm", FORMATS[format_])
-    by_triton = capability in [(10, 0), (10, 3), (12, 0), (12, 1)] and triton is not None
-    by_triton = by_triton and (capability != (12, 1) or triton >= (3, 8))
-    assert serving("grouped_gemm", args).name == ("triton_fp4" if by_triton else "cuda_bf16")
-    if not by_triton:
-        with pytest.raises(ValueError, match="dot_scaled works|not installed"):
-            select("grouped_gemm", args, "triton_fp4")
-        return
     for schemes, why in (
         ((FORMATS[format_] + WIDENED,) * 2, "it reads codes"),
         ((FORMATS[format_] + SWIZZLED,) * 2, "plain scales"),
