@@ -186,7 +186,5 @@ class FusedLaunches(launches.Enqueued):
                 shown = repr(arg)
             args.append(shown)
         wanted = ", ".join(str(int(w)) for w in self._wanted)
-        site = (
-            f"q2_FusedSite('{self._op}', q2_{producer!r}, ({', '.join(args)},), ({wanted},))"
-        )
+        site = f"q2_FusedSite('{self._op}', q2_{producer!r}, ({', '.join(args)},), ({wanted},))"
         self._write(wrapper, site, given)

@@ -1,11 +1,10 @@
 """The loops that Inductor makes of a quantising op, compared with the torch reference before their
-first use on GPUs that this project could not be tested on.
+first use on a machine.
 
-The rules are checked by tests; what stands between them and a new GPU are Inductor, Triton and
-ptxas. So a small graph is compiled for the device, a product with one half and the quantiser that
-fuses with it, and its codes and scales must be the reference's bits. That costs a small compilation
-for each scheme of a recipe's forward, once: that loops agree is kept on disk, by device, versions
-and sources, beside the cubins. A disagreement is not, and is found again in the next process.
+The rules are checked by tests; what stands between them and a GPU are Inductor, Triton and ptxas.
+So a small graph is compiled for the device, a product with one half and the quantiser that fuses
+with it, and its codes and scales must be the reference's bits. That costs a small compilation for
+each scheme of a recipe's forward, once.
 
 It is compiled in a thread of its own, since Inductor keeps what it is at work on by thread.
 """
@@ -13,7 +12,6 @@ It is compiled in a thread of its own, since Inductor keeps what it is at work o
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -23,9 +21,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.lowering import register
-from q2compile.runtime_kernels import numerics
-from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge, proven
+from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import LOOPS
 
@@ -38,13 +34,14 @@ def refusal(
 ) -> str | None:
     """None when the loops of an op may be used with a scheme on this device, otherwise the reason
     in words."""
-    if _known(device):
+    if _is_known(device):
         return None
-    check = (op, device, scheme, transform, transpose)
+    check = (op, LOOPS, device, scheme, transform, transpose)
     if check not in _VERDICTS:
         _VERDICTS[check] = None
+        differs = functools.partial(disagreement, op, device, scheme, transform, transpose)
         try:
-            judge(_VERDICTS, check, (op, LOOPS, device), functools.partial(_checked, *check))
+            judge(_VERDICTS, check, differs, (Path(__file__).parent,))
         except Exception:
             if _VERDICTS[check] is None:
                 del _VERDICTS[check]
@@ -52,33 +49,17 @@ def refusal(
     return _VERDICTS[check]
 
 
+def _is_known(device: torch.device) -> bool:
+    """What Inductor makes for a CPU the tests check."""
+    return device.type != "cuda"
+
+
 def is_refused(op: str, device: torch.device, scheme: str, transform: str = "none") -> bool:
     """Whether a check that was run has refused them."""
     return any(
-        reason is not None and check[:4] == (op, device, scheme, transform)
+        reason is not None and check[:5] == (op, LOOPS, device, scheme, transform)
         for check, reason in _VERDICTS.items()
     )
-
-
-def _known(device: torch.device) -> bool:
-    return device.type != "cuda" or proven(device.index)
-
-
-def _checked(
-    op: str, device: torch.device, scheme: str, transform: str, transpose: bool
-) -> str | None:
-    mark = _mark(device, op, scheme, transform, transpose)
-    if mark.exists():
-        return None
-    reason = disagreement(op, device, scheme, transform, transpose)
-    if reason is not None:
-        return reason
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    except OSError:
-        pass  # it is checked again in the next process
-    return None
 
 
 def disagreement(
@@ -132,32 +113,3 @@ def _compiled(function: Callable, inputs: list) -> Callable:
     passes = [name for name in list_options() if name.endswith("_pass") and "custom" in name]
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     return compile_graph(graph, inputs, options={**own, **dict.fromkeys(passes)})
-
-
-def _mark(device: torch.device, *check) -> Path:
-    """The empty file that says that this check was passed on a device like this one."""
-    key = hashlib.sha256()
-    for part in (*_named(device), *check, *_versions(), _sources()):
-        key.update(f"{part}\0".encode())
-    return nvrtc.cache_dir() / f"{check[0]}-loops-{key.hexdigest()[:24]}.checked"
-
-
-def _named(device: torch.device) -> tuple[str, int, int]:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.name, properties.major, properties.minor
-
-
-def _versions() -> tuple[str, str]:
-    import triton
-
-    return torch.__version__, triton.__version__
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of what the loops and their rules are written in."""
-    digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(numerics.__file__).parent):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

@@ -285,7 +285,7 @@ def test_examples_have_a_main() -> None:
         if (path.parent / "__init__.py").exists():
             continue  # a package, which a program beside it imports
         beside = [other.read_text() for other in path.parent.glob("*.py") if other != path]
-        if any(re.search(rf"^import {path.stem}$", text, re.MULTILINE) for text in beside):
+        if any(re.search(rf"^(import|from) {path.stem}\b", text, re.MULTILINE) for text in beside):
             continue
         assert any(name == "main" for name, _, _ in python_functions(path)), relative(path)
 

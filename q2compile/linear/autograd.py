@@ -67,9 +67,7 @@ class OneWeight:
         """
         return _quantize(x, operand, transpose=True, seed=seed, stream=stream)
 
-    def again(
-        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
-    ) -> Codes:
+    def again(self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None) -> Codes:
         """What is kept of x or w, quantised along its rows."""
         scheme, transform = operand.scheme, operand.transform
         return torch.ops.q2.requantize(
@@ -109,9 +107,7 @@ class InGroups(OneWeight):
             *(operand.scheme, operand.transform, stream),
         )
 
-    def again(
-        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
-    ) -> Codes:
+    def again(self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None) -> Codes:
         if gemm_name != "wgrad":
             return super().again(gemm_name, kept, operand, seed)
         return torch.ops.q2.requantize_groups(

@@ -51,9 +51,7 @@ class Grouped(InGroups):
         x = self._padded(x, operand) if gemm_name == "dgrad" else x
         return super().along_rows(gemm_name, x, operand, seed, stream)
 
-    def again(
-        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
-    ) -> Codes:
+    def again(self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None) -> Codes:
         if gemm_name == "dgrad":
             codes, scales, global_scale = kept.codes
             padded = self._padded(codes, operand), self._padded(scales, operand), global_scale

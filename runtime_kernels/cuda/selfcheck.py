@@ -2,7 +2,7 @@
 
 Quantising kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,
 for every type of result and bias. Used by `q2compile doctor`, and before the first use of a kernel
-on GPUs that this project could not be tested on: a kernel that disagrees is refused there.
+on a machine: one that disagrees is refused there.
 
 A check runs on a stream of its own, and leaves alone what the caller has set: modes, default
 device and type, autocast, the random state. Inside a CUDA graph capture there can be none.
@@ -13,10 +13,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from q2compile.runtime_kernels.cuda import agreements
+from q2compile.runtime_kernels.cuda.agreements import Check
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, unsupported
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
@@ -29,8 +32,6 @@ from q2compile.runtime_kernels.registry import (
     warn_of_failure,
 )
 
-# Where the kernels have been run, not only compiled.
-PROVEN = {(9, 0)}
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
 _ROWS = (130, 1)
 _COLUMNS = 200  # of a product
@@ -55,8 +56,8 @@ GROUPED_FORMS: tuple[GroupedForm, ...] = tuple(
     product(("fprop", "dgrad", "wgrad"), (torch.bfloat16, torch.float32))
 )
 
-_VERDICTS: dict[tuple, str | None] = {}
-_RUNNING: set[tuple] = set()  # checks under way, which must not ask themselves
+_VERDICTS: dict[Check, str | None] = {}
+_RUNNING: set[Check] = set()  # checks under way, which must not ask themselves
 _LOCK = threading.RLock()
 
 
@@ -69,8 +70,6 @@ def refusal(
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
-    if proven(index):
-        return None
     reason = unsupported(index)
     if reason is not None:
         return reason
@@ -81,19 +80,12 @@ def refusal(
         "grouped_mm",
     ):  # where the format is all that counts
         scheme = _OF_FORMAT[get_scheme(scheme).format]
-    check = (op, name, index, scheme, form)
+    check = (op, name, torch.device("cuda", index), scheme, form)
     return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
 
 
-@functools.cache
-def proven(index: int) -> bool:
-    """Whether kernels need no check on this CUDA device."""
-    return torch.cuda.get_device_capability(index) in PROVEN and unsupported(index) is None
-
-
-def _refusal(check: tuple) -> str | None:
-    op, name, index, scheme, form = check
-    device = torch.device("cuda", index)
+def _refusal(check: Check) -> str | None:
+    op, name, device, scheme, form = check
     with _LOCK:
         if check in _VERDICTS:
             return _VERDICTS[check]
@@ -109,35 +101,42 @@ def _refusal(check: tuple) -> str | None:
         try:
             forms = () if form is None else ((form,),)
             differs = functools.partial(disagreement, op, name, device, scheme, *forms)
-            return judge(_VERDICTS, check, (op, name, device), differs)
+            return judge(_VERDICTS, check, differs)
         finally:
             _RUNNING.discard(check)
 
 
 def judge(
-    verdicts: dict[tuple, str | None],
-    check: tuple,
-    of: tuple[str, str, torch.device],
+    verdicts: dict[Check, str | None],
+    check: Check,
     differs: Callable[[], str | None],
+    sources: Sequence[Path] = (),
 ) -> str | None:
     """Notes in `verdicts`, and returns, None when a kernel agrees with the reference, otherwise why
-    it is given up, of which it warns.
+    it is given up, of which it warns. That it agrees is kept on disk, and not asked again.
 
-    of: the op, the kernel's name, the device.  differs: None, or how the results differ.
+    check: the op, the kernel's name, the device, and with what.  differs: None, or how the results
+    differ.  sources: as of `agreements.is_kept`.
 
     Raises:
         Exception: what `differs` raises, where that is not the kernel's fault.
     """
+    if agreements.is_kept(check, sources):
+        verdicts[check] = None
+        return None
+    op, name, device, *_ = check
     try:
         reason = differs()
         reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
     except Exception as error:
-        if not kernels_own(error, of[2]):
+        if not kernels_own(error, device):
             raise
         reason = failure_text(error)
     verdicts[check] = reason
-    if reason is not None:
-        warn_of_failure(*of, reason)
+    if reason is None:
+        agreements.keep(check, sources)
+    else:
+        warn_of_failure(op, name, device, reason)
     return reason
 
 

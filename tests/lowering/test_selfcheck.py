@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 from q2compile.lowering import selfcheck
 from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import agreements
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor
 from tests.support.emulation.inductor import lower_on_cpu
@@ -26,8 +27,8 @@ def unknown(monkeypatch, tmp_path) -> None:
     lower_on_cpu(monkeypatch)
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(selfcheck, "_VERDICTS", {})
-    monkeypatch.setattr(selfcheck, "_known", lambda device: False)
-    monkeypatch.setattr(selfcheck, "_named", lambda device: ("a CPU", 0, 0))
+    monkeypatch.setattr(selfcheck, "_is_known", lambda device: False)
+    monkeypatch.setattr(agreements, "_named", lambda device: ("a CPU", 0, 0))
     monkeypatch.setattr(registry, "_SAID", {})
 
 
@@ -134,9 +135,9 @@ def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, checks) -> N
     for times in (1, 1, 2, 3):
         in_a_new_process(monkeypatch)
         if times == 2:
-            monkeypatch.setattr(selfcheck, "_versions", lambda: ("99.0", "99.0"))
+            monkeypatch.setattr(agreements, "_versions", lambda: ("99.0", "99.0"))
         if times == 3:
-            monkeypatch.setattr(selfcheck, "_named", lambda device: ("another", 0, 0))
+            monkeypatch.setattr(agreements, "_named", lambda device: ("another", 0, 0))
         assert selfcheck.refusal("quantize", CPU, SCHEME) is None
         assert len(checks) == times
     assert selfcheck.refusal("quantize", CPU, "nvfp4_46") is None

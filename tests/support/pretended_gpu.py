@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda import agreements, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
@@ -21,6 +21,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(agreements, "is_kept", lambda check, sources=(): False)
+    monkeypatch.setattr(agreements, "keep", lambda check, sources=(): None)
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_SAID", {})
     forget()
@@ -30,7 +32,6 @@ def forget() -> None:
     """What is known of the GPUs of this process."""
     unsupported.cache_clear()
     remembered.forget()
-    selfcheck.proven.cache_clear()
 
 
 def on_gpu(op: str, scheme: str) -> list:

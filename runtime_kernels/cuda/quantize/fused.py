@@ -110,14 +110,13 @@ def _turned(op: str, args: Sequence[Any]) -> bool:
 
 def refusal(op: str, index: int, args: Sequence[Any]) -> str | None:
     """None when kernels of an op with an expression in them may be used with the scheme and the
-    transform of args on this CUDA device, otherwise the reason in words. The first time on each
-    device a small one runs, and must give the reference's bits: of sums and products, since those
+    transform of args on this CUDA device, otherwise the reason in words. The first time on a
+    machine a small one runs, and must give the reference's bits: of sums and products, since those
     are what all devices round alike. The functions of libdevice it does not try."""
-    check = (op, index, *scheme_and_transform(op, args), _turned(op, args))
+    device = torch.device("cuda", index)
+    check = (op, NAME, device, *scheme_and_transform(op, args), _turned(op, args))
     if check not in _VERDICTS:
-        device = torch.device("cuda", index)
-        differs = functools.partial(disagreement, op, device, args)
-        judge(_VERDICTS, check, (op, NAME, device), differs)
+        judge(_VERDICTS, check, functools.partial(disagreement, op, device, args))
     return _VERDICTS[check]
 
 
