@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from q2compile.report.dump_folder import DumpFolder
+from q2compile.runtime_kernels import registry
 from tests.support.browser import Browser, missing
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
@@ -37,6 +38,13 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
     yield
     assert _get_current_dispatch_mode_stack() == []
     assert TracingContext.try_get() is None
+
+
+@pytest.fixture(autouse=True)
+def _no_kernel_given_up_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would serve nothing in the next one, whose reports would say so."""
+    monkeypatch.setattr(registry, "_FAILURES", {})
+    monkeypatch.setattr(registry, "_SAID", {})
 
 
 @pytest.fixture

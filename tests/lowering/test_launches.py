@@ -46,8 +46,6 @@ def pretended(monkeypatch, capability) -> Iterator[list[str]]:
     for site, call in calls.items():
         monkeypatch.setattr(site, "_call", call)
     launches_on_cpu(monkeypatch, "sm_90a" if capability == 90 else "sm_100a")
-    monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_SAID", {})
     with inductor_config.patch(INDUCTOR_OPTIONS):
         yield sources
 

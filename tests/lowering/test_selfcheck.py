@@ -29,7 +29,6 @@ def unknown(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(selfcheck, "_VERDICTS", {})
     monkeypatch.setattr(selfcheck, "_is_known", lambda device: False)
     monkeypatch.setattr(agreements, "_named", lambda device: ("a CPU", 0, 0))
-    monkeypatch.setattr(registry, "_SAID", {})
 
 
 def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:

@@ -35,12 +35,6 @@ ERRORS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch) -> None:
-    monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_SAID", {})
-
-
 @pytest.fixture
 def candidate() -> Iterator[Callable[..., list]]:
     """Puts a kernel before the others of an op, one that raises an error; returns the list of its

@@ -18,7 +18,6 @@ CHECK = ("rht_quantize", "cuda", torch.device("cuda", 0), "nvfp4_ms_eden_pow2", 
 def on_a_gpu(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(agreements, "_named", lambda device: ("a GPU", 10, 0))
-    monkeypatch.setattr(registry, "_SAID", {})
 
 
 def verdict_of_a_new_process(check=CHECK, sources=(), answer=None) -> tuple[str | None, bool]:
