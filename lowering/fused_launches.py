@@ -150,8 +150,11 @@ def _origins(x: ir.TensorBox) -> str:
     return ", ".join(sorted(names)) or "its producer"
 
 
-class FusedLaunches(ir.ExternKernel):
+class FusedLaunches(launches.Enqueued):
     """Enqueues the launches of a quantiser that computes its operand."""
+
+    _imports = _IMPORTS
+    _called = "q2_fused"
 
     def __init__(
         self,
@@ -162,48 +165,26 @@ class FusedLaunches(ir.ExternKernel):
         wanted: Sequence[bool],
     ) -> None:
         """args: of the op, after x."""
-        sources = [V.graph.get_buffer(name) for name in found.buffers]
-        tensors = [*sources, *(a for a in args if is_tensor(a))]
-        tensors += [ir.ExternKernel.realize_input(b) for b in buffers]
-        inputs = [ir.InputsKernel.unwrap_storage_for_input(t) for t in tensors]
-        self._device = inputs[-1].get_device()
-        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
-        self._op, self._found, self._wanted = op, found, wanted
-        operands = iter(inputs[len(sources) :])
-        self._args = [next(operands) if is_tensor(a) else a for a in args]
-        self._buffers = list(operands)
-        self.mutation_outputs = [
-            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in self._buffers
-        ]
-        V.graph.register_operation(self)
-
-    def get_outputs(self) -> list[ir.Buffer]:
-        return list(self.mutation_outputs)
-
-    def get_device(self) -> torch.device | None:
-        return self._device
+        self._op, self._found, self._args, self._wanted = op, found, args, wanted
+        unwrapped = ir.InputsKernel.unwrap_storage_for_input
+        sources = [unwrapped(V.graph.get_buffer(name)) for name in found.buffers]
+        operands = [unwrapped(a) for a in args if is_tensor(a)]
+        written = [unwrapped(ir.ExternKernel.realize_input(b)) for b in buffers]
+        super().__init__([*sources, *operands], written)
 
     def codegen(self, wrapper: Any) -> None:
-        """A FusedSite at the top of the generated code, and its call."""
-        root = wrapper
-        while hasattr(root, "parent_wrapper"):
-            root = root.parent_wrapper
-        for line in _IMPORTS:
-            root.add_import_once(line)
-        root.q2_fused_sites = number = getattr(root, "q2_fused_sites", -1) + 1
         producer = self._found.producer
         given = list(self._found.buffers)
         given += map(wrapper.codegen_sizevar, self._found.sizes)
+        operands = iter(self._tensors[len(self._found.buffers) :])
         args = []
         for arg in self._args:
-            shown, reference = given_as(arg, True) if is_tensor(arg) else (repr(arg), None)
+            if is_tensor(arg):
+                shown, reference = given_as(next(operands), True)
+                given.append(reference)
+            else:
+                shown = repr(arg)
             args.append(shown)
-            given += [reference] if reference is not None else []
-        given += [b.codegen_reference() for b in self._buffers]
         wanted = ", ".join(str(int(w)) for w in self._wanted)
-        root.header.writeline(
-            f"q2_fused_{number} = q2_FusedSite('{self._op}', q2_{producer!r}, "
-            f"({', '.join(args)},), ({wanted},))"
-        )
-        self.codegen_comment(wrapper, f"q2_fused_{number}")
-        wrapper.writeline(f"q2_fused_{number}({', '.join(given)})")
+        site = f"q2_FusedSite('{self._op}', q2_{producer!r}, ({', '.join(args)},), ({wanted},))"
+        self._write(wrapper, site, given)

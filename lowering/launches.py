@@ -8,6 +8,7 @@ versions of torch that are supported have. (An out variant of each op would need
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -228,21 +229,24 @@ def output_buffer(like: torch.Tensor) -> Any:
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
 
 
-class Launches(ir.ExternKernel):
-    """Enqueues the launches of one call of an op, or of several that end in one launch."""
+class Enqueued(ir.ExternKernel):
+    """A call of a site that stands at the top of generated code, and enqueues launches into buffers
+    that were made for them.
 
-    def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
-        self._members, self._products = members, products
-        tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
-        tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
-        buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]
-        buffers += [_unwrapped(p.buffer) for p in products]
-        self._device, self._tensors = tensors[0].get_device(), tensors
-        super().__init__(None, ir.NoneLayout(device=self._device), [*tensors, *buffers])
+    tensors: what it reads; buffers: what it writes. Both as inputs of an extern kernel.
+    """
+
+    _imports: tuple[str, ...]  # lines of generated code
+    _called: str  # sites of this kind there, with a number
+
+    def __init__(self, tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
+        inputs = [*tensors, *buffers]
+        self._device = inputs[-1].get_device()
+        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
+        self._tensors, self._buffers = list(tensors), list(buffers)
         self.mutation_outputs = [
             ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in buffers
         ]
-        self._buffers = buffers
         V.graph.register_operation(self)
 
     def get_outputs(self) -> list[ir.Buffer]:
@@ -251,14 +255,38 @@ class Launches(ir.ExternKernel):
     def get_device(self) -> torch.device | None:
         return self._device
 
-    def codegen(self, wrapper: Any) -> None:
-        """A Site at the top of the generated code, and its call."""
-        assert not _WAITING.get(V.graph), "launches that wait have not been enqueued"
+    def _write(self, wrapper: Any, site: str, given: Sequence[str]) -> None:
+        """A site at the top of the generated code, and its call; given: for what it reads."""
         root = wrapper
         while hasattr(root, "parent_wrapper"):
             root = root.parent_wrapper
-        root.add_import_once(_IMPORT)
-        root.q2_sites = number = getattr(root, "q2_sites", -1) + 1
+        for line in self._imports:
+            root.add_import_once(line)
+        root.q2_sites = counts = getattr(root, "q2_sites", Counter())
+        name = f"{self._called}_{counts[self._called]}"
+        counts[self._called] += 1
+        root.header.writeline(f"{name} = {site}")
+        self.codegen_comment(wrapper, name)
+        given = [*given, *(b.codegen_reference() for b in self._buffers)]
+        wrapper.writeline(f"{name}({', '.join(given)})")
+
+
+class Launches(Enqueued):
+    """Enqueues the launches of one call of an op, or of several that end in one launch."""
+
+    _imports = (_IMPORT,)
+    _called = "q2_site"
+
+    def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
+        self._members, self._products = members, products
+        tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
+        tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
+        buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]
+        buffers += [_unwrapped(p.buffer) for p in products]
+        super().__init__(tensors, buffers)
+
+    def codegen(self, wrapper: Any) -> None:
+        assert not _WAITING.get(V.graph), "launches that wait have not been enqueued"
         fixed = self._fixed()
         tensors = iter(self._tensors)
         given: list[str] = []
@@ -275,10 +303,7 @@ class Launches(ir.ExternKernel):
                 products.append(f"({own}, {other})")
             of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
             site = f"q2_Together({', '.join(f'({text})' for text in of)}, fixed={fixed})"
-        given += [b.codegen_reference() for b in self._buffers]
-        root.header.writeline(f"q2_site_{number} = {site}")
-        self.codegen_comment(wrapper, f"q2_site_{number}")
-        wrapper.writeline(f"q2_site_{number}({', '.join(given)})")
+        self._write(wrapper, site, given)
 
     def _site(
         self, member: Member, wrapper: Any, tensors: Any, given: list[str], fixed: bool

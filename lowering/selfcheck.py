@@ -25,15 +25,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from q2compile.lowering import register
 from q2compile.runtime_kernels import numerics
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, proven
+from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge, proven
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.registry import (
-    FAILED,
-    LOOPS,
-    failure_text,
-    kernels_own,
-    warn_of_failure,
-)
+from q2compile.runtime_kernels.registry import LOOPS
 
 _SHAPE = (130, 264)
 _VERDICTS: dict[tuple, str | None] = {}  # None also while a check is under way
@@ -50,15 +44,11 @@ def refusal(
     if check not in _VERDICTS:
         _VERDICTS[check] = None
         try:
-            reason = _checked(*check)
-        except Exception as error:
-            if not kernels_own(error, device):
+            judge(_VERDICTS, check, (op, LOOPS, device), functools.partial(_checked, *check))
+        except Exception:
+            if _VERDICTS[check] is None:
                 del _VERDICTS[check]
-                raise
-            reason = failure_text(error)
-        _VERDICTS[check] = reason
-        if reason is not None:
-            warn_of_failure(op, LOOPS, device, reason)
+            raise
     return _VERDICTS[check]
 
 
@@ -82,7 +72,7 @@ def _checked(
         return None
     reason = disagreement(op, device, scheme, transform, transpose)
     if reason is not None:
-        return f"{FAILED} its self-check on this GPU: {reason}"
+        return reason
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

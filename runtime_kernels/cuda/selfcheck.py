@@ -108,17 +108,36 @@ def _refusal(check: tuple) -> str | None:
         _RUNNING.add(check)
         try:
             forms = () if form is None else ((form,),)
-            reason = disagreement(op, name, device, scheme, *forms)
-            reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
-        except Exception as error:
-            if not kernels_own(error, device):
-                raise
-            reason = failure_text(error)
+            differs = functools.partial(disagreement, op, name, device, scheme, *forms)
+            return judge(_VERDICTS, check, (op, name, device), differs)
         finally:
             _RUNNING.discard(check)
-        _VERDICTS[check] = reason
+
+
+def judge(
+    verdicts: dict[tuple, str | None],
+    check: tuple,
+    of: tuple[str, str, torch.device],
+    differs: Callable[[], str | None],
+) -> str | None:
+    """Notes in `verdicts`, and returns, None when a kernel agrees with the reference, otherwise why
+    it is given up, of which it warns.
+
+    of: the op, the kernel's name, the device.  differs: None, or how the results differ.
+
+    Raises:
+        Exception: what `differs` raises, where that is not the kernel's fault.
+    """
+    try:
+        reason = differs()
+        reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
+    except Exception as error:
+        if not kernels_own(error, of[2]):
+            raise
+        reason = failure_text(error)
+    verdicts[check] = reason
     if reason is not None:
-        warn_of_failure(op, name, device, reason)
+        warn_of_failure(*of, reason)
     return reason
 
 

@@ -24,15 +24,9 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
 )
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, shared_memory
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
+from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
-from q2compile.runtime_kernels.registry import (
-    FAILED,
-    failure_text,
-    kernels_own,
-    warn_of_failure,
-)
 
 NAME = "fused"
 # Where the scheme and the transform are among the arguments after x.
@@ -122,16 +116,8 @@ def refusal(op: str, index: int, args: Sequence[Any]) -> str | None:
     check = (op, index, *scheme_and_transform(op, args), _turned(op, args))
     if check not in _VERDICTS:
         device = torch.device("cuda", index)
-        try:
-            reason = disagreement(op, device, args)
-            reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
-        except Exception as error:
-            if not kernels_own(error, device):
-                raise
-            reason = failure_text(error)
-        _VERDICTS[check] = reason
-        if reason is not None:
-            warn_of_failure(op, NAME, device, reason)
+        differs = functools.partial(disagreement, op, device, args)
+        judge(_VERDICTS, check, (op, NAME, device), differs)
     return _VERDICTS[check]
 
 
