@@ -31,6 +31,8 @@ from q2compile.runtime_kernels.registry import (
 
 # Where the kernels have been run, not only compiled.
 PROVEN = {(9, 0)}
+# But for these ops, which no GPU has run: their launches have variants of their own.
+UNPROVEN = frozenset(["rht_quantize_summed", "rht_quantize_both_summed"])
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
 _ROWS = (130, 1)
 _COLUMNS = 200  # of a product
@@ -69,7 +71,7 @@ def refusal(
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
-    if proven(index):
+    if op not in UNPROVEN and proven(index):
         return None
     reason = unsupported(index)
     if reason is not None:
@@ -261,6 +263,8 @@ _RESULTS = {
     "padded_ends": ("ends",),
     "signs": ("signs",),
     "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
+    "rht_quantize_summed": ("codes", "scales", "global scale", "sums"),
+    "rht_quantize_both_summed": (*("codes", "scales", "global scale") * 2, "sums"),
     "split_scales": ("scales", "global scale"),
     "transpose": ("codes", "scales"),
 }
@@ -306,6 +310,12 @@ def _source(scheme: str, rows: int) -> tuple[str, tuple[torch.Tensor, ...]]:
 def _requantize(scheme: str, rows: int) -> tuple:
     source, packed = _source(scheme, rows)
     return (*packed, _seed(), source, scheme, "rht128", _WIDTH, 1)
+
+
+def _summed(scheme: str, rows: int, both: bool = False) -> tuple:
+    """Of so many rows that a thread adds up more than one tile."""
+    seeds = (_seed(), _seed(1)) if both else (_seed(),)
+    return (_matrix(10 * rows), *seeds, scheme, "rht128", 0, torch.bfloat16)
 
 
 def _masked_unrotate(scheme: str, rows: int) -> tuple:
@@ -368,6 +378,8 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "quantize": lambda s, t=_ROWS[0]: (_matrix(t), _amax(s, t), _seed(), s, 0),
     "rht_quantize": lambda s, t=_ROWS[0]: (_matrix(t), _seed(), s, "rht128", True, 1),
     "rht_quantize_both": lambda s, t=_ROWS[0]: (_matrix(t), _seed(), _seed(1), s, "rht128", 0),
+    "rht_quantize_summed": lambda s, t=_ROWS[0]: _summed(s, t),
+    "rht_quantize_both_summed": lambda s, t=_ROWS[0]: _summed(s, t, both=True),
     "requantize": lambda s, t=_ROWS[0]: _requantize(s, t),
     "quantize_masked": lambda s, t=_ROWS[0]: (_matrix(t), s, "h32"),
     "masked_unrotate": lambda s, t=_ROWS[0]: _masked_unrotate(s, t),
@@ -401,12 +413,17 @@ _GROUPED = (
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
     *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
 )
+_SUMMED = _with_swizzled(
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34")
+)
 _WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
     "quantize": _with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
     "rht_quantize": _ROTATED + _WIDENED,
     "rht_quantize_both": _ROTATED + _WIDENED,
+    "rht_quantize_summed": _SUMMED + _WIDENED,
+    "rht_quantize_both_summed": _SUMMED + _WIDENED,
     "requantize": (
         _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34") + _WIDENED
     ),

@@ -313,6 +313,23 @@ def test_in_a_capture_nothing_is_checked_and_the_error_says_what_to_do(gpu, monk
     assert registry.serving("rht_quantize", args).name == "cuda"
 
 
+@pytest.mark.parametrize("op", sorted(selfcheck.UNPROVEN))
+def test_ops_that_no_gpu_has_run_are_checked_everywhere(gpu, monkeypatch, op):
+    """On 9.0 too, where the others are proven; one that disagrees is not taken."""
+    gpu((9, 0))
+    checks = []
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what))
+    args = on_gpu(op, "nvfp4_ms_eden_pow2@bf16")
+    for _ in range(2):
+        assert registry.serving(op, args).name == "cuda"
+    assert registry.serving("rht_quantize", on_gpu("rht_quantize", "nvfp4_sr")).name == "cuda"
+    assert [what[0] for what in checks] == [op]
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: "3 of 264 sums differ")
+    with pytest.warns(registry.KernelWarning, match="3 of 264 sums differ"):
+        assert registry.serving(op, args).name == REFERENCE
+
+
 # ---- what a self-check covers -------------------------------------------------------------------
 
 ON_CPU = torch.device("cpu")
