@@ -12,10 +12,10 @@ Two operands of one read, the dg and du of a SwiGLU, are two such calls, which r
 each. One kernel for both, which would read them once, needs both tiles and both results in one
 thread block; it is not written.
 
-Not fused is an operand with another reader (dbias, a residual that is kept), since then it is
-written all the same; one for an exact global scale, which would be computed twice; one in a graph
-with a C++ wrapper; and any on a GPU on which a small fused kernel has not agreed with the reference
-(cuda/quantize/fused.py)."""
+Not fused is an operand with another reader (a residual that is kept), since then it is written all
+the same; one whose columns are summed for dbias, by a kernel that reads it; one for an exact global
+scale, which would be computed twice; one in a graph with a C++ wrapper; and any on a GPU on which a
+small fused kernel has not agreed with the reference (cuda/quantize/fused.py)."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ from q2compile.lowering.producers import (
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.runtime_kernels.ops.summed import SUMMED
 from q2compile.runtime_kernels.registry import serving
 
 _IMPORTS = (
@@ -58,7 +59,8 @@ _IMPORTS = (
 
 def register() -> None:
     """In the place of launches.py's lowerings of the ops that are launches alone."""
-    for name in ("rht_quantize_both", "quantize_masked"):
+    summing = ("rht_quantize_summed", "rht_quantize_both_summed")
+    for name in ("rht_quantize_both", "quantize_masked", *summing):
         op = getattr(torch.ops.q2, name).default
         lowering = launches.ending(functools.partial(_fused_or_not, op))
         register_lowering(op, type_promotion_kind=None)(lowering)
@@ -89,6 +91,8 @@ def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, .
 def _call(
     op: torch._ops.OpOverload, name: str, x: ir.TensorBox, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
+    if name.endswith(SUMMED):
+        raise NotProduced("its columns are summed, too, by a kernel that reads the operand")
     if V.graph.cpp_wrapper:
         raise NotProduced("generated code is in C++")
     if not is_expression(x):

@@ -56,7 +56,7 @@ class Member(NamedTuple):
     @property
     def sides(self) -> int:
         """Of the last launch."""
-        return 2 if self.op.endswith("_both") else 1
+        return 2 if "_both" in self.op else 1
 
 
 # Of the graph that is lowered: calls that wait for the next quantiser.

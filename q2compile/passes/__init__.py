@@ -31,6 +31,7 @@ from q2compile.passes.post_grad.share_rotations import (
     share_rotations_pass,
     share_saved_rotations_pass,
 )
+from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 
@@ -45,6 +46,7 @@ PASSES: dict[str, Pass] = {
     "swizzle_scales": swizzle_scales_pass,
     "widen_operands": widen_operands_pass,
     "part_directions": part_directions_pass,  # looks at sizes, which those change
+    "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
     "fuse_rotations": fuse_rotations_pass,  # changes nothing, and marks what the others leave
 }
 

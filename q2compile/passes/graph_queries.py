@@ -18,6 +18,9 @@ GEMM_OPS = ("gemm", "grouped_gemm")  # six arguments are their operands: a's thr
 # The ops that rotate, or requantise, one operand; those that make both directions of a gradient.
 ONE_ROTATED = ("rht_quantize", "rht_quantize_groups", "requantize", "requantize_groups")
 BOTH_ROTATED = ("rht_quantize_both", "rht_quantize_groups_both")
+# Those that sum columns as well, which `sum_columns` makes of others once all passes are done.
+ONE_SUMMED = ("rht_quantize_summed",)
+BOTH_SUMMED = ("rht_quantize_both_summed",)
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What stands between a tensor and its quantisation. All of these are functions of their arguments.
 VIEWS_AND_CASTS = frozenset(

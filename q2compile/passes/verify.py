@@ -10,8 +10,10 @@ from torch import fx
 
 from q2compile.passes.graph_queries import (
     BOTH_ROTATED,
+    BOTH_SUMMED,
     GEMM_OPS,
     ONE_ROTATED,
+    ONE_SUMMED,
     is_q2,
     producer,
     q2_nodes,
@@ -94,10 +96,11 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
             f"{when}: an operand of {gemm.name} is pieced together from "
             f"{', '.join(n.name for n in triple)}"
         )
-    if not is_q2(op, *ONE_ROTATED, *BOTH_ROTATED):
+    both = is_q2(op, *BOTH_ROTATED, *BOTH_SUMMED)
+    if not both and not is_q2(op, *ONE_ROTATED, *ONE_SUMMED):
         return _Operand()
     args = named_arguments(op)
-    seed = args[whole] if is_q2(op, *BOTH_ROTATED) else args["seed"]
+    seed = args[whole] if both else args["seed"]
     return _Operand(False, True, seed, args["transform"], args["stream"])
 
 

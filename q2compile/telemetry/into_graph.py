@@ -29,8 +29,10 @@ from torch import fx
 from q2compile.capture.node_meta import SALT
 from q2compile.passes.graph_queries import (
     BOTH_ROTATED,
+    BOTH_SUMMED,
     GEMM_OPS,
     ONE_ROTATED,
+    ONE_SUMMED,
     depending_on_tangents,
     is_q2,
     producer,
@@ -43,7 +45,14 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 
 Place = tuple[int, str, str]  # salt of the linear, gemm, operand
-_QUANTISERS = ("quantize", "quantize_masked", *ONE_ROTATED, *BOTH_ROTATED)
+_QUANTISERS = (
+    "quantize",
+    "quantize_masked",
+    *ONE_ROTATED,
+    *BOTH_ROTATED,
+    *ONE_SUMMED,
+    *BOTH_SUMMED,
+)
 
 
 @dataclass
@@ -193,9 +202,10 @@ def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
         return "fprop"
     codes: Any = gemm.args[0]
     op = producer(codes)
-    columns = codes.args[1] >= 3 if is_q2(op, *BOTH_ROTATED) else False
+    columns = codes.args[1] >= 3 if is_q2(op, *BOTH_ROTATED, *BOTH_SUMMED) else False
     transposed = is_q2(op, "rht_quantize") and bool(named_arguments(op)["transpose"])
-    return "wgrad" if columns or transposed or is_q2(op, "rht_quantize_groups") else "dgrad"
+    always = is_q2(op, "rht_quantize_groups", *ONE_SUMMED)
+    return "wgrad" if columns or transposed or always else "dgrad"
 
 
 def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:

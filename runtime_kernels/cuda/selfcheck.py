@@ -260,6 +260,8 @@ _RESULTS = {
     "padded_ends": ("ends",),
     "signs": ("signs",),
     "quantize_masked": ("codes", "scales", "global scale", "mask bytes"),
+    "rht_quantize_summed": ("codes", "scales", "global scale", "sums"),
+    "rht_quantize_both_summed": (*("codes", "scales", "global scale") * 2, "sums"),
     "split_scales": ("scales", "global scale"),
     "transpose": ("codes", "scales"),
 }
@@ -305,6 +307,12 @@ def _source(scheme: str, rows: int) -> tuple[str, tuple[torch.Tensor, ...]]:
 def _requantize(scheme: str, rows: int) -> tuple:
     source, packed = _source(scheme, rows)
     return (*packed, _seed(), source, scheme, "rht128", _WIDTH, 1)
+
+
+def _summed(scheme: str, rows: int, both: bool = False) -> tuple:
+    """Of so many rows that a thread adds up more than one tile."""
+    seeds = (_seed(), _seed(1)) if both else (_seed(),)
+    return (_matrix(10 * rows), *seeds, scheme, "rht128", 0, torch.bfloat16)
 
 
 def _masked_unrotate(scheme: str, rows: int) -> tuple:
@@ -367,6 +375,8 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "quantize": lambda s, t=_ROWS[0]: (_matrix(t), _amax(s, t), _seed(), s, 0),
     "rht_quantize": lambda s, t=_ROWS[0]: (_matrix(t), _seed(), s, "rht128", True, 1),
     "rht_quantize_both": lambda s, t=_ROWS[0]: (_matrix(t), _seed(), _seed(1), s, "rht128", 0),
+    "rht_quantize_summed": lambda s, t=_ROWS[0]: _summed(s, t),
+    "rht_quantize_both_summed": lambda s, t=_ROWS[0]: _summed(s, t, both=True),
     "requantize": lambda s, t=_ROWS[0]: _requantize(s, t),
     "quantize_masked": lambda s, t=_ROWS[0]: (_matrix(t), s, "h32"),
     "masked_unrotate": lambda s, t=_ROWS[0]: _masked_unrotate(s, t),
@@ -400,12 +410,17 @@ _GROUPED = (
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
     *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
 )
+_SUMMED = _with_swizzled(
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34")
+)
 _WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
     "quantize": _with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
     "rht_quantize": _ROTATED + _WIDENED,
     "rht_quantize_both": _ROTATED + _WIDENED,
+    "rht_quantize_summed": _SUMMED + _WIDENED,
+    "rht_quantize_both_summed": _SUMMED + _WIDENED,
     "requantize": (
         _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34") + _WIDENED
     ),

@@ -23,6 +23,7 @@ from q2compile.runtime_kernels.ops import (
     seed,
     signs,
     split_scales,
+    summed,
     transpose,
 )
 
@@ -47,5 +48,6 @@ __all__ = [
     "seed",
     "signs",
     "split_scales",
+    "summed",
     "transpose",
 ]

@@ -7,6 +7,7 @@
     rht_quantize_groups_recorded(...), requantize_groups_recorded(...)
     rht_quantize_groups_both_recorded(...)
     rht_quantize_both_recorded(...)  -> ..., statistics of the rows, statistics of the columns
+    rht_quantize_summed_recorded(...), rht_quantize_both_summed_recorded(...)
     statistics_of_codes(codes, scales, global_scale, scheme)   codes that another graph made
     statistics_of_operand(x, codes, scales, global_scale, scheme)   of q2::quantize's x and codes
     sampled_codes(codes) -> the codes of some rows, about CODES_SAMPLE of them
@@ -52,6 +53,7 @@ from q2compile.runtime_kernels.ops import (
     rht_quantize_both,
     rht_quantize_groups,
     rht_quantize_groups_both,
+    summed,
 )
 from q2compile.runtime_kernels.ops.rht_quantize_groups import spreads
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
@@ -203,6 +205,18 @@ def _requantize_groups(
     return [_measured(laid, parts, scheme, seed, transform, amax)]
 
 
+def _rht_quantize_summed(x, seed, scheme, transform, stream, dtype, *, made):
+    return _rht_quantize(
+        *(x, seed, scheme, transform, True, stream), made=lambda call: made(call)[:3]
+    )
+
+
+def _rht_quantize_both_summed(x, row_seed, col_seed, scheme, transform, stream, dtype, *, made):
+    return _rht_quantize_both(
+        *(x, row_seed, col_seed, scheme, transform, stream), made=lambda call: made(call)[:6]
+    )
+
+
 def _recorded(op: str, observe: Callable, at: int, args: tuple) -> tuple:
     """The outputs of an op, and what ``observe`` measures. at: which argument is the scheme."""
     outputs = getattr(torch.ops.q2, op)(*args)
@@ -243,6 +257,8 @@ _define_recorded("quantize", quantize.fake, _quantize, 3, 1)
 _define_recorded("quantize_masked", quantize_masked.fake, _quantize_masked, 1, 1)
 _define_recorded("rht_quantize", rht_quantize.fake, _rht_quantize, 2, 1)
 _define_recorded("rht_quantize_both", rht_quantize_both.fake, _rht_quantize_both, 3, 2)
+_define_recorded("rht_quantize_summed", summed.fake, _rht_quantize_summed, 2, 1)
+_define_recorded("rht_quantize_both_summed", summed.fake_both, _rht_quantize_both_summed, 3, 2)
 _define_recorded("requantize", requantize.fake, _requantize, 5, 1)
 _define_recorded("rht_quantize_groups", rht_quantize_groups.fake, _rht_quantize_groups, 4, 1)
 _define_recorded(

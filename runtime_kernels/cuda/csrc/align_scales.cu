@@ -22,11 +22,19 @@
 // Q2_MX: there are no worths (n = 0), and g is `norm`.
 // Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
 // zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
+// Q2_SUMS: beside the sides, sums of columns (sums.cuh).
 
 #include "scales.cuh"
+#if Q2_SUMS
+#include "sums.cuh"
+#endif
 
 struct Params {
   Side sides[kMostSides];
+#if Q2_SUMS
+  Sums sums[kMostSums];
+  int summed;  // how many of them there are, ahead of the sides
+#endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
@@ -137,7 +145,16 @@ Q2_INLINE void write_global_scales(const Params& p, const Side& side, float glob
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     align_scales(const __grid_constant__ Params p) {
+#if Q2_SUMS
+  if (blockIdx.y < p.summed) {
+    await_previous_kernel();
+    add_up<kThreads>(p.sums[blockIdx.y]);
+    return;
+  }
+  const Side& side = p.sides[blockIdx.y - p.summed];
+#else
   const Side& side = p.sides[blockIdx.y];
+#endif
   Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x);
   [[maybe_unused]] uint4 coins[2];
   if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);

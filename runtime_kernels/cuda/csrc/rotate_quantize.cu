@@ -1,6 +1,6 @@
 // Rotation and quantisation of a matrix along its rows, along its columns, or both from one read.
-// Behind q2::rht_quantize, q2::rht_quantize_both, q2::requantize, q2::quantize_masked, and those forms
-// of q2::quantize that it serves as well. What is left to do then is align_scales.cu's.
+// Behind q2::rht_quantize, q2::rht_quantize_both and their forms with sums, q2::requantize,
+// q2::quantize_masked, and those forms of q2::quantize that it serves as well. What is left to do then is align_scales.cu's.
 //
 //   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with their
 //               scales, nvfp4 or mxfp4 (requantize)
@@ -12,6 +12,7 @@
 //   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
 //   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
 //               rotated number); NaN compares above all
+//   sums        Q2_SUMS: fp32 [ceil(M/128), K in whole tiles], of the columns of 128 rows each
 //   Q2_GROUPED   along columns by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
 //                that of the padded layout, which `tiles` covers
 //   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
@@ -34,6 +35,7 @@
 // Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
 // values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
+#include "tile_sums.cuh"
 #include "widened.cuh"
 
 extern __shared__ __align__(128) u8 shared_tiles[];
@@ -53,10 +55,6 @@ Q2_INLINE void butterflies(Pair (&x)[16]) {
       x[i + h] = sub(a, b);
     }
   }
-}
-
-Q2_INLINE Pair from_lane(Pair x, int mask) {
-  return {__shfl_xor_sync(~0u, x.a, mask), __shfl_xor_sync(~0u, x.b, mask)};
 }
 
 // One butterfly between lanes that differ in bit `mask`: a + b in the lower, a - b in the upper.
@@ -365,6 +363,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const Rows& rows,
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
   u32 source = 16 * quarter * kRowBytes + (slot(piece) ^ twist(16 * quarter)) + within;
   Pair x[2][16];
+  [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     u32 signs[16];
@@ -386,10 +385,12 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const Rows& rows,
         x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
       }
     }
+    if constexpr (kSums) add_to_sum(sum, x[group], 64 * group + 16 * quarter);
     butterflies(x[group]);
     if (kSize > 16) butterfly_across(x[group], 8);
     if (kSize > 32) butterfly_across(x[group], 16);
   }
+  if constexpr (kSums) store_sums(p, tile, sum);
   if (kSize > 64) butterfly_between(x);
   // The columns of a pair: neighbours, or 4 apart in expand_codes' order.
   int first = tile.col + 16 * warp + (kPacked ? pair / 4 * 8 + pair % 4 : 2 * pair);

@@ -7,12 +7,21 @@
 //   values        bf16 [16 n], code * provisional(scale), becomes code * scale * g; all NaN if g is
 //   global_scale  1; NaN if g is
 //
+// Q2_SUMS: beside the sides, sums of columns (sums.cuh).
+//
 // Bytes a block, if any has to be mended: 4 read, and 32 read and written of those that have.
 
 #include "scales.cuh"
+#if Q2_SUMS
+#include "sums.cuh"
+#endif
 
 struct Params {
   Side sides[kMostSides];  // whose `scales` are the values
+#if Q2_SUMS
+  Sums sums[kMostSums];
+  int summed;  // how many of them there are, ahead of the sides
+#endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
@@ -60,7 +69,16 @@ constexpr int kLoads = 4;  // of four worths each, on their way at once: at most
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     settle_widened(const __grid_constant__ Params p) {
+#if Q2_SUMS
+  if (blockIdx.y < p.summed) {
+    await_previous_kernel();
+    add_up<kThreads>(p.sums[blockIdx.y]);
+    return;
+  }
+  const Side& side = p.sides[blockIdx.y - p.summed];
+#else
   const Side& side = p.sides[blockIdx.y];
+#endif
   await_previous_kernel();
   float factor = factor_of(side), global_scale = global_scale_of(side, factor);
   bool poisoned = !(global_scale > 0.0f);

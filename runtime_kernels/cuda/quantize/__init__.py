@@ -2,6 +2,7 @@
 
 rotating_ops.py       quantize, rht_quantize, rht_quantize_both, requantize
 grouped_ops.py        rht_quantize_groups, rht_quantize_groups_both, requantize_groups
+summed.py             rht_quantize_summed, rht_quantize_both_summed
 quantize_masked.py    quantize_masked
 split_scales.py       split_scales
 plan.py               what a call launches, worked out once for each kind of operand
@@ -14,6 +15,7 @@ from q2compile.runtime_kernels.cuda.quantize import (
     quantize_masked,
     rotating_ops,
     split_scales,
+    summed,
 )
 
-__all__ = ["grouped_ops", "quantize_masked", "rotating_ops", "split_scales"]
+__all__ = ["grouped_ops", "quantize_masked", "rotating_ops", "split_scales", "summed"]

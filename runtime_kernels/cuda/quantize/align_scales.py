@@ -14,7 +14,9 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 MOST_SIDES = 4  # of a launch
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
+_MOST_COLUMNS = 32  # whose sums a thread block adds up at once
 _SIDE = "PPPPPPPPqIifii"
+_SUMS = "PPiiii"
 
 Address = At | int  # 0: there is no such tensor
 
@@ -38,6 +40,18 @@ class Side(NamedTuple):
     partner: int
 
 
+class Sums(NamedTuple):
+    """Of the columns of an operand, by tiles: sums.cuh has the same struct."""
+
+    partials: Address
+    to: Address
+    tiles: int
+    columns: int
+    pitch: int
+    type: int  # of `to`: as SOURCES of rotate_quantize.py have it
+
+
+_NO_SUMS = Sums(0, 0, 0, 0, 0, 0)
 _NO_SIDE = Side(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, -1)
 
 
@@ -46,51 +60,64 @@ class Alignment:
     """The last step of a call of a quantiser.
 
     launch: of align_scales.cu or settle_widened.cu; calls that have the same can end in one launch.
-    thread_blocks: for each side.
+    thread_blocks: for each side, and for each of the sums.
+    sums: of columns, that it adds up as well; summing: the launch that is taken in the place of the
+        other if there are any.
     """
 
     launch: Launch
     sides: tuple[Side, ...]
     thread_blocks: int
+    sums: tuple[Sums, ...] = ()
+    summing: Launch | None = None
 
     @property
     def step(self) -> Step:
         assert len(self.sides) <= MOST_SIDES
         filled = (*self.sides, *(_NO_SIDE,) * (MOST_SIDES - len(self.sides)))
         values: Sequence[Any] = [field for side in filled for field in side]
-        return Step(self.launch, (self.thread_blocks, len(self.sides)), values)
+        if self.summing is None:
+            return Step(self.launch, (self.thread_blocks, len(self.sides)), values)
+        sums = (*self.sums, *(_NO_SUMS,) * (MOST_SIDES - len(self.sums)))
+        values = [*values, *(field for each in sums for field in each), len(self.sums)]
+        return Step(self.summing, (self.thread_blocks, len(self.sides) + len(self.sums)), values)
 
 
-def align_launch(spec: Scheme, interleaved: bool) -> Launch:
+def align_launch(spec: Scheme, interleaved: bool, sums: bool = False) -> Launch:
     """align_scales.cu, or for numbers instead of codes settle_widened.cu. interleaved: of chunks of
-    128."""
+    128. sums: which adds up sums of columns, too."""
     rule = Rule.of(spec)
     if spec.widened and rule in SCALED_AFTERWARDS:
-        return _settle_launch(
+        return _align_launch(
+            "settle_widened.cu",
             Q2_POW2=1,
             Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
             Q2_MX=0,
             Q2_INTERLEAVED=int(interleaved),
+            Q2_SUMS=int(sums),
         )
     return _align_launch(
+        "align_scales.cu",
         Q2_POW2=int(spec.global_scale == "pow2"),
         Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
         Q2_MX=int(rule == Rule.MX),
         Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AFTERWARDS),
+        Q2_SUMS=int(sums),
     )
 
 
 @functools.cache
-def _align_launch(**defines: int) -> Launch:
+def _align_launch(file: str, **defines: int) -> Launch:
     layout = _SIDE * MOST_SIDES
-    return launch("align_scales.cu", layout, threads=256, overlaps=True, defines=defines)
+    if defines["Q2_SUMS"]:
+        layout += _SUMS * MOST_SIDES + "i"
+    return launch(file, layout, threads=256, overlaps=True, defines=defines)
 
 
-@functools.cache
-def _settle_launch(**defines: int) -> Launch:
-    layout = _SIDE * MOST_SIDES
-    return launch("settle_widened.cu", layout, threads=256, overlaps=True, defines=defines)
+def thread_blocks_of_sums(columns: int) -> int:
+    """Thread blocks that add up the sums of so many columns at once."""
+    return max(1, ceil_div(columns, _MOST_COLUMNS))
 
 
 def thread_blocks_of(spec: Scheme, *sizes: tuple[int, int]) -> int:

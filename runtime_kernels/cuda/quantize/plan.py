@@ -11,12 +11,16 @@ over the operand twice.
     MX        codes and scales; global scale
     EXACT     AMAX; codes, scales and global scale. No AMAX where the caller has it.
 
+The second launch also adds up the sums of columns that the first has left, where they are asked
+for.
+
 A scheme that ends in @bf16 is widened: numbers instead of codes and scales. What is made of worths
 then is numbers again, those whose scales turn out to be e4m3 subnormals (settle_widened.cu).
 """
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +31,10 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Address,
     Alignment,
     Side,
+    Sums,
     align_launch,
     thread_blocks_of,
+    thread_blocks_of_sums,
 )
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
@@ -64,6 +70,13 @@ class Produced(NamedTuple):
     fields: tuple[Address, ...]
 
 
+class Summed(NamedTuple):
+    """Sums of the columns of x: their number among the tensors of the call, and their dtype."""
+
+    output: int
+    dtype: torch.dtype
+
+
 class Direction(NamedTuple):
     """Along rows or along columns: the seed of its signs and coins, their stream, and the number of
     its first output among the tensors of the call: codes, scales, global scale, mask if any."""
@@ -84,14 +97,21 @@ def launches(
     amax_known: bool,
     grouped: bool = False,
     producer: Producer | None = None,
+    sums: bool = False,
 ) -> tuple[Launch, ...]:
     """What a call launches, in order. room: bytes of shared memory of a multiprocessor."""
     kind = source, rotation, spec, *directions
     rotate = functools.partial(
-        rotate_launch, *kind, room=room, vectors=vectors, grouped=grouped, producer=producer
+        *(rotate_launch, *kind),
+        room=room,
+        vectors=vectors,
+        grouped=grouped,
+        producer=producer,
+        sums=sums,
     )
     if Rule.of(spec) != Rule.EXACT:
-        return rotate(), align_launch(spec, rotation.size == 128)
+        return rotate(), align_launch(spec, rotation.size == 128, sums)
+    assert not sums, "no launch is left that could add them up"
     if amax_known:
         return (rotate(),)
     return rotate(amax=True), rotate(overlaps=True)
@@ -101,6 +121,7 @@ def launches(
 _END_TOGETHER = frozenset(
     ["quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"]
     + ["rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups", "split_scales"]
+    + ["rht_quantize_summed", "rht_quantize_both_summed"]
 )
 
 
@@ -165,6 +186,7 @@ def quantizer_call(
     vectors: bool = True,
     groups: Groups | None = None,
     produced: Produced | None = None,
+    summed: Summed | None = None,
 ) -> Call:
     """For CUDA device `index`.
 
@@ -176,6 +198,7 @@ def quantizer_call(
     amax: the largest |x|, where the caller has it and the scheme takes it.
     groups: of rows, which are kept apart along columns.
     produced: x is computed in the kernel, and of `operand` there is nothing.
+    summed: the columns of x are summed, too.
     """
     _, m, k, *_ = extents
     height = padded_rows(m, groups.number) if groups else padded(m, spec, rotation)
@@ -196,9 +219,12 @@ def quantizer_call(
     norm = rotation.norm * (128 if nvfp4 else 1)
     present = sorted(filter(None, sides), key=lambda side: side.direction.first)
     outputs = tuple(output for side in present for output in side.outputs)
+    outputs += (Output((k,), summed.dtype),) if summed else ()
     workspace = At(operands + len(outputs))
     fields = _Fields(index, spec, rule, parts, sides, workspace, amax, rotation.signs == "fixed")
-    walk = (*extents, tiles, across, norm, *fields.mask, *(groups or ()))
+    sums, more = _sums(summed, workspace + fields.workspace_bytes, tiles, across, k, threads // 2)
+    partials = tuple(each.partials for each in sums)
+    walk = (*extents, tiles, across, norm, *fields.mask, *partials, *(groups or ()))
     walk += produced.fields if produced else ()
     launched = launches(
         source,
@@ -210,17 +236,35 @@ def quantizer_call(
         amax_known=bool(amax),
         grouped=groups is not None,
         producer=produced and produced.producer,
+        sums=bool(sums),
     )
     steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk))]
     alignment = None
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
         source_global = operand[2] if rule == Rule.MS_EDEN else 0
-        alignment = fields.alignment(launched[1], source_global, factor)
+        ending = align_launch(spec, rotation.size == 128)
+        alignment = fields.alignment(ending, source_global, factor)
+        if sums:
+            most = max(alignment.thread_blocks, thread_blocks_of_sums(k))
+            alignment = replace(alignment, thread_blocks=most, sums=sums, summing=launched[1])
         steps.append(alignment.step)
     elif len(launched) == 2:
         steps.append(steps[0]._replace(launch=launched[1]))
-    return Call(operands, outputs, fields.workspace_bytes, tuple(steps), alignment)
+    return Call(operands, outputs, fields.workspace_bytes + more, tuple(steps), alignment)
+
+
+def _sums(
+    summed: Summed | None, end: At, tiles: int, across: int, columns: int, width: int
+) -> tuple[tuple[Sums, ...], int]:
+    """Where the sums of columns are, by tiles of `width` columns, from the end of the workspace on;
+    and how many bytes more it has for them."""
+    if summed is None:
+        return (), 0
+    down, pitch = tiles // across, across * width
+    to_16 = -end.past % 16
+    sums = Sums(*(end + to_16, At(summed.output), down, columns, pitch), SOURCES[summed.dtype])
+    return (sums,), to_16 + 4 * down * pitch
 
 
 class _Fields:

@@ -19,6 +19,7 @@ SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
 _FP32 = SOURCES[torch.float32]
 TILE = 128
 _STAGED = 16 * 256  # bytes of a warp (widened.cuh)
+_SIGNS = 4 * TILE  # more of those, where columns are summed
 _BESIDES = 1024 + 896  # bytes of a thread block: what CUDA keeps of it, and static variables
 # Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
 _KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
@@ -63,6 +64,7 @@ def rotate_launch(
     overlaps: bool = False,
     grouped: bool = False,
     producer: Producer | None = None,
+    sums: bool = False,
 ) -> Launch:
     """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
 
@@ -70,6 +72,7 @@ def rotate_launch(
     vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
     grouped: along columns by groups of rows.
     producer: what makes x, where it is computed in the kernel.
+    sums: the columns of x are summed, too.
     overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
     """
     rule = Rule.AMAX if amax else Rule.of(spec)
@@ -82,7 +85,8 @@ def rotate_launch(
     threads, blocks_per_multiprocessor = thread_shape(spec, rows)
     tile = TILE * (threads // 2) * (4 if source == _FP32 else 2)
     staged = widened * threads // 32 * _STAGED
-    stages = 1 if source == _FP32 else stages_in(room, blocks_per_multiprocessor, tile, staged)
+    besides = staged + sums * _SIGNS
+    stages = 1 if source == _FP32 else stages_in(room, blocks_per_multiprocessor, tile, besides)
     return _rotate_launch(
         threads,
         stages * tile + staged,
@@ -108,6 +112,7 @@ def rotate_launch(
         Q2_MASKED=int(spec.masked),
         Q2_GROUPED=int(grouped),
         Q2_SPREAD=int(grouped and spreads(spec, rotation)),
+        Q2_SUMS=int(sums),
     )
 
 
@@ -117,7 +122,12 @@ def _rotate_launch(
 ) -> Launch:
     file = "rotate_quantize.cu"
     headers: tuple[tuple[str, str], ...] = ()
-    fields = _ROTATE + "P" * defines["Q2_MASKED"] + "PPi" * defines["Q2_GROUPED"]
+    fields = (
+        _ROTATE
+        + "P" * defines["Q2_MASKED"]
+        + "P" * defines["Q2_SUMS"]
+        + "PPi" * defines["Q2_GROUPED"]
+    )
     if producer is not None:
         defines["Q2_PRODUCED"] = 1
         fields += layout(producer)

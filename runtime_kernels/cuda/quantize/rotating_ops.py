@@ -11,6 +11,7 @@ from q2compile.runtime_kernels.cuda.calls import At, Call, Form, aligned, launch
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Direction,
     Groups,
+    Summed,
     launches,
     quantizer_call,
 )
@@ -36,6 +37,7 @@ def prepare(
     *,
     amax_known: bool = False,
     grouped: bool = False,
+    sums: bool = False,
 ) -> None:
     """Loads what a call with the like of x, which may be fake, will launch; for a pitch that is not
     known, whichever it may be."""
@@ -46,7 +48,7 @@ def prepare(
     for vectors in (True, False):
         if not known(pitch != 0 if vectors else pitch == 0):
             kind = SOURCES[x.dtype], get_scheme(scheme), get_transform(transform), directions
-            _warm_up(x.device.index, kind, vectors, amax_known, grouped)
+            _warm_up(x.device.index, kind, vectors, amax_known, grouped, sums)
 
 
 def prepare_requantize(
@@ -64,6 +66,7 @@ def _warm_up(
     vectors: bool,
     amax_known: bool,
     grouped: bool,
+    sums: bool = False,
 ) -> None:
     for launch in launches(
         *kind,
@@ -71,6 +74,7 @@ def _warm_up(
         vectors=vectors,
         amax_known=amax_known,
         grouped=grouped,
+        sums=sums,
     ):
         launch.warm_up(index)
 
@@ -110,13 +114,21 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Call:
 def rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream) -> Call:
     """See ops/rht_quantize_both.py."""
     check_operand("rht_quantize_both", x)
-    seeds = [seed for seed in (row_seed, col_seed) if seed is not None]
     for seed in (row_seed, col_seed):
         checked("rht_quantize_both", seed, scheme, transform)
+    directions, operands = both_directions(row_seed, col_seed, stream)
+    return rotated(x, scheme, transform, directions, operands)
+
+
+def both_directions(
+    row_seed: torch.Tensor | None, col_seed: torch.Tensor | None, stream: int
+) -> tuple[tuple[Direction, Direction], int]:
+    """Of an op that is given x and these seeds; and how many tensors those are."""
+    seeds = [seed for seed in (row_seed, col_seed) if seed is not None]
     operands = 1 + len(seeds)
     along_rows = Direction(At(1) if row_seed is not None else 0, stream, operands)
     along_cols = Direction(At(len(seeds)) if col_seed is not None else 0, stream, operands + 3)
-    return rotated(x, scheme, transform, (along_rows, along_cols), operands)
+    return (along_rows, along_cols), operands
 
 
 @launching(
@@ -144,9 +156,12 @@ def rotated(
     operands: int,
     amax: At | int = 0,
     groups: Groups | None = None,
+    summed: Summed | None = None,
 ) -> Call:
-    """x along its rows, its columns or both. A transposed matrix lies in rows the other way."""
+    """x along its rows, its columns or both. A transposed matrix lies in rows the other way; with
+    sums there is none."""
     if x.stride(1) != 1:
+        assert summed is None
         x, directions = x.t(), directions[::-1]
     return quantizer_call(
         x.device.index,
@@ -160,6 +175,7 @@ def rotated(
         amax=amax,
         vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
         groups=groups,
+        summed=summed,
     )
 
 

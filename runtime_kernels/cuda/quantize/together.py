@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Output
-from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
+from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side, Sums
 
 _ALIGNMENT = 16  # bytes, of each call's part of the workspace
 
@@ -45,6 +45,12 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
         for i, alignment in enumerate(alignments)
         for side in alignment.sides
     ]
+    sums = [
+        Sums(*(places.of(i, field) for field in each))
+        for i, alignment in enumerate(alignments)
+        for each in alignment.sums
+    ]
+    summing = next((a.summing for a in alignments if a.summing is not None), None)
     numbers = {side.global_scale: number for number, side in enumerate(sides)}
     for i, (own, other) in enumerate(products):
         at = numbers[places.output(*own)]
@@ -55,7 +61,7 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
             partner=-1 if known else numbers[places.output(*other)],  # type: ignore[misc]
         )
     most = max(alignment.thread_blocks for alignment in alignments)
-    alignment = Alignment(alignments[0].launch, tuple(sides), most)
+    alignment = Alignment(alignments[0].launch, tuple(sides), most, tuple(sums), summing)
     outputs = [output for call in calls for output in call.outputs]
     outputs += [Output((), torch.float32)] * len(products)
     return Call(

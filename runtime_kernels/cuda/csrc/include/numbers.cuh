@@ -110,6 +110,11 @@ Q2_INLINE long long swizzled_at(u32 row, u32 block, u32 across) {
   return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
 }
 
+// Those of the lane whose number differs in the bits of mask.
+Q2_INLINE Pair from_lane(Pair x, int mask) {
+  return {__shfl_xor_sync(~0u, x.a, mask), __shfl_xor_sync(~0u, x.b, mask)};
+}
+
 // The largest of a thread block's numbers, one a thread.
 template <int kThreads>
 Q2_INLINE u32 block_largest(u32 value) {

@@ -14,6 +14,7 @@ constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
 constexpr bool kSigned = Q2_SIGNED;    // D is drawn from the seed, else all ones
 constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (groups.cuh)
+constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 
@@ -64,6 +65,9 @@ struct Params {
 #if Q2_MASKED
   u32* mask;
 #endif
+#if Q2_SUMS
+  float* sums;  // of the columns of each row of tiles [ceil(M / 128), columns of the tiles across]
+#endif
 #if Q2_GROUPED
   const int* ends;         // of the groups
   const int* padded_ends;  // in the padded layout
@@ -74,10 +78,14 @@ struct Params {
 #endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on their way along");
 
 struct __align__(16) Masks {
   u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
   u32 along_cols[128];
+#if Q2_SUMS
+  float signs[128];  // along columns: 1 or -1, which make what was signed as it was
+#endif
 };
 __shared__ Masks masks;
 
@@ -251,5 +259,8 @@ Q2_INLINE void make_masks(const Params& p) {
   if (kCols && i < 128) {
     uint4 random = sign_bits(*p.along_cols.sign_seed);
     masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+#if Q2_SUMS
+    masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
+#endif
   }
 }

@@ -1,0 +1,96 @@
+"""The quantisers that sum the columns of their operand, too: on a CPU against the reference, bit by
+bit; their machine code beside that of the same kernels without sums."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda.quantize import summed
+from q2compile.runtime_kernels.numerics.column_sums import STRANDS, TILE
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+q2 = torch.ops.q2
+EDEN = "nvfp4_ms_eden_pow2"
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def architecture() -> str:
+    return HOPPER
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(architecture, monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, architecture)
+
+
+def agree(x: torch.Tensor, scheme: str, transform: str, dtype: torch.dtype) -> None:
+    """Both ops, with the reference and with the ops that sum nothing."""
+    args = (x, *SEEDS, scheme, transform, 3)
+    made = summed.rht_quantize_both_summed(*args, dtype)
+    assert_same_bits(made, q2.rht_quantize_both_summed(*args, dtype))
+    assert_same_bits(made[:6], q2.rht_quantize_both(*args))
+    args = (x, SEEDS[0], scheme, transform)
+    made = summed.rht_quantize_summed(*args, 1, dtype)
+    assert_same_bits(made, q2.rht_quantize_summed(*args, 1, dtype))
+    assert_same_bits(made[:3], q2.rht_quantize(*args, True, 1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("shape", [(128, 128), (300, 201), (33, 517), (1, 1), (0, 40), (40, 0)])
+def test_of_quartet2(shape) -> None:
+    agree(matrix(*shape), EDEN, "rht128", BF16)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "scheme, transform",
+    [
+        *[("nvfp4_sr_pow2", "rht16"), ("nvfp4_sr_pow2", "rht128"), ("nvfp4_pow2", "none")],
+        *[("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("nvfp4_ms_eden", "rht128")],
+        *[(EDEN + SWIZZLED, "rht128"), ("mxfp4_sr" + SWIZZLED, "rht64")],
+        *[(EDEN + WIDENED, "rht128"), ("nvfp4_sr_pow2" + WIDENED, "rht16")],
+        *[("mxfp4_rtn34" + WIDENED, "rht32"), ("nvfp4_sr_pow2", "rht16_fixed")],
+    ],
+)
+def test_of_every_rule(scheme, transform) -> None:
+    agree(matrix(140, 136), scheme, transform, BF16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("given", [BF16, torch.float16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
+def test_of_every_dtype(given, dtype) -> None:
+    agree(matrix(140, 72, given).clamp(-30, 30), EDEN, "rht128", dtype)
+
+
+@needs_compiler
+def test_of_more_tiles_than_a_thread_loads_at_once() -> None:
+    """Eight warps of eight loads each, and a last one."""
+    agree(matrix(TILE * STRANDS * 8 + 130, 72), EDEN, "rht128", FP32)
+
+
+@needs_compiler
+def test_of_any_strides() -> None:
+    """A transposed matrix is copied; an expanded one, too."""
+    for x in (matrix(136, 140).t(), matrix(1, 136).expand(140, 136), matrix(140, 300)[:, 5:141]):
+        agree(x, EDEN, "rht128", FP32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_poison(value) -> None:
+    x = matrix(300, 140)
+    x[77, 88] = value
+    *parts, sums = summed.rht_quantize_both_summed(x, *SEEDS, EDEN, "rht128", 0, BF16)
+    assert parts[2].isnan() and parts[5].isnan()
+    assert (~sums.isfinite()).nonzero().tolist() == [[88]]
