@@ -4,6 +4,10 @@ A persistent reduction of 16 gets four configurations from Inductor, which it co
 the first call. On an H200 the best for every producer tried was 128 blocks for 2 warps: 32 elements
 a thread, in loads of 16 bytes, so that what depends on the position alone is computed once for four
 blocks. 64 blocks for 2 warps took 4% longer, 128 for 8 warps 29% (8192x4096, 4/6, torch 2.11).
+
+Rows that are gathered (the tokens of experts) Inductor may keep apart from the blocks of a row, in
+a second dimension. The tile is then as many blocks of one row as there are, up to 128, of so many
+rows that they are 128 again. That was not timed.
 """
 
 from __future__ import annotations
@@ -35,8 +39,23 @@ class _Choices:
         if kernel_cls is not TritonKernel or searching or not _quantises(features):
             return kwargs
         blocks = _TILE["XBLOCK"] * _WIDTHS[0] // int(features.reduction_numel)
-        tile = FixedTritonConfig({**_TILE, "XBLOCK": blocks})
+        tile = FixedTritonConfig({**_TILE, **_shared_out(blocks, groups[0])})
         return {**kwargs, "fixed_config": tile, "override_persistent_reduction": True}
+
+
+def _shared_out(blocks: int, sizes: dict[str, Any]) -> dict[str, int]:
+    """So many blocks over the dimensions of a kernel, x first, in powers of two.
+
+    sizes: of its dimensions, y (and z) among them where it has those.
+    """
+    outer = [name for name in ("y", "z") if name in sizes]
+    tile = {"XBLOCK": blocks}
+    for name, next_one in zip(("x", *outer), outer, strict=False):
+        size = V.graph.sizevars.optimization_hint(sizes[name], fallback=blocks)
+        here, left = f"{name.upper()}BLOCK", tile[f"{name.upper()}BLOCK"]
+        tile[here] = min(left, 1 << (max(1, size) - 1).bit_length())
+        tile[f"{next_one.upper()}BLOCK"] = left // tile[here]
+    return tile
 
 
 def _quantises(features: Any) -> bool:

@@ -109,7 +109,7 @@ def grouped_gemm(
     out = torch.ops.q2.grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
-    return (out if folds else out * (a_global * b_global)).to(dtype)
+    return (out if folds else out.mul_(a_global * b_global)).to(dtype)
 
 
 def _widened(

@@ -211,6 +211,21 @@ def test_max_autotune_searches(monkeypatch, sources) -> None:
     assert "config=" not in kernel.config and "size_hints" in kernel.config
 
 
+def test_gathered_rows_are_one_kernel(monkeypatch, tmp_path) -> None:
+    """Inductor gives these rows of 32 blocks a dimension of their own; the tile has 128 blocks all
+    the same."""
+
+    def gathered(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return quantize((2 * x)[rows])
+
+    x, rows = torch.zeros(2048, 512).bfloat16(), torch.zeros(16384, dtype=torch.int64)
+    kernel = triton_kernels(monkeypatch, 90, gathered, x, rows)[-1]
+    assert "config={'XBLOCK': 32, 'num_warps': 2, 'YBLOCK': 4}" in kernel.config
+    assert kernel.source.count("tl.store") == 2
+    code = kernel.compiled(90, tmp_path)
+    assert code.count("LDL") == code.count("STL") == 0
+
+
 @pytest.mark.parametrize("capability", [90, 100, 120])
 def test_machine_code(capability, monkeypatch, sources, tmp_path) -> None:
     """No spills; 16-byte loads; Blackwell's conversion where there is one."""

@@ -48,4 +48,5 @@ def grouped_gemm_bf16(
     out = grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
-    return out if folds else (out * (a_global * b_global)).to(dtype)
+    # In place: the gradient of all experts' weights is among the largest tensors of a step.
+    return out if folds else out.mul_(a_global * b_global)

@@ -91,7 +91,7 @@ class Kernel:
             for i, name in enumerate(names)
             if signature[name].startswith("*")
         }
-        constants = {(names.index("XBLOCK"),): tile["XBLOCK"]}
+        constants = {(names.index(n),): size for n, size in tile.items() if n in names}
         source = ASTSource(scope[self.name], signature, constexprs=constants, attrs=aligned)
         target = GPUTarget("cuda", capability, 32)
         built = triton.compile(source, target=target, options={"num_warps": tile["num_warps"]})
