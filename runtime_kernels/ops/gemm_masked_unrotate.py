@@ -9,6 +9,8 @@ rounded to dtype before it is masked, as it is where it goes through memory.
 The reference calls the two ops, each of which the best kernel for it serves.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from q2compile.runtime_kernels.ops import gemm as product
@@ -16,10 +18,15 @@ from q2compile.runtime_kernels.ops import masked_unrotate as rotation
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
 
 
+def _gemm_args(args: Sequence) -> tuple:
+    """Of q2::gemm, from this op's."""
+    *operands, _, a_scheme, b_scheme, _, dtype = args
+    return (*operands, None, a_scheme, b_scheme, dtype)
+
+
 def fake(*args):
-    *operands, mask, a_scheme, b_scheme, transform, dtype = args
-    grad = product.fake(*operands, None, a_scheme, b_scheme, dtype)
-    rotation.checked(grad, mask, transform)
+    grad = product.fake(*_gemm_args(args))
+    rotation.checked(grad, args[6], args[9])
     return grad
 
 
@@ -32,10 +39,8 @@ define(
 
 
 def _prepare(*args) -> None:
-    *operands, mask, a_scheme, b_scheme, transform, dtype = args
-    warm_up("gemm", (*operands, None, a_scheme, b_scheme, dtype))
-    grad = product.fake(*operands, None, a_scheme, b_scheme, dtype)
-    warm_up("masked_unrotate", (grad, mask, transform))
+    warm_up("gemm", _gemm_args(args))
+    warm_up("masked_unrotate", (fake(*args), args[6], args[9]))
 
 
 @kernel("gemm_masked_unrotate", REFERENCE, prepare=_prepare)
