@@ -35,7 +35,7 @@ _IMPORT = f"from {_MODULE} import Site as q2_Site, Together as q2_Together, View
 _QUANTISERS = tuple(q for q in together.QUANTISERS if q not in ("quantize", "rht_quantize"))
 _NEVER_LOOPS = (
     *_QUANTISERS,
-    *("split_scales", "dequantize", "masked_unrotate", "padded_ends"),
+    *("split_scales", "dequantize", "masked_unrotate", "gemm_masked_unrotate", "padded_ends"),
 )
 
 

@@ -190,9 +190,18 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
         masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)
         steps += _product(layer, name, gemm, masked=masked, aligned=aligned)
         if name != "fprop" and masked:
-            result = layer.elements(_RESULT[name])
-            steps.append(Step(name, "mask and rotate back", (2 * HIGH + 1) * result))
+            steps = _rotated_back(steps, layer, gemm, name)
     return steps
+
+
+def _rotated_back(steps: list[Step], layer: Layer, gemm: Gemm, name: str) -> list[Step]:
+    """What follows a GEMM of codes that fprop rotated: by Triton's GEMM in its epilogue, where it
+    reads the mask (`passes.unrotate_in_gemm`), else a kernel."""
+    result = layer.elements(_RESULT[name])
+    if layer.emulated or layer.grouped or get_scheme(gemm.a.scheme).format == "nvfp4":
+        return [*steps, Step(name, "mask and rotate back", (2 * HIGH + 1) * result)]
+    *others, product = steps
+    return [*others, replace(product, bits=product.bits + result)]
 
 
 def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[Step]:

@@ -33,6 +33,7 @@ from q2compile.passes.post_grad.share_rotations import (
 )
 from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
+from q2compile.passes.post_grad.unrotate_in_gemm import unrotate_in_gemm_pass
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 
 Pass = Callable[[fx.Graph], int]
@@ -45,6 +46,7 @@ PASSES: dict[str, Pass] = {
     # After those: they name schemes that those do not know. No GEMM is a case for both.
     "swizzle_scales": swizzle_scales_pass,
     "widen_operands": widen_operands_pass,
+    "unrotate_in_gemm": unrotate_in_gemm_pass,  # those two look for gemm nodes
     "part_directions": part_directions_pass,  # looks at sizes, which those change
     "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
     "fuse_rotations": fuse_rotations_pass,  # changes nothing, and marks what the others leave

@@ -14,7 +14,8 @@ from torch.fx.node import map_arg
 from q2compile.runtime_kernels.registry import serving
 
 Q2 = "q2"
-GEMM_OPS = ("gemm", "grouped_gemm")  # six arguments are their operands: a's three parts, then b's
+# Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
+GEMM_OPS = ("gemm", "gemm_masked_unrotate", "grouped_gemm")
 # The ops that rotate, or requantise, one operand; those that make both directions of a gradient.
 ONE_ROTATED = ("rht_quantize", "rht_quantize_groups", "requantize", "requantize_groups")
 BOTH_ROTATED = ("rht_quantize_both", "rht_quantize_groups_both")

@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.cuda import agreements
 from q2compile.runtime_kernels.cuda.agreements import Check
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, unsupported
 from q2compile.runtime_kernels.numerics.groups import padded_rows
+from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import (
     FAILED,
@@ -35,11 +36,15 @@ from q2compile.runtime_kernels.registry import (
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
 _ROWS = (130, 1)
 _COLUMNS = 200  # of a product
+_PADDED = 224  # of one that is rotated back
 _IN_GROUPS = 200  # rows, of 3, 137, 0 and 40: chunks of copies, a whole one, rows of none
 _ENDS = (3, 140, 140, 180)
 # Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
 # order of the fp32 sums, and how many bits tensor cores keep on the way to them.
 GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
+
+# Ops of which the format is all that counts in a scheme.
+_BY_FORMAT = ("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm")
 
 # Of a GEMM: the type of its result, that of its bias, and whether scales come swizzled.
 Form = tuple[torch.dtype, torch.dtype | None, bool]
@@ -73,12 +78,7 @@ def refusal(
     reason = unsupported(index)
     if reason is not None:
         return reason
-    if op in (
-        "dequantize",
-        "gemm",
-        "grouped_gemm",
-        "grouped_mm",
-    ):  # where the format is all that counts
+    if op in _BY_FORMAT:
         scheme = _OF_FORMAT[get_scheme(scheme).format]
     check = (op, name, torch.device("cuda", index), scheme, form)
     return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
@@ -158,14 +158,13 @@ def disagreement(
     with apart(device):
         if op == "grouped_mm":
             return _of_gemm(op, name, device, ARGUMENTS[op](scheme))
-        if op not in ("gemm", "grouped_gemm"):
+        if op not in _CASES:
             cases = [ARGUMENTS[op](scheme, rows) for rows in _ROWS]
             differences = (_of_quantiser(op, name, device, arguments) for arguments in cases)
             return next(filter(None, differences), None)
         declined: ValueError | None = None
         agreed = False
-        cases_of = _grouped_cases if op == "grouped_gemm" else _gemm_cases
-        for arguments, words in cases_of(scheme, forms):
+        for arguments, words in _CASES[op](scheme, forms):
             try:
                 difference = _of_gemm(op, name, device, arguments)
             except Declined as error:
@@ -187,10 +186,27 @@ def _gemm_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, st
         yield _gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}"
 
 
+def _unrotated_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+    quantized = functools.cache(_quantized)
+    unbiased = [form for form in FORMS if form[1] is None]
+    sources = _OF_GEMM[get_scheme(scheme).format]
+    for form, source, rows in product(forms or unbiased, sources, _ROWS):
+        words = f"a result of {rows} x {_PADDED} in {form[0]}, masked and rotated back"
+        yield _gemm_masked_unrotate(source, rows, form, quantized), words
+
+
 def _grouped_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
     sources = _OF_GEMM[get_scheme(scheme).format]
     for form, source in product(forms or GROUPED_FORMS, sources):
         yield _grouped_gemm(source, form), f"{form[0]} in {form[1]}"
+
+
+# Of a GEMM, grouped or not: what is run.
+_CASES: dict[str, Callable[[str, Sequence | None], Iterator[tuple[tuple, str]]]] = {
+    "gemm": _gemm_cases,
+    "gemm_masked_unrotate": _unrotated_cases,
+    "grouped_gemm": _grouped_cases,
+}
 
 
 @contextmanager
@@ -334,6 +350,16 @@ def _gemm(
     return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
 
 
+def _gemm_masked_unrotate(
+    scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
+) -> tuple:
+    """The mask keeps every other number or so: one that is not applied is seen."""
+    dtype, _, swizzled = form
+    name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
+    mask = pack_bits(_matrix(rows, _PADDED) > 0)
+    return (*quantized(name, rows), *quantized(name, _PADDED), mask, name, name, "h32", dtype)
+
+
 def _ends(groups: int) -> torch.Tensor:
     """Of groups of 0 to 198 rows."""
     sizes = 99 * torch.arange(groups, dtype=torch.int32, device="cpu").remainder(3)
@@ -386,6 +412,7 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
     "transpose": lambda s, t=_ROWS[0]: _transpose(s, t),
     "gemm": lambda s, t=_ROWS[0]: _gemm(s, t),
+    "gemm_masked_unrotate": lambda s, t=_ROWS[0]: _gemm_masked_unrotate(s, t),
     "rht_quantize_groups": lambda s, t=_IN_GROUPS: (
         *(_matrix(_IN_GROUPS), *_groups(), _seed(), s, "rht128", 1),
     ),
@@ -432,6 +459,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
     "transpose": ("nvfp4_16x16_pow2",),
     "gemm": tuple(_OF_FORMAT.values()),
+    "gemm_masked_unrotate": tuple(_OF_FORMAT.values()),
     "rht_quantize_groups": _GROUPED,
     "rht_quantize_groups_both": _GROUPED,
     "requantize_groups": ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _WIDENED,

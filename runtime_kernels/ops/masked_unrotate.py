@@ -7,6 +7,8 @@ mask) along the last dimension. Kp is padded, as quantize_masked padded it: cut 
 grad, since a rotation back needs its whole chunks. fp32 inside, rounded once to grad's dtype.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from q2compile.runtime_kernels.numerics.layout import Tiling, unpack_bits
@@ -51,17 +53,25 @@ def checked_shapes(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Tr
     """The transform by name.
 
     Raises:
-        ValueError: as `checked`; and grad and mask do not have the same padded width, or it is not
-            whole chunks.
+        ValueError: as `checked` and `check_shape`.
     """
     rotation = checked(grad, mask, transform)
+    check_shape(grad.shape, mask, rotation)
+    return rotation
+
+
+def check_shape(shape: Sequence[int], mask: torch.Tensor, rotation: Transform) -> None:
+    """
+    Raises:
+        ValueError: a gradient of this shape and the mask do not have the same padded width, or it
+            is not whole chunks.
+    """
     width = 8 * mask.shape[1]
-    if grad.shape != (mask.shape[0], width) or width % rotation.size:
+    if tuple(shape) != (mask.shape[0], width) or width % rotation.size:
         raise ValueError(
             f"q2::masked_unrotate: the mask is of a padded [{mask.shape[0]}, {width}] in chunks of "
-            f"{rotation.size}, the gradient is {list(grad.shape)}: pass the padded gradient."
+            f"{rotation.size}, the gradient is {list(shape)}: pass the padded gradient."
         )
-    return rotation
 
 
 @kernel("masked_unrotate", REFERENCE)

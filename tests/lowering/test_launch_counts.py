@@ -43,8 +43,8 @@ class TestLaunchCounts(TestCase):
     randint 2, rotate_quantize.cu 4, swizzle_scales.cu 1, transpose.cu 1, triton 2
 10.0 tetrajet2: 17 -> 12, 12 with a bias; align_scales.cu 3, cublaslt 3, randint 1,
     rotate_quantize.cu 5
-10.0 quartet: 16 -> 14, 14 with a bias; align_scales.cu 3, masked_unrotate.cu 2,
-    randint 1, rotate_quantize.cu 5, triton gemm 3
+10.0 quartet: 14 -> 12, 12 with a bias; align_scales.cu 3, randint 1,
+    rotate_quantize.cu 5, triton gemm 3
 10.0 mxfp4: 10 -> 9, 9 with a bias; align_scales.cu 2, mm 1, randint 1,
     rotate_quantize.cu 3, triton gemm 2
 9.0 quartet2: 16 -> 14, 14 with a bias; align_scales.cu 1, dequantize.cu 2, mm 3,

@@ -15,6 +15,7 @@ from q2compile.report.report import Report
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
 from q2compile.tools import doctor
 from tests.support.pretended_gpu import on_gpu
@@ -258,10 +259,9 @@ def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypa
     for op, schemes in selfcheck.CHECKED.items():
         for scheme in schemes:
             served = registry.serving(op, on_gpu(op, scheme)).name
-            assert served == ("cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"), (
-                op,
-                scheme,
-            )
+            want = {"gemm_masked_unrotate": REFERENCE}  # which calls the two ops
+            want |= dict.fromkeys(("gemm", "grouped_gemm"), "cuda_bf16")
+            assert served == want.get(op, "cuda"), (op, scheme)
 
 
 @pytest.mark.parametrize("capability", [(5, 0), (7, 5)])
@@ -402,6 +402,33 @@ def test_a_grouped_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, sche
     assert found is not None and "relative error" in found
     forms = [(g, t) for g in GEMMS for t in (torch.bfloat16, torch.float32)]
     assert list(selfcheck.GROUPED_FORMS) == forms
+
+
+UNROTATED_FAULTS = {
+    "no mask": lambda out, a: torch.ops.q2.masked_unrotate(out, torch.full_like(a[6], 255), a[9]),
+    "no rotation": lambda out, a: out * unpack_bits(a[6]),
+    "mask of bytes turned": lambda out, a: torch.ops.q2.masked_unrotate(
+        out, pack_bits(unpack_bits(a[6]).unflatten(1, (-1, 8)).flip(2).flatten(1)), a[9]
+    ),
+    "mask of the row before": lambda out, a: torch.ops.q2.masked_unrotate(
+        out, a[6].roll(1, 0), a[9]
+    ),
+    "last chunk": lambda out, a: torch.cat(
+        [torch.ops.q2.masked_unrotate(out, a[6], a[9])[:, :-32], out[:, -32:]], 1
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", UNROTATED_FAULTS)
+@pytest.mark.parametrize("scheme", selfcheck.CHECKED["gemm_masked_unrotate"])
+def test_a_rotation_back_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
+    def broken(*args):
+        out = torch.ops.q2.gemm(*args[:6], None, *args[7:9], args[10])
+        return UNROTATED_FAULTS[fault](out, args)
+
+    candidate("gemm_masked_unrotate", None, function=broken)
+    found = selfcheck.disagreement("gemm_masked_unrotate", "broken", ON_CPU, scheme)
+    assert found is not None and "relative error" in found and "rotated back" in found
 
 
 @pytest.mark.parametrize("op", selfcheck.CHECKED)

@@ -23,6 +23,7 @@ HOPPER, BLACKWELL = 90, 100
 # Of a linear of 256 x 512, 512 rows.
 ROWS, INNER, OUTER = 512, 256, 512
 _GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\((.*), '(\S+)', '(\S+)', torch")
+_UNROTATED = "torch.ops.q2.gemm_masked_unrotate.default("
 _OTHERS = re.compile(r"\b(triton)_\w+\.run\(|\bextern_kernels\.(\w+)\(|\baten\.(randint|mm)\.\w+\(")
 
 
@@ -63,6 +64,7 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
     for source in sources:
         body = source[source.index("def call(") :]
         found.update("".join(names) for names in _OTHERS.findall(body))
+        found.update(["triton gemm"] * body.count(f"= {_UNROTATED}"))
         for args, *schemes in _GEMM.findall(body):
             found.update(_of_gemm(args, schemes))
     return found

@@ -2,7 +2,8 @@
 numerics, registry.
 
 cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py): nvfp4
-triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4
+triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4; and
+                  q2::gemm_masked_unrotate
 cuda_bf16.py      the numbers that the codes stand for, by cuBLAS in bf16, on any GPU
 grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
 grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)

@@ -1,4 +1,5 @@
-"""q2::gemm by tl.dot_scaled (triton_kernel.py): fp4 tensor cores in one launch, nvfp4 and mxfp4."""
+"""q2::gemm and q2::gemm_masked_unrotate by tl.dot_scaled (triton_kernel.py): fp4 tensor cores in
+one launch, nvfp4 and mxfp4."""
 
 import functools
 import importlib.util
@@ -11,6 +12,7 @@ from q2compile.runtime_kernels.cuda.calls import on_device
 from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     ALIGNMENT,
+    aligned,
     form,
     padded,
     reads_codes,
@@ -20,7 +22,9 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked
+from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
 
 # The first Triton that makes fp4 tensor-core instructions of tl.dot_scaled. On 12.1 Triton 3.6
@@ -62,7 +66,63 @@ def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
     """See ops/gemm.py."""
-    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import choose_tile, gemm_fp4
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    return _gemm(*operands, bias, a_scheme, b_scheme, dtype)
+
+
+def _refuses_unrotation(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
+) -> str | None:
+    transform, dtype = more
+    if transform != "h32":
+        return f"its epilogue rotates chunks of 32 without signs back, not {transform}"
+    index = a_codes.device.index
+    wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
+    return wrong or refusal(
+        *("gemm_masked_unrotate", TRITON_FP4, index, a_scheme),
+        form(None, a_scheme, b_scheme, dtype),
+    )
+
+
+def _prepare_unrotation(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
+) -> None:
+    swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
+
+
+@kernel(
+    "gemm_masked_unrotate",
+    TRITON_FP4,
+    device_type="cuda",
+    refuses=_refuses_unrotation,
+    prepare=_prepare_unrotation,
+)
+def gemm_masked_unrotate_triton(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
+) -> torch.Tensor:
+    """See ops/gemm_masked_unrotate.py."""
+    transform, dtype = more
+    check_shape((a_codes.shape[0], b_codes.shape[0]), mask, get_transform(transform))
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    return _gemm(*operands, None, a_scheme, b_scheme, dtype, mask, transform)
+
+
+def _gemm(
+    a_codes,
+    a_scales,
+    a_global,
+    b_codes,
+    b_scales,
+    b_global,
+    bias,
+    a_scheme,
+    b_scheme,
+    dtype,
+    mask=None,
+    transform="none",
+) -> torch.Tensor:
+    """The product; masked and rotated back, where a mask is given."""
+    from q2compile.runtime_kernels.cuda.gemm.triton_kernel import Unrotation, choose_tile, gemm_fp4
 
     a_spec, b_spec = checked(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
@@ -78,9 +138,13 @@ def gemm_triton(
     index = a_codes.device.index
     major = torch.cuda.get_device_capability(index)[0]
     tile = choose_tile(major, rows, columns, multiprocessors(index))
-    variant = tile, a_spec.width, form(bias, a_scheme, b_scheme, dtype), width % tile.k
+    unrotation = None
+    if mask is not None:
+        unrotation = Unrotation(aligned(mask.contiguous()), get_transform(transform).norm)
+    asked = form(bias, a_scheme, b_scheme, dtype), transform
+    variant = tile, a_spec.width, asked, width % tile.k
     with compiling(a_codes.device, variant), on_device(index):
-        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile)
+        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
 
 
 # What Triton says of a variant each time, after seconds.

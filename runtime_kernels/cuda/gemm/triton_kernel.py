@@ -7,8 +7,12 @@ Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.x).
     out [M, N] = (sum over k of a * b) * (a_global * b_global) + bias
 
 The epilogue multiplies by both global scales and adds the bias in fp32, before the one rounding:
-nothing is launched besides. Rows outside of a matrix are read as some row inside, and not stored,
-so that the loop has masks only where K ends within a tile.
+nothing is launched besides. With a mask it goes on as ops/masked_unrotate.py says, from the rounded
+product: no chunk of 32 columns lies in two tiles. On 10.x a thread has whole chunks in registers;
+on 12.x four threads share one, which costs shuffles.
+
+Rows outside of a matrix are read as some row inside, and not stored, so that the loop has masks
+only where K ends within a tile.
 
 A tile's scales are copied from shared to tensor memory as they lie where it has 128 rows; those of
 256 columns go by registers, an eighth of the tile's bytes.
@@ -26,6 +30,13 @@ import triton
 import triton.language as tl
 
 from q2compile.runtime_kernels.numerics.layout import ceil_div
+
+
+class Unrotation(NamedTuple):
+    """What q2::masked_unrotate does to a product."""
+
+    mask: torch.Tensor  # uint8 [M, N / 8], in one piece
+    norm: float  # of the transform
 
 
 class Tile(NamedTuple):
@@ -94,6 +105,35 @@ def _scales(
 
 
 @triton.jit
+def _unrotated(
+    x,  # fp32 [TILE_M, TILE_N]
+    mask,  # u32 [M, N / 32]
+    m,  # the tile's rows: [TILE_M]
+    left,  # its first column
+    M,
+    N,
+    NORM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """H of each chunk of 32, where the mask has ones: transforms.py:hadamard's order of operations.
+
+    Each step takes pairs of neighbours, and leaves all sums ahead of all differences: after five of
+    them every element is in its place, and step i has paired those 2^i apart.
+    """
+    CHUNKS: tl.constexpr = TILE_N // 32
+    chunk = left // 32 + tl.arange(0, CHUNKS)
+    at = mask + m[:, None].to(tl.int64) * (N // 32) + chunk[None, :]
+    kept = tl.load(at, mask=(m[:, None] < M) & (chunk[None, :] < N // 32), other=0)
+    kept = (kept[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    x = tl.where(kept != 0, x.reshape(TILE_M, CHUNKS, 32), 0.0)
+    for _ in tl.static_range(5):
+        a, b = tl.split(x.reshape(TILE_M, CHUNKS, 16, 2))
+        x = tl.join(a + b, a - b).trans(0, 1, 3, 2).reshape(TILE_M, CHUNKS, 32)
+    return x.reshape(TILE_M, TILE_N) * NORM
+
+
+@triton.jit
 def _gemm_fp4(
     a,  # u8 [M, K/2]
     b,  # u8 [N, K/2]
@@ -102,12 +142,14 @@ def _gemm_fp4(
     a_global,  # fp32
     b_global,
     bias,  # [N], or unused
+    mask,  # u32 [M, N / 32], or unused
     out,  # [M, N]
     M,
     N,
     half,  # K / 2, bytes of codes in a row
     BLOCK: tl.constexpr,  # elements that share a scale: 16 or 32
     BIASED: tl.constexpr,
+    NORM: tl.constexpr,  # of the rotation back; None without one
     WHOLE: tl.constexpr,  # K ends with a tile
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -137,6 +179,9 @@ def _gemm_fp4(
     sums *= tl.load(a_global) * tl.load(b_global)
     if BIASED:
         sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if NORM is not None:
+        sums = sums.to(out.dtype.element_ty).to(tl.float32)
+        sums = _unrotated(sums, mask, m, left, M, N, NORM, TILE_M, TILE_N)
     out_at = out + m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
@@ -148,9 +193,10 @@ def gemm_fp4(
     width: int,
     dtype: torch.dtype,
     tile: Tile,
+    unrotation: Unrotation | None = None,
 ) -> torch.Tensor:
     """The product of two quantised matrices (codes, swizzled scales, global_scale) of one format,
-    whose blocks are of `width`: [M, N]."""
+    whose blocks are of `width`: [M, N]. With `unrotation`, N is whole chunks."""
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
     m, n, half = a_codes.shape[0], b_codes.shape[0], a_codes.shape[1]
     out = torch.empty((m, n), dtype=dtype, device=a_codes.device)
@@ -162,12 +208,14 @@ def gemm_fp4(
         a_global,
         b_global,
         out if bias is None else bias,
+        out if unrotation is None else unrotation.mask.view(torch.uint32),
         out,
         m,
         n,
         half,
         BLOCK=width,
         BIASED=bias is not None,
+        NORM=None if unrotation is None else unrotation.norm,
         WHOLE=2 * half % tile.k == 0,
         TILE_M=tile.m,
         TILE_N=tile.n,

@@ -15,7 +15,10 @@ from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 CAPABILITIES = [100, 103, 120, 121]
-_GEMM = re.compile(r"torch\.ops\.q2\.gemm\.default\((.*), '(\S+)', '(\S+)', (torch\.\w+)\)")
+_GEMM = re.compile(
+    r"torch\.ops\.q2\.gemm(?:_masked_unrotate)?\.default"
+    r"\((.*), '(\S+)', '((?!h32')\S+)',(?: 'h32',)? (torch\.\w+)\)"
+)
 _GROUPED_GEMM = re.compile(
     r"torch\.ops\.q2\.grouped_gemm\.default\(.*, '(\S+)', '(\S+)', '(\w+)', (torch\.\w+)\)"
 )
@@ -70,9 +73,17 @@ def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability)
     for source in sources(recipe, False, capability):
         assert set(calls(source)) <= {
             *("q2.gemm", "q2.quantize", "q2.quantize_masked", "q2.rht_quantize", "q2.requantize"),
-            *("q2.rht_quantize_both", "q2.masked_unrotate", "aten.randint", "extern_kernels.mm"),
-            *("q2.split_scales", "triton"),
+            *("q2.rht_quantize_both", "aten.randint", "extern_kernels.mm", "q2.split_scales"),
+            *("q2.gemm_masked_unrotate", "triton"),
         }
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_quest_is_undone_by_the_gemm(capability) -> None:
+    forward, backward = sources("quartet", False, capability)
+    assert calls(forward)["q2.gemm"] == 1
+    assert calls(backward)["q2.gemm_masked_unrotate"] == 2
+    assert "masked_unrotate" not in backward.replace("gemm_masked_unrotate", "")
 
 
 class Experts(nn.Module):

@@ -104,11 +104,13 @@ class Row:
     small: int = live_bytes.SMALL
 
 
-def _pass(name: str, **program: Any) -> Row:
+def _pass(name: str, recipe: str = "quartet2", **program: Any) -> Row:
     """A pass of the post-grad list, after those ahead of it in the list alone."""
     names = list(PASSES)
     at = names.index(name)
-    return Row("post-grad", name, _left_out(names[at:]), _left_out(names[at + 1 :]), **program)
+    of = {} if recipe == "quartet2" else {"recipe": recipe}
+    without, with_ = ({**of, **_left_out(names[i:])} for i in (at, at + 1))
+    return Row("post-grad", name, without, with_, **program)
 
 
 def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
@@ -134,6 +136,7 @@ ROWS = [
     _pass("share_rotations"),
     _pass("swizzle_scales", capability=BLACKWELL),
     _pass("widen_operands"),
+    _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
     _pass("part_directions", small=0),
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("share_saved_rotations", "nvfp4"),
@@ -237,9 +240,9 @@ def line(before: Counter[str], after: Counter[str]) -> str:
     )
 
 
-def table() -> str:
+def table(*where: str) -> str:
     lines = []
-    for row in ROWS:
+    for row in (row for row in ROWS if row.where in where):
         program = (row.model, row.training, row.capability, row.cse, row.small)
         before, after = (graphs_of(tuple(o.items()), *program) for o in (row.without, row.with_))
         lines += ["", f"{row.name} ({row.where})"]
@@ -252,9 +255,9 @@ def table() -> str:
 
 
 class TestKernelCounts(TestCase):
-    def test_of_each_pass(self) -> None:
+    def test_of_each_post_grad_pass(self) -> None:
         self.assertExpectedInline(
-            table(),
+            table("post-grad"),
             """\
 share_operands (post-grad)
   forward   q2.dequantize 6 -> 4, q2.quantize 6 -> 4, inputs 4, mm 3, triton 1
@@ -284,11 +287,22 @@ widen_operands (post-grad)
   backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.requantize 5,
             q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
 
+unrotate_in_gemm (post-grad)
+  forward   inputs 5, q2.gemm 4, q2.quantize_masked 6, triton 2
+  backward  q2.gemm 7 -> 0, q2.gemm_masked_unrotate 0 -> 7, q2.masked_unrotate 7 -> 0,
+            aten.randint 1, inputs 23, q2.requantize 5, q2.rht_quantize 1, q2.rht_quantize_both 3,
+            triton 2
+
 part_directions (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
   backward  q2.rht_quantize 1 -> 3, q2.rht_quantize_both 3 -> 2, aten.randint 1, inputs 18, mm 7,
-            q2.requantize 5, triton 2
+            q2.requantize 5, triton 2""",
+        )
 
+    def test_of_each_joint_pass_and_option(self) -> None:
+        self.assertExpectedInline(
+            table("joint", "option"),
+            """\
 share_operands (joint)
   forward   q2.dequantize 8 -> 6, q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1,
             inputs 5, mm 4, q2.split_scales 5, triton 10

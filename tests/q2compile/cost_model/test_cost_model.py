@@ -63,10 +63,10 @@ OTHER = {
         + 16,
         2 * (16 + 8.5) + 2 * 4.5 + 16,
     ),
-    # blocks of 32, no second level; QuEST writes a bit of mask, which is applied to dx and dw.
+    # blocks of 32, no second level; QuEST writes a bit of mask, which the GEMMs of dx and dw read.
     "quartet": (
-        (16 + 5.25) + 4.25 + (4.25 + 4.25) + 4.25 + 16 + 33,
-        (16 + 5.25) + 4.25 + (4.25 + 4.25) + 4.25 + 16 + 33,
+        (16 + 5.25) + 4.25 + (4.25 + 4.25) + 4.25 + 16 + 1,
+        (16 + 5.25) + 4.25 + (4.25 + 4.25) + 4.25 + 16 + 1,
         16 + (16 + 2 * 4.25) + 2 * 4.25,
     ),
     # forward in bf16; w and x are rounded from high precision in backward
@@ -83,6 +83,16 @@ def test_bytes_of_other_recipes_by_hand(recipe):
     x, w, dy = OTHER[recipe]
     expected = (x * T * K + w * N * K + dy * T * N) / 8
     assert predict(resolve(recipe), (T, N, K)).bytes == expected
+
+
+@pytest.mark.parametrize("other", [{"emulated": True}, {"grouped": True}])
+def test_a_mask_that_no_epilogue_reads_takes_a_kernel(other):
+    """Of dx and of dw: reads the product and the mask, and writes."""
+    steps = recipe_steps(resolve("quartet"), Layer(T, N, K, **other), ALL)
+    alone = {s.gemm: s.bits for s in steps if s.what == "mask and rotate back"}
+    assert alone == {"dgrad": 33 * T * K, "wgrad": 33 * N * K}
+    by_gemm = recipe_steps(resolve("quartet"), Layer(T, N, K), ALL)
+    assert not any(s.what == "mask and rotate back" for s in by_gemm)
 
 
 def test_an_exact_global_scale_reads_twice():

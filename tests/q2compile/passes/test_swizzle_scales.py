@@ -256,7 +256,8 @@ def operands(graph: fx.Graph) -> dict[str, tuple[str, str]]:
     names = iter(OPERANDS[:2] if graph_kind(graph) == "forward" else OPERANDS[2:])
     found = {}
     # dgrad before wgrad: only the latter quantises along the gradient's other dimension.
-    gemms = sorted(q2_nodes(graph, "gemm"), key=lambda n: n.meta["val"].shape[0] == 72)
+    nodes = q2_nodes(graph, "gemm", "gemm_masked_unrotate")
+    gemms = sorted(nodes, key=lambda n: n.meta["val"].shape[0] == 72)
     for node in gemms:
         for codes, scheme in ((0, 7), (3, 8)):
             made = node.args[codes]

@@ -167,6 +167,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "share_rotations", 0),
         ("forward", "swizzle_scales", 0),
         ("forward", "widen_operands", 0),
+        ("forward", "unrotate_in_gemm", 0),
         ("forward", "part_directions", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
@@ -174,6 +175,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "share_rotations", 0),
         ("backward", "swizzle_scales", 0),
         ("backward", "widen_operands", 0),
+        ("backward", "unrotate_in_gemm", 0),
         ("backward", "part_directions", 0),
     ]
 

@@ -350,11 +350,19 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
         fresh.bind(0, (1, 1), (0, 0, 0, 0, 0, 1, 0), {})
 
 
+# Whose kernels every GPU has (gemm_masked_unrotate's is of fp4 tensor cores), and their names.
+OPS = {
+    op: "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
+    for op in selfcheck.CHECKED
+    if op != "gemm_masked_unrotate"
+}
+
+
 @pytest.mark.parametrize(
-    "op, scheme", [(op, scheme) for op, schemes in selfcheck.CHECKED.items() for scheme in schemes]
+    "op, scheme", [(op, scheme) for op in OPS for scheme in selfcheck.CHECKED[op]]
 )
 def test_selfcheck_agrees(op, scheme) -> None:
-    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
+    name = OPS[op]
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
@@ -375,11 +383,11 @@ def as_on_ampere(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "op, scheme",
-    [(op, s) for op in selfcheck.CHECKED if op != "rht_quantize" for s in selfcheck.CHECKED[op]],
+    [(op, s) for op in OPS if op != "rht_quantize" for s in selfcheck.CHECKED[op]],
 )
 def test_without_conversion_instructions(op, scheme, as_on_ampere) -> None:
     """rht_quantize is half of rht_quantize_both; of gemm the operands are made by dequantize.cu."""
-    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
+    name = OPS[op]
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
 
 
@@ -434,9 +442,9 @@ def as_on_a_gpu_that_nobody_knows(monkeypatch) -> Iterator[None]:
     launch.architecture.cache_clear()
 
 
-@pytest.mark.parametrize("op", selfcheck.CHECKED)
+@pytest.mark.parametrize("op", OPS)
 def test_on_a_gpu_that_nobody_knows(op, as_on_a_gpu_that_nobody_knows) -> None:
-    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
+    name = OPS[op]
     assert launch.architecture(0) == "compute_90" or torch.cuda.get_device_capability() != (9, 0)
     scheme = selfcheck.CHECKED[op][0]
     assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
@@ -454,8 +462,7 @@ def test_a_self_check_waits_for_nobody_and_changes_nothing() -> None:
     try:
         for default in ("cuda", "meta"):
             with torch.device(default), torch.autocast("cuda"), torch.inference_mode():
-                for op in selfcheck.CHECKED:
-                    name = "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
+                for op, name in OPS.items():
                     scheme = selfcheck.CHECKED[op][0]
                     assert selfcheck.disagreement(op, name, device, scheme) is None
     finally:

@@ -316,12 +316,13 @@ def test_cublaslt_in_a_cuda_graph():
 
 
 def test_what_triton_refuses_is_compiled_once(monkeypatch):
-    """Not for each number of tokens; another tile, type or bias is another kernel."""
+    """Not for each number of tokens; another tile, type or bias is another kernel, and so is one
+    with a rotation back."""
     triton_kernel = pytest.importorskip("q2compile.runtime_kernels.cuda.gemm.triton_kernel")
     tried = []
 
-    def gemm(a, b, bias, width, dtype, tile):
-        tried.append((tile, dtype, bias is not None))
+    def gemm(a, b, bias, width, dtype, tile, unrotation):
+        tried.append((tile, dtype, unrotation))
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(triton_kernel, "gemm_fp4", gemm)
@@ -335,7 +336,19 @@ def test_what_triton_refuses_is_compiled_once(monkeypatch):
         with pytest.raises(RuntimeError, match="PassManager"):
             triton_fp4.gemm_triton(*args)
     large, small = triton_kernel._TILES[10]
-    assert tried == [(small, BF16, False), (large, BF16, False), (small, FP32, False)]
+    assert tried == [(small, BF16, None), (large, BF16, None), (small, FP32, None)]
+    for rows in (64, 96):
+        args = arguments(rows, 64, 64, None, BF16, (SCHEME + SWIZZLED,) * 2)
+        *operands, _, scheme, _, dtype = args
+        mask = torch.zeros(rows, 9, dtype=torch.uint8)[:, 1:]  # neither in one piece nor on a word
+        with pytest.raises(RuntimeError, match="PassManager"):
+            triton_fp4.gemm_masked_unrotate_triton(*operands, mask, scheme, scheme, "h32", dtype)
+    ((tile, _, (words, norm)),) = tried[3:]
+    assert tile == small and words.is_contiguous() and words.data_ptr() % 16 == 0
+    assert words.shape == (64, 8) and norm == pytest.approx(32**-0.5)
+    with pytest.raises(ValueError, match="pass the padded gradient"):
+        args = (*operands, mask[1:], scheme, scheme, "h32", dtype)
+        triton_fp4.gemm_masked_unrotate_triton(*args)
 
 
 # --- who is asked ---------------------------------------------------------------------------------
@@ -365,6 +378,12 @@ def test_order(gpu, monkeypatch, capability, triton, format_, op):
     if not by_triton:
         with pytest.raises(ValueError, match="dot_scaled works|not installed"):
             select(op, args, "triton_fp4")
+    if op == "gemm":
+        unrotated = on_gpu("gemm_masked_unrotate", FORMATS[format_])
+        served = serving("gemm_masked_unrotate", unrotated).name
+        assert served == ("triton_fp4" if by_triton else "reference")
+        with pytest.raises(ValueError, match="without signs back, not rht32|dot_scaled|not inst"):
+            select("gemm_masked_unrotate", (*unrotated[:9], "rht32", BF16), "triton_fp4")
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -26,6 +26,7 @@ from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import (  # noqa: E402
     triton_version,
 )
 from q2compile.runtime_kernels.cuda.jit import disassemble  # noqa: E402
+from q2compile.runtime_kernels.numerics.transforms import get_transform  # noqa: E402
 
 POINTERS = {
     "a": "*u8",
@@ -35,6 +36,7 @@ POINTERS = {
     "a_global": "*fp32",
     "b_global": "*fp32",
     "bias": "*bf16",
+    "mask": "*u32",
     "offs": "*i32",
     "out": "*bf16",
 }
@@ -80,9 +82,10 @@ def cross_compiled(function, capability, tile, block, constants, sizes, wide):
 
 
 @cache
-def compiled(capability, tile, block, biased=True, whole=True):
-    """For so many bytes in a row, too."""
-    constants, sizes = {"BIASED": biased, "WHOLE": whole}, ("M", "N", "half")
+def compiled(capability, tile, block, biased=True, whole=True, norm=None):
+    """For so many bytes in a row, too. norm: of a rotation back."""
+    constants = {"BIASED": biased, "WHOLE": whole, "NORM": norm}
+    sizes = ("M", "N", "half")
     return cross_compiled(gemm._gemm_fp4, capability, tile, block, constants, sizes, sizes)
 
 
@@ -123,6 +126,32 @@ def test_cross_compiled(capability, tile, block) -> None:
     a_thread = (tile.m + tile.n) * tile.k // 2 // 16 // (32 * tile.warps)
     assert widths["10"] >= a_thread * (tile.stages - 1)
     assert sum(n for width, n in widths.items() if width != "10") <= 3 * tile.stages, "scales alone"
+
+
+@pytest.mark.parametrize("capability, tile, block", CASES)
+def test_cross_compiled_with_a_rotation_back(capability, tile, block) -> None:
+    """The same loop, and an epilogue without spills: words of the mask are read, not bytes; the
+    product is rounded to bf16 before the rotation; every butterfly is an addition or subtraction
+    for each element; and on 10.x, where a thread has whole chunks, nothing goes between threads.
+    """
+    norm = get_transform("h32").norm
+    plain, kernel = (compiled(capability, tile, block, False, True, n) for n in (None, norm))
+    code = disassemble.disassemble(kernel.asm["cubin"])
+    loop = INSTRUCTIONS[capability[0], block]
+    assert code.count(loop) == disassemble.disassemble(plain.asm["cubin"]).count(loop) > 0
+    assert code.count("LDL") == code.count("STL") == 0
+    assert kernel.metadata.shared <= plain.metadata.shared
+    ptx = kernel.asm["ptx"]
+    own = tile.m * tile.n // (32 * tile.warps)  # of the result, a thread
+    # A few are done twice, where two that go together are wanted in two places.
+    added = sum(1 + bool(two) for two in re.findall(r"\b(?:add|sub)\.f32(x2)?", ptx))
+    assert 5 * own <= added <= 5.2 * own
+    assert len(re.findall(r"cvt\.rn\.bf16\.f32", ptx)) == own
+    assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", ptx)) == own // 2
+    by_bytes = re.compile(r"ld\.global\S*\.(?:b8|b16)")
+    assert len(by_bytes.findall(ptx)) == len(by_bytes.findall(plain.asm["ptx"]))
+    if capability[0] == 10:
+        assert code.count("SHFL") == 0
 
 
 @pytest.mark.parametrize("block", [16, 32])
@@ -186,7 +215,12 @@ def test_grouped_of_square_blocks_and_ends_within_a_tile(major, height, whole) -
 
 
 @pytest.mark.parametrize(
-    "which, said", [("plain", "160 products"), ("grouped", "60 grouped products")]
+    "which, said",
+    [
+        ("plain", "160 products"),
+        ("unrotated", "25 products, rotated back,"),
+        ("grouped", "60 grouped products"),
+    ],
 )
 def test_interpreted(which, said) -> None:
     script = Path(__file__).parents[2] / "support" / "emulation" / "triton_gemm.py"

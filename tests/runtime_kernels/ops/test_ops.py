@@ -59,6 +59,15 @@ def test_quantize_masked_and_masked_unrotate():
     opcheck(q2.masked_unrotate.default, (torch.randn(9, 64), mask, "h32"), test_utils=CHECKS)
 
 
+def test_gemm_masked_unrotate():
+    a, b = (quantized("mxfp4_rtn", rows, 40) for rows in (9, 64))
+    mask = torch.randint(0, 256, (9, 8), dtype=torch.uint8)
+    schemes = ("mxfp4_rtn", "mxfp4_rtn", "h32", torch.bfloat16)
+    opcheck(q2.gemm_masked_unrotate.default, (*a, *b, mask, *schemes), test_utils=CHECKS)
+    apart = q2.masked_unrotate(q2.gemm(*a, *b, None, *schemes[:2], torch.bfloat16), mask, "h32")
+    assert torch.equal(q2.gemm_masked_unrotate(*a, *b, mask, *schemes), apart)
+
+
 @pytest.mark.parametrize("columns", [40, 48])
 def test_transpose(columns):
     codes, scales, _ = quantized("nvfp4_16x16", 24, columns)

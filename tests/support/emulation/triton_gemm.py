@@ -1,7 +1,7 @@
 """Runs the Triton fp4 GEMMs under Triton's interpreter, which must be chosen before Triton is
 imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.py.
 
-    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py plain|grouped
+    TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py plain|unrotated|grouped
 
 The interpreter has no dot_scaled; there is one here, on what the kernel loaded.
 """
@@ -19,6 +19,7 @@ from q2compile.runtime_kernels.cuda.gemm import triton_grouped_kernel as grouped
 from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 assert runtime_kernels  # importing it registers the ops
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -77,6 +78,24 @@ def check(m: int, n: int, k: int, schemes: tuple[str, str], biased: bool, tile: 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def check_unrotated(m: int, n: int, k: int, scheme: str, dtype, tile: gemm.Tile) -> None:
+    """Bit for bit what the two ops make of the kernel's product: of NaNs, too."""
+    a, b = (swizzled(operand(rows, k, scheme), rows, scheme) for rows in (m, n))
+    a[2].fill_(0.75)
+    if k > 100:
+        b[1].view(torch.uint8)[:1] = 255  # a scale that is NaN in both formats: a column of NaNs
+    width = get_scheme(scheme).width
+    mask = torch.randint(0, 256, (m, n // 8), dtype=torch.uint8)
+    mask[:, : n // 16] |= torch.randint(0, 256, (m, n // 16), dtype=torch.uint8)
+    plain = gemm.gemm_fp4(a, b, None, width, dtype, tile)
+    want = torch.ops.q2.masked_unrotate(plain, mask, "h32")
+    unrotation = gemm.Unrotation(mask, get_transform("h32").norm)
+    got = gemm.gemm_fp4(a, b, None, width, dtype, tile, unrotation)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert got.isnan().any() == (k > 100) and not got.isnan().all()
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
 # Ends of groups: empty ones at both ends and between, of one row, of more than a tile; rows of no
 # group, and a tile's worth of nothing else. Where they are contracted, whole chunks.
 ROWS = [([0, 1, 4, 4, 140, 180, 180], 200), ([0, 0], 150), ([130], 130)]
@@ -117,6 +136,17 @@ def main() -> None:
     TritonSemantic.dot_scaled = dot_scaled
     interpreter._patch_lang_tensor = with_numpy_2_4(interpreter._patch_lang_tensor)
     torch.manual_seed(0)
+    tiles = [tile for generation in gemm._TILES.values() for tile in generation]
+    if sys.argv[1] == "unrotated":
+        shapes = [(128, 256, 256), (200, 160, 288), (1, 32, 32)]
+        # The interpreter truncates to bf16.
+        results = [("nvfp4_46", torch.float32), ("mxfp4_rtn34", torch.float16)]
+        cases = list(itertools.product(shapes, results, tiles))
+        cases.append(((1100, 288, 96), results[1], tiles[0]))  # groups of tile rows
+        for shape, result, tile in cases:
+            check_unrotated(*shape, *result, tile)
+        print(f"{len(cases)} products, rotated back, agree with the reference")
+        return
     if sys.argv[1] == "grouped":
         cases = grouped_cases()
         for case in cases:
@@ -126,7 +156,6 @@ def main() -> None:
     shapes = [(128, 128, 256), (200, 136, 272), (1, 7, 16), (1200, 130, 48), (130, 300, 576)]
     schemes = [("nvfp4_46_pow2", s) for s in ("nvfp4_46_pow2", "nvfp4_16x16", "nvfp4_46")]
     schemes += [("mxfp4_rtn", "mxfp4_rtn34")]
-    tiles = [tile for generation in gemm._TILES.values() for tile in generation]
     cases = list(itertools.product(shapes, schemes, [False, True], tiles))
     cases = [(*shape, *others) for shape, *others in cases]
     for case in cases:

@@ -1,0 +1,53 @@
+"""QuEST's way back, masked and rotated, at the end of the GEMM that it follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from q2compile.passes.graph_queries import is_q2, q2_nodes, serving_kernel
+from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.registry import TRITON_FP4
+
+_OP = torch.ops.q2.gemm_masked_unrotate.default
+
+
+def unrotate_in_gemm_pass(graph: fx.Graph) -> int:
+    """A product that is masked and rotated back is not written before.
+
+    before                                            after
+        y = gemm(*a, *b, None, S, S, bf16)                dx = gemm_masked_unrotate(*a, *b, m,
+        dx = masked_unrotate(y, m, "h32")                                     S, S, "h32", bf16)
+
+    A launch less, and of an element of the result the 4 bytes of writing and reading y. By data
+    sheet those take longer than what the epilogue computes more, on 10.x and on 12.x
+    (examples/benchmarks/KERNEL_LOG.md, "The rotation back in the epilogue").
+
+    Preconditions: nothing else reads y, which has no bias; Triton's kernel serves the GEMM, and the
+    one with the rotation in its epilogue serves both. No other GEMM has an epilogue for it: where
+    bf16 tensor cores multiply, the graph stays as it is.
+
+    Exact: the epilogue rounds y to its dtype first, and does the same operations in their order.
+    """
+    matches = 0
+    for back in list(q2_nodes(graph, "masked_unrotate")):
+        y, mask, transform = back.args
+        if not isinstance(y, fx.Node) or not is_q2(y, "gemm") or len(y.users) > 1:
+            continue
+        of_gemm: dict[str, Any] = named_arguments(y)
+        if of_gemm["bias"] is not None or serving_kernel(y.target, y.args) != TRITON_FP4:
+            continue
+        operands, (*schemes, dtype) = y.args[:6], y.args[7:]
+        args: Any = (*operands, mask, *schemes, transform, dtype)
+        if serving_kernel(_OP, args) != TRITON_FP4:
+            continue
+        with graph.inserting_before(back):
+            both = graph.call_function(_OP, args)
+        both.meta = {**y.meta, "val": back.meta["val"]}
+        back.replace_all_uses_with(both)
+        graph.erase_node(back)
+        graph.erase_node(y)
+        matches += 1
+    return matches

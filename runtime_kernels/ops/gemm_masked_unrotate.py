@@ -1,0 +1,63 @@
+"""q2::gemm_masked_unrotate: a product that q2::masked_unrotate reads, and that.
+
+    gemm_masked_unrotate(a_codes [M, Kp/2], a_scales, a_global, b_codes [Np, Kp/2], b_scales,
+    b_global?, mask uint8 [M, Np/8], a_scheme, b_scheme, transform, dtype) -> [M, Np]
+
+masked_unrotate(gemm(...), mask, transform), bit for bit what the two ops give: the product is
+rounded to dtype before it is masked, as it is where it goes through memory.
+
+The reference calls the two ops, each of which the best kernel for it serves.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from q2compile.runtime_kernels.ops import gemm as product
+from q2compile.runtime_kernels.ops import masked_unrotate as rotation
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
+
+
+def _gemm_args(args: Sequence) -> tuple:
+    """Of q2::gemm, from this op's."""
+    *operands, _, a_scheme, b_scheme, _, dtype = args
+    return (*operands, None, a_scheme, b_scheme, dtype)
+
+
+def fake(*args):
+    grad = product.fake(*_gemm_args(args))
+    rotation.checked(grad, args[6], args[9])
+    return grad
+
+
+define(
+    "gemm_masked_unrotate(Tensor a_codes, Tensor a_scales, Tensor a_global,"
+    " Tensor b_codes, Tensor b_scales, Tensor? b_global, Tensor mask,"
+    " str a_scheme, str b_scheme, str transform, ScalarType dtype) -> Tensor",
+    fake=fake,
+)
+
+
+def _prepare(*args) -> None:
+    warm_up("gemm", _gemm_args(args))
+    warm_up("masked_unrotate", (fake(*args), args[6], args[9]))
+
+
+@kernel("gemm_masked_unrotate", REFERENCE, prepare=_prepare)
+def gemm_masked_unrotate(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_global: torch.Tensor,
+    b_codes: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_global: torch.Tensor | None,
+    mask: torch.Tensor,
+    a_scheme: str,
+    b_scheme: str,
+    transform: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The reference: see the top of this file."""
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    grad = torch.ops.q2.gemm(*operands, None, a_scheme, b_scheme, dtype)
+    return torch.ops.q2.masked_unrotate(grad, mask, transform)
