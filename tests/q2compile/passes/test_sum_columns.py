@@ -65,7 +65,9 @@ class TestSumColumns(TestCase):
         assert sum_columns_pass(gm.graph) == 1
         gm.graph.lint()
         check_spec(gm.graph, "backward", "here")
-        self.assertExpectedInline(readable(gm), """\
+        self.assertExpectedInline(
+            readable(gm),
+            """\
 tangents_1: bf16[256, 64]
 seed_default: i64[] = q2.seed(tangents_1, 0)
 seed_default_1: i64[] = q2.seed(tangents_1, 1)
@@ -84,7 +86,8 @@ getitem_7: f8e4m3fn[48, 16] = getitem(rht_quantize_default, 1)
 getitem_8: f32[] = getitem(rht_quantize_default, 2)
 gemm_default: bf16[64, 48] = q2.gemm(getitem_12, getitem_13, getitem_14, getitem_6, getitem_7, getitem_8, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
 return (gemm_default, getitem_15)
-""")
+""",
+        )
 
 
 @pytest.mark.parametrize("casts", [(), (BF16,), (torch.float16,), (BF16, FP32)])
