@@ -10,6 +10,9 @@ Ratios are fused over unfused, in the same run, all kernels counted, of 8192x409
     rope_backward_both      of q, heads of 128, 4 sequences
     rmsnorm_backward_both   the last step: (dy * w - x * mean) * rstd
     silu_mul_quest          quartet's forward: silu(g) * u, along rows with a trust mask
+    dbias                   dy along rows and columns, and its sum, by the pass sum_columns over
+                            Inductor's own sum; `differ` is how far the sums are apart, over the
+                            largest
 
 The rule of lowering/fusion_rule.py is left out: everything that can be is fused. What it expects
 is in `expected`, a ratio for each quantiser, and `fuses`: it would fuse all of them. `differ`: how
@@ -39,6 +42,7 @@ from training_step import Step, first_seconds, training_step
 from q2compile import lowering
 from q2compile.lowering import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
+from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 
 ROWS, WIDTHS = 8192, (4096, 14336)
 HEAD, SEQUENCES = 128, 4
@@ -179,6 +183,43 @@ def producers(name: str) -> list[dict[str, Any]]:
     return [producer(name, cols) for cols in WIDTHS]
 
 
+def dbias() -> list[dict[str, Any]]:
+    def function(seeds, dy):
+        return *both(dy, seeds), dy.sum(0, dtype=torch.float32)
+
+    def passed(graph: torch.fx.Graph) -> None:
+        assert sum_columns_pass(graph) == 1
+
+    lowering.register()
+    rows = []
+    for cols in WIDTHS:
+        seeds = torch.tensor([1, 2], device=GPU)
+        inputs = [(seeds, torch.randn(ROWS, cols, device=GPU).bfloat16()) for _ in range(INPUTS)]
+        calls: dict[str, list[Step]] = {}
+        sums = {}
+        for how, settings in (("unfused", {}), ("fused", {"post_grad_custom_pre_pass": passed})):
+            torch._dynamo.reset()
+            with inductor_config.patch({"force_disable_caches": True, **settings}):
+                call = torch.compile(function)
+                *_, sums[how] = call(*inputs[0])
+            calls[how] = [partial(call, *args) for args in inputs]
+        times = time_in_turns({how: captured(own) for how, own in calls.items()})
+        pairs = zip(times["fused"], times["unfused"], strict=True)
+        apart = (sums["fused"] - sums["unfused"]).abs().max() / sums["unfused"].abs().max()
+        rows.append(
+            {
+                "name": "dbias",
+                "shape": [ROWS, cols],
+                "ratio": round(statistics.median(a / b for a, b in pairs), 3),
+                "unit": "of the time with Inductor's sum",
+                "microseconds": {h: round(statistics.median(own), 2) for h, own in times.items()},
+                "differ": apart.item(),
+                "kernels": {how: device_kernels(own[0]) for how, own in calls.items()},
+            }
+        )
+    return rows
+
+
 def llama() -> list[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -206,6 +247,7 @@ def llama() -> list[dict[str, Any]]:
 
 BENCHMARKS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(producers, name) for name in FUNCTIONS},
+    "dbias": dbias,
     "llama": llama,
 }
 

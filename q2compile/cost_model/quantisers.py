@@ -22,6 +22,10 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 HIGH = 16  # bits of a number in high precision
 BF16 = "bf16"
+# What sums of columns add to the loop's: an addition each (of two numbers on 10.0), signs, and what
+# lanes exchange. tests/runtime_kernels/cuda/test_summed_static.py counts them.
+SUMMING = {"sm_90a": 1.7, "sm_100a": 1.1, "sm_120a": 1.6}
+_OF_TILES = Fraction(2 * 32, 128)  # bits an element of the sums, written and read again
 _ROOM = 228 * 1024  # any: how much shared memory there is does not change how many are launched
 
 
@@ -49,12 +53,14 @@ class Quantiser:
     """A call for one operand of a recipe.
 
     kind: "row", "col", "both" (of a bf16 matrix), "requantize" (of codes in `source`, along cols)
+    sums: its columns are summed, too
     """
 
     kind: str
     scheme: str
     transform: str = "none"
     source: str = BF16
+    sums: bool = False
 
     @property
     def spec(self) -> Scheme:
@@ -71,7 +77,8 @@ class Quantiser:
     @property
     def bits(self) -> Fraction:
         """An element: read and written by all launches but one for the amax."""
-        return self.read_bits + self.directions * written_bits(self.scheme)
+        made = self.directions * written_bits(self.scheme) + self.sums * _OF_TILES
+        return self.read_bits + made
 
     @property
     def amax_bits(self) -> Fraction:
@@ -93,8 +100,8 @@ class Quantiser:
         source = self.source if self.source == BF16 else get_scheme(self.source).format
         for name in (scheme, _pow2(scheme)):
             key = self.kind, name, self.transform, source
-            if key in counted():
-                return counted()[key].get(architecture, 0.0)
+            if key in counted() and architecture in counted()[key]:
+                return counted()[key][architecture] + self.sums * SUMMING[architecture]
         return 0.0
 
 
@@ -108,6 +115,7 @@ def _launches(call: Quantiser) -> int:
         room=_ROOM,
         vectors=True,
         amax_known=False,
+        sums=call.sums,
     )
     return len(found)
 

@@ -174,10 +174,34 @@ def _dbias(layer: Layer, gemms: list[str]) -> list[Step]:
     return [Step("wgrad", "sum dy", HIGH * layer.elements("dy"), by=TORCH, launches=2)]
 
 
+def _dbias_is_summed(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
+    """Whether the gradient of a bias comes from wgrad's quantiser of dy (`passes.sum_columns`)."""
+    if recipe.wgrad is None or not _dbias(layer, gemms) or layer.grouped:
+        return False
+    operand = recipe.wgrad.a
+    spec, rotation = get_scheme(operand.scheme), get_transform(operand.transform)
+    draws = spec.stochastic or rotation.seeded
+    return draws and plan.shared_launch(spec, rotation) is not None
+
+
+def _is_of_columns(step: Step) -> bool:
+    """Whether it is the quantiser of dy that goes along columns, with rows or without."""
+    return step.what in ("quantise dy both ways", "quantise dy") and (
+        step.quantiser is not None and step.quantiser.kind != "row"
+    )
+
+
+def _summing(step: Step) -> Step:
+    assert step.quantiser is not None
+    quantiser = replace(step.quantiser, sums=True)
+    return replace(step, quantiser=quantiser, bits=quantiser.bits * step.elements)
+
+
 def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Step]:
     """The kernels of a quantised linear, for those of its GEMMs that are wanted."""
     gemms = list(gemms)
-    steps = _dbias(layer, gemms)
+    summed = _dbias_is_summed(recipe, layer, gemms)
+    steps = [] if summed else _dbias(layer, gemms)
     paired = _paired(recipe, gemms)
     for name in gemms:
         gemm: Gemm | None = getattr(recipe, name)
@@ -185,6 +209,8 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
             steps.append(_plain_gemm(layer, name))
             continue
         made = _operands(recipe, layer, name, paired=paired)
+        if summed:
+            made = [_summing(step) if _is_of_columns(step) else step for step in made]
         steps += made
         aligned = any(step.last is not None for step in made)
         masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)

@@ -328,7 +328,7 @@ def _requantize(scheme: str, rows: int) -> tuple:
 def _summed(scheme: str, rows: int, both: bool = False) -> tuple:
     """Of so many rows that a thread adds up more than one tile."""
     seeds = (_seed(), _seed(1)) if both else (_seed(),)
-    return (_matrix(10 * rows), *seeds, scheme, "rht128", 0, torch.bfloat16)
+    return (_matrix(8 * rows), *seeds, scheme, "rht128", 0, torch.bfloat16)
 
 
 def _masked_unrotate(scheme: str, rows: int) -> tuple:

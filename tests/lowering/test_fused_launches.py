@@ -151,7 +151,13 @@ def two_readers(seeds, a, b):
     return RHT_BOTH(x, seeds[0], seeds[1], EDEN, "rht128", 3), x.sum(0)
 
 
+def summed(seeds, a, b):
+    op = torch.ops.q2.rht_quantize_both_summed
+    return op(a + b, seeds[0], seeds[1], EDEN, "rht128", 3, torch.bfloat16)
+
+
 NOT_FUSED = {
+    "its columns are summed, too": (summed, lambda: matrices(2)),
     "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
     "does not go along a row": (
         quantised(lambda a, b: a + b.t()),

@@ -102,7 +102,8 @@ def launches(
     """What a call launches, in order. room: bytes of shared memory of a multiprocessor."""
     kind = source, rotation, spec, *directions
     rotate = functools.partial(
-        *(rotate_launch, *kind),
+        rotate_launch,
+        *kind,
         room=room,
         vectors=vectors,
         grouped=grouped,

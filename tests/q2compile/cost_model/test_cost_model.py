@@ -174,8 +174,10 @@ def predicted_of(**options):
 
 
 def test_a_bias_costs_what_bf16_s_does():
-    """Its gradient is a sum over dy in both; it is added inside of both GEMMs."""
-    plain, biased = predict(QUARTET2, (T, N, K)), predict(QUARTET2, (T, N, K), bias=True)
+    """Where no quantiser sums dy, as for an exact global scale: its gradient is a sum over dy in
+    both then; it is added inside of both GEMMs."""
+    exact = resolve("tetrajet2", global_scale="exact")
+    plain, biased = predict(exact, (T, N, K)), predict(exact, (T, N, K), bias=True)
     assert biased.bytes - plain.bytes == 2 * T * N
     more = [
         getattr(biased, name)["b200"] - getattr(plain, name)["b200"]
@@ -185,6 +187,16 @@ def test_a_bias_costs_what_bf16_s_does():
     assert predict(QUARTET2, (T, N, K), ["fprop"], bias=True).bytes == (
         predict(QUARTET2, (T, N, K), ["fprop"]).bytes
     )
+
+
+def test_a_bias_costs_next_to_nothing_where_the_quantiser_sums():
+    """Four bytes are written and read for 128 numbers, and nothing more is launched."""
+    plain, biased = predict(QUARTET2, (T, N, K)), predict(QUARTET2, (T, N, K), bias=True)
+    assert biased.bytes - plain.bytes == T * N / 16
+    assert biased.host_seconds == plain.host_seconds
+    more = biased.seconds["b200"] - plain.seconds["b200"]
+    bf16s = biased.bf16_seconds["b200"] - plain.bf16_seconds["b200"]
+    assert 0 <= more < bf16s / 4
 
 
 def test_emulated_gemms_are_bf16s():

@@ -15,10 +15,12 @@ ALONE = {("mxfp4", HOPPER): 2}
 
 
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_model_counts_what_is_generated(recipe, capability) -> None:
-    found = launched(recipe, capability)
+@pytest.mark.parametrize(
+    "recipe, bias", [*((recipe, False) for recipe in RECIPES), ("quartet2", True), ("nvfp4", True)]
+)
+def test_the_model_counts_what_is_generated(recipe, bias, capability) -> None:
+    found = launched(recipe, capability, bias=bias)
     seeds = found["randint"]  # once a graph, however many linears it has
-    layer = Layer(ROWS, OUTER, INNER, x_fuses=False, emulated=capability == HOPPER)
+    layer = Layer(ROWS, OUTER, INNER, bias=bias, x_fuses=False, emulated=capability == HOPPER)
     counted = sum(step.launches for step in recipe_steps(resolve(recipe), layer, GEMMS))
     assert counted + ALONE.get((recipe, capability), 0) == found.total() - seeds, found

@@ -1,5 +1,5 @@
-"""The quantisers that sum the columns of their operand, too: on a CPU against the reference, bit by
-bit; their machine code beside that of the same kernels without sums."""
+"""The quantisers that sum the columns of their operand, too, against the reference, bit by bit: in
+emulation, and on a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import shutil
 import pytest
 import torch
 
+from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.quantize import summed
-from q2compile.runtime_kernels.numerics.column_sums import STRANDS, TILE
+from q2compile.runtime_kernels.numerics.column_sums import STRANDS, TILE, column_sums
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.registry import select
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+emulated = pytest.mark.usefixtures("on_cpu")
 
 q2 = torch.ops.q2
 EDEN = "nvfp4_ms_eden_pow2"
@@ -27,8 +29,10 @@ def architecture() -> str:
     return HOPPER
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def on_cpu(architecture, monkeypatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
     launches_on_cpu(monkeypatch, architecture)
 
 
@@ -44,14 +48,14 @@ def agree(x: torch.Tensor, scheme: str, transform: str, dtype: torch.dtype) -> N
     assert_same_bits(made[:3], q2.rht_quantize(*args, True, 1))
 
 
-@needs_compiler
+@emulated
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("shape", [(128, 128), (300, 201), (33, 517), (1, 1), (0, 40), (40, 0)])
 def test_of_quartet2(shape) -> None:
     agree(matrix(*shape), EDEN, "rht128", BF16)
 
 
-@needs_compiler
+@emulated
 @pytest.mark.parametrize(
     "scheme, transform",
     [
@@ -66,27 +70,27 @@ def test_of_every_rule(scheme, transform) -> None:
     agree(matrix(140, 136), scheme, transform, BF16)
 
 
-@needs_compiler
+@emulated
 @pytest.mark.parametrize("given", [BF16, torch.float16, FP32])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
 def test_of_every_dtype(given, dtype) -> None:
     agree(matrix(140, 72, given).clamp(-30, 30), EDEN, "rht128", dtype)
 
 
-@needs_compiler
+@emulated
 def test_of_more_tiles_than_a_thread_loads_at_once() -> None:
     """Eight warps of eight loads each, and a last one."""
     agree(matrix(TILE * STRANDS * 8 + 130, 72), EDEN, "rht128", FP32)
 
 
-@needs_compiler
+@emulated
 def test_of_any_strides() -> None:
     """A transposed matrix is copied; an expanded one, too."""
     for x in (matrix(136, 140).t(), matrix(1, 136).expand(140, 136), matrix(140, 300)[:, 5:141]):
         agree(x, EDEN, "rht128", FP32)
 
 
-@needs_compiler
+@emulated
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_poison(value) -> None:
     x = matrix(300, 140)
@@ -94,3 +98,46 @@ def test_poison(value) -> None:
     *parts, sums = summed.rht_quantize_both_summed(x, *SEEDS, EDEN, "rht128", 0, BF16)
     assert parts[2].isnan() and parts[5].isnan()
     assert (~sums.isfinite()).nonzero().tolist() == [[88]]
+
+
+def test_the_order_is_as_exact_as_a_sum_in_fp32() -> None:
+    """At most 41 + ceil(tiles / 8) roundings of 2^-24, of sums of magnitudes."""
+    x = torch.randn((5000, 64), generator=torch.Generator().manual_seed(0))
+    exact = x.double().sum(0)
+    roundings = 41 + -(-5000 // TILE // STRANDS) + 1
+    bound = roundings * 2.0**-24 * x.double().abs().sum(0)
+    assert ((column_sums(x, FP32).double() - exact).abs() <= bound).all()
+
+
+def on_gpu(op: str, *args) -> list[torch.Tensor]:
+    on_device = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    return [t.cpu() for t in select(op, on_device, "cuda")(*on_device)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("scheme", selfcheck.CHECKED["rht_quantize_both_summed"])
+@pytest.mark.parametrize("shape", [(128, 128), (300, 201), (33, 517), (1, 1), (8200, 1000)])
+def test_on_a_gpu(shape, scheme, dtype) -> None:
+    """Run after run: the order of the sums is fixed."""
+    args = (matrix(*shape), *SEEDS, scheme, "rht128", 3, dtype)
+    want = q2.rht_quantize_both_summed(*args)
+    for _ in range(3):
+        assert_same_bits(on_gpu("rht_quantize_both_summed", *args), want)
+    args = (args[0], SEEDS[0], scheme, "rht128", 1, dtype)
+    assert_same_bits(on_gpu("rht_quantize_summed", *args), q2.rht_quantize_summed(*args))
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    x, seeds = matrix(1000, 264).cuda(), [seed.cuda() for seed in SEEDS]
+    args = (x, *seeds, EDEN, "rht128", 3, BF16)
+    q2.rht_quantize_both_summed(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = q2.rht_quantize_both_summed(*args)
+    for factor in (1.0, -2.0):
+        x.copy_(factor * matrix(1000, 264))
+        graph.replay()
+        want = q2.rht_quantize_both_summed(x.cpu(), *SEEDS, *args[3:])
+        assert_same_bits([t.cpu() for t in made], want)

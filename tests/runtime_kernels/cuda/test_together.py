@@ -11,6 +11,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import summed as summed_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
@@ -53,6 +54,33 @@ def both(scheme: str, transform: str = "rht128", *shape: int) -> tuple:
 def again(scheme: str) -> tuple:
     packed = q2.quantize(matrix(145, 72), None, None, RTN, 0)
     return rotating_ops.requantize, (*packed, SEEDS[1], RTN, scheme, "rht128", 72, 1)
+
+
+def summed(scheme: str, rows: int) -> tuple:
+    args = (matrix(rows, 200), *SEEDS, scheme, "rht128", 3, torch.bfloat16)
+    return summed_ops.rht_quantize_both_summed, args
+
+
+def summed_columns(scheme: str, rows: int) -> tuple:
+    args = (matrix(rows, 136), SEEDS[1], scheme, "rht128", 1, torch.float32)
+    return summed_ops.rht_quantize_summed, args
+
+
+@pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, EDEN + WIDENED, "mxfp4_sr"])
+def test_sums_of_columns_among_others(scheme, emulated) -> None:
+    """Whoever has some, the last launch is the one that adds them up."""
+    kinds = [
+        [summed(scheme, 130), again(scheme)],
+        [again(scheme), summed_columns(scheme, 300), summed_columns(scheme, 140)],
+    ]
+    for members in kinds:
+        assert len({last_launch(*_named(member)) for member in members}) == 1
+        assert_same_bits(run(members), apart(members))
+
+
+def _named(member: tuple) -> tuple[str, tuple]:
+    op, args = member
+    return op.call.__name__, args
 
 
 @pytest.mark.parametrize("scheme", [EDEN, EDEN + SWIZZLED, SR + SWIZZLED, "mxfp4_sr"])

@@ -54,6 +54,14 @@ def calls(ending=""):
             (x, seed(), seed(), EDEN + ending, "rht128", 0),
             [(x, EDEN, eden), (x, EDEN, {**eden, "transpose": True})],
         ),
+        "rht_quantize_summed": (
+            (x, seed(), EDEN + ending, "rht128", 0, torch.bfloat16),
+            [(x, EDEN, {**eden, "transpose": True})],
+        ),
+        "rht_quantize_both_summed": (
+            (x, seed(), seed(), EDEN + ending, "rht128", 0, torch.bfloat16),
+            [(x, EDEN, eden), (x, EDEN, {**eden, "transpose": True})],
+        ),
         "requantize": (
             (*parts, seed(), "nvfp4_46_pow2", EDEN + ending, "rht128", 96, 1),
             [(again, EDEN, {**eden, "transpose": True, "stream": 1})],
