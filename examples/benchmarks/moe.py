@@ -10,7 +10,7 @@ Ratios are within this run, on this machine; every linear is taken, the experts 
                         over BF16
     moe_peak_memory     bytes allocated at the peak of that step, parameters and gradients
                         included; over BF16. `allocated` has what was there before the step, and
-                        what is alive at the peak by the line that allocated it (alive.py)
+                        what is alive at the peak by the line that allocated it
     moe_grouped_gemm    forward and backward of one stack, [64, 1536, 2048], of 8192 tokens routed
                         to 8 experts each: its quantisers and its three grouped GEMMs; over BF16
 
@@ -24,11 +24,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from alive import measured
 from models import BACKENDS, GPU, record
 from torch import nn
 from training_step import Step
 
+from q2compile.tools.bench.alive import measured
 from q2compile.tools.bench.timing import in_turns
 
 EXPERTS, CHOSEN, WIDTH, INNER = 64, 8, 2048, 768

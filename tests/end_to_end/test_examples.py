@@ -230,33 +230,6 @@ def test_benchmark_ratios() -> None:
     assert rows["compile, warm caches"]["seconds"] == {"bf16": 5.0, "quartet2": 6.0}
 
 
-def test_what_is_alive_at_the_peak_of_a_trace(tmp_path) -> None:
-    """By the line of generated code, though another function of that allocated; what was there
-    before is freed, and a block whose free was only asked for is alive."""
-    alive = load(ROOT / "examples" / "benchmarks" / "alive.py")
-    code = tmp_path / "torchinductor_me.py"
-    code.write_text("buf0 = empty_strided_cuda((4, ))\nq2_site_0(buf0)\n")
-    generated = [{"filename": str(code), "name": "call", "line": n} for n in (1, 2)]
-    inner = {"filename": "calls.py", "name": "empty", "line": 7}
-
-    def event(action, addr, size, *frames):
-        return {"action": action, "addr": addr, "size": size, "frames": frames}
-
-    trace = [
-        event("alloc", 1, 100, generated[0]),
-        event("free_requested", 1, 100),
-        event("alloc", 2, 50, inner, generated[1]),
-        event("alloc", 3, 25, inner, generated[1]),
-        event("free_completed", 1, 100),
-        event("free_completed", 9, 500),
-        event("alloc", 4, 60),
-    ]
-    assert alive.lines(trace) == {
-        "call:1 buf0 = empty_strided_cuda((4, ))": 100,
-        "call:2 q2_site_0(buf0)": 75,
-    }
-
-
 def test_recorded_results_say_where_they_come_from() -> None:
     results = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
     assert results

@@ -12,7 +12,7 @@ from q2compile.cost_model.devices import DEVICES, H200
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
-from q2compile.tools.bench import command, host, measurements
+from q2compile.tools.bench import alive, command, host, measurements
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantisers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.measurements import BUSY, GROUPS, ON_CPU, Bench, Row
@@ -243,3 +243,29 @@ def test_a_block_is_a_llama_s() -> None:
 def test_the_driver_is_none_without_nvidia_smi(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert command._driver(0) is None
+
+
+def test_what_is_alive_at_the_peak_of_a_trace(tmp_path) -> None:
+    """By the line of generated code, though another function of that allocated; what was there
+    before is freed, and a block whose free was only asked for is alive."""
+    code = tmp_path / "torchinductor_me.py"
+    code.write_text("buf0 = empty_strided_cuda((4, ))\nq2_site_0(buf0)\n")
+    generated = [{"filename": str(code), "name": "call", "line": n} for n in (1, 2)]
+    inner = {"filename": "calls.py", "name": "empty", "line": 7}
+
+    def event(action, addr, size, *frames):
+        return {"action": action, "addr": addr, "size": size, "frames": frames}
+
+    trace = [
+        event("alloc", 1, 100, generated[0]),
+        event("free_requested", 1, 100),
+        event("alloc", 2, 50, inner, generated[1]),
+        event("alloc", 3, 25, inner, generated[1]),
+        event("free_completed", 1, 100),
+        event("free_completed", 9, 500),
+        event("alloc", 4, 60),
+    ]
+    assert alive.lines(trace) == {
+        "call:1 buf0 = empty_strided_cuda((4, ))": 100,
+        "call:2 q2_site_0(buf0)": 75,
+    }
