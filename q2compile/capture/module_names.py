@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from q2compile.capture.callers import models_in_sight, unwrapped
 from q2compile.capture.frames import has_variable, look
@@ -180,12 +181,18 @@ def _served(
 
 def _looks_like(parameter: nn.Parameter, module: nn.Module, path: str) -> bool:
     """Whether Dynamo's guards on ``parameter`` hold for the one at ``path``, as the module tree has
-    it: a checkpoint wrapper's named_parameters leaves its own component out."""
+    it: a checkpoint wrapper's named_parameters leaves its own component out.
+
+    One that FSDP2 has sharded until its layer runs has the shape that it will have then, but not
+    its dtype, which is that of a mixed precision policy: equal layers are taken to have equal ones.
+    """
     try:
         other = module.get_parameter(path)
     except AttributeError:
         return False
-    seen = ("shape", "dtype", "device", "requires_grad")
+    mesh = getattr(parameter, "device_mesh", None)
+    sharded = isinstance(other, DTensor) and other.device_mesh != mesh
+    seen = ("shape", "device", "requires_grad", *["dtype"] * (not sharded))
     return all(getattr(parameter, what) == getattr(other, what) for what in seen)
 
 

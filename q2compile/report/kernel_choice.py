@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.linear.dense
@@ -51,6 +52,10 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 @lru_cache
 def kernels_used(
     gemms: tuple[str, str, str],
@@ -68,8 +73,10 @@ def kernels_used(
     """
     *experts, t, n, k = shape
     used, calls = {}, {}
-    # With gradients, whatever the mode of the call that is compiled.
-    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode():
+    # With gradients, whatever the mode of the call that is compiled; and with tensors saved as they
+    # are, also inside of an eager checkpoint, which counts what is saved and computes it again.
+    as_it_is = saved_tensors_hooks(_same, _same)
+    with torch.inference_mode(False), torch.enable_grad(), as_it_is, FakeTensorMode():
         shapes = ((t, k), (*experts, n, k), (t, n))
         x, w, dy = (torch.empty(s, dtype=dtype, device=device) for s in shapes)
         offs = torch.empty(experts, dtype=torch.int32, device=device)

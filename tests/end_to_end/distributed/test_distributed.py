@@ -203,6 +203,10 @@ def test_fsdp_mixed_precision_with_compiled_blocks(
     plain = one_process("bf16")[0]
     assert_trains_alike(ranks, one_process(policy=policy), plain, BF16_ACTIVATIONS)
     assert {row["dtype"] for row in ranks[0].rows if row["taken"]} == {"bfloat16"}
+    # The second block is still sharded, and fp32, when the first one's graph is made.
+    (note,) = [note for note in ranks[0].notes if note.startswith("the graph compiled for")]
+    assert note.endswith("layers.1.gate, layers.1.up, layers.1.down")
+    assert [row["module"] for row in ranks[0].rows if row["why"].startswith("not seen")] == ["head"]
 
 
 def test_activation_checkpointing_changes_nothing(data_parallel: dict[str, Ranks]) -> None:

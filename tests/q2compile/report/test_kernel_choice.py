@@ -1,0 +1,26 @@
+"""The dry run that finds kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from q2compile.recipes.resolve import resolve
+from q2compile.report.kernel_choice import kernels_used
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 48), (2, 64, 32, 48)])
+def test_a_checkpoint_around_the_compilation_does_not_see_it(shape) -> None:
+    """An eager checkpoint's hooks count the tensors that its region saves, and compute the region
+    again for one that is asked for: of fake tensors while a layer inside of it is compiled."""
+
+    def hook(x):
+        raise AssertionError("a tensor of the dry run was given to the caller's hooks")
+
+    recipe = resolve("quartet2")
+    gemms = tuple(str(gemm) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    kernels_used.cache_clear()
+    with saved_tensors_hooks(hook, hook):
+        used, calls = kernels_used(gemms, shape, torch.bfloat16, "cpu", False)
+    assert "gemm: reference" in used["wgrad"] and calls["fprop"]
