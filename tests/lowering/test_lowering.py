@@ -3,6 +3,8 @@ instructions that a GPU would run."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -212,16 +214,16 @@ def test_max_autotune_searches(monkeypatch, sources) -> None:
 
 
 def test_gathered_rows_are_one_kernel(monkeypatch, tmp_path) -> None:
-    """Inductor gives these rows of 32 blocks a dimension of their own; the tile has 128 blocks all
-    the same."""
+    """Inductor may give these rows of 32 blocks a dimension of their own, as torch 2.13's does; the
+    tile has 128 blocks all the same."""
 
     def gathered(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return quantize((2 * x)[rows])
 
     x, rows = torch.zeros(2048, 512).bfloat16(), torch.zeros(16384, dtype=torch.int64)
     kernel = triton_kernels(monkeypatch, 90, gathered, x, rows)[-1]
-    assert "config={'XBLOCK': 32, 'num_warps': 2, 'YBLOCK': 4}" in kernel.config
-    assert kernel.source.count("tl.store") == 2
+    sizes = [int(size) for size in re.findall(r"'[XYZ]BLOCK': (\d+)", kernel.config)]
+    assert sizes in ([32, 4], [128]) and kernel.source.count("tl.store") == 2
     code = kernel.compiled(90, tmp_path)
     assert code.count("LDL") == code.count("STL") == 0
 
