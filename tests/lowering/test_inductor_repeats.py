@@ -55,7 +55,9 @@ def compile_layers(count: int, dynamic: bool = False) -> None:
 def generated(sources: list[str]) -> list[str]:
     """The sources so far, without the number of the graph in the process and the places of files;
     and none from here on."""
-    found = [re.sub(r"kernel path: .*|AOT ID: .*|\d+(?=_(forward|backward))", "", s) for s in sources]
+    found = [
+        re.sub(r"kernel path: .*|AOT ID: .*|\d+(?=_(forward|backward))", "", s) for s in sources
+    ]
     sources.clear()
     return found
 
