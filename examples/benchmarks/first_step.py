@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -66,7 +66,7 @@ class Clock:
     """Seconds of this process, of each phase without those inside of it."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside: list[str] = []
         self._since = 0.0
 
@@ -130,7 +130,7 @@ def sample(variant: str, layers: int, capability: int) -> dict[str, float]:
     )
     model: Any = LlamaForCausalLM(config).bfloat16()
     tokens = torch.randint(VOCABULARY, (1, TOKENS))
-    how = {} if options is None else {"backend": "quartet2", "options": options}
+    how: dict[str, Any] = {} if options is None else {"backend": "quartet2", "options": options}
     with torch._inductor.config.patch(emulation.INDUCTOR_OPTIONS), clock.of("Dynamo and the rest"):
         torch.compile(model, **how)(input_ids=tokens, labels=tokens).loss.backward()
     return dict(clock.seconds)
@@ -199,13 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         print(f"{row['name']:<30}{row['bf16']:>10.3f}{row['quartet2']:>13.3f}{ratio:>8}")
-    totals = [
-        {"name": f"{variant}, {count} layers", "seconds": round(sum(phases.values()), 2)}
+    rows[0]["seconds"] = {
+        f"{variant}, {count} layers": round(sum(phases.values()), 2)
         for (variant, count), phases in found.items()
-    ]
-    args.out.write_text(
-        json.dumps([{**row, **source} for row in (*rows, *totals)], indent=2) + "\n"
-    )
+    }
+    args.out.write_text(json.dumps([{**row, **source} for row in rows], indent=2) + "\n")
     return 0
 
 
