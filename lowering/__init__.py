@@ -13,6 +13,7 @@ launches.py          the other ops: calls of our kernels, past the dispatcher
 together.py          which of them are launched together
 fused_launches.py    rotating quantisers that compute their operand: producers.py makes a loop of
                      Inductor's an expression for our kernel, fusion_rule.py says when
+inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
 
 An op without a lowering is an extern kernel: the registry's.
@@ -25,6 +26,7 @@ def register() -> None:
     from q2compile.lowering import (
         emulated_gemm,  # noqa: F401
         fused_launches,
+        inductor_repeats,
         launches,
         nan_asserts,
         quantize,  # noqa: F401
@@ -33,3 +35,4 @@ def register() -> None:
     launches.register()
     fused_launches.register()
     nan_asserts.register()
+    inductor_repeats.register()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,8 +59,10 @@ class Member(NamedTuple):
         return 2 if "_both" in self.op else 1
 
 
-# Of the graph that is lowered: calls that wait for the next quantiser.
+# Of the graph that is lowered: calls that wait for the next quantiser; what is known of calls by
+# the kinds of their operands.
 _WAITING: WeakKeyDictionary[Any, list[Member]] = WeakKeyDictionary()
+_KINDS: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -94,13 +96,12 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     if V.graph.cpp_wrapper:
         return _fallback(op, args)
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
-    kernel = serving(name, fakes(realized))
-    if kernel.launching is None:
+    launching = _launching(name, realized)
+    if launching is None:
         return _fallback(op, args)
-    for i, form in kernel.launching.forms.items():
+    for i, form in launching.forms.items():
         realized[i] = _formed(realized[i], form)
-    with V.graph.fake_mode:
-        results = op(*fakes(realized))
+    results = _results(op, realized)
     several = isinstance(results, tuple)
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
@@ -110,6 +111,41 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
     ]
     return tuple(shaped) if several else shaped[0]
+
+
+def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: what a function says of an op and its operands, which depends on their sizes,
+    strides and types alone, is worked out once in a graph for calls that are alike, as those of
+    equal layers are. Fakes, of which it takes some, are most of what the lowering of a call costs.
+    """
+
+    @functools.wraps(function)
+    def known(op: Any, args: Sequence[Any]) -> Any:
+        alike = (function, op, *(_described(a) if is_tensor(a) else a for a in args))
+        found = _KINDS.setdefault(V.graph, {})
+        if alike not in found:
+            found[alike] = function(op, args)
+        return found[alike]
+
+    return known
+
+
+def _described(x: Any) -> tuple[Any, ...]:
+    stride = tuple(x.get_layout().stride) if ir.is_storage_and_layout(x) else None
+    return x.get_device(), x.get_dtype(), tuple(x.get_size()), stride
+
+
+@_once_a_kind
+def _launching(name: str, args: Sequence[Any]) -> Any:
+    """Of the kernel that serves a call; None where it is more than launches."""
+    return serving(name, fakes(args)).launching
+
+
+@_once_a_kind
+def _results(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
+    """Fakes of what an op returns, to be looked at alone."""
+    with V.graph.fake_mode:
+        return op(*fakes(args))
 
 
 def _enqueue(member: Member) -> None:

@@ -230,6 +230,40 @@ def test_benchmark_ratios() -> None:
     assert rows["compile, warm caches"]["seconds"] == {"bf16": 5.0, "quartet2": 6.0}
 
 
+def test_slopes_of_the_first_step(monkeypatch) -> None:
+    folder = ROOT / "examples" / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    first_step = load(folder / "first_step.py")
+    found = {
+        ("bf16", 2): {"lowering": 1.0, "scheduler": 1.0},
+        ("bf16", 4): {"lowering": 2.0, "scheduler": 2.0},
+        ("quartet2", 2): {"lowering": 1.5, "scheduler": 1.0, "q2compile: rewrite": 0.5},
+        ("quartet2", 4): {"lowering": 3.0, "scheduler": 2.0, "q2compile: rewrite": 1.0},
+    }
+    rows = {row["name"]: row for row in first_step.slopes(found, [2, 4])}
+    assert (rows["all"]["bf16"], rows["all"]["quartet2"], rows["all"]["ratio"]) == (1.0, 1.5, 1.5)
+    assert rows["lowering"]["ratio"] == 1.5 and rows["scheduler"]["ratio"] == 1.0
+    assert rows["q2compile: rewrite"] == {
+        "name": "q2compile: rewrite",
+        "unit": "seconds of a core for one layer more",
+        "bf16": 0.0,
+        "quartet2": 0.25,
+        "ratio": None,
+    }
+
+
+def test_phases_of_the_first_step_are_without_those_inside(monkeypatch) -> None:
+    folder = ROOT / "examples" / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    first_step = load(folder / "first_step.py")
+    now = iter([0.0, 1.0, 3.0, 7.0])
+    monkeypatch.setattr(first_step, "time", Namespace(process_time=lambda: next(now)))
+    clock = first_step.Clock()
+    with clock.of("outer"), clock.of("inner"):
+        pass
+    assert clock.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
+
+
 def test_recorded_results_say_where_they_come_from() -> None:
     results = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
     assert results

@@ -1,0 +1,110 @@
+"""What Inductor is spared: how often it asks, that the answers are those it would have found, and
+that what it generates is the same text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.ir import ComputedBuffer
+from torch._inductor.utils import op_dtype_propagation_rules
+
+from q2compile import lowering
+from q2compile.lowering import launches
+from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+WIDTH = 64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, dtype=torch.bfloat16)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def sources(monkeypatch) -> list[str]:
+    """What is generated for an H200 that is not there."""
+    found = emulate(monkeypatch, 90)
+    serve_as_on(monkeypatch, 90)
+    return found
+
+
+def compile_layers(count: int, dynamic: bool = False) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(count)))
+    x = torch.zeros(256, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with inductor_config.patch(INDUCTOR_OPTIONS):
+        torch.compile(model, backend="quartet2", dynamic=dynamic)(x).sum().backward()
+
+
+def generated(sources: list[str]) -> list[str]:
+    """The sources so far, without the number of the graph in the process and the places of files;
+    and none from here on."""
+    found = [
+        re.sub(r"kernel path: .*|AOT ID: .*|\d+(?=_(forward|backward))", "", s) for s in sources
+    ]
+    sources.clear()
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_code_is_that_without_it(dynamic, sources, monkeypatch) -> None:
+    compile_layers(2, dynamic)
+    with_it = generated(sources)
+    monkeypatch.setattr(
+        DtypePropagationOpsHandler, "__init__", DtypePropagationOpsHandler.__init__.__wrapped__
+    )
+    find = ComputedBuffer.get_free_symbol_uses
+    monkeypatch.setattr(ComputedBuffer, "get_free_symbol_uses", find.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(launches, "_KINDS", Forgetful())
+    compile_layers(2, dynamic)
+    assert len(with_it) == 2 and with_it == generated(sources)
+
+
+class Forgetful(dict):
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return default
+
+
+def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
+    """Kernels are looked up once for each kind of call, so the second and the third layer ask for
+    nothing; of the first and of the last something may be different."""
+    asked: Counter[str] = Counter()
+    serving = launches.serving
+
+    def counted(op: str, args: Any) -> Any:
+        asked[op] += 1
+        return serving(op, args)
+
+    monkeypatch.setattr(launches, "serving", counted)
+    counts = []
+    for layers in (3, 4):
+        asked.clear()
+        compile_layers(layers)
+        counts.append(dict(asked))
+    assert counts[0] == counts[1], counts
+    assert counts[0]["requantize"] == 2  # of x and of w
+
+
+def test_rules_are_made_when_there_are_new_ones(monkeypatch) -> None:
+    lowering.register()
+    DtypePropagationOpsHandler()
+    rule = op_dtype_propagation_rules["add"]
+    monkeypatch.setitem(op_dtype_propagation_rules, "q2_test", rule)
+    made = DtypePropagationOpsHandler().q2_test
+    assert DtypePropagationOpsHandler().q2_test is made  # and not again
