@@ -250,6 +250,7 @@ def line(before: Counter[str], after: Counter[str]) -> str:
     )
 
 
+@cache
 def table() -> str:
     lines = []
     for row in ROWS:
@@ -264,10 +265,13 @@ def table() -> str:
     return "\n".join(lines[1:]).replace("~", " ")
 
 
+FIRST_JOINT = "share_operands (joint)"
+
+
 class TestKernelCounts(TestCase):
     def test_of_each_pass(self) -> None:
         self.assertExpectedInline(
-            table(),
+            table().partition(FIRST_JOINT)[0],
             """\
 share_operands (post-grad)
   forward   q2.dequantize 6 -> 4, q2.quantize 6 -> 4, inputs 4, mm 3, triton 1
@@ -308,6 +312,13 @@ sum_columns (post-grad)
             q2.rht_quantize_both_summed 0 -> 1, q2.rht_quantize_summed 0 -> 1, triton 3 -> 1,
             aten.randint 1, inputs 11, mm 3, q2.requantize 3
 
+""",
+        )
+
+    def test_of_each_joint_pass_and_option(self) -> None:
+        self.assertExpectedInline(
+            "".join(table().partition(FIRST_JOINT)[1:]),
+            """\
 share_operands (joint)
   forward   q2.dequantize 8 -> 6, q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1,
             inputs 5, mm 4, q2.split_scales 5, triton 10
