@@ -49,9 +49,9 @@ def calls(source: str) -> Counter[str]:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet", "tetrajet2"])
-def test_a_bias_adds_no_call(recipe, capability) -> None:
-    """It is an argument of the GEMM, which adds it before its one rounding. The sum of the gradient
-    comes from the quantiser that reads it."""
+def test_a_bias_adds_no_kernel(recipe, capability) -> None:
+    """It is an argument of the GEMM, which adds it before its one rounding. In the backward the
+    quantiser of the gradient sums its columns, too."""
     without, with_ = (sources(recipe, biased, capability) for biased in (False, True))
     assert calls(with_[0]) == calls(without[0])
     assert calls(with_[1]) == calls(without[1])

@@ -9,7 +9,8 @@ launches ahead of the product has the name of its .cu file.
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
 recompute_weights in test_joint_passes.py, of the two for swizzled scales in
-test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of cache_weights in
+test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of sum_columns, all bits but
+those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
 test_share_rotations.py.
 """
@@ -81,8 +82,19 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
-def _linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+class Biased(nn.Module):
+    """Two linears with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = _linear(bias=True), _linear(bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+def _linear(bias: bool = False) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=bias, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,7 @@ ROWS = [
     _pass("widen_operands"),
     _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
     _pass("part_directions", small=0),
+    _pass("sum_columns", model=Biased),
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
@@ -296,7 +309,13 @@ unrotate_in_gemm (post-grad)
 part_directions (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
   backward  q2.rht_quantize 1 -> 3, q2.rht_quantize_both 3 -> 2, aten.randint 1, inputs 18, mm 7,
-            q2.requantize 5, triton 2""",
+            q2.requantize 5, triton 2
+
+sum_columns (post-grad)
+  forward   addmm 2, inputs 5, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
+  backward  q2.rht_quantize 1 -> 0, q2.rht_quantize_both 1 -> 0,
+            q2.rht_quantize_both_summed 0 -> 1, q2.rht_quantize_summed 0 -> 1, triton 3 -> 1,
+            aten.randint 1, inputs 11, mm 3, q2.requantize 3""",
         )
 
     def test_of_each_joint_pass_and_option(self) -> None:
