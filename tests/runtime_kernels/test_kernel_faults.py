@@ -195,6 +195,23 @@ def test_a_kernel_that_cannot_be_prepared_is_never_called(candidate, error):
     assert calls == []
 
 
+def test_the_reference_is_never_given_up(monkeypatch):
+    """Nothing would serve: what is wrong is said, and the next call may work."""
+    args = gemm_arguments()
+    (*_, reference) = registry.kernels("gemm")
+
+    def prepare(*args):
+        raise RuntimeError("no driver")
+
+    broken = dataclasses.replace(reference, prepare=prepare)
+    with monkeypatch.context() as patch:
+        patch.setitem(registry._KERNELS, "gemm", [broken])
+        with pytest.raises(RuntimeError, match="no driver"):
+            registry.warm_up("gemm", args)
+        assert registry.serving("gemm", args) is broken
+    registry.warm_up("gemm", args)
+
+
 def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
     """With its log it takes seconds, and each shape would ask for it again."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
@@ -234,21 +251,6 @@ def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, err
                 with pytest.raises(ValueError, match=r"cannot run q2::.*it failed: .*Error"):
                     registry.select(op, args, kernel.name)
     assert len(checks) == len(set(checks)) == len(texts(caught, KernelWarning)), "each once"
-
-
-def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
-    gpu((12, 0))
-    verdicts = [torch.OutOfMemoryError("CUDA out of memory"), None]
-
-    def disagreement(*what):
-        if error := verdicts.pop(0):
-            raise error
-
-    monkeypatch.setattr(selfcheck, "disagreement", disagreement)
-    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
-    with pytest.raises(torch.OutOfMemoryError):
-        registry.serving("rht_quantize", args)
-    assert registry.serving("rht_quantize", args).name == "cuda"
 
 
 @pytest.mark.parametrize("capability", [(8, 8), (10, 1), (11, 0), (12, 2), (13, 0)])

@@ -10,6 +10,7 @@ import torch
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import agreements, selfcheck
 from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support.pretended_gpu import on_gpu
 
 CHECK = ("rht_quantize", "cuda", torch.device("cuda", 0), "nvfp4_ms_eden_pow2", None)
 
@@ -72,3 +73,18 @@ def test_a_kernel_that_changed_is_checked_again(monkeypatch, file) -> None:
     assert verdict_of_a_new_process() == (None, True)
     monkeypatch.undo()
     agreements._hash.cache_clear()
+
+
+def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
+    gpu((12, 0))
+    verdicts = [torch.OutOfMemoryError("CUDA out of memory"), None]
+
+    def disagreement(*what):
+        if error := verdicts.pop(0):
+            raise error
+
+    monkeypatch.setattr(selfcheck, "disagreement", disagreement)
+    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    with pytest.raises(torch.OutOfMemoryError):
+        registry.serving("rht_quantize", args)
+    assert registry.serving("rht_quantize", args).name == "cuda"

@@ -23,7 +23,13 @@ from triton.runtime import driver
 from q2compile import lowering
 from q2compile.lowering import fp32, support
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, padded_ends, transpose
+from q2compile.runtime_kernels.cuda import (
+    dequantize,
+    masked_unrotate,
+    padded_ends,
+    signs,
+    transpose,
+)
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt_fp4,
     cuda_bf16,
@@ -164,6 +170,7 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         padded_ends,
         dequantize,
         transpose,
+        signs,
         *gemms,
         split_scales,
         *masked,
