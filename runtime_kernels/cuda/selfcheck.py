@@ -91,7 +91,7 @@ def _refusal(check: Check) -> str | None:
             return _VERDICTS[check]
         if check in _RUNNING:
             return None
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() and not agreements.is_kept(check):
             raise LaunchError(
                 f"kernel {name!r} of q2::{op} is to be checked on this GPU before its first use, "
                 "which cannot be done inside a CUDA graph capture: run the model once before "

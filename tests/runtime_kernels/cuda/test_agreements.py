@@ -9,6 +9,7 @@ import torch
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import agreements, selfcheck
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.pretended_gpu import on_gpu
 
@@ -57,6 +58,15 @@ def test_a_disagreement_is_found_again() -> None:
         with pytest.warns(KernelWarning, match="1 of 9 codes differ"):
             verdict, ran = verdict_of_a_new_process(answer="1 of 9 codes differ")
         assert ran and verdict == "it failed its self-check on this GPU: 1 of 9 codes differ"
+
+
+def test_in_a_capture_what_is_kept_needs_no_check(monkeypatch) -> None:
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(LaunchError, match="run the model once before capturing"):
+        selfcheck._refusal(CHECK)
+    agreements.keep(CHECK)
+    assert selfcheck._refusal(CHECK) is None
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch) -> None:
