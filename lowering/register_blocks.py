@@ -86,7 +86,8 @@ class HeldBlocks(Blocks):
             for i, x in enumerate(numbers):
                 bit = ops.bitwise_and(word, ops.constant(1 << i, torch.int64))
                 unset = ops.eq(bit, ops.constant(0, torch.int64))
-                numbers[i] = ops.where(unset, x, ops.neg(x))
+                # Not ops.neg: Triton's -x is 0 - x, which has no sign where x is 0.
+                numbers[i] = ops.mul(x, ops.where(unset, number(1.0), number(-1.0)))
         h = 1
         while h < len(numbers):
             for i in range(len(numbers)):

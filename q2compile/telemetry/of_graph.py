@@ -12,7 +12,7 @@ from torch import fx
 from q2compile.capture.module_names import Names, site_name
 from q2compile.capture.views import example
 from q2compile.recipes.recipe import parse
-from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sampled_groups
+from q2compile.runtime_kernels.numerics.statistics import CODES_SAMPLE, GROUP, sample_of
 from q2compile.telemetry.folder import Folder
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.recorder import Recorder, Site
@@ -82,5 +82,5 @@ def _sampled_bytes(w: Any) -> int:
     """At most as many bytes as a record keeps of this weight's codes."""
     columns = int(w.shape[-1])
     rows, padded = w.numel() // max(columns, 1), -(-columns // _UNIT) * _UNIT
-    groups = sampled_groups(rows, columns, CODES_SAMPLE)
-    return (int(rows) if groups is None else (groups + 1) * GROUP) * padded // 2
+    sample = sample_of(rows, columns, CODES_SAMPLE)
+    return (int(rows) if sample is None else sample.rows + GROUP) * padded // 2

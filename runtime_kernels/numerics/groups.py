@@ -83,5 +83,13 @@ def lay_out(
     return moved, shares
 
 
+def clear_tail(codes: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:
+    """In place, codes [C, Tp/2] of the padded layout, or numbers [C, Tp]: those of rows of no group
+    become zeros without a sign, which rotated zeros can have."""
+    step = 2 if codes.dtype == torch.uint8 else 1
+    row = step * torch.arange(codes.shape[1], device=codes.device)
+    return codes.masked_fill_(row >= padded_offs[-1], 0)
+
+
 def _starts(ends: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(ends[:-1], (1, 0))

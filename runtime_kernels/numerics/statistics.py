@@ -18,9 +18,13 @@ x̂ = e2m1(code) * scale * global_scale:
     scale_largest    share at or above the scheme's cap, the largest that it aims for
 
 NaN where a number is not known, and all but amax where the operand has a NaN or Inf. Tensors of
-more than SAMPLE elements are measured, amax aside, on that many of them: whole rows, in groups of
-16 spread evenly over all.
+more than SAMPLE elements are measured, amax aside, on at most that many of them: whole rows, in
+groups of 16 spread evenly over all.
+
+On a GPU what this costs is launches, some 60 an operand: hence views in the place of indices.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -57,35 +61,44 @@ def plain_name(scheme: str) -> str:
     return scheme.removesuffix(SWIZZLED).removesuffix(WIDENED)
 
 
-def sampled_groups(rows: int, width: int, limit: int = SAMPLE) -> int | None:
-    """How many groups of GROUP rows of ``width`` are measured; None for all rows."""
+class Sample(NamedTuple):
+    """The rows that are measured: the first GROUP of each ``apart``, ``groups`` times."""
+
+    groups: int
+    apart: int
+
+    @property
+    def rows(self) -> int:
+        return self.groups * GROUP
+
+    def of(self, x: torch.Tensor, dim: int = 0, per: int = 1) -> torch.Tensor:
+        """Of a matrix with rows / per along dim those of the sample: a view, in the place of dim
+        with [groups, GROUP / per], or [groups, 1]."""
+        apart = self.apart // per
+        spread = x.narrow(dim, 0, self.groups * apart).unflatten(dim, (self.groups, apart))
+        return spread.narrow(dim + 1, 0, max(GROUP // per, 1))
+
+
+def sample_of(rows: int, width: int, limit: int = SAMPLE) -> Sample | None:
+    """Of a matrix, with at most ``limit`` elements or one group; None for all rows."""
     wanted = max(1, limit // (GROUP * max(width, 1)))
-    return wanted if wanted < rows // GROUP else None
-
-
-def sampled_rows(
-    rows: int, width: int, device: torch.device, limit: int = SAMPLE
-) -> torch.Tensor | None:
-    """int64 indices of the rows that are measured, or None for all of them."""
-    count = sampled_groups(rows, width, limit)
-    if count is None:
+    if wanted >= rows // GROUP:
         return None
-    starts = torch.arange(count, device=device) * (rows // GROUP) // count * GROUP
-    return (starts[:, None] + torch.arange(GROUP, device=device)).flatten()
+    step = -(-(rows // GROUP) // wanted)
+    step += step % 2  # blocks of 32 begin where groups do
+    return Sample(rows // GROUP // step, step * GROUP)
 
 
 def of_rows(
-    codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, rows: torch.Tensor | None
+    codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, sample: Sample | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and block scales of some rows; the scales as they lie unswizzled."""
     if scheme.swizzled:
         scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
-    if rows is None:
+    if sample is None:
         return codes, scales
-    height = scheme.block[0]
-    of_blocks = rows if height == 1 else rows[::GROUP] // height
-    stored = scales.view(torch.uint8)[of_blocks].view(scales.dtype)  # few functions take fp8
-    return codes[rows], stored
+    stored = sample.of(scales.view(torch.uint8), per=scheme.block[0])  # few functions take fp8
+    return sample.of(codes).flatten(0, 1), stored.flatten(0, 1).view(scales.dtype)
 
 
 def statistics(
@@ -97,7 +110,7 @@ def statistics(
     amax: torch.Tensor,
 ) -> torch.Tensor:
     """See the top of this file. All of one and the same rows, scales unswizzled."""
-    rounded = scaled_codes(codes, scales, _unswizzled(scheme)) * global_scale
+    rounded = scaled_codes(codes, scales, _unswizzled(scheme)).mul_(global_scale)
     rounded = rounded[:, : values.shape[1]]
     size, rounded_size = _norm(values), _norm(rounded)
     nothing = size == 0
@@ -109,8 +122,8 @@ def statistics(
     saturated = (values.abs() > largest).mean(dtype=torch.float32)
     shares = _of_scales(scales, scheme)
     known = torch.stack([error.float(), cosine.float(), zero, saturated, *shares])
-    # A sum of squares below fp64's largest has none but finite addends.
-    known = torch.where(size.isfinite(), known, torch.nan)
+    # A sum of squares below fp64's largest has none but finite addends; else this adds NaN.
+    known += size - size
     return torch.cat([amax.float().reshape(1), known])
 
 
@@ -132,19 +145,20 @@ def source_values(
     scales: torch.Tensor,
     global_scale: torch.Tensor,
     scheme: Scheme,
-    columns: torch.Tensor | None,
+    sample: Sample | None,
 ) -> torch.Tensor:
     """Some columns (groups of 16, or all) of a quantised matrix [T, Kp], as rows: fp32 [columns,
     T]."""
-    if columns is None:
+    if sample is None:
         return (scaled_codes(codes, scales, scheme) * global_scale).t()
     if scheme.swizzled:
         scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
-    values = decode_e2m1(codes[:, columns[::2] // 2])
-    scale = scales.view(torch.uint8)[:, columns // scheme.width].view(scales.dtype).float()
+    values = decode_e2m1(sample.of(codes, 1, per=2).flatten(1))
+    scale = sample.of(scales, 1, per=scheme.width).float()  # a group lies in one block
     if scheme.block[0] > 1:
         scale = scale.repeat_interleave(scheme.block[0], 0)[: codes.shape[0]]
-    return (values * scale * global_scale).t()
+    values = values.unflatten(1, (sample.groups, GROUP)).mul_(scale * global_scale)
+    return values.flatten(1).t()
 
 
 def largest_of_codes(

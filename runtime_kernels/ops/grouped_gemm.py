@@ -109,7 +109,13 @@ def grouped_gemm(
     out = torch.ops.q2.grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
-    return (out if folds else out.mul_(a_global * b_global)).to(dtype)
+    return (out if folds else out.mul_(factor_of(a_global, b_global))).to(dtype)
+
+
+def factor_of(a_global: torch.Tensor, b_global: torch.Tensor) -> torch.Tensor:
+    """The product of the global scales, [1]: a matrix in bf16 is multiplied by it in fp32. One of
+    no dimensions CUDA would round to bf16 first."""
+    return (a_global * b_global).reshape(1)
 
 
 def _widened(

@@ -33,12 +33,11 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.statistics import (
     CODES_SAMPLE,
     FIELDS,
-    GROUP,
+    Sample,
     largest_of_codes,
     of_rows,
     plain_name,
-    sampled_groups,
-    sampled_rows,
+    sample_of,
     source_values,
     statistics,
     statistics_of_codes,
@@ -69,24 +68,23 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _measured(values: Callable, parts, scheme: str, seed, transform: str, amax) -> torch.Tensor:
-    """The statistics of one operand. values(rows): its rows, fp32 [rows, K], before rotation."""
+    """The statistics of one operand. values(sample): its rows, fp32 [rows, K], before rotation."""
     codes, scales, global_scale = parts
     spec, rotation = get_scheme(scheme), get_transform(transform)
-    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device)
-    x = values(rows)
+    sample = sample_of(codes.shape[0], 2 * codes.shape[1])
+    x = values(sample)
     if rotation.size > 1:
         tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=False)
         signs = torch.ops.q2.signs(seed, transform) if rotation.seeded else None
         x = tiling.join(rotate_tiles(tiling.cut(x), rotation, seed, signs)).mul_(rotation.norm)
-    codes, scales = of_rows(codes, scales, spec, rows)
+    codes, scales = of_rows(codes, scales, spec, sample)
     return statistics(x, codes, scales, global_scale, spec, amax)
 
 
 def _rows_of(x: torch.Tensor, transpose: bool) -> Callable:
-    def values(rows: torch.Tensor | None) -> torch.Tensor:
-        if transpose:
-            return (x if rows is None else x[:, rows]).t().float()
-        return (x if rows is None else x[rows]).float()
+    def values(sample: Sample | None) -> torch.Tensor:
+        own = x.t() if transpose else x
+        return own.float() if sample is None else sample.of(own).float().flatten(0, 1)
 
     return values
 
@@ -129,8 +127,8 @@ def _requantize(
     )
     spec = get_scheme(source_scheme)
 
-    def values(chosen: torch.Tensor | None) -> torch.Tensor:
-        return source_values(codes, scales, global_scale, spec, chosen)[:rows]
+    def values(sample: Sample | None) -> torch.Tensor:
+        return source_values(codes, scales, global_scale, spec, sample)[:rows]
 
     amax = largest_of_codes(*source, spec)
     return [_measured(values, parts, plain_name(scheme), seed, transform, amax)]
@@ -140,8 +138,8 @@ def _in_groups(values: Callable, offs, padded_offs, scheme: str, transform: str)
     """``values`` of rows that lie [K, T], in the padded layout of their groups."""
     spread = spreads(get_scheme(scheme), get_transform(transform))
 
-    def laid(chosen: torch.Tensor | None) -> torch.Tensor:
-        x, shares = lay_out(values(chosen).t(), offs, padded_offs, spread=spread)
+    def laid(sample: Sample | None) -> torch.Tensor:
+        x, shares = lay_out(values(sample).t(), offs, padded_offs, spread=spread)
         if shares is not None:
             x = x * shares.repeat_interleave(x.shape[0] // shares.shape[0])[:, None]
         return x.t()
@@ -197,8 +195,8 @@ def _requantize_groups(
         )
     )
 
-    def values(chosen: torch.Tensor | None) -> torch.Tensor:
-        return source_values(codes, scales, global_scale, spec, chosen)[:rows]
+    def values(sample: Sample | None) -> torch.Tensor:
+        return source_values(codes, scales, global_scale, spec, sample)[:rows]
 
     scheme, amax = plain_name(scheme), largest_of_codes(*source, spec)
     laid = _in_groups(values, *groups, scheme, transform)
@@ -282,8 +280,8 @@ define(
 def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
     """See above. Not for codes @bf16."""
     spec = get_scheme(scheme)
-    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device)
-    return statistics_of_codes(*of_rows(codes, scales, spec, rows), global_scale, spec)
+    sample = sample_of(codes.shape[0], 2 * codes.shape[1])
+    return statistics_of_codes(*of_rows(codes, scales, spec, sample), global_scale, spec)
 
 
 @kernel("statistics_of_operand", REFERENCE)
@@ -294,8 +292,8 @@ def operand_and_codes(x, codes, scales, global_scale, scheme) -> torch.Tensor:
 
 
 def _sampled_codes_fake(codes):
-    groups = sampled_groups(codes.shape[0], 2 * codes.shape[1], CODES_SAMPLE)
-    rows = codes.shape[0] if groups is None else groups * GROUP
+    sample = sample_of(codes.shape[0], 2 * codes.shape[1], CODES_SAMPLE)
+    rows = codes.shape[0] if sample is None else sample.rows
     return codes.new_empty((rows, codes.shape[1]))
 
 
@@ -305,5 +303,5 @@ define("sampled_codes(Tensor codes) -> Tensor", fake=_sampled_codes_fake)
 @kernel("sampled_codes", REFERENCE)
 def sampled_codes(codes: torch.Tensor) -> torch.Tensor:
     """A copy of codes uint8 [M, Kp/2]: of all rows, or of groups spread evenly."""
-    rows = sampled_rows(codes.shape[0], 2 * codes.shape[1], codes.device, CODES_SAMPLE)
-    return codes.clone() if rows is None else codes[rows]
+    sample = sample_of(codes.shape[0], 2 * codes.shape[1], CODES_SAMPLE)
+    return codes.clone() if sample is None else sample.of(codes).flatten(0, 1)

@@ -10,13 +10,14 @@ To requantize what rht_quantize_groups is to rht_quantize.
 
 import torch
 
-from q2compile.runtime_kernels.numerics.groups import lay_out, padded_rows, spreads
+from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import empty_quantized
 from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_groups, check_quantized
-from q2compile.runtime_kernels.ops.rht_quantize import checked, rotate_and_quantize
+from q2compile.runtime_kernels.ops.rht_quantize import checked
+from q2compile.runtime_kernels.ops.rht_quantize_groups import in_groups
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
@@ -66,5 +67,4 @@ def requantize_groups(
     spec, rotation = checked("requantize_groups", seed, scheme, transform)
     check_groups("requantize_groups", offs, padded_offs)
     source = scaled_codes(codes, scales, get_scheme(source_scheme))[:, :rows]
-    laid, shares = lay_out(source, offs, padded_offs, spread=spreads(spec, rotation))
-    return rotate_and_quantize(laid, global_scale, seed, spec, rotation, True, stream, shares)
+    return in_groups(source, global_scale, offs, padded_offs, seed, spec, rotation, stream)

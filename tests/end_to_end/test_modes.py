@@ -22,6 +22,10 @@ RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2"]
 OTHER_COINS = 0.95
 # With the same coins, where only the order of sums differs: 1 to seven digits.
 SAME_COINS = 0.9999
+# With the same coins, where a searched GEMM of Triton's has what follows it as its epilogue: that
+# sees fp32 sums, which are no longer rounded to bf16, and one code in a hundred or so comes out
+# otherwise. 0.99985 on an H200.
+FUSED_EPILOGUES = 0.999
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +71,18 @@ def test_replays_of_a_cuda_graph_draw_fresh_coins(recipe) -> None:
     assert not torch.equal(one, other) and cosine(one, other) > OTHER_COINS
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
-def test_modes_agree(mode) -> None:
+@pytest.mark.parametrize(
+    ("mode", "bound"),
+    [
+        ("reduce-overhead", SAME_COINS),
+        ("max-autotune", FUSED_EPILOGUES),
+        ("max-autotune-no-cudagraphs", FUSED_EPILOGUES),
+    ],
+)
+def test_modes_agree(mode, bound) -> None:
     x = inputs()
     own = [gradient(*compiled_mlp(m), x, seed=1) for m in (None, mode)]
-    assert cosine(*own) > SAME_COINS
+    assert cosine(*own) > bound
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -84,13 +95,15 @@ def test_widened_operands_change_no_bit(recipe) -> None:
 
 
 def test_symbolic_sizes_take_one_graph() -> None:
+    """Where their number is open, the rows of wgrad are one group, whose padded layout has other
+    coins: those of block scales, which cost less than OTHER_COINS' all (0.9995 on an H200)."""
     model, compiled = compiled_mlp(dynamic=True)
     plain, expected = compiled_mlp()
     sizes = (512, 200, 33, 640)
     own = [gradient(model, compiled, inputs(rows), seed=1) for rows in sizes]
     assert counters["stats"]["unique_graphs"] == 1
     for one, rows in zip(own, sizes, strict=True):
-        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > SAME_COINS
+        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > OTHER_COINS
 
 
 COLD = """

@@ -262,8 +262,11 @@ def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monke
     monkeypatch.setattr("q2compile.lowering.quantize.serving", lambda op, args: reference)
     x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
     torch._dynamo.reset()
+    args = x.cuda(), seed.cuda(), scheme, transform, transpose
     with inductor_config.patch(force_disable_caches=True):
-        got = torch.compile(rotated)(x.cuda(), seed.cuda(), scheme, transform, transpose)
+        got, (code,) = run_and_get_code(torch.compile(rotated), *args)
+    assert "torch.ops.q2.quantize.default(" not in code
+    assert "torch.ops.q2.rht_quantize.default(" not in code
     assert_same_bits([t.cpu() for t in got], rotated(x, seed, scheme, transform, transpose))
 
 

@@ -284,18 +284,26 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
   staged.store(tile.col + kStagedRows * warp, block);
 }
 
-// What quantize_along_cols makes of a tile of zeros.
-Q2_INLINE void store_zeros_of_cols(const Output& out, Tile tile) {
+// Along columns rows of no group are zeros, which are not rotated: half of those would be negative.
+Q2_INLINE void store_zeros_of_cols(const Output& out, Tile tile, const Common& common) {
   constexpr int kCodes = kTileRows / (kValues ? 8 : 32);  // 16-byte pieces of a column
-  constexpr int kWorthPieces = kWorths ? 2 : 0, kPieces = kCodes + kWorthPieces;
+  constexpr int kOfScales = kWorths ? 2 : (kValues ? 0 : 1), kPieces = kCodes + kOfScales;
   if constexpr (kRule == AMAX) return;
   for (int i = threadIdx.x; i < kTileCols * kPieces; i += kThreads) {
     int row = tile.col + i / kPieces, piece = i % kPieces;
     if (row >= out.rows) break;
     long long at = (long long)row * out.blocks + tile.row / kBlock;
-    u8* codes = out.codes + at * (kValues ? 32 : 8);
-    u8* to = piece < kCodes ? codes + 16 * piece : (u8*)out.scales + 4 * at + 16 * (piece - kCodes);
-    *(uint4*)to = {0, 0, 0, 0};
+    u8 *codes = out.codes + at * (kValues ? 32 : 8), *scales = (u8*)out.scales;
+    if (piece < kCodes) {
+      *(uint4*)(codes + 16 * piece) = {0, 0, 0, 0};
+    } else if constexpr (kWorths) {
+      *(uint4*)(scales + 4 * at + 16 * (piece - kCodes)) = {0, 0, 0, 0};
+    } else if constexpr (kRule == EXACT) {
+      u32 four = isnan(common.unit) ? 0x7F7F7F7Fu : 0;
+      *(uint2*)(scales + at) = {four, four};
+    } else {
+      *(u32*)(scales + at / 2) = 0;
+    }
   }
 }
 
@@ -482,12 +490,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kTileBytes);
     const Rows held = rows_now(p, tile, turn);
     if (kRows) quantize_along_rows(p, tile, held, current, rows, extent_along_rows);
-    if (kSkipsTail && held.tail) {
-      store_zeros_of_cols(p.along_cols, tile);
-    } else {
-      if (kGrouped && kRows && held.tail) clear_tile(current);
-      if (kCols) quantize_along_cols(p, tile, held, current, cols, extent_along_cols);
-    }
+    if (kGrouped && held.tail) store_zeros_of_cols(p.along_cols, tile, cols);
+    else if (kCols) quantize_along_cols(p, tile, held, current, cols, extent_along_cols);
     if (kStages == 1) {
       __syncthreads();
       if (more && !kPacked) fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles);

@@ -11,7 +11,7 @@ from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked
+from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked, factor_of
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
@@ -49,4 +49,4 @@ def grouped_gemm_bf16(
     if gemm == "wgrad":
         out = out.flatten(0, 1)
     # In place: the gradient of all experts' weights is among the largest tensors of a step.
-    return out if folds else out.mul_(a_global * b_global)
+    return out if folds else out.mul_(factor_of(a_global, b_global))

@@ -139,5 +139,5 @@ def test_a_step_of_experts_waits_for_nothing() -> None:
 def test_cuda_kernels_come_before_the_references() -> None:
     for op in ("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
-    assert [k.name for k in kernels("grouped_gemm")] == ["cuda_bf16", "reference"]
+    assert [k.name for k in kernels("grouped_gemm")] == ["triton_fp4", "cuda_bf16", "reference"]
     assert [k.name for k in kernels("grouped_mm")] == ["cuda", "reference"]

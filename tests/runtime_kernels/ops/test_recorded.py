@@ -13,7 +13,7 @@ from q2compile.runtime_kernels.numerics.statistics import (
     FIELDS,
     GROUP,
     SAMPLE,
-    sampled_rows,
+    sample_of,
 )
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -120,7 +120,7 @@ def test_outputs_and_statistics(op, ending):
 def test_of_a_large_tensor_a_sample(scheme):
     """Whole groups of rows, spread over the tensor, and numbers close to those of all."""
     x = matrix(8192, 512)
-    rows = sampled_rows(*x.shape, x.device)
+    rows = sample_of(*x.shape).of(torch.arange(8192)).flatten()
     assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] >= 8192 - 16 * GROUP
     *_, found = q2.quantize_recorded(x, None, None, scheme, 0)
     wanted = measured_plainly(x, scheme)

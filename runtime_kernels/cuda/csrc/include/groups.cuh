@@ -12,10 +12,6 @@
 
 constexpr bool kSpread = Q2_SPREAD;  // chunks of at most 64 rows are filled with copies
 
-// The zeros of rows of no group are written without a rotation of zeros, where that could not make
-// one that is negative: of fewer than 128 signs all may be negative at once.
-constexpr bool kSkipsTail = kGrouped && kSize == 128 && (Q2_RULE == 0 || Q2_RULE == 1);
-
 __shared__ Rows looked_up[4];
 
 // Of tile number `turn` of this thread block.
@@ -54,11 +50,4 @@ Q2_INLINE int row_of_result(const Output& out, const Rows& rows, int j) {
 Q2_INLINE float share_of(const Rows& rows) {
   int s = rows.shift;
   return s == 1 ? 0x1.6a09e6p-1f : s == 2 ? 0.5f : s == 3 ? 0x1.6a09e6p-2f : 1.0f;
-}
-
-// Along columns rows of no group are zeros: of a tile that has been quantised along rows.
-Q2_INLINE void clear_tile(u8* shared) {
-  __syncthreads();
-  for (int i = threadIdx.x; i < kTileBytes / 16; i += kThreads) ((uint4*)shared)[i] = {0, 0, 0, 0};
-  __syncthreads();
 }
