@@ -299,7 +299,7 @@ Q2_INLINE void store_zeros_of_cols(const Output& out, Tile tile, const Common& c
     } else if constexpr (kWorths) {
       *(uint4*)(scales + 4 * at + 16 * (piece - kCodes)) = {0, 0, 0, 0};
     } else if constexpr (kRule == EXACT) {
-      u32 four = isnan(common.unit) ? 0x7F7F7F7Fu : 0;
+      u32 four = common.unit == common.unit ? 0 : 0x7F7F7F7Fu;  // NaN
       *(uint2*)(scales + at) = {four, four};
     } else {
       *(u32*)(scales + at / 2) = 0;
