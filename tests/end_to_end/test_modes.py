@@ -33,7 +33,7 @@ def compiled_anew(fresh_compiler) -> None:
     """Each test compiles for itself."""
 
 
-def compiled_mlp(mode: str | None = None, recipe: str = "quartet2", leave_out=(), **kwargs):
+def compiled_mlp(mode: str | None = None, recipe: str | dict = "quartet2", leave_out=(), **kwargs):
     torch.manual_seed(0)
     model = Mlp().to(GPU, torch.bfloat16)
     options = {"recipe": recipe, "disable_passes": leave_out, **({"mode": mode} if mode else {})}
@@ -69,6 +69,17 @@ def test_replays_of_a_cuda_graph_draw_fresh_coins(recipe) -> None:
     one, other, again = (gradient(model, compiled, x, seed) for seed in (5, None, 5))
     assert torch.equal(one, again)
     assert not torch.equal(one, other) and cosine(one, other) > OTHER_COINS
+
+
+def test_fixed_signs_in_a_cuda_graph() -> None:
+    """Whose recorder wants every tensor in the graph's memory to be one of its results."""
+    fixed = {"transform": "rht128_fixed"}
+    both = {"dgrad": {"dy": fixed, "w": fixed}, "wgrad": {"dy": fixed, "x": fixed}}
+    own = [
+        gradient(*compiled_mlp(mode, {"base": "quartet2", **both}), inputs(), seed=1)
+        for mode in ("reduce-overhead", None)
+    ]
+    assert cosine(*own) > SAME_COINS
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCAL
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
-from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform, get_transform
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
 
@@ -294,7 +294,7 @@ class _Fields:
         for side in self._present:
             seed, stream, first = side.direction
             codes, scales, unit = (At(first + i) for i in range(3))
-            signs = _fixed_seed(index).data_ptr() if fixed_signs else seed
+            signs = 0 if fixed_signs else seed  # the kernel has the fixed seed
             made = worths if room else scales
             outputs.append(
                 (codes, made, amax or largest, unit, signs, seed)
@@ -323,8 +323,3 @@ class _Fields:
             made_by = min(made_by, 2 * multiprocessors(self._index))
         sides = (s._replace(source_global=source_global, norm=factor) for s in self._ends)
         return Alignment(launch, tuple(sides), made_by)
-
-
-@functools.cache
-def _fixed_seed(index: int) -> torch.Tensor:
-    return torch.full((), FIXED_SIGN_SEED, dtype=torch.int64, device=torch.device("cuda", index))

@@ -3,6 +3,9 @@ launch the right thing is shown in test_cuda_emulated.py, and in tests/lowering/
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, get_transform
 from tests.support.emulation import serve
 
 BF16 = SOURCES[torch.bfloat16]
@@ -87,3 +90,20 @@ def test_more_coins_than_are_counted(monkeypatch) -> None:
     call(EDEN, (1 << 17) + 1)
     with pytest.raises(ValueError, match="at most 2.34 numbers"):
         call(SR, (1 << 17) + 1)
+
+
+def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
+    """One made at a first use, in a CUDA graph's warm-up, would lie in the graph's memory."""
+    monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
+    monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
+    call = quantizer_call(
+        *(0, BF16, get_scheme(EDEN), get_transform("rht128_fixed"), (128, 128, 128, 0, 0)),
+        *((Direction(At(1), 0, 2), None), 2),
+        operand=(At(0), 0, 0),
+    )
+    # Behind the operand's three: codes, worths, largest, global scale, and both seeds.
+    signs, coins = call.steps[0].values[7:9]
+    assert signs == 0 and coins == At(1)
+    source = Path(plan.__file__).parents[1] / "csrc" / "include" / "tile.cuh"
+    fixed = re.search(r"kFixedSignSeed = (\d+);", source.read_text())
+    assert fixed and int(fixed.group(1)) == FIXED_SIGN_SEED

@@ -78,6 +78,33 @@ def test_other_schemes(scheme, transform) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "scheme, transform",
+    [
+        *((s, "rht128") for s in ("nvfp4_pow2", "nvfp4_sr", "mxfp4_rtn34", POW2 + WIDENED)),
+        *(("nvfp4_sr_pow2", "rht16"), ("nvfp4", "rht32"), ("mxfp4_sr", "rht16")),
+    ],
+)
+def test_rows_of_no_group_are_zeros_without_a_sign(scheme, transform) -> None:
+    """Of a rotation of zeros one of twenty or so would be negative, whatever the seed."""
+    rows, groups = routed("one group")
+    for seed in range(4):
+        args = (matrix(rows, 40), *groups, torch.tensor(seed), scheme, transform, 3)
+        got = grouped_ops.rht_quantize_groups(*args)
+        assert_same_bits(got, q2.rht_quantize_groups(*args))
+        assert not got[0][:, got[0].shape[1] // 2 :].view(torch.uint8).any()
+
+
+def test_exact_scales_of_a_tensor_with_a_nan() -> None:
+    """All are, those of rows of no group included."""
+    rows, groups = routed("one group")
+    x = matrix(rows, 40)
+    x[3, 5] = torch.nan
+    args = (x, *groups, SEEDS[0], "nvfp4_sr", "rht128", 3)
+    for op in (grouped_ops.rht_quantize_groups, q2.rht_quantize_groups):
+        assert all(scales.float().isnan().all() for scales in op(*args)[1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype) -> None:
     rows, groups = routed("every filling")

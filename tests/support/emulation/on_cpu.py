@@ -7,7 +7,6 @@ import torch
 
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
-from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED
 from tests.support import emulation
 
 
@@ -22,8 +21,6 @@ def launches_on_cpu(
     for module in (plan, split_scales, grouped_mm):
         monkeypatch.setattr(module, "multiprocessors", lambda index: 2)
     monkeypatch.setattr(plan, "shared_memory", lambda index: room)
-    fixed = torch.tensor(FIXED_SIGN_SEED)
-    monkeypatch.setattr(plan, "_fixed_seed", lambda index: fixed)
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -42,7 +42,7 @@ struct Output {
   u32* largest;         // one a thread block, written; EXACT: `parts` of them, read. kValues: the
                         // smallest follow
   float* global_scale;  // EXACT
-  const u64* sign_seed;
+  const u64* sign_seed;  // null: kFixedSignSeed
   const u64* seed;  // of the coins
   int rows;         // of the result
   int blocks;       // of 16, a row
@@ -247,17 +247,24 @@ Q2_INLINE u32 negative(uint4 random, int place) {
   return word >> (bit & 31) & 1;
 }
 
+constexpr u64 kFixedSignSeed = 0;  // numerics/transforms.py
+
+// No tensor has the fixed seed: made in a CUDA graph's warm-up it would lie in the graph's memory.
+Q2_INLINE u64 sign_seed_of(const Output& out) {
+  return out.sign_seed ? *out.sign_seed : kFixedSignSeed;
+}
+
 // The signs of one chunk, as masks for the words that hold its elements.
 Q2_INLINE void make_masks(const Params& p) {
   int i = threadIdx.x;
   if (kRows && i < (kBytes == 2 ? 64 : 128)) {
-    uint4 random = sign_bits(*p.along_rows.sign_seed);
+    uint4 random = sign_bits(sign_seed_of(p.along_rows));
     masks.along_rows[i] = kBytes == 2
                               ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
                               : negative(random, i) << 31;
   }
   if (kCols && i < 128) {
-    uint4 random = sign_bits(*p.along_cols.sign_seed);
+    uint4 random = sign_bits(sign_seed_of(p.along_cols));
     masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
 #if Q2_SUMS
     masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
