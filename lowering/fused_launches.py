@@ -111,7 +111,8 @@ def _call(
     directions = 2 if name == "rht_quantize_both" else 1
     device = x.get_device_or_error()
     capability = torch.cuda.get_device_capability(device)[0]
-    reason = fusion_rule.why_not(found.producer, scheme, directions, capability)
+    shared = reads_the_same(V.current_node)
+    reason = fusion_rule.why_not(found.producer, scheme, directions, capability, shared)
     if reason is None and device.type == "cuda":
         reason = fused.refusal(name, device.index, args)
     if reason is not None:
@@ -124,6 +125,36 @@ def _call(
     return tuple(
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
     )
+
+
+def reads_the_same(node: fx.Node) -> bool:
+    """Whether another marked quantiser's operand is made from half or more of what this one's is:
+    Inductor would make one kernel of both producers."""
+    own = _made_from(node)
+    others = (n for n in node.graph.nodes if MAY_FUSE in n.meta and n is not node)
+    return any(2 * len(own & _made_from(other)) >= len(own) for other in others)
+
+
+def _made_from(node: fx.Node) -> set[fx.Node]:
+    """What the expression of a quantiser's operand reads: where operations end that go element by
+    element."""
+    found: set[fx.Node] = set()
+    pending, seen = [*_inputs(node)[:1]], set()
+    while pending:
+        at = pending.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        tags = getattr(at.target, "tags", ())
+        if at.op == "call_function" and (torch.Tag.pointwise in tags or is_same_numbers(at)):
+            pending += _inputs(at)
+        else:
+            found.add(at)
+    return found
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    return [a for a in node.args if isinstance(a, fx.Node)]
 
 
 def other_readers(node: fx.Node) -> list[str]:

@@ -1,45 +1,67 @@
 """When a rotating quantiser computes its operand itself: what that saves against what it adds.
 
-Unfused there are two kernels, the producer's and the quantiser's, fused there is one. Each takes
-the longer of two times: to issue its instructions, and to move its bytes. So an element costs, in
-bytes that the memory could move meanwhile, with i instructions in a byte's time, R bytes read by
-the producer, P instructions of it and Q of the quantiser, W bytes written:
+Unfused there are two kernels, the producer's and the quantiser's. Each takes the longer of two
+times: to issue its instructions, and to move its bytes. Fused there is one; its instructions come
+one after the other, and loads of the producer's are waited for, the less so the more rows of them
+are on their way together. So an element costs, in bytes that the memory could move meanwhile, with
+i instructions in a byte's time, R bytes read by the producer, P instructions of it and Q of the
+quantiser, W bytes written:
 
     unfused   max(P / i, R' + 2) + max(Q / i, 2 + W)
-    fused     max((P + Q) / i, R + W)
+    fused     max((P + Q) / i + 1.1 R / rows ahead, R + W)
 
-for an operand of 2 bytes. R' is R / 2: gradients come in pairs (a gated MLP's, q and k), whose
-producers Inductor makes one kernel with one read; where that is not so, more is saved than this
-says.
-Fused must win by a tenth, since nobody has measured it yet (examples/benchmarks/fusion.py does).
+for an operand of 2 bytes. R' is R, or R / 2 where another quantiser of the graph reads the same (a
+gated MLP's dg and du): Inductor makes one kernel of both producers, with one read.
 
-i is from data sheets, but for the H200's, which is measured (examples/benchmarks/instructions.py);
-Q from machine code for sm_90a (KERNEL_LOG.md there), P from tests/lowering/test_fusion_counts.py.
+Measured on an H200 (examples/benchmarks/fusion.py, 2026-11-23, torch 2.11, 8192 x 4096, everything
+fused, at most eight words of loads on their way), fused over unfused:
+
+                          P    R    rows   expected   measured
+    residual_cast_both    5.0  6.0  2      0.76       0.75
+    rmsnorm_backward_both 10.6 4.0  2      0.87       0.86
+    silu_mul_quest        23.1 4.0  4      0.92       0.87
+    gelu_backward_both    43.3 4.0  4      1.08       0.99
+    rope_backward_both    20.9 2.5  1      1.18       1.09
+    swiglu_backward_both  16.6 6.0  2      1.10       1.08
+
+Expected is this rule's for the same number of rows; since then swiglu, residual and norm have four,
+and rope two. i is from data sheets, but for the H200's, which is measured
+(examples/benchmarks/instructions.py), Q from machine code for sm_90a (KERNEL_LOG.md there), but for
+the mask's part, which is fitted to silu_mul_quest, P from tests/lowering/test_fused_static.py.
 """
 
 from __future__ import annotations
 
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.cuda.quantize.producer_source import bytes_read, instructions
+from q2compile.runtime_kernels.cuda.quantize.producer_source import (
+    bytes_read,
+    instructions,
+    rows_ahead,
+)
 from q2compile.runtime_kernels.cuda.quantize.rule import Rule
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 # By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
 _INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 _CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
-MARGIN = 0.9
+MARGIN = 0.95  # how far the rule may be wrong in the worse direction
 # Q, of one direction and of two.
 _QUANTISER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
 _WIDENING = 6.0  # instructions a direction
+_MASK = 15.0  # of a trust mask
 _WRITTEN, _WRITTEN_WIDENED = 0.75, 2.25  # bytes an element and direction
+_WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its way
 
 
-def why_not(producer: Producer, spec: Scheme, directions: int, capability: int) -> str | None:
+def why_not(
+    producer: Producer, spec: Scheme, directions: int, capability: int, shared: bool = False
+) -> str | None:
     """None when computing the operand in the quantiser is expected to pay, otherwise the reason in
-    words. capability: the major compute capability of the GPU."""
+    words. capability: the major compute capability of the GPU.  shared: another quantiser reads
+    the same."""
     if Rule.of(spec) == Rule.EXACT:
         return f"{spec.name} has an exact global scale and would compute the operand twice"
-    ratio = expected(producer, spec, directions, capability)
+    ratio = expected(producer, spec, directions, capability, shared)
     if ratio <= MARGIN:
         return None
     return (
@@ -48,13 +70,16 @@ def why_not(producer: Producer, spec: Scheme, directions: int, capability: int) 
     )
 
 
-def expected(producer: Producer, spec: Scheme, directions: int, capability: int) -> float:
+def expected(
+    producer: Producer, spec: Scheme, directions: int, capability: int, shared: bool = False
+) -> float:
     """The time of the fused kernel over that of the two."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
     rounded = _QUANTISER.get(spec.rounding, _QUANTISER["sr"])[directions - 1]
-    rounded += _WIDENING * directions * spec.widened
+    rounded += _WIDENING * directions * spec.widened + _MASK * spec.masked
     written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
-    unfused = max(made / rate, read / 2 + size) + max(rounded / rate, size + written)
-    fused = max((made + rounded) / rate, read + written)
-    return fused / unfused
+    own_read = read / 2 if shared else read
+    unfused = max(made / rate, own_read + size) + max(rounded / rate, size + written)
+    waited = _WAITED * read / rows_ahead(producer)
+    return max((made + rounded) / rate + waited, read + written) / unfused

@@ -198,6 +198,27 @@ def test_the_rule(monkeypatch) -> None:
     assert "twice" in WHY_NOT(producer, get_scheme("nvfp4_sr"), 2, 9)
 
 
+def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
+    """Of a SwiGLU's dg and du Inductor makes one kernel, which reads dh, g and u once."""
+    told = []
+
+    def why_not(producer, spec, directions, capability, shared):
+        told.append(shared)
+
+    def pair(seeds, dh, g, u):
+        dg = torch.ops.aten.silu_backward(dh * u, g)
+        both = (RHT_BOTH(x, *seeds, EDEN, "rht128", 3) for x in (dg, silu_mul(g, dh)))
+        return [t for six in both for t in six]
+
+    def alone(seeds, dh, g, u):
+        return RHT_BOTH(silu_mul(g, dh), *seeds, EDEN, "rht128", 3)
+
+    for function in (pair, alone):
+        monkeypatch.setattr(fusion_rule, "why_not", why_not)
+        run_fused(monkeypatch, function, SEEDS, *matrices(3), always=False)
+    assert told == [True, True, False]
+
+
 def site_of(done: Fused) -> FusedSite:
     """One like that of generated code."""
     return FusedSite("rht_quantize_both", done.calls[0][0], (..., ..., EDEN, "rht128", 3), (1,) * 6)

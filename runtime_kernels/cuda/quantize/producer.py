@@ -130,7 +130,7 @@ class Producer:
 
     def height(self, sizes: Sequence[int]) -> int:
         """Rows, for these sizes."""
-        return int(self._number(self.rows, dict(zip(self.sizes, sizes, strict=True))))
+        return int(self.number(self.rows, dict(zip(self.sizes, sizes, strict=True))))
 
     def evaluate(self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> torch.Tensor:
         """The matrix, by torch. inputs: tensors at whose addresses the indices begin."""
@@ -145,7 +145,7 @@ class Producer:
                 values.append(self._loaded(inputs[args[0]], args, at, values))
             elif name == "index":
                 first = {"c": c - c % self.piece} if args[1] == "first" else {}
-                index = self._number(args[0], {**at, **first})
+                index = self.number(args[0], {**at, **first})
                 values.append(torch.as_tensor(index, device=device).expand_as(c))
             elif name == "constant":
                 number = float.fromhex(args[0]) if args[1] == "float" else int(args[0])
@@ -161,7 +161,7 @@ class Producer:
 
     def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
         _, index, _, mask = args
-        index = torch.as_tensor(self._number(index, at), device=x.device).expand_as(at["c"])
+        index = torch.as_tensor(self.number(index, at), device=x.device).expand_as(at["c"])
         if mask >= 0:
             index = torch.where(values[mask], index, 0)
         extent = int(index.max()) + 1 if index.numel() else 0
@@ -169,6 +169,7 @@ class Producer:
         return found if mask < 0 else torch.where(values[mask], found, found.new_zeros(()))
 
     @staticmethod
-    def _number(text: str, names: dict[str, Any]) -> Any:
-        functions = {"floordiv": operator.floordiv, "mod": operator.mod, "__builtins__": {}}
-        return eval(text, functions, names)
+    def number(text: str, names: dict[str, Any]) -> Any:
+        """The value of an index, or of `rows`: for ints an int, for tensors a tensor."""
+        # Builtins stay: torch may import something in the middle of a first quotient.
+        return eval(text, {"floordiv": operator.floordiv, "mod": operator.mod}, names)

@@ -9,7 +9,6 @@ What is the same for all of a piece is computed once a piece, the rest in a loop
 from __future__ import annotations
 
 import functools
-import re
 
 import torch
 
@@ -17,7 +16,9 @@ from q2compile.runtime_kernels.cuda.quantize.producer import OPERATIONS, Produce
 
 FILE = "producer.cuh"
 _OTHERS = {"load": 1.5, "round": 2.0, "cast": 1.5}  # instructions of steps that are no OPERATIONS
-_LOADS_AHEAD = 8  # words of 16 bytes a thread has on their way; more take the registers of the rest
+# Words of 16 bytes that a thread has on their way. With 8, on an H200, what two rows of three words
+# brought was waited for (fusion_rule.py), what four rows of two words did hardly.
+_LOADS_AHEAD = 12
 _TYPES = {"float": "float", "int": "long long", "bool": "bool"}
 _ELEMENT = {
     torch.bfloat16: "bf16_of({}, {})",
@@ -52,7 +53,7 @@ def cuda_source(producer: Producer) -> str:
     sizes = [f"  const Index {name} = p.{name};" for name in producer.sizes]
     lines = [
         f"using Index = {'long long' if producer.wide else 'int'};",
-        f"constexpr int kRowsAhead = {_rows_ahead(producer, uniform)};",
+        f"constexpr int kRowsAhead = {rows_ahead(producer)};",
         *("struct Producer {", *fields, "};"),
         "Q2_INLINE uint4 produce(const Producer& p, [[maybe_unused]] Index r, "
         "[[maybe_unused]] Index c) {",
@@ -131,29 +132,31 @@ def _constant(text: str, kind: str) -> str:
     return f"(float){text}"
 
 
-def _rows_ahead(producer: Producer, uniform: list[bool]) -> int:
+def rows_ahead(producer: Producer) -> int:
     """Rows whose loads are on their way together."""
     words = sum(
         producer.inputs[step[1]].itemsize / producer.dtype.itemsize
-        for step, one in zip(producer.steps, uniform, strict=True)
+        for step, one in zip(producer.steps, _uniform(producer), strict=True)
         if step[0] == "load" and not one
     )
     ahead = 1
-    while ahead < 8 and 2 * ahead * max(words, 1) <= _LOADS_AHEAD:
+    while ahead < 4 and 2 * ahead * max(words, 1) <= _LOADS_AHEAD:
         ahead *= 2
     return ahead
 
 
 def bytes_read(producer: Producer) -> float:
-    """An element: inputs that are read along rows of the operand, each once; what is read of them
-    again, and vectors, a cache holds."""
-    read = {
-        step[1]: producer.inputs[step[1]].itemsize
-        for step in producer.steps
-        if step[0] == "load" and step[3] == "lanes" and ("r" in _names(step[2]))
-    }
-    return float(sum(read.values()))
-
-
-def _names(index: str) -> set[str]:
-    return set(re.findall(r"[a-z]\w*", index))
+    """An element: each input as often as it has numbers for the operand's; what is read of it again
+    (for another head, or from a shifted place), and vectors, a cache holds."""
+    sizes = [256] * len(producer.sizes)
+    height = producer.height(sizes)
+    own = dict(zip(producer.sizes, sizes, strict=True))
+    rows, cols = ([(n - 1) * i // 16 for i in range(17)] for n in (height, producer.cols))
+    places = [{**own, "r": r, "c": c} for r in rows for c in cols]
+    extents = [0] * len(producer.inputs)
+    for name, *args in producer.steps:
+        if name == "load":
+            last = max(producer.number(args[1], place) for place in places)
+            extents[args[0]] = max(extents[args[0]], last + 1)
+    shares = (min(extent / (height * producer.cols), 1.0) for extent in extents)
+    return sum(share * x.itemsize for share, x in zip(shares, producer.inputs, strict=True))
