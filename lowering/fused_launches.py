@@ -13,9 +13,9 @@ each. One kernel for both, which would read them once, needs both tiles and both
 thread block; it is not written.
 
 Not fused is an operand with another reader (a residual that is kept), since then it is written all
-the same; one whose columns are summed for dbias, by a kernel that reads it; one for an exact global
-scale, which would be computed twice; one in a graph with a C++ wrapper; and any on a GPU on which a
-small fused kernel has not agreed with the reference (cuda/quantize/fused.py)."""
+the same; one whose columns are summed for dbias, by a kernel that reads it; one in a graph with a
+C++ wrapper; and any on a GPU on which a small fused kernel has not agreed with the reference
+(cuda/quantize/fused.py)."""
 
 from __future__ import annotations
 
