@@ -4,11 +4,13 @@
 # `make test-torch TORCH=2.15.0` runs the tests on another torch, in an environment of its own. With
 # PYTHON=python3.14 on another interpreter, with TESTS="tests/lowering ..." a part of them.
 # `make test-internals TORCH=2.15.0` runs those that another torch can break, which CI does.
+# `make install TORCH=2.15.0` makes that environment and no more.
 
 PYTHON ?= python3.11
 ifdef TORCH
 VENV := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 PINS := $(VENV)/pins.txt
+PIP_OPTIONS := --no-compile
 else
 $(if $(filter test-torch,$(MAKECMDGOALS)),$(error make test-torch needs a version: TORCH=2.15.0))
 VENV := .venv
@@ -17,7 +19,7 @@ endif
 BIN := $(VENV)/bin
 # As a variable the pins take the place of a constraint in pip's own configuration, which could not be
 # met together with another torch; as an option they would add to it.
-PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/pip install --quiet
+PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/pip install --quiet $(PIP_OPTIONS)
 # mypy cannot follow [tool.setuptools.package-dir], so `lint` gives it the installed layout as links.
 TYPED := build/typed
 
@@ -26,14 +28,18 @@ TYPED := build/typed
 INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipes torch_internals \
     failures) tests/lowering tests/end_to_end/test_ways_to_compile.py
 
-.PHONY: demo test test-torch test-internals lint format clean
+.PHONY: demo install test test-torch test-internals lint format clean
 
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
 
-# A process for each core, and one thread in each: the tests are many small computations.
-test: $(VENV)/.with-train,dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+install: $(VENV)/.with-train,dev
+
+# A process for each core, and one thread in each: the tests are many small computations. Files go
+# to the processes in the order of the folders: by xdist's own, those of few tests come last, and
+# among them are the longest.
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-torch: test
 
