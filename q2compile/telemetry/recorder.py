@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, fx
 
 from q2compile.recipes.recipe import Recipe
-from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.numerics import constants
+from q2compile.runtime_kernels.numerics.statistics import SUMS
 from q2compile.runtime_kernels.ops.note import SINKS
 from q2compile.telemetry import clock
 from q2compile.telemetry.copies import HostCopy
@@ -66,7 +67,7 @@ class _Memory:
     must not allocate what outlives it.
 
     marks       fp32 [STEPS * calls, n]: a row for each of the last steps and each call in a step
-    statistics  fp32 [operands, len(FIELDS)] of the recorded call
+    statistics  fp64 [operands, len(SUMS)] of the recorded call
     """
 
     marks: Tensor
@@ -186,10 +187,13 @@ class Recorder:
     def _allocate(self) -> None:
         operands = _OPERANDS * len(self.sites)
         with torch.inference_mode(False), torch.no_grad():
+            constants.make(self.device)
             for kind in KINDS:
                 self._memory[kind] = _Memory(
                     torch.zeros(STEPS * self._capacity, operands, device=self.device),
-                    torch.full((operands, len(FIELDS)), math.nan, device=self.device),
+                    torch.full(
+                        (operands, len(SUMS)), math.nan, dtype=torch.float64, device=self.device
+                    ),
                 )
             self._index = torch.zeros(1, dtype=torch.int64, device=self.device)
             size = sum(site.codes for salt, site in self.sites.items() if salt in self._wanted)

@@ -7,7 +7,8 @@ operand of the experts' wgrad, which contracts the tokens.
 offs are the ends of the groups, int32 on the device; padded_offs those of the padded layout, where
 each group is whole chunks of 128 rows (numerics/groups.py, padded_ends), and Tp its rows. Defined
 as that layout, rotated and quantised as by rht_quantize with transpose; rows of no group are zeros
-there, none of them negative. MS-EDEN after a rotation by 128 has short chunks spread, so that it is unbiased there too.
+there, none of them negative. MS-EDEN after a rotation by 128 has short chunks spread, so that it is
+unbiased there too.
 """
 
 import torch
