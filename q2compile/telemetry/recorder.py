@@ -110,7 +110,7 @@ class Recorder:
         self._capacity = max(len(site.modules) for site in sites.values())
         self._calls = _Calls()
         self._memory: dict[str, _Memory] = {}
-        self._previous: dict[tuple[int, int], Tensor] = {}  # (call, weight) -> its codes
+        self._previous: dict[int, Tensor] = {}  # call -> the codes of its weights
         self._row = -1
         own = weakref.ref(self)
         for kind in KINDS:
@@ -251,20 +251,15 @@ class Recorder:
 
     def _changed(self, number: int) -> Tensor:
         """The share of each weight's codes that are others than at this layer's last record."""
-        shares = []
-        start = 0
-        for which, size in enumerate(self._code_sizes):
-            codes = self._codes[start : start + size].clone()
-            start += size
-            before = self._previous.get((number, which))
-            self._previous[number, which] = codes
-            if before is None:
-                shares.append(torch.full((), math.nan, device=codes.device))
-                continue
-            differ = codes ^ before
-            halves = torch.stack([(differ & 15) != 0, (differ >> 4) != 0])
-            shares.append(halves.mean(dtype=torch.float32))
-        return torch.stack(shares)
+        sizes = self._code_sizes
+        codes = self._codes[: sum(sizes)].clone()
+        before = self._previous.get(number)
+        self._previous[number] = codes
+        if before is None:
+            return torch.full((len(sizes),), math.nan, device=codes.device)
+        differ = codes ^ before
+        halves = ((differ & 15) != 0).float() + ((differ >> 4) != 0)  # 0, 1 or 2 of each byte
+        return torch.stack([own.mean() for own in halves.split(sizes)]) / 2
 
     def _named(self, place: Place, number: int) -> tuple[str, str, str, str]:
         """(module, gemm, operand, how it is quantised) of an operand in a call."""
