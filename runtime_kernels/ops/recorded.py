@@ -221,15 +221,15 @@ def _requantize_groups(
 
 
 def _rht_quantize_summed(x, seed, scheme, transform, stream, dtype, *, made):
-    return _rht_quantize(
-        *(x, seed, scheme, transform, True, stream), made=lambda call: made(call)[:3]
-    )
+    op = torch.ops.q2.rht_quantize_summed
+    *parts, _ = made(lambda s: op(x, seed, s, transform, stream, dtype))
+    return _rht_quantize(x, seed, scheme, transform, True, stream, made=lambda _: parts)
 
 
 def _rht_quantize_both_summed(x, row_seed, col_seed, scheme, transform, stream, dtype, *, made):
-    return _rht_quantize_both(
-        *(x, row_seed, col_seed, scheme, transform, stream), made=lambda call: made(call)[:6]
-    )
+    seeds, op = (row_seed, col_seed), torch.ops.q2.rht_quantize_both_summed
+    *six, _ = made(lambda s: op(x, *seeds, s, transform, stream, dtype))
+    return _rht_quantize_both(x, *seeds, scheme, transform, stream, made=lambda _: six)
 
 
 def _recorded(op: str, observe: Callable, at: int, args: tuple) -> tuple:

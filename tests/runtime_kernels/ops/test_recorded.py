@@ -22,7 +22,8 @@ from q2compile.runtime_kernels.numerics.statistics import (
     statistics,
 )
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
-from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.ops import recorded
+from q2compile.runtime_kernels.registry import kernels
 
 q2 = torch.ops.q2
 EDEN = "nvfp4_ms_eden_pow2"
@@ -190,11 +191,19 @@ class Launches(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.number = 0
+        self.own = set()  # ops of q2, with their scheme
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "q2":
+            self.own.add(_with_scheme(function._schema.name.removeprefix("q2::"), args))
         views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
         self.number += not (views or "empty" in function.name())
         return function(*args, **(kwargs or {}))
+
+
+def _with_scheme(op, args):
+    texts = [a for a in args if isinstance(a, str)]
+    return op, None if op == "signs" else texts[-2] if "requantize" in op else texts[0]
 
 
 # In all, the op itself and its second call among them: as it is, of swizzled scales (which are
@@ -216,10 +225,24 @@ def test_how_much_is_launched(op, form, ending):
     """On a GPU launches are nearly all that statistics cost."""
     constants.make(torch.device("cpu"))
     args, _ = calls(ending)[op]
-    measure = select(f"{op}_recorded", args, REFERENCE)
+    (reference,) = kernels(f"{op}_recorded")
     with Launches() as counted:
-        measure(*args)
+        reference.function(*args)
     assert counted.number <= LAUNCHES[op][form]
+
+
+@pytest.mark.parametrize("ending", ["", SWIZZLED, WIDENED])
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_what_is_launched_has_been_loaded(op, ending, monkeypatch):
+    """All ops that a recorded op calls, in their forms: a call may stand in a capture."""
+    args, _ = calls(ending)[op]
+    loaded = set()
+    monkeypatch.setattr(recorded, "warm_up", lambda op, args: loaded.add(_with_scheme(op, args)))
+    (reference,) = kernels(f"{op}_recorded")
+    reference.prepare(*args)
+    with Launches() as launched:
+        reference.function(*args)
+    assert launched.own <= loaded
 
 
 def test_constants_are_made_before_a_call_or_not_kept(monkeypatch):
