@@ -31,8 +31,8 @@ def make(device: torch.device) -> None:
     if type(pairs) is not torch.Tensor:
         return  # a mode's: fake tensors
     for transform in TRANSFORMS.values():
-        _ROTATIONS[transform.name, device] = _rotation(transform, device)
-    _PAIRS[device] = pairs
+        _ROTATIONS[transform.name, pairs.device] = _rotation(transform, device)
+    _PAIRS[pairs.device] = pairs  # with an index, as operands have it
 
 
 def pairs_of_bytes(device: torch.device) -> torch.Tensor:
