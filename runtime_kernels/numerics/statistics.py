@@ -154,7 +154,8 @@ def sums(
     torch.mul(rounded, x, out=kept)
     torch.abs(x, out=beyond)
     beyond.view(*unit.shape[:2], scheme.width).gt_(unit * E2M1_MAX)
-    # A sum of squares below fp64's largest has none but finite addends; any other is NaN or Inf.
+    # A sum of squares below fp64's largest has none but finite addends; any other is NaN or Inf. Of
+    # what no row here has, the global scale tells: ‖x̂‖ is NaN.
     torch.linalg.vector_norm(spread[:3], dim=1, out=norms)
     torch.linalg.vector_norm(spread[2:], 0, dim=1, out=counts)
     _shares_of_scales(scale, scheme, shares)
@@ -198,7 +199,8 @@ def statistics(sums: torch.Tensor) -> torch.Tensor:
         scale_nonzero - scale_normal,
         scale_largest,
     ]
-    return torch.stack([amax, *(share + (size - size) for share in known)], -1)
+    unknown = (size - size) + (rounded - rounded)  # NaN, or 0
+    return torch.stack([amax, *(share + unknown for share in known)], -1)
 
 
 def source_values(
@@ -252,7 +254,7 @@ def _shares_of_scales(scale: torch.Tensor, scheme: Scheme, out: torch.Tensor) ->
     least, cap = (_LEAST_NORMAL, scheme.cap) if nvfp4 else (0.0, _LARGEST_E8M0)
     found = scale.new_empty((3, scale.numel()))
     nonzero, normal, largest = found.unbind()
-    scale = scale.view(-1)
+    scale = scale.flatten()
     torch.ne(scale, 0, out=nonzero)
     torch.ge(scale, least, out=normal)
     torch.ge(scale, cap, out=largest)

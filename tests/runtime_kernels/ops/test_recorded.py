@@ -155,10 +155,12 @@ def measured_plainly(x, scheme):
     return ((rounded - x).norm() / x.double().norm()).item()
 
 
+@pytest.mark.parametrize("rows, columns", [(64, 96), (8192, 512)])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_not_finite(number):
-    x = matrix()
-    x[5, 5] = number
+def test_what_is_not_finite(number, rows, columns):
+    """Wherever it is: of the large one, row 20 is not looked at."""
+    x = matrix(rows, columns)
+    x[20, 5] = number
     *_, scale, found = q2.quantize_recorded(x, None, None, "nvfp4_46_pow2", 0)
     found = statistics(found)
     assert scale.isnan() and not found[0].isfinite() and found[1:].isnan().all()
@@ -273,3 +275,37 @@ def test_a_rotation_as_a_matrix(transform):
     wanted = tiling.join(rotate_tiles(tiling.cut(x), transform, drawn))
     found = (x.double().view(-1, transform.size) @ turn).view(x.shape)
     assert torch.equal(found, wanted.double())
+
+
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_operands_of_any_strides(rows):
+    """Inductor may lay them out in another order."""
+    x = matrix(rows, 512)
+    operands = (x, *q2.quantize(x, None, None, "nvfp4_16x16_pow2", 0)[:2])
+    scale = torch.ones(())
+    turned = [t.view(torch.uint8).t().contiguous().t().view(t.dtype) for t in operands[1:]]
+    turned = [x.t().contiguous().t(), *turned]
+    one, other = (
+        q2.statistics_of_operand(*o, scale, "nvfp4_16x16_pow2") for o in (operands, turned)
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", calls())
+def test_on_a_gpu_the_same_numbers_also_from_a_capture(op):
+    """The codes are the same bits; fp64 sums in another order differ by less than 1e-12."""
+    args, operands = calls()[op]
+    on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    constants.make(torch.device("cuda"))
+    run = getattr(q2, f"{op}_recorded")
+    wanted = run(*args)[-len(operands) :]
+    found = [run(*on_gpu)[-len(operands) :]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*on_gpu)
+    graph.replay()
+    found.append(captured[-len(operands) :])
+    for sums in found:
+        for own, reference in zip(sums, wanted, strict=True):
+            torch.testing.assert_close(own.cpu(), reference, rtol=1e-12, atol=0, equal_nan=True)
