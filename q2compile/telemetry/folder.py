@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from q2compile.errors import ConfigError
-from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.numerics.statistics import FIELDS, SUMS, statistics
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import EVERY, Finding, Watch
@@ -50,9 +50,9 @@ class Record:
     """What one call of one graph noted, on its way to the host.
 
     rows        (module, gemm, operand, format, index of its statistics)
-    statistics  how many vectors of them there are
+    statistics  how many vectors of their sums there are
     weights     the modules of the shares of changed codes that come after them
-    data        fp32 [statistics * len(FIELDS) + len(weights)]
+    data        fp64 [statistics * len(SUMS) + len(weights)]
     """
 
     step: int
@@ -64,8 +64,9 @@ class Record:
     def lines(self) -> list[Row]:
         """A row for each operand."""
         data = self.data.value
-        numbers = data[: self.statistics * len(FIELDS)].view(-1, len(FIELDS)).tolist()
-        changed = data[self.statistics * len(FIELDS) :].tolist()
+        sums = data[: self.statistics * len(SUMS)].view(-1, len(SUMS))
+        numbers = statistics(sums).tolist()
+        changed = data[self.statistics * len(SUMS) :].tolist()
         by_module = dict(zip(self.weights, changed, strict=False))
         lines = []
         for *names, index in self.rows:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, fx
 
 from q2compile.recipes.recipe import Recipe
-from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.numerics import constants
+from q2compile.runtime_kernels.numerics.statistics import SUMS
 from q2compile.runtime_kernels.ops.note import SINKS
 from q2compile.telemetry import clock
 from q2compile.telemetry.copies import HostCopy
@@ -66,7 +67,7 @@ class _Memory:
     must not allocate what outlives it.
 
     marks       fp32 [STEPS * calls, n]: a row for each of the last steps and each call in a step
-    statistics  fp32 [operands, len(FIELDS)] of the recorded call
+    statistics  fp64 [operands, len(SUMS)] of the recorded call
     """
 
     marks: Tensor
@@ -109,7 +110,7 @@ class Recorder:
         self._capacity = max(len(site.modules) for site in sites.values())
         self._calls = _Calls()
         self._memory: dict[str, _Memory] = {}
-        self._previous: dict[tuple[int, int], Tensor] = {}  # (call, weight) -> its codes
+        self._previous: dict[int, Tensor] = {}  # call -> the codes of its weights
         self._row = -1
         own = weakref.ref(self)
         for kind in KINDS:
@@ -186,10 +187,13 @@ class Recorder:
     def _allocate(self) -> None:
         operands = _OPERANDS * len(self.sites)
         with torch.inference_mode(False), torch.no_grad():
+            constants.make(self.device)
             for kind in KINDS:
                 self._memory[kind] = _Memory(
                     torch.zeros(STEPS * self._capacity, operands, device=self.device),
-                    torch.full((operands, len(FIELDS)), math.nan, device=self.device),
+                    torch.full(
+                        (operands, len(SUMS)), math.nan, dtype=torch.float64, device=self.device
+                    ),
                 )
             self._index = torch.zeros(1, dtype=torch.int64, device=self.device)
             size = sum(site.codes for salt, site in self.sites.items() if salt in self._wanted)
@@ -247,20 +251,15 @@ class Recorder:
 
     def _changed(self, number: int) -> Tensor:
         """The share of each weight's codes that are others than at this layer's last record."""
-        shares = []
-        start = 0
-        for which, size in enumerate(self._code_sizes):
-            codes = self._codes[start : start + size].clone()
-            start += size
-            before = self._previous.get((number, which))
-            self._previous[number, which] = codes
-            if before is None:
-                shares.append(torch.full((), math.nan, device=codes.device))
-                continue
-            differ = codes ^ before
-            halves = torch.stack([(differ & 15) != 0, (differ >> 4) != 0])
-            shares.append(halves.mean(dtype=torch.float32))
-        return torch.stack(shares)
+        sizes = self._code_sizes
+        codes = self._codes[: sum(sizes)].clone()
+        before = self._previous.get(number)
+        self._previous[number] = codes
+        if before is None:
+            return torch.full((len(sizes),), math.nan, device=codes.device)
+        differ = codes ^ before
+        halves = ((differ & 15) != 0).float() + ((differ >> 4) != 0)  # 0, 1 or 2 of each byte
+        return torch.stack([own.mean() for own in halves.split(sizes)]) / 2
 
     def _named(self, place: Place, number: int) -> tuple[str, str, str, str]:
         """(module, gemm, operand, how it is quantised) of an operand in a call."""

@@ -76,13 +76,19 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
     return byte.view(torch.float8_e4m3fn).to(torch.float32) * 2.0**6
 
 
-def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Packed codes uint8 [M, Kp/2] -> fp32 values [M, Kp], through a table of the two values of
-    each byte."""
-    byte = torch.arange(256, dtype=torch.uint8, device=codes.device)
-    pairs = _values(torch.stack([byte & 15, byte >> 4], dim=1)).view(torch.int64).flatten()
-    values = pairs.index_select(0, codes.reshape(-1).to(torch.int32)).view(torch.float32)
-    return values.view(codes.shape[0], 2 * codes.shape[1])
+def byte_pairs(device: torch.device) -> torch.Tensor:
+    """The two values of each byte of codes, fp32, side by side as one number: int64 [256]."""
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    return _values(torch.stack([byte & 15, byte >> 4], dim=1)).view(torch.int64).flatten()
+
+
+def decode_e2m1(codes: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
+    """Packed codes uint8 [..., Kp/2], of any strides -> fp32 values [..., Kp]. pairs: `byte_pairs`,
+    where they are there already."""
+    if pairs is None:
+        pairs = byte_pairs(codes.device)
+    values = pairs.index_select(0, codes.to(torch.int32).reshape(-1)).view(torch.float32)
+    return values.view(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def keep_4_bits(x: torch.Tensor) -> torch.Tensor:

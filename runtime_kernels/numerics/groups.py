@@ -79,8 +79,16 @@ def lay_out(
     else:
         source = (first[:, None] + token).clamp(0, x.shape[0] - 1)
         moved = x[source.flatten()].masked_fill_(~live.flatten()[:, None], 0)
-    shares = torch.tensor(SHARES, dtype=torch.float32, device=x.device)[shift] if spread else None
-    return moved, shares
+    return moved, _shares(shift) if spread else None
+
+
+def _shares(shift: torch.Tensor) -> torch.Tensor:
+    """SHARES[shift], fp32; without a table, which would have to come from the host, as it may not
+    in the capture of a CUDA graph."""
+    shares = torch.ones_like(shift, dtype=torch.float32)
+    for copies, share in enumerate(SHARES):
+        shares.masked_fill_(shift == copies, share)
+    return shares
 
 
 def clear_tail(codes: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:

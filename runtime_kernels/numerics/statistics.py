@@ -1,8 +1,11 @@
 """What quantising did to an operand, in numbers: the statistics that telemetry records.
 
-    statistics(values, codes, scales, global_scale, scheme, amax) -> fp32 [len(FIELDS)]
+    sums(values, turn, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]
+    sums_of_codes(codes, scales, global_scale, scheme)            -> ...
+    statistics(sums [..., len(SUMS)]) -> fp64 [..., len(FIELDS)]
 
-values [M, Kp] is the operand as it was rounded: rotated, norm and all, the contraction last. With
+The first two run where the operand is, the last on the host, when a record is written. x [M, Kp] is
+the operand as it was rounded: rotated, norm and all, the contraction last. With
 x̂ = e2m1(code) * scale * global_scale:
 
     amax             largest magnitude of the whole tensor, before any rotation
@@ -21,18 +24,20 @@ NaN where a number is not known, and all but amax where the operand has a NaN or
 more than SAMPLE elements are measured, amax aside, on at most that many of them: whole rows, in
 groups of 16 spread evenly over all.
 
-On a GPU what this costs is launches, some 60 an operand: hence views in the place of indices.
+On a GPU what this costs is launches, some 20 an operand, and a few views for each. So sums of one
+kind lie side by side and are taken by one reduction; what only counts is what is not zero, which
+the norm of order 0 counts; and constants are made before (constants.py). All is in fp64: the sample
+is small, a cosine is off 1 by no more than 1e-3, and no product is rounded to tf32.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels.numerics.constants import pairs_of_bytes
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
-from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import (
     E2M1_MAX,
-    SCHEMES,
     SWIZZLED,
     WIDENED,
     Scheme,
@@ -47,6 +52,19 @@ FIELDS = (
     "saturated",
     "scale_zero",
     "scale_subnormal",
+    "scale_largest",
+)
+SUMS = (
+    "amax",
+    "error",  # ‖x̂ - x‖
+    "rounded",  # ‖x̂‖
+    "size",  # ‖x‖
+    "nonzero",  # elements with x != 0
+    "kept",  # with x != 0 and x̂ != 0
+    "saturated",
+    "elements",
+    "scale_nonzero",  # shares of the scales
+    "scale_normal",  # those that are not subnormal
     "scale_largest",
 )
 SAMPLE = 2**18  # elements
@@ -74,9 +92,10 @@ class Sample(NamedTuple):
     def of(self, x: torch.Tensor, dim: int = 0, per: int = 1) -> torch.Tensor:
         """Of a matrix with rows / per along dim those of the sample: a view, in the place of dim
         with [groups, GROUP / per], or [groups, 1]."""
-        apart = self.apart // per
-        spread = x.narrow(dim, 0, self.groups * apart).unflatten(dim, (self.groups, apart))
-        return spread.narrow(dim + 1, 0, max(GROUP // per, 1))
+        size, stride = list(x.shape), list(x.stride())
+        size[dim : dim + 1] = [self.groups, max(GROUP // per, 1)]
+        stride.insert(dim, self.apart // per * stride[dim])
+        return x.as_strided(size, stride, x.storage_offset())
 
 
 def sample_of(rows: int, width: int, limit: int = SAMPLE) -> Sample | None:
@@ -92,52 +111,96 @@ def sample_of(rows: int, width: int, limit: int = SAMPLE) -> Sample | None:
 def of_rows(
     codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, sample: Sample | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and block scales of some rows; the scales as they lie unswizzled."""
-    if scheme.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
+    """Views of the codes and block scales of some rows, [rows, n] or [groups, rows of one, n]; the
+    scales as they lie unswizzled."""
+    scales = _unswizzled(codes, scales, scheme)
     if sample is None:
         return codes, scales
-    stored = sample.of(scales.view(torch.uint8), per=scheme.block[0])  # few functions take fp8
-    return sample.of(codes).flatten(0, 1), stored.flatten(0, 1).view(scales.dtype)
+    return sample.of(codes), sample.of(scales, per=scheme.block[0])
 
 
-def statistics(
+def sums(
     values: torch.Tensor,
+    turn: torch.Tensor | None,
     codes: torch.Tensor,
     scales: torch.Tensor,
     global_scale: torch.Tensor,
     scheme: Scheme,
     amax: torch.Tensor,
 ) -> torch.Tensor:
-    """See the top of this file. All of one and the same rows, scales unswizzled."""
-    rounded = scaled_codes(codes, scales, _unswizzled(scheme)).mul_(global_scale)
-    rounded = rounded[:, : values.shape[1]]
-    size, rounded_size = _norm(values), _norm(rounded)
-    nothing = size == 0
-    error = torch.where(nothing, size, _norm(rounded - values) / size)
-    product = (rounded * values).sum(dtype=torch.float64)
-    cosine = torch.where(nothing, 1.0, product / (size * rounded_size))
-    largest = E2M1_MAX * _per_element(scales, scheme, values.shape) * global_scale
-    zero = ((rounded == 0) & (values != 0)).mean(dtype=torch.float32)
-    saturated = (values.abs() > largest).mean(dtype=torch.float32)
-    shares = _of_scales(scales, scheme)
-    known = torch.stack([error.float(), cosine.float(), zero, saturated, *shares])
-    # A sum of squares below fp64's largest has none but finite addends; else this adds NaN.
-    known += size - size
-    return torch.cat([amax.float().reshape(1), known])
+    """See the top of this file. All of one and the same rows, as `of_rows` gives them.
+
+    values: any floating dtype [..., K], before rotation.  turn: fp64 [size, size] of 1 and -1, by
+    which a chunk is multiplied to rotate it, or None.
+    """
+    rows, width = codes.shape[:-1].numel(), 2 * codes.shape[-1]
+    counted = values.shape[-1] if turn is None else width
+    found = amax.new_full((len(SUMS),), rows * counted, dtype=torch.float64)
+    largest, norms, counts, _, shares = found.split([1, 3, 3, 1, 3])
+    largest.copy_(amax)
+    spread = found.new_empty((5, rows * width))
+    error, rounded, x, kept, beyond = spread.unbind()
+    if turn is None:
+        _fill(x, values, width)
+    else:
+        _fill(beyond, values, width)
+        size = turn.shape[0]
+        torch.mm(beyond.view(-1, size), turn, out=x.view(-1, size))
+        x.mul_(size**-0.5)  # not in turn: what cancels out is exactly 0
+    scale = scales.to(torch.float64)
+    unit = _units(scale, global_scale, scheme, rows)
+    _decode(codes, unit, scheme, rounded)
+    torch.sub(rounded, x, out=error)
+    torch.mul(rounded, x, out=kept)
+    torch.abs(x, out=beyond)
+    beyond.view(*unit.shape[:2], scheme.width).gt_(unit * E2M1_MAX)
+    # A sum of squares below fp64's largest has none but finite addends; any other is NaN or Inf. Of
+    # what no row here has, the global scale tells: ‖x̂‖ is NaN.
+    torch.linalg.vector_norm(spread[:3], dim=1, out=norms)
+    torch.linalg.vector_norm(spread[2:], 0, dim=1, out=counts)
+    _shares_of_scales(scale, scheme, shares)
+    return found
 
 
-def statistics_of_codes(
+def sums_of_codes(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
     """The same where what was rounded is not known: the share of zeros counts those that were zero
     before, errors and saturation are NaN, and amax is that of x̂."""
-    rounded = scaled_codes(codes, scales, _unswizzled(scheme)) * global_scale
-    unknown = torch.full((), torch.nan, device=codes.device)
-    zero = (rounded == 0).mean(dtype=torch.float32)
-    amax = rounded.abs().amax() if rounded.numel() else rounded.new_zeros(())
-    shares = _of_scales(scales, scheme)
-    return torch.stack([amax, unknown, unknown, zero, unknown, *shares])
+    rows, width = codes.shape[:-1].numel(), 2 * codes.shape[-1]
+    found = global_scale.new_full((len(SUMS),), rows * width, dtype=torch.float64)
+    scale = scales.to(torch.float64)
+    rounded = found.new_empty((rows * width,))
+    _decode(codes, _units(scale, global_scale, scheme, rows), scheme, rounded)
+    if rows * width:
+        for name, order in (("amax", torch.inf), ("size", 2), ("kept", 0)):
+            torch.linalg.vector_norm(rounded, order, out=found[SUMS.index(name)])
+    for name in ("error", "saturated"):
+        found[SUMS.index(name)].fill_(torch.nan)
+    _shares_of_scales(scale, scheme, found[-3:])
+    return found
+
+
+def statistics(sums: torch.Tensor) -> torch.Tensor:
+    """See the top of this file."""
+    amax, error, rounded, size, nonzero, kept, saturated, elements, *shares = sums.double().unbind(
+        -1
+    )
+    scale_nonzero, scale_normal, scale_largest = shares
+    nothing = size == 0
+    # ⟨x̂, x⟩ by the law of cosines, of which fp64 leaves more digits than are looked at.
+    product = (rounded.square() + size.square() - error.square()) / 2
+    known = [
+        torch.where(nothing, error, error / size),
+        torch.where(nothing, 1 + error, product / (size * rounded)),
+        (nonzero - kept) / elements,
+        saturated / elements,
+        1 - scale_nonzero,
+        scale_nonzero - scale_normal,
+        scale_largest,
+    ]
+    unknown = (size - size) + (rounded - rounded)  # NaN, or 0
+    return torch.stack([amax, *(share + unknown for share in known)], -1)
 
 
 def source_values(
@@ -147,57 +210,58 @@ def source_values(
     scheme: Scheme,
     sample: Sample | None,
 ) -> torch.Tensor:
-    """Some columns (groups of 16, or all) of a quantised matrix [T, Kp], as rows: fp32 [columns,
-    T]."""
+    """Some columns (groups of 16, or all) of a quantised matrix [T, Kp], as rows: fp64 [columns,
+    T], a view."""
+    scales = _unswizzled(codes, scales, scheme)
     if sample is None:
-        return (scaled_codes(codes, scales, scheme) * global_scale).t()
-    if scheme.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
-    values = decode_e2m1(sample.of(codes, 1, per=2).flatten(1))
-    scale = sample.of(scales, 1, per=scheme.width).float()  # a group lies in one block
+        codes, scales = codes.unflatten(1, (-1, scheme.width // 2)), scales.unsqueeze(2)
+    else:  # a group lies in one block
+        codes, scales = sample.of(codes, 1, per=2), sample.of(scales, 1, per=scheme.width)
+    scale = scales.to(torch.float64)
     if scheme.block[0] > 1:
         scale = scale.repeat_interleave(scheme.block[0], 0)[: codes.shape[0]]
-    values = values.unflatten(1, (sample.groups, GROUP)).mul_(scale * global_scale)
-    return values.flatten(1).t()
+    values = decode_e2m1(codes, pairs_of_bytes(codes.device)) * (scale * global_scale)
+    return values.permute(1, 2, 0).flatten(0, 1)
 
 
-def largest_of_codes(
-    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
+def _fill(rows: torch.Tensor, values: torch.Tensor, width: int) -> None:
+    """Writes values [..., K] to the beginning of each of the rows, as many [..., width], and zeros
+    to its rest."""
+    target = rows.view(*values.shape[:-1], width)
+    if values.shape[-1] < width:
+        target[..., values.shape[-1] :].zero_()
+        target = target[..., : values.shape[-1]]
+    target.copy_(values)
+
+
+def _units(
+    scale: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme, rows: int
 ) -> torch.Tensor:
-    """max |x̂| of a quantised matrix: the largest code of each block, found in bytes, times its
-    scale."""
-    if codes.numel() == 0:
-        return global_scale.new_zeros(())
-    if scheme.swizzled:
-        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
-    magnitude = torch.maximum(codes & 7, (codes >> 4) & 7)
-    blocks = magnitude.view(codes.shape[0], -1, scheme.width // 2).amax(2)
-    scale = scales.float()
-    if scheme.block[0] > 1:
-        scale = scale.repeat_interleave(scheme.block[0], 0)[: codes.shape[0]]
-    return (decode_e2m1(blocks)[:, ::2] * scale).amax() * global_scale
+    """What a code of 1 stands for: fp64 [rows, blocks, 1]."""
+    unit = (scale * global_scale).flatten(0, -2).unsqueeze(2)
+    return unit if scheme.block[0] == 1 else unit.repeat_interleave(scheme.block[0], 0)[:rows]
 
 
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    """In fp64: a cosine is off 1 by no more than 1e-3, which fp32 sums would leave 3 digits of."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64)
+def _decode(codes: torch.Tensor, unit: torch.Tensor, scheme: Scheme, out: torch.Tensor) -> None:
+    """x̂ of codes [..., Kp/2], fp64 [rows * Kp]."""
+    blocks = (*unit.shape[:2], scheme.width)
+    values = decode_e2m1(codes, pairs_of_bytes(codes.device)).view(blocks)
+    torch.mul(values, unit, out=out.view(blocks))
 
 
-def _unswizzled(scheme: Scheme) -> Scheme:
-    return SCHEMES[plain_name(scheme.name)]
-
-
-def _per_element(scales: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
-    scale = scales.float().repeat_interleave(scheme.width, 1)[:, : shape[1]]
-    if scheme.block[0] > 1:
-        scale = scale.repeat_interleave(scheme.block[0], 0)[: shape[0]]
-    return scale
-
-
-def _of_scales(scales: torch.Tensor, scheme: Scheme) -> list[torch.Tensor]:
-    """Shares of zero, of subnormal and of largest scales."""
-    value = scales.float()
+def _shares_of_scales(scale: torch.Tensor, scheme: Scheme, out: torch.Tensor) -> None:
     nvfp4 = scheme.format == "nvfp4"
     least, cap = (_LEAST_NORMAL, scheme.cap) if nvfp4 else (0.0, _LARGEST_E8M0)
-    subnormal = (value > 0) & (value < least)
-    return [found.mean(dtype=torch.float32) for found in (value == 0, subnormal, value >= cap)]
+    found = scale.new_empty((3, scale.numel()))
+    nonzero, normal, largest = found.unbind()
+    scale = scale.flatten()
+    torch.ne(scale, 0, out=nonzero)
+    torch.ge(scale, least, out=normal)
+    torch.ge(scale, cap, out=largest)
+    torch.mean(found, 1, out=out)
+
+
+def _unswizzled(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    if not scheme.swizzled:
+        return scales
+    return unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)

@@ -1,22 +1,22 @@
 """The quantisers with one more output for each operand that they make: what rounding did to it.
 
-    quantize_recorded(...)           -> what q2::quantize returns, statistics
+    quantize_recorded(...)           -> what q2::quantize returns, sums
     quantize_masked_recorded(...)    -> ...
     rht_quantize_recorded(...)
     requantize_recorded(...)
     rht_quantize_groups_recorded(...), requantize_groups_recorded(...)
     rht_quantize_groups_both_recorded(...)
-    rht_quantize_both_recorded(...)  -> ..., statistics of the rows, statistics of the columns
+    rht_quantize_both_recorded(...)  -> ..., sums of the rows, sums of the columns
     rht_quantize_summed_recorded(...), rht_quantize_both_summed_recorded(...)
     statistics_of_codes(codes, scales, global_scale, scheme)   codes that another graph made
     statistics_of_operand(x, codes, scales, global_scale, scheme)   of q2::quantize's x and codes
     sampled_codes(codes) -> the codes of some rows, about CODES_SAMPLE of them
 
-statistics are fp32 [len(FIELDS)] (numerics/statistics.py). A recorded op calls the op that it
-stands for, with the same arguments and so by the same kernel, and returns its very outputs: in a
-graph it can take that op's place and change no bit. Statistics are computed beside it, in plain
-torch. Of codes in the form that a GEMM reads (@32x4x4, @bf16) the op is called once more, without
-that form and with the same seed, for codes and scales to look at.
+sums are fp64 [len(SUMS)], of which the host makes statistics (numerics/statistics.py). A recorded
+op calls the op that it stands for, with the same arguments and so by the same kernel, and returns
+its very outputs: in a graph it can take that op's place and change no bit. Sums are computed beside
+it, in plain torch. Of codes in the form that a bf16 GEMM reads (@bf16) the op is called once more,
+without that form and with the same seed, for codes and scales to look at.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from functools import partial
 
 import torch
 
+from q2compile.runtime_kernels.numerics.constants import rotation_matrix
 from q2compile.runtime_kernels.numerics.groups import lay_out
-from q2compile.runtime_kernels.numerics.layout import Tiling
-from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.statistics import (
     CODES_SAMPLE,
-    FIELDS,
+    SUMS,
     Sample,
-    largest_of_codes,
     of_rows,
     plain_name,
     sample_of,
     source_values,
-    statistics,
-    statistics_of_codes,
+    sums,
+    sums_of_codes,
 )
+from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops import (
     quantize,
@@ -68,49 +67,67 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _measured(values: Callable, parts, scheme: str, seed, transform: str, amax) -> torch.Tensor:
-    """The statistics of one operand. values(sample): its rows, fp32 [rows, K], before rotation."""
+    """The sums of one operand. values(sample): its rows, [..., K], before rotation."""
     codes, scales, global_scale = parts
     spec, rotation = get_scheme(scheme), get_transform(transform)
     sample = sample_of(codes.shape[0], 2 * codes.shape[1])
-    x = values(sample)
+    turn = None
     if rotation.size > 1:
-        tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=False)
-        signs = torch.ops.q2.signs(seed, transform) if rotation.seeded else None
-        x = tiling.join(rotate_tiles(tiling.cut(x), rotation, seed, signs)).mul_(rotation.norm)
+        turn = rotation_matrix(rotation, codes.device)
+        if rotation.seeded:
+            turn = turn * torch.ops.q2.signs(seed, transform)[:, None]
     codes, scales = of_rows(codes, scales, spec, sample)
-    return statistics(x, codes, scales, global_scale, spec, amax)
+    return sums(values(sample), turn, codes, scales, global_scale, spec, amax)
 
 
 def _rows_of(x: torch.Tensor, transpose: bool) -> Callable:
     def values(sample: Sample | None) -> torch.Tensor:
         own = x.t() if transpose else x
-        return own.float() if sample is None else sample.of(own).float().flatten(0, 1)
+        return own if sample is None else sample.of(own)
 
     return values
 
 
+def _largest_of_codes(codes, scales, global_scale, scheme: str) -> torch.Tensor:
+    """max |x̂| of a quantised matrix. Without the global scale bf16 holds its numbers exactly."""
+    spec = get_scheme(scheme)
+    if spec.swizzled:
+        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // spec.width)
+    args = _dequantized(codes, scales, plain_name(scheme))
+    return _largest(torch.ops.q2.dequantize(*args)) * global_scale
+
+
+def _looked_at(scheme: str) -> str:
+    """The form of a scheme that has codes and scales."""
+    return scheme.removesuffix(WIDENED)
+
+
+def _dequantized(codes, scales, scheme: str) -> tuple:
+    return codes, scales, None, scheme, 2 * codes.shape[1], torch.bfloat16
+
+
 def _quantize(x, amax, seed, scheme, stream, *, made):
     parts = made(lambda s: torch.ops.q2.quantize(x, amax, seed, s, stream))
-    return [_measured(_rows_of(x, False), parts, plain_name(scheme), None, "none", _largest(x))]
+    return [_measured(_rows_of(x, False), parts, _looked_at(scheme), None, "none", _largest(x))]
 
 
 def _quantize_masked(x, scheme, transform, *, made):
     *parts, _ = made(lambda s: torch.ops.q2.quantize_masked(x, s, transform))
-    scheme = plain_name(scheme)
+    scheme = _looked_at(scheme)
     return [_measured(_rows_of(x, False), parts, scheme, None, transform, _largest(x))]
 
 
 def _rht_quantize(x, seed, scheme, transform, transpose, stream, *, made):
     parts = made(lambda s: torch.ops.q2.rht_quantize(x, seed, s, transform, transpose, stream))
     rows = _rows_of(x, transpose)
-    return [_measured(rows, parts, plain_name(scheme), seed, transform, _largest(x))]
+    return [_measured(rows, parts, _looked_at(scheme), seed, transform, _largest(x))]
 
 
 def _rht_quantize_both(x, row_seed, col_seed, scheme, transform, stream, *, made):
     six = made(
         lambda s: torch.ops.q2.rht_quantize_both(x, row_seed, col_seed, s, transform, stream)
     )
-    scheme, amax = plain_name(scheme), _largest(x)
+    scheme, amax = _looked_at(scheme), _largest(x)
     sides = ((False, six[:3], row_seed), (True, six[3:], col_seed))
     return [
         _measured(_rows_of(x, transpose), parts, scheme, seed, transform, amax)
@@ -130,8 +147,8 @@ def _requantize(
     def values(sample: Sample | None) -> torch.Tensor:
         return source_values(codes, scales, global_scale, spec, sample)[:rows]
 
-    amax = largest_of_codes(*source, spec)
-    return [_measured(values, parts, plain_name(scheme), seed, transform, amax)]
+    amax = _largest_of_codes(*source, source_scheme)
+    return [_measured(values, parts, _looked_at(scheme), seed, transform, amax)]
 
 
 def _in_groups(values: Callable, offs, padded_offs, scheme: str, transform: str) -> Callable:
@@ -139,7 +156,7 @@ def _in_groups(values: Callable, offs, padded_offs, scheme: str, transform: str)
     spread = spreads(get_scheme(scheme), get_transform(transform))
 
     def laid(sample: Sample | None) -> torch.Tensor:
-        x, shares = lay_out(values(sample).t(), offs, padded_offs, spread=spread)
+        x, shares = lay_out(values(sample).flatten(0, -2).t(), offs, padded_offs, spread=spread)
         if shares is not None:
             x = x * shares.repeat_interleave(x.shape[0] // shares.shape[0])[:, None]
         return x.t()
@@ -150,7 +167,7 @@ def _in_groups(values: Callable, offs, padded_offs, scheme: str, transform: str)
 def _rht_quantize_groups(x, offs, padded_offs, seed, scheme, transform, stream, *, made):
     groups = (offs, padded_offs)
     parts = made(lambda s: torch.ops.q2.rht_quantize_groups(x, *groups, seed, s, transform, stream))
-    scheme = plain_name(scheme)
+    scheme = _looked_at(scheme)
     values = _in_groups(_rows_of(x, True), *groups, scheme, transform)
     return [_measured(values, parts, scheme, seed, transform, _largest(x))]
 
@@ -164,7 +181,7 @@ def _rht_quantize_groups_both(
             x, *groups, row_seed, col_seed, s, transform, stream
         )
     )
-    scheme, amax = plain_name(scheme), _largest(x)
+    scheme, amax = _looked_at(scheme), _largest(x)
     columns = _in_groups(_rows_of(x, True), *groups, scheme, transform)
     sides = ((_rows_of(x, False), six[:3], row_seed), (columns, six[3:], col_seed))
     return [
@@ -198,21 +215,21 @@ def _requantize_groups(
     def values(sample: Sample | None) -> torch.Tensor:
         return source_values(codes, scales, global_scale, spec, sample)[:rows]
 
-    scheme, amax = plain_name(scheme), largest_of_codes(*source, spec)
+    scheme, amax = _looked_at(scheme), _largest_of_codes(*source, source_scheme)
     laid = _in_groups(values, *groups, scheme, transform)
     return [_measured(laid, parts, scheme, seed, transform, amax)]
 
 
 def _rht_quantize_summed(x, seed, scheme, transform, stream, dtype, *, made):
-    return _rht_quantize(
-        *(x, seed, scheme, transform, True, stream), made=lambda call: made(call)[:3]
-    )
+    op = torch.ops.q2.rht_quantize_summed
+    *parts, _ = made(lambda s: op(x, seed, s, transform, stream, dtype))
+    return _rht_quantize(x, seed, scheme, transform, True, stream, made=lambda _: parts)
 
 
 def _rht_quantize_both_summed(x, row_seed, col_seed, scheme, transform, stream, dtype, *, made):
-    return _rht_quantize_both(
-        *(x, row_seed, col_seed, scheme, transform, stream), made=lambda call: made(call)[:6]
-    )
+    seeds, op = (row_seed, col_seed), torch.ops.q2.rht_quantize_both_summed
+    *six, _ = made(lambda s: op(x, *seeds, s, transform, stream, dtype))
+    return _rht_quantize_both(x, *seeds, scheme, transform, stream, made=lambda _: six)
 
 
 def _recorded(op: str, observe: Callable, at: int, args: tuple) -> tuple:
@@ -220,8 +237,8 @@ def _recorded(op: str, observe: Callable, at: int, args: tuple) -> tuple:
     outputs = getattr(torch.ops.q2, op)(*args)
 
     def made(call: Callable) -> tuple:
-        plain = plain_name(args[at])
-        return outputs if plain == args[at] else call(plain)
+        form = _looked_at(args[at])
+        return outputs if form == args[at] else call(form)
 
     return (*outputs, *observe(*args, made=made))
 
@@ -233,13 +250,15 @@ def _define_recorded(op: str, fake: Callable, observe: Callable, at: int, operan
 
     def recorded_fake(*args):
         first = next(a for a in args if isinstance(a, torch.Tensor))
-        return *fake(*args), *(_empty_statistics(first) for _ in range(operands))
+        return *fake(*args), *(_empty_sums(first) for _ in range(operands))
 
     def prepare(*args):
         warm_up(op, args)
         for signed in [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int64]:
             warm_up("signs", (signed, "rht128"))
-        warm_up(op, (*args[:at], plain_name(args[at]), *args[at + 1 :]))
+        warm_up(op, (*args[:at], _looked_at(args[at]), *args[at + 1 :]))
+        if op in ("requantize", "requantize_groups"):
+            warm_up("dequantize", _dequantized(*args[:2], plain_name(args[at - 1])))
 
     name = op + RECORDED
     define(f"{name}({arguments}) -> ({returned})", fake=recorded_fake)
@@ -247,8 +266,8 @@ def _define_recorded(op: str, fake: Callable, observe: Callable, at: int, operan
     kernel(name, REFERENCE, prepare=prepare)(lambda *args: run(args))
 
 
-def _empty_statistics(like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty((len(FIELDS),), dtype=torch.float32)
+def _empty_sums(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((len(SUMS),), dtype=torch.float64)
 
 
 _define_recorded("quantize", quantize.fake, _quantize, 3, 1)
@@ -267,12 +286,12 @@ _define_recorded("requantize_groups", requantize_groups.fake, _requantize_groups
 
 define(
     "statistics_of_codes(Tensor codes, Tensor scales, Tensor global_scale, str scheme) -> Tensor",
-    fake=lambda codes, *_: _empty_statistics(codes),
+    fake=lambda codes, *_: _empty_sums(codes),
 )
 define(
     "statistics_of_operand(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, str scheme)"
     " -> Tensor",
-    fake=lambda x, *_: _empty_statistics(x),
+    fake=lambda x, *_: _empty_sums(x),
 )
 
 
@@ -281,7 +300,7 @@ def codes_alone(codes, scales, global_scale, scheme) -> torch.Tensor:
     """See above. Not for codes @bf16."""
     spec = get_scheme(scheme)
     sample = sample_of(codes.shape[0], 2 * codes.shape[1])
-    return statistics_of_codes(*of_rows(codes, scales, spec, sample), global_scale, spec)
+    return sums_of_codes(*of_rows(codes, scales, spec, sample), global_scale, spec)
 
 
 @kernel("statistics_of_operand", REFERENCE)

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.numerics.statistics import SUMS
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.folder import Folder, Record, TelemetryWarning
 from q2compile.telemetry.options import TelemetryOptions
@@ -51,6 +51,6 @@ def test_a_folder_that_is_gone_ends_no_training(tmp_path):
     folder = Folder(TelemetryOptions(to=str(tmp_path / "records"), tensorboard=False))
     shutil.rmtree(tmp_path / "records")
     rows = [("up", "fprop", "x", "nvfp4", 0)]
-    folder.add(Record(0, rows, 1, [], HostCopy.of(torch.zeros(len(FIELDS)))))
+    folder.add(Record(0, rows, 1, [], HostCopy.of(torch.zeros(len(SUMS)))))
     with pytest.warns(TelemetryWarning, match="records: .*; what is missing there is lost"):
         folder.flush()

@@ -16,7 +16,7 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.numerics.groups import lay_out, padded_ends, padded_rows
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
-from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.numerics.statistics import FIELDS, statistics
 from tests.support.oracle import relative_error
 
 E, K, N = 4, 32, 48
@@ -225,8 +225,8 @@ def test_what_is_recorded_of_groups(ending: str) -> None:
         want, got = getattr(torch.ops.q2, op)(*args), getattr(torch.ops.q2, f"{op}_recorded")(*args)
         for a, b in zip(got, want, strict=False):
             assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for statistics in got[len(want) :]:
-            error = statistics[FIELDS.index("relative_error")]
+        for sums in got[len(want) :]:
+            error = statistics(sums)[FIELDS.index("relative_error")]
             assert 0.9 < error / 9.4e-3**0.5 < 1.1, op
 
 

@@ -1,10 +1,15 @@
 """The recorded quantisers: outputs of the op they stand for, to the bit; statistics against those
-computed from `q2compile.quantize`; samples of large tensors."""
+computed from `q2compile.quantize`; samples of large tensors; how much is launched."""
+
+import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile
+from q2compile.runtime_kernels.numerics import constants
 from q2compile.runtime_kernels.numerics.layout import Tiling
 from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
@@ -14,8 +19,11 @@ from q2compile.runtime_kernels.numerics.statistics import (
     GROUP,
     SAMPLE,
     sample_of,
+    statistics,
 )
-from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
+from q2compile.runtime_kernels.ops import recorded
+from q2compile.runtime_kernels.registry import kernels
 
 q2 = torch.ops.q2
 EDEN = "nvfp4_ms_eden_pow2"
@@ -69,6 +77,10 @@ def calls(ending=""):
     }
 
 
+def named(sums):
+    return dict(zip(FIELDS, statistics(sums).tolist(), strict=True))
+
+
 def measured(x, scheme, options):
     """The statistics, in fp64. What was rounded is recovered by rotating x as quantising does."""
     q = q2compile.quantize(x, scheme, **options)
@@ -107,8 +119,8 @@ def test_outputs_and_statistics(op, ending):
     for one, other in zip(found, wanted, strict=False):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     assert len(found) == len(wanted) + len(operands)
-    for statistics, operand in zip(found[len(wanted) :], operands, strict=True):
-        values = dict(zip(FIELDS, statistics.tolist(), strict=True))
+    for sums, operand in zip(found[len(wanted) :], operands, strict=True):
+        values = named(sums)
         for name, value in measured(*operand).items():
             # Counts: an element in a tie of fp32 and fp64 may go either way.
             tolerance = {"rel": 1e-5, "abs": 1e-6} if name not in ("zero", "saturated") else None
@@ -124,8 +136,8 @@ def test_of_a_large_tensor_a_sample(scheme):
     assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] >= 8192 - 16 * GROUP
     *_, found = q2.quantize_recorded(x, None, None, scheme, 0)
     wanted = measured_plainly(x, scheme)
-    assert found[0] == x.abs().max()
-    assert found[1].item() == pytest.approx(wanted, rel=0.02)
+    assert named(found)["amax"] == x.abs().max()
+    assert named(found)["relative_error"] == pytest.approx(wanted, rel=0.02)
     codes = q2.sampled_codes(q2.quantize(x, None, None, scheme, 0)[0])
     assert codes.numel() == CODES_SAMPLE // 2
 
@@ -134,8 +146,8 @@ def test_of_large_saved_codes_a_sample():
     """requantize reads columns of its source."""
     parts = q2.quantize(matrix(8192, 512), None, None, "nvfp4_46_pow2", 0)
     args = (*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 512, 1)
-    *_, found = q2.requantize_recorded(*args)
-    assert 0.09 < found[1] < 0.105 and found[2] > 0.99
+    found = named(q2.requantize_recorded(*args)[-1])
+    assert 0.09 < found["relative_error"] < 0.105 and found["cosine"] > 0.99
 
 
 def measured_plainly(x, scheme):
@@ -143,17 +155,157 @@ def measured_plainly(x, scheme):
     return ((rounded - x).norm() / x.double().norm()).item()
 
 
+@pytest.mark.parametrize("rows, columns", [(64, 96), (8192, 512)])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_not_finite(number):
-    x = matrix()
-    x[5, 5] = number
+def test_what_is_not_finite(number, rows, columns):
+    """Wherever it is: of the large one, row 20 is not looked at."""
+    x = matrix(rows, columns)
+    x[20, 5] = number
     *_, scale, found = q2.quantize_recorded(x, None, None, "nvfp4_46_pow2", 0)
+    found = statistics(found)
     assert scale.isnan() and not found[0].isfinite() and found[1:].isnan().all()
 
 
 def test_zeros_and_nothing():
     zeros = q2.quantize_recorded(torch.zeros(32, 32), None, None, "nvfp4_46_pow2", 0)[-1]
-    values = dict(zip(FIELDS, zeros.tolist(), strict=True))
+    values = named(zeros)
     assert (values["amax"], values["relative_error"], values["cosine"]) == (0, 0, 1)
     assert values["scale_zero"] == 1 and values["zero"] == values["saturated"] == 0
     assert q2.quantize_recorded(torch.zeros(0, 32), None, None, "nvfp4_46_pow2", 0)[-1][0] == 0
+
+
+def test_of_no_rows():
+    x = torch.zeros(0, 32)
+    parts = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    found = [
+        q2.statistics_of_codes(*parts, "nvfp4_46_pow2"),
+        q2.rht_quantize_recorded(x, seed(), EDEN, "rht128", True, 0)[-1],
+        q2.requantize_recorded(*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 32, 1)[-1],
+    ]
+    for sums in found:
+        values = named(sums)
+        assert values["amax"] == 0 and math.isnan(values["zero"] + values["scale_zero"])
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch something for: ops that compute, not views or allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+        self.own = set()  # ops of q2, with their scheme
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "q2":
+            self.own.add(_with_scheme(function._schema.name.removeprefix("q2::"), args))
+        views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        self.number += not (views or "empty" in function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def _with_scheme(op, args):
+    texts = [a for a in args if isinstance(a, str)]
+    return op, None if op == "signs" else texts[-2] if "requantize" in op else texts[0]
+
+
+# In all, the op itself and its second call among them: as it is, of swizzled scales (which are
+# unswizzled by two), and @bf16. One an operand clears what 96 columns are padded with.
+LAUNCHES = {
+    "quantize": (21, 21, 21),
+    "quantize_masked": (23, 23, 23),
+    "rht_quantize": (26, 28, 27),
+    "rht_quantize_both": (50, 54, 51),  # of two operands
+    "rht_quantize_summed": (26, 28, 27),
+    "rht_quantize_both_summed": (50, 54, 51),
+    "requantize": (33, 35, 34),
+}
+
+
+@pytest.mark.parametrize("form, ending", [(0, ""), (1, SWIZZLED), (2, WIDENED)])
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_how_much_is_launched(op, form, ending):
+    """On a GPU launches are nearly all that statistics cost."""
+    constants.make(torch.device("cpu"))
+    args, _ = calls(ending)[op]
+    (reference,) = kernels(f"{op}_recorded")
+    with Launches() as counted:
+        reference.function(*args)
+    assert counted.number <= LAUNCHES[op][form]
+
+
+@pytest.mark.parametrize("ending", ["", SWIZZLED, WIDENED])
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_what_is_launched_has_been_loaded(op, ending, monkeypatch):
+    """All ops that a recorded op calls, in their forms: a call may stand in a capture."""
+    args, _ = calls(ending)[op]
+    loaded = set()
+    monkeypatch.setattr(recorded, "warm_up", lambda op, args: loaded.add(_with_scheme(op, args)))
+    (reference,) = kernels(f"{op}_recorded")
+    reference.prepare(*args)
+    with Launches() as launched:
+        reference.function(*args)
+    assert launched.own <= loaded
+
+
+def test_constants_are_made_before_a_call_or_not_kept(monkeypatch):
+    """With them and without, the same bits: a call may stand in the warm-up of a CUDA graph, whose
+    memory must not hold what outlives it."""
+    args, _ = calls()["rht_quantize_both"]
+    constants.make(torch.device("cpu"))
+    wanted = q2.rht_quantize_both_recorded(*args)
+    for table in ("_PAIRS", "_ROTATIONS"):
+        monkeypatch.setattr(constants, table, {})
+    found = q2.rht_quantize_both_recorded(*args)
+    assert all(torch.equal(a, b) for a, b in zip(found[-2:], wanted[-2:], strict=True))
+    with FakeTensorMode():
+        constants.make(torch.device("cpu"))
+    assert not constants._PAIRS and not constants._ROTATIONS
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=lambda t: t.name)
+def test_a_rotation_as_a_matrix(transform):
+    """What the quantisers' reference makes of the same numbers: sums of few bits, so to the bit."""
+    x = torch.randint(-8, 8, (4, 2 * transform.size)).float()
+    tiling = Tiling.of(x, transform.size, transpose=False)
+    device = torch.device("cpu")
+    drawn = seed() if transform.seeded else None
+    turn = constants.rotation_matrix(transform, device)
+    if transform.seeded:
+        turn = turn * q2.signs(drawn, transform.name)[:, None]
+    wanted = tiling.join(rotate_tiles(tiling.cut(x), transform, drawn))
+    found = (x.double().view(-1, transform.size) @ turn).view(x.shape)
+    assert torch.equal(found, wanted.double())
+
+
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_operands_of_any_strides(rows):
+    """Inductor may lay them out in another order."""
+    x = matrix(rows, 512)
+    operands = (x, *q2.quantize(x, None, None, "nvfp4_16x16_pow2", 0)[:2])
+    scale = torch.ones(())
+    turned = [t.view(torch.uint8).t().contiguous().t().view(t.dtype) for t in operands[1:]]
+    turned = [x.t().contiguous().t(), *turned]
+    one, other = (
+        q2.statistics_of_operand(*o, scale, "nvfp4_16x16_pow2") for o in (operands, turned)
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", calls())
+def test_on_a_gpu_the_same_numbers_also_from_a_capture(op):
+    """The codes are the same bits; fp64 sums in another order differ by less than 1e-12."""
+    args, operands = calls()[op]
+    on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    constants.make(torch.device("cuda"))
+    run = getattr(q2, f"{op}_recorded")
+    wanted = run(*args)[-len(operands) :]
+    found = [run(*on_gpu)[-len(operands) :]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*on_gpu)
+    graph.replay()
+    found.append(captured[-len(operands) :])
+    for sums in found:
+        for own, reference in zip(sums, wanted, strict=True):
+            torch.testing.assert_close(own.cpu(), reference, rtol=1e-12, atol=0, equal_nan=True)
