@@ -35,6 +35,7 @@
 // Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
 // values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
+#include "tail.cuh"
 #include "tile_sums.cuh"
 #include "widened.cuh"
 
@@ -282,29 +283,6 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
     staged.put(at, 8 * group, x[group], column, made.stored[group][column], coins[group][column]);
   }
   staged.store(tile.col + kStagedRows * warp, block);
-}
-
-// Along columns rows of no group are zeros, which are not rotated: half of those would be negative.
-Q2_INLINE void store_zeros_of_cols(const Output& out, Tile tile, const Common& common) {
-  constexpr int kCodes = kTileRows / (kValues ? 8 : 32);  // 16-byte pieces of a column
-  constexpr int kOfScales = kWorths ? 2 : (kValues ? 0 : 1), kPieces = kCodes + kOfScales;
-  if constexpr (kRule == AMAX) return;
-  for (int i = threadIdx.x; i < kTileCols * kPieces; i += kThreads) {
-    int row = tile.col + i / kPieces, piece = i % kPieces;
-    if (row >= out.rows) break;
-    long long at = (long long)row * out.blocks + tile.row / kBlock;
-    u8 *codes = out.codes + at * (kValues ? 32 : 8), *scales = (u8*)out.scales;
-    if (piece < kCodes) {
-      *(uint4*)(codes + 16 * piece) = {0, 0, 0, 0};
-    } else if constexpr (kWorths) {
-      *(uint4*)(scales + 4 * at + 16 * (piece - kCodes)) = {0, 0, 0, 0};
-    } else if constexpr (kRule == EXACT) {
-      u32 four = common.unit == common.unit ? 0 : 0x7F7F7F7Fu;  // NaN
-      *(uint2*)(scales + at) = {four, four};
-    } else {
-      *(u32*)(scales + at / 2) = 0;
-    }
-  }
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
