@@ -2,7 +2,7 @@
 #pragma once
 #include "rounding.cuh"
 
-// Along columns rows of no group are zeros, which are not rotated: half of those would be negative.
+// Along columns rows of no group are zeros, which are not rotated: some of those would be negative.
 Q2_INLINE void store_zeros_of_cols(const Output& out, Tile tile, const Common& common) {
   constexpr int kCodes = kTileRows / (kValues ? 8 : 32);  // 16-byte pieces of a column
   constexpr int kOfScales = kWorths ? 2 : (kValues ? 0 : 1), kPieces = kCodes + kOfScales;
