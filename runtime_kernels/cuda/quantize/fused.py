@@ -1,8 +1,8 @@
 """Calls of the rotating quantisers whose operand is computed in the kernel: of
 q2::rht_quantize, q2::rht_quantize_both and q2::quantize_masked, x aside.
 
-No GPU has run them yet, so everywhere the first use of a scheme is preceded by a check against the
-reference (`refusal`).
+Of GPUs only an H200 has run them, so everywhere the first use of a scheme is preceded by a check
+against the reference (`refusal`).
 """
 
 from __future__ import annotations
