@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-
 # In an empty cache Inductor would try which vectors g++ can, and compile their headers: most of the
 # time that a process takes here.
 SCALAR = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
