@@ -97,7 +97,7 @@ def rotate_launch(
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
         Q2_SOURCE=source,
         Q2_SIZE=rotation.size,
-        Q2_SIGNED=int(rotation.signs != "none"),
+        Q2_SIGNED={"none": 0, "seed": 1, "fixed": 2}[rotation.signs],
         Q2_ROWS=int(rows),
         Q2_COLS=int(cols),
         Q2_VECTORS=int(vectors),

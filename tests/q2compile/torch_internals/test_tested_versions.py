@@ -57,5 +57,7 @@ def test_the_table_the_bound_the_warning_and_ci_name_the_same_versions():
     assert (by_age[0], by_age[-1]) == TESTED
     bounds = re.findall(r'"torch(.*)"', (ROOT / "pyproject.toml").read_text())
     assert f">={TESTED[0]}" in bounds
-    (run_by_ci,) = re.findall(r"for torch in (.*);", (ROOT / ".ci" / "run").read_text())
-    assert {v.rpartition(".")[0] for v in run_by_ci.split()} == set(TESTED)
+    ci = (ROOT / ".ci" / "run").read_text()
+    run_by_ci = re.findall(r"^make test-internals TORCH=(.*)$", ci, re.MULTILINE)
+    assert {v.rpartition(".")[0] for v in run_by_ci} == set(TESTED)
+    assert re.findall(r"^begin_install (.*)$", ci, re.MULTILINE) == run_by_ci

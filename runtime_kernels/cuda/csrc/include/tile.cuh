@@ -12,7 +12,7 @@ constexpr int kSource = kSourceSwizzled ? Q2_SOURCE - 2 : Q2_SOURCE;
 constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
-constexpr bool kSigned = Q2_SIGNED;    // D is drawn from the seed, else all ones
+constexpr bool kSigned = Q2_SIGNED;    // D is drawn from a seed (2: the fixed one), else all ones
 constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (groups.cuh)
 constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
@@ -42,7 +42,7 @@ struct Output {
   u32* largest;         // one a thread block, written; EXACT: `parts` of them, read. kValues: the
                         // smallest follow
   float* global_scale;  // EXACT
-  const u64* sign_seed;  // null: kFixedSignSeed
+  const u64* sign_seed;  // Q2_SIGNED = 1
   const u64* seed;  // of the coins
   int rows;         // of the result
   int blocks;       // of 16, a row
@@ -251,7 +251,7 @@ constexpr u64 kFixedSignSeed = 0;  // numerics/transforms.py
 
 // No tensor has the fixed seed: made in a CUDA graph's warm-up it would lie in the graph's memory.
 Q2_INLINE u64 sign_seed_of(const Output& out) {
-  return out.sign_seed ? *out.sign_seed : kFixedSignSeed;
+  return Q2_SIGNED == 2 ? kFixedSignSeed : *out.sign_seed;
 }
 
 // The signs of one chunk, as masks for the words that hold its elements.
