@@ -44,6 +44,7 @@ from pretraining.batches import Windows
 from pretraining.comparison import Comparison, Data, environment
 from pretraining.corpus import Corpus, build
 from pretraining.model import SIZES
+from pretraining.record import without_folders
 from pretraining.training import Rhythm, Setup, Stopped
 from several_gpus import Team
 
@@ -359,12 +360,14 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     results_folder = Path(__file__).resolve().parent / "pretraining" / "results"
     add = parser.add_argument
     add("--of", type=Path, help="the --out of a plan; without it the gaps.json that is there")
+    text = "runs beside other work on their device, whose times are left out: 75M/bf16-seed0,..."
+    add("--untimed", type=names, default=[], metavar="RUNS", help=text)
     add("--into", type=Path, default=results_folder, help="folder for what is written")
     parser.set_defaults(main=write_page)
 
 
 def write_page(args: argparse.Namespace) -> int:
-    page.write(args.into, args.of)
+    page.write(args.into, args.of, args.untimed)
     print(args.into / "tables.md")
     return 0
 
@@ -438,7 +441,8 @@ def measure_operands(args: argparse.Namespace) -> int:
     held_out = Windows(corpus.val, count, batch, seq, None)
     batches = [held_out[index].to(args.device) for index in range(count)]
     facts = {"run": trained.run, "step": trained.step, "setup": trained.setup}
-    facts |= {"corpus": corpus.facts.hash, "command": args.asked, **environment()}
+    facts |= {"corpus": corpus.facts.hash, "command": without_folders(args.asked)}
+    facts |= environment()
     found = []
     for run in [runs.parse(name) for name in args.runs]:
         found.append(operands.measure(trained, run, batches, args.device, args.inner))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pretraining.record import Losses, Result
+from pretraining.record import Losses, Result, without_folders
 from pretraining.results import run_folder
 
 COINS = 1234567  # a seed that no run has
@@ -81,10 +81,20 @@ def train(
 
 
 def differences(names: Sequence[str], variants: Sequence[str], out: Path) -> list[Difference]:
-    """Also written to stability.json."""
+    """Also written to stability.json, with what was trained, where and by which commands."""
     others = [v for v in variants if v != "compiled"]
     found = [difference(name, v, out) for name in names for v in others]
-    (out / "stability.json").write_text(json.dumps([asdict(d) for d in found], indent=1) + "\n")
+    results = {(name, v): result(out / v, name) for name in names for v in variants}
+    first = results[names[0], "compiled"]
+    commands = (without_folders(r.provenance["command"]) for r in results.values())
+    written = {
+        "setup": first.setup,
+        **{key: first.provenance[key] for key in ("data", "device", "versions", "date")},
+        "commands": list(dict.fromkeys(commands)),
+        "differences": [asdict(d) for d in found],
+        "val_losses": {name: {v: results[name, v].val_loss for v in variants} for name in names},
+    }
+    (out / "stability.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return found
 
 
@@ -101,7 +111,11 @@ def gaps(names: Sequence[str], variants: Sequence[str], out: Path) -> list[str]:
 
 
 def val_loss(folder: Path, name: str) -> float:
-    return Result.read(run_folder(folder, name, 0) / "result.json").val_loss
+    return result(folder, name).val_loss
+
+
+def result(folder: Path, name: str) -> Result:
+    return Result.read(run_folder(folder, name, 0) / "result.json")
 
 
 def difference(name: str, variant: str, out: Path) -> Difference:
