@@ -322,6 +322,41 @@ def test_the_recorded_page_is_that_of_the_recorded_gaps(gaps_file: Path) -> None
             assert command == without_folders(command)
 
 
+def test_the_readme_has_the_figures_that_were_recorded() -> None:
+    """The tables of operands and of stability, cell by cell."""
+    page = (EXAMPLES / "pretraining" / "README.md").read_text()
+    folder = EXAMPLES / "pretraining" / "results"
+
+    def row(*cells: str) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    def of(values: dict[str, float], digits: int) -> list[str]:
+        return [f"{value:.{digits}f}".removeprefix("0") for value in values.values()]
+
+    for errors in json.loads((folder / "operands.json").read_text())["recipes"]:
+        name = f"`{errors['run']}`"
+        own = row(name, *of(errors["operands"], 4))
+        assert f"{own}\n{row('the same of N(0,1)', *of(errors['normal'], 4))}\n" in page
+        assert row(name, *of(errors["gradients"], 3)) in page
+    stability = json.loads((folder / "stability.json").read_text())
+    bf16, quartet2 = stability["val_losses"].values()
+    bf16_part, quartet2_part = page.split(f"| BF16, {bf16['compiled']:.4f}: ")[1].split(
+        f"| `quartet2`, {quartet2['compiled']:.4f}: "
+    )
+    names = {"coins": "other coins", "oracle": "the oracle"}
+    for found in stability["differences"]:
+        part = bf16_part if found["run"] == "bf16" else quartet2_part
+        variant = names.get(found["variant"], found["variant"])
+        if found["first"]:
+            numbers = [f"{found[key]:+.4f}".replace("0.", ".") for key in ("mean_loss", "val_loss")]
+            assert row(variant, f"from step {found['first']}", *numbers) in part
+        else:
+            same, differs = part.splitlines()[0].split("|")[:2]
+            assert variant in same and differs == " in no step: the same bits "
+    for variant in ("compiled", "eager", "coins", "oracle"):
+        assert f"{quartet2[variant] - bf16[variant]:+.4f}".replace("0.", ".") in quartet2_part
+
+
 # ----------------------------------------------------------------------------------------- devices
 
 SAY = "import os, sys; open(sys.argv[1], 'a').write(sys.argv[3] + ' ' + os.environ.get("
