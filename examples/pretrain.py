@@ -44,6 +44,7 @@ from pretraining.batches import Windows
 from pretraining.comparison import Comparison, Data, environment
 from pretraining.corpus import Corpus, build
 from pretraining.model import SIZES
+from pretraining.record import without_folders
 from pretraining.training import Rhythm, Setup, Stopped
 from several_gpus import Team
 
@@ -251,19 +252,23 @@ def numbers(text: str) -> list[int]:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(dest="command", required=True)
-    add_corpus(commands.add_parser("corpus", help="build a corpus: token files out of texts"))
-    add_train(commands.add_parser("train", help="train runs x seeds on a corpus"))
-    add_page(commands.add_parser("page", help="gaps.json and tables.md of runs that ended"))
+
+    def command(name: str, help: str, about: str | None = None) -> argparse.ArgumentParser:
+        about = about or f"{help[0].upper()}{help[1:]}."
+        return commands.add_parser(name, help=help, description=about, formatter_class=as_written)
+
+    add_corpus(command("corpus", "build a corpus: token files out of texts"))
+    add_train(command("train", "train runs x seeds on a corpus"))
+    add_page(command("page", "gaps.json and tables.md of runs that ended", page.__doc__))
     help = "the loop's tokens/s over those of the bare compiled step"
-    add_throughput(commands.add_parser("throughput", help=help))
-    help = "a seed trained in ways that should be one (see --variants): where the losses differ"
-    add_stability(commands.add_parser("stability", help=help))
+    add_throughput(command("throughput", help))
+    help = "a seed trained in ways that should be one: where the losses differ"
+    add_stability(command("stability", help, stability.__doc__))
     help = "the error of each operand on a run's own tensors, recipe by recipe"
-    add_operands(commands.add_parser("operands", help=help))
+    add_operands(command("operands", help, operands.__doc__))
     args = parser.parse_args(argv)
     args.asked = getattr(args, "asked", None) or shlex.join(["pretrain.py", *argv])
     return args
@@ -298,24 +303,28 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     """What one run needs to know."""
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder that `corpus` built")
-    add("--runs", type=names, default=["bf16", "quartet2"], help="comma-separated")
-    add("--out", type=Path, default=Path("runs/pretrain"), help="folder for everything written")
-    add("--size", choices=SIZES, default="30m")
-    add("--batch", type=positive, default=64, help="sequences per step")
-    add("--seq", type=positive, default=512, help="tokens per sequence")
+    text = "comma-separated, see `pretrain.py --help`; by default bf16,quartet2"
+    add("--runs", type=names, default=["bf16", "quartet2"], help=text)
+    text = "folder for everything written, by default %(default)s"
+    add("--out", type=Path, default=Path("runs/pretrain"), help=text)
+    add("--size", choices=SIZES, default="30m", help="of the Llama, by default %(default)s")
+    add("--batch", type=positive, default=64, help="sequences per step, by default %(default)s")
+    add("--seq", type=positive, default=512, help="tokens per sequence, by default %(default)s")
     add("--lr", type=float, help="peak learning rate; by default the size's")
-    add("--evals", type=positive, default=10, help="validations over a run")
-    text = "batches of a validation on the way; the last one takes all that is held out"
+    add("--evals", type=positive, default=10, help="validations of a run, by default %(default)s")
+    text = "batches of a validation on the way; the last one takes all of --val-tokens"
     add("--eval-batches", type=positive, default=16, help=text)
     add("--val-tokens", type=positive, help="held-out tokens to validate on; by default all")
     add("--mode", help="Inductor's mode, reduce-overhead for example")
     add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
-    add("--deterministic", action="store_true", help="only kernels that repeat their bits")
+    text = "only kernels that repeat their bits; an error where there is none"
+    add("--deterministic", action="store_true", help=text)
     add("--coins", type=int, help="seed of the rounding; by default the run's")
     text = "linears by the torch references in fp32, nothing compiled: what numerics alone say"
     add("--oracle", action="store_true", help=text)
     add("--device", default="auto", help="auto takes CUDA when there is one")
-    add("--devices", help="cuda:0,cuda:1,...: a process for each, taking the next run")
+    text = "cuda:0,cuda:1,...: a process for each entry, taking the next run"
+    add("--devices", help=text)
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -323,11 +332,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seeds", type=numbers, default=[0], help="comma-separated")
     add("--plan", type=Path, help="TOML with a [[comparison]] a folder: folder, runs, seeds, ...")
-    add("--tokens", type=float, default=75e6, help="to train on")
+    add("--tokens", type=float, default=75e6, help="to train on, by default 75e6")
     add("--dump", action="store_true", help="write graphs and reports into OUT/graphs")
     add("--keep", action="store_true", help="keep the checkpoint of the last step")
     add("--save-every", type=float, default=SAVE_EVERY, help="seconds between two checkpoints")
-    add("--time-limit", type=float, default=math.inf, help="seconds after which to leave")
+    add("--time-limit", type=float, default=math.inf, help="seconds after which to stop, resumably")
     add("--stop-at", type=positive, help="step after which to leave, with a checkpoint")
     # For one process of --devices: no tables, its line on the terminal, when all are to leave, and
     # the command that was typed.
@@ -359,12 +368,14 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     results_folder = Path(__file__).resolve().parent / "pretraining" / "results"
     add = parser.add_argument
     add("--of", type=Path, help="the --out of a plan; without it the gaps.json that is there")
+    text = "runs beside other work on their device, whose times are left out: 75M/bf16-seed0,..."
+    add("--untimed", type=names, default=[], metavar="RUNS", help=text)
     add("--into", type=Path, default=results_folder, help="folder for what is written")
     parser.set_defaults(main=write_page)
 
 
 def write_page(args: argparse.Namespace) -> int:
-    page.write(args.into, args.of)
+    page.write(args.into, args.of, args.untimed)
     print(args.into / "tables.md")
     return 0
 
@@ -388,8 +399,9 @@ def measure_throughput(args: argparse.Namespace) -> int:
 
 def add_stability(parser: argparse.ArgumentParser) -> None:
     add_setup(parser)
-    parser.add_argument("--steps", type=positive, default=200)
-    text = f"comma-separated, of {', '.join(stability.VARIANTS)}"
+    text = "of each variant, by default %(default)s"
+    parser.add_argument("--steps", type=positive, default=200, help=text)
+    text = f"comma-separated, of {', '.join(stability.VARIANTS)}; by default all"
     variants = list(stability.VARIANTS)
     parser.add_argument("--variants", type=names, default=variants, help=text)
     parser.set_defaults(main=compare_ways, save_every=1e9, keep=False, dump=False)
@@ -420,10 +432,13 @@ def add_operands(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder that `corpus` built")
     add("--checkpoint", type=Path, required=True, help="of a run; `train --keep` leaves it")
-    add("--runs", type=names, default=["quartet2", "nvfp4", "tetrajet2"], help="comma-separated")
-    add("--batches", type=positive, default=4, help="held-out batches to measure on")
+    text = "comma-separated, see `pretrain.py --help`; by default quartet2,nvfp4,tetrajet2"
+    add("--runs", type=names, default=["quartet2", "nvfp4", "tetrajet2"], help=text)
+    text = "held-out batches to measure on, by default %(default)s"
+    add("--batches", type=positive, default=4, help=text)
     add("--batch", type=positive, help="sequences of each; by default the run's")
-    add("--inner", choices=("inductor", "eager"), default="inductor")
+    text = "what runs the graphs that are measured; eager compiles nothing and starts sooner"
+    add("--inner", choices=("inductor", "eager"), default="inductor", help=text)
     add("--device", default="auto", help="auto takes CUDA when there is one")
     add("--out", type=Path, default=Path("runs/operands"), help="folder of operands.json")
     parser.set_defaults(main=measure_operands, devices=None, deterministic=False)
@@ -438,7 +453,8 @@ def measure_operands(args: argparse.Namespace) -> int:
     held_out = Windows(corpus.val, count, batch, seq, None)
     batches = [held_out[index].to(args.device) for index in range(count)]
     facts = {"run": trained.run, "step": trained.step, "setup": trained.setup}
-    facts |= {"corpus": corpus.facts.hash, "command": args.asked, **environment()}
+    facts |= {"corpus": corpus.facts.hash, "command": without_folders(args.asked)}
+    facts |= environment()
     found = []
     for run in [runs.parse(name) for name in args.runs]:
         found.append(operands.measure(trained, run, batches, args.device, args.inner))

@@ -7,16 +7,18 @@ different corpora stand in one gaps.json and are never compared: a corpus is its
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretraining.gaps import BASELINE, Gap, by_name, gaps, pooled_spread
 from pretraining.gaps import pair as paired
-from pretraining.record import Result
-from pretraining.results import PICTURES, finished
+from pretraining.record import Result, without_folders
+from pretraining.results import PICTURES, finished, run_folder
 from pretraining.runs import RUNS
 
 DIGITS = 6  # of a loss in gaps.json: a hundredth of the smallest standard error there is
@@ -42,13 +44,25 @@ PAPER = {
 # ------------------------------------------------------------------------------------------ rows
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """gaps.json of the comparisons in a folder: a mapping a run."""
-    return [
-        row(run.result, [other.result for other in runs])
-        for runs in (finished(f) for f in sorted(p for p in folder.iterdir() if p.is_dir()))
-        for run in runs
-    ]
+def rows(folder: Path, untimed: Collection[Path] = ()) -> list[dict[str, Any]]:
+    """gaps.json of the comparisons in a folder: a mapping a run.
+
+    untimed: folders of runs whose times say nothing, because other work shared the device.
+    """
+    found = []
+    for comparison in sorted(path for path in folder.iterdir() if path.is_dir()):
+        of_one = [run.result for run in finished(comparison)]
+        timed = [
+            without_times(r) if run_folder(comparison, r.name, r.seed) in untimed else r
+            for r in of_one
+        ]
+        found += [row(result, timed) for result in timed]
+    return found
+
+
+def without_times(result: Result) -> Result:
+    nan = math.nan
+    return replace(result, step_seconds=nan, first_step_seconds=nan, tokens_per_second=nan)
 
 
 def row(result: Result, beside: Sequence[Result]) -> dict[str, Any]:
@@ -70,15 +84,16 @@ def row(result: Result, beside: Sequence[Result]) -> dict[str, Any]:
         "diverged_at": result.diverged_at,
         "val_loss": None if result.diverged_at else round(result.val_loss, DIGITS),
         "gap": round(found.mean, DIGITS) if found else None,
-        "step_seconds": round(result.step_seconds, 6),
+        "step_seconds": known(result.step_seconds, 6),
         "step_ratio": ratio(result, baseline, "step_seconds"),
-        "tokens_per_second": round(result.tokens_per_second),
+        "tokens_per_second": known(result.tokens_per_second),
         "peak_bytes": result.peak_bytes,
         "peak_ratio": ratio(result, baseline, "peak_bytes"),
-        "first_step_seconds": round(result.first_step_seconds, 1),
+        "first_step_seconds": known(result.first_step_seconds, 1),
         "corpus": data["corpus"],
         "corpus_name": data["name"],
-        **{key: result.provenance[key] for key in ("device", "versions", "date", "command")},
+        **{key: result.provenance[key] for key in ("device", "versions", "date")},
+        "command": without_folders(result.provenance["command"]),
         "val_losses": [round(loss, DIGITS) for loss in result.val_losses],
     }
 
@@ -88,11 +103,18 @@ def recipe_of(result: Result) -> str:
     return recipe if isinstance(recipe, str) else recipe.get("base", recipe.get("recipe"))
 
 
+def known(value: float, digits: int | None = None) -> float | None:
+    """Rounded; None for one that was not measured."""
+    return round(value, digits) if math.isfinite(value) else None
+
+
 def ratio(result: Result, baseline: Sequence[Result], field: str) -> float | None:
-    of_baseline = [getattr(other, field) for other in baseline]
-    if not of_baseline or not statistics.median(of_baseline):
+    """To the median of the baseline's runs that were measured; None where there is none."""
+    values = [getattr(other, field) for other in baseline]
+    measured = [value for value in values if math.isfinite(value)]
+    if not measured or not statistics.median(measured):
         return None
-    return round(getattr(result, field) / statistics.median(of_baseline), 4)
+    return known(getattr(result, field) / statistics.median(measured), 4)
 
 
 def results(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[Result]]:
@@ -124,7 +146,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     parts = [
         "# The gaps, measured",
         "Made of `gaps.json` beside this page by `python examples/pretrain.py page`; what they say "
-        "is in `examples/pretraining/README.md`. Runs on different texts are not compared.",
+        "is in `examples/pretraining/README.md`. Runs on different texts are not compared. A cell "
+        "is empty where nothing was measured, or where other work on the device made it untrue.",
         *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
         papers_table(),
     ]
@@ -230,16 +253,19 @@ def papers_table() -> str:
     return "\n".join(lines)
 
 
-def write(into: Path, folder: Path | None) -> None:
+def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> None:
     """Write gaps.json and the pictures of the comparisons in ``folder``, and tables.md.
 
     The runs of gaps.json that are of other corpora stay in it; those of the folder's corpora are
     replaced. Without a folder tables.md alone, of the gaps.json that is there.
+
+    untimed: runs whose times are left out, as COMPARISON/RUN-seedN. Raises ValueError for one that
+    is not in the folder, or has not ended.
     """
     into.mkdir(parents=True, exist_ok=True)
     file = into / "gaps.json"
     if folder is not None:
-        new = rows(folder)
+        new = rows(folder, folders_of(untimed, folder))
         replaced = {row["corpus"] for row in new}
         there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
         kept = [row for row in there if row["corpus"] not in replaced]
@@ -250,4 +276,17 @@ def write(into: Path, folder: Path | None) -> None:
                 source = comparison / f"{picture}.png"
                 if source.exists():
                     shutil.copy(source, into / f"{picture}-{comparison.name}.png")
+    elif untimed:
+        raise ValueError("--untimed: the runs it names are in a folder; give that as --of")
     (into / "tables.md").write_text(page(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def folders_of(untimed: Collection[str], folder: Path) -> list[Path]:
+    """The folders of the runs that are named, which must have ended."""
+    ended = sorted(str(f.parent.relative_to(folder)) for f in folder.glob("*/*/result.json"))
+    if unknown := [name for name in untimed if name not in ended]:
+        raise ValueError(
+            f"--untimed {','.join(unknown)}: no run of {folder} that ended; those are "
+            f"{', '.join(ended)}"
+        )
+    return [folder / name for name in untimed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field, fields
@@ -120,6 +121,25 @@ class Result:
     @classmethod
     def read(cls, file: Path) -> Result:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def without_folders(command: str) -> str:
+    """A command as it would be typed in the folder that all its absolute paths share.
+
+    pretrain.py train --corpus /data/me/corpus --out /data/me/runs/a
+    pretrain.py train --corpus corpus --out runs/a
+    """
+    words = shlex.split(command)
+    starts = [word.rpartition("=")[0] + "=" if "=/" in word else "" for word in words]  # --out=/...
+    paths = [word[len(start) :] for word, start in zip(words, starts, strict=True)]
+    absolute = [path for path in paths if os.path.isabs(path)]
+    if not absolute:
+        return command
+    common = os.path.commonpath([os.path.dirname(path.rstrip("/")) for path in absolute])
+    return shlex.join(
+        start + (os.path.relpath(path, common) if os.path.isabs(path) else path)
+        for start, path in zip(starts, paths, strict=True)
+    )
 
 
 class replaced:

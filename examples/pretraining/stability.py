@@ -5,14 +5,15 @@
     resumed   stopped in the middle and gone on with by another process
     eager     the same graphs without Inductor (`inner="eager"`)
     coins     compiled, with other coins: what may differ between two right ways to compute
-    oracle    linears by the torch references in fp32, nothing compiled (see `oracle`)
+    oracle    linears by the torch references in fp32, nothing compiled
 
 Inductor keeps what it fuses in fp32 where eager rounds to bf16 in between, so eager is close and
 not equal. Again and resumed are equal to compiled on a CPU, and on CUDA with --deterministic;
 without it some CUDA kernels (of attention's and the embedding's gradient) add up in an order that
-changes. The oracle draws other coins and rounds nothing to bf16: its numerics agree if its losses
-lie no further from the compiled ones than those of other coins do, and if the gap between two runs
-is that of the compiled ones.
+changes. What differs at all grows: a difference of 1e-5 in the first step may be .03 after 200. So
+eager and the oracle, which draws other coins and rounds nothing to bf16, compute the same numerics
+if their losses come to lie about as far from the compiled ones as those of other coins do, and if
+the gap between two runs is about that of the compiled ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pretraining.record import Losses, Result
+from pretraining.record import Losses, Result, without_folders
 from pretraining.results import run_folder
 
 COINS = 1234567  # a seed that no run has
@@ -81,10 +82,20 @@ def train(
 
 
 def differences(names: Sequence[str], variants: Sequence[str], out: Path) -> list[Difference]:
-    """Also written to stability.json."""
+    """Also written to stability.json, with what was trained, where and by which commands."""
     others = [v for v in variants if v != "compiled"]
     found = [difference(name, v, out) for name in names for v in others]
-    (out / "stability.json").write_text(json.dumps([asdict(d) for d in found], indent=1) + "\n")
+    results = {(name, v): result(out / v, name) for name in names for v in variants}
+    first = results[names[0], "compiled"]
+    commands = (without_folders(r.provenance["command"]) for r in results.values())
+    written = {
+        "setup": first.setup,
+        **{key: first.provenance[key] for key in ("data", "device", "versions", "date")},
+        "commands": list(dict.fromkeys(commands)),
+        "differences": [asdict(d) for d in found],
+        "val_losses": {name: {v: results[name, v].val_loss for v in variants} for name in names},
+    }
+    (out / "stability.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return found
 
 
@@ -101,7 +112,11 @@ def gaps(names: Sequence[str], variants: Sequence[str], out: Path) -> list[str]:
 
 
 def val_loss(folder: Path, name: str) -> float:
-    return Result.read(run_folder(folder, name, 0) / "result.json").val_loss
+    return result(folder, name).val_loss
+
+
+def result(folder: Path, name: str) -> Result:
+    return Result.read(run_folder(folder, name, 0) / "result.json")
 
 
 def difference(name: str, variant: str, out: Path) -> Difference:

@@ -134,7 +134,11 @@ def test_stability_says_from_where_and_by_how_much(tmp_path: Path) -> None:
     for variant, values in losses.items():
         for name, added in (("bf16", 0.0), ("quartet2", 0.25)):
             place = run_folder(tmp_path / variant, name, 0)
-            result(name, 0, [values[-1] + added]).write(place / "result.json")
+            command = f"pretrain.py stability --out /data/{variant}"
+            of_one = {"data": {"corpus": "abc"}, "device": "a GPU", "versions": {}, "date": "today"}
+            of_one["command"] = command
+            last = result(name, 0, [values[-1] + added], provenance=of_one)
+            last.write(place / "result.json")
             rows = [Point(i, "train", v + added, 1.0, 0.1, 0.1) for i, v in enumerate(values, 1)]
             Losses.start(place / "losses.csv").add(rows)
     again, coins = stability.differences(["bf16"], list(losses), tmp_path)
@@ -144,7 +148,11 @@ def test_stability_says_from_where_and_by_how_much(tmp_path: Path) -> None:
     assert stability.gaps(["bf16", "quartet2"], list(losses), tmp_path) == [
         "quartet2 - bf16, validation loss: compiled +0.2500, again +0.2500, coins +0.2500"
     ]
-    assert len(json.loads((tmp_path / "stability.json").read_text())) == 2
+    written = json.loads((tmp_path / "stability.json").read_text())
+    firsts = {d["variant"]: d["first"] for d in written["differences"]}
+    assert firsts == {"again": 0, "coins": 3}
+    assert written["val_losses"] == {"bf16": {"compiled": 2.0, "again": 2.0, "coins": 2.3}}
+    assert written["commands"] == [f"pretrain.py stability --out {v}" for v in losses]
 
 
 # -------------------------------------------------------------------------------------- operands

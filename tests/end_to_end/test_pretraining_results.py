@@ -19,7 +19,7 @@ sys.path.insert(0, str(EXAMPLES))
 from pretraining import devices, page, results, runs  # noqa: E402
 from pretraining.gaps import gaps, pair, pooled_spread  # noqa: E402
 from pretraining.model import SIZES, build_model  # noqa: E402
-from pretraining.record import Losses, Point, Result  # noqa: E402
+from pretraining.record import Losses, Point, Result, without_folders  # noqa: E402
 from pretraining.training import learning_rate_factor  # noqa: E402
 
 from q2compile import Config  # noqa: E402
@@ -245,6 +245,44 @@ def test_the_page_is_made_of_gaps_json(tmp_path: Path) -> None:
     assert (into / "tables.md").read_text() == before
 
 
+def test_times_beside_other_work_are_left_out(tmp_path: Path) -> None:
+    """BF16 in .5 s alone and .9 s beside other work, quartet2 in .75 s and 1.5 s."""
+    folder, into = tmp_path / "table" / "75M", tmp_path / "results"
+    seconds = {"bf16": (0.5, 0.9), "quartet2": (0.75, 1.5)}
+    for name, of_seeds in seconds.items():
+        for seed, of_one in enumerate(of_seeds):
+            recorded(folder, name, seed, [1.0, 2.0], step_seconds=of_one)
+    page.write(into, tmp_path / "table", ["75M/bf16-seed1", "75M/quartet2-seed1"])
+    rows = {(r["run"], r["seed"]): r for r in json.loads((into / "gaps.json").read_text())}
+    assert rows["quartet2", 0]["step_ratio"] == 1.5  # .7 would be the median of both of BF16's
+    times = ("step_seconds", "step_ratio", "tokens_per_second", "first_step_seconds")
+    for name in seconds:
+        assert [rows[name, 1][key] for key in times] == [None] * 4
+        assert rows[name, 1]["peak_ratio"] == 1.0 and rows[name, 1]["gap"] == 0.0
+    tables = (into / "tables.md").read_text().splitlines()
+    assert "| `quartet2` | 2 | 1.5000 | +0.0000 ± 0.0000 | 1.50 | 1.00 |" in tables
+    page.write(into, tmp_path / "table", [f"75M/{n}-seed{s}" for n in seconds for s in (0, 1)])
+    tables = (into / "tables.md").read_text().splitlines()
+    assert "| `quartet2` | 2 | 1.5000 | +0.0000 ± 0.0000 |  | 1.00 |" in tables
+    with pytest.raises(ValueError, match="75M/bf16-seed2: no run of .* that ended; those are 75M/"):
+        page.write(into, tmp_path / "table", ["75M/bf16-seed2"])
+    with pytest.raises(ValueError, match="give that as --of"):
+        page.write(into, None, ["75M/bf16-seed1"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("train --corpus corpus --out runs/a", "train --corpus corpus --out runs/a"),
+        ("train --corpus /a/b/corpus --out /a/b/runs/c", "train --corpus corpus --out runs/c"),
+        ("train --corpus=/a/corpus/ --plan b/c.toml", "train --corpus=corpus --plan b/c.toml"),
+        ("train --out '/a/my runs' --lr 1e-3", "train --out 'my runs' --lr 1e-3"),
+    ],
+)
+def test_a_command_is_shown_without_folders_of_its_machine(typed: str, shown: str) -> None:
+    assert without_folders(typed) == shown
+
+
 def test_corpora_stand_apart(tmp_path: Path) -> None:
     """Two tables of the same size and tokens: neither gap nor spread of one has runs of the other,
     and a table that is written again replaces its own rows alone."""
@@ -267,11 +305,56 @@ def test_corpora_stand_apart(tmp_path: Path) -> None:
     assert "| `quartet2` | 2 | 1.5600 | +0.0600 ± 0.0200 | 1.00 | 1.00 |" in second
 
 
-@pytest.mark.parametrize("gaps_file", (EXAMPLES / "pretraining").glob("results/gaps.json"))
+@pytest.mark.parametrize("gaps_file", list((EXAMPLES / "pretraining").glob("results/gaps.json")))
 def test_the_recorded_page_is_that_of_the_recorded_gaps(gaps_file: Path) -> None:
     rows = json.loads(gaps_file.read_text())
     assert gaps_file.with_name("tables.md").read_text() == page.page(rows)
-    assert {"command", "date", "device", "versions", "corpus"} <= set(rows[0])
+    wanted = {"run", "recipe", "options", "size", "tokens", "seed", "val_loss", "gap", "step_ratio"}
+    wanted |= {"peak_ratio", "versions", "date", "device", "command", "corpus"}
+    for row in rows:
+        assert wanted <= set(row)
+        assert row["command"] == without_folders(row["command"])
+    for name in ("stability", "operands"):
+        facts = json.loads(gaps_file.with_name(f"{name}.json").read_text())
+        assert {"date", "device", "versions"} <= set(facts)
+        for command in facts["commands"] if "commands" in facts else [facts["command"]]:
+            assert f"pretrain.py {name} " in command or "--oracle" in command
+            assert command == without_folders(command)
+
+
+def test_the_readme_has_the_figures_that_were_recorded() -> None:
+    """The tables of operands and of stability, cell by cell."""
+    page = (EXAMPLES / "pretraining" / "README.md").read_text()
+    folder = EXAMPLES / "pretraining" / "results"
+
+    def row(*cells: str) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    def of(values: dict[str, float], digits: int) -> list[str]:
+        return [f"{value:.{digits}f}".removeprefix("0") for value in values.values()]
+
+    for errors in json.loads((folder / "operands.json").read_text())["recipes"]:
+        name = f"`{errors['run']}`"
+        own = row(name, *of(errors["operands"], 4))
+        assert f"{own}\n{row('the same of N(0,1)', *of(errors['normal'], 4))}\n" in page
+        assert row(name, *of(errors["gradients"], 3)) in page
+    stability = json.loads((folder / "stability.json").read_text())
+    bf16, quartet2 = stability["val_losses"].values()
+    bf16_part, quartet2_part = page.split(f"| BF16, {bf16['compiled']:.4f}: ")[1].split(
+        f"| `quartet2`, {quartet2['compiled']:.4f}: "
+    )
+    names = {"coins": "other coins", "oracle": "the oracle"}
+    for found in stability["differences"]:
+        part = bf16_part if found["run"] == "bf16" else quartet2_part
+        variant = names.get(found["variant"], found["variant"])
+        if found["first"]:
+            numbers = [f"{found[key]:+.4f}".replace("0.", ".") for key in ("mean_loss", "val_loss")]
+            assert row(variant, f"from step {found['first']}", *numbers) in part
+        else:
+            same, differs = part.splitlines()[0].split("|")[:2]
+            assert variant in same and differs == " in no step: the same bits "
+    for variant in ("compiled", "eager", "coins", "oracle"):
+        assert f"{quartet2[variant] - bf16[variant]:+.4f}".replace("0.", ".") in quartet2_part
 
 
 # ----------------------------------------------------------------------------------------- devices
