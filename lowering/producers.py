@@ -23,6 +23,7 @@ transposition, a gather), or do not begin on 16 bytes there; types and ops witho
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -90,8 +91,9 @@ def producer_of(x: ir.TensorBox) -> Found:
         raise NotProduced(f"{cols} columns are no multiple of {piece}")
     load = x.make_loader()
     with patch.object(ir.FlexibleLayout, "allow_indexing", True):
-        _freeze(_run(load, rows, int(cols), piece).buffers)
-        written = _run(load, rows, int(cols), piece)
+        first = _run(load, rows, int(cols), piece, {})
+        _freeze(first.buffers)
+        written = _run(load, rows, int(cols), piece, first.either_of_two())
     if len(written.steps) > _MOST_STEPS:
         raise NotProduced(f"the expression has {len(written.steps)} steps, more than {_MOST_STEPS}")
     if not written.buffers or len(written.buffers) > _MOST_INPUTS:
@@ -116,8 +118,8 @@ def is_expression(x: ir.TensorBox) -> bool:
     return isinstance(data, ir.Pointwise) and len(x.get_size()) == 2
 
 
-def _run(load: Callable, rows: Any, cols: int, piece: int) -> _Writer:
-    writer = _Writer({ROW: rows, COLUMN: sympy.Integer(cols)}, piece)
+def _run(load: Callable, rows: Any, cols: int, piece: int, merged: _Merged) -> _Writer:
+    writer = _Writer({ROW: rows, COLUMN: sympy.Integer(cols)}, piece, merged)
     with V.set_ops_handler(writer):
         result = writer.step_of(load([ROW, COLUMN]))
     if writer.kinds[result] != "float":
@@ -180,6 +182,9 @@ def _is_narrow(size: Any) -> bool:
     return V.graph.sizevars.statically_known_lt(size, _WIDE)
 
 
+_Merged = dict[tuple[str, sympy.Expr], sympy.Expr]  # see _Writer.either_of_two
+
+
 class _Number(int):
     """That of a step, unlike a number that an op is given."""
 
@@ -195,7 +200,7 @@ class _Way(NamedTuple):
 class _Writer(DefaultHandler):
     """Inductor's ops, written down as steps."""
 
-    def __init__(self, ranges: dict, piece: int) -> None:
+    def __init__(self, ranges: dict, piece: int, merged: _Merged) -> None:
         self.steps: list[Step] = []
         self.kinds: list[str] = []
         self.buffers: list[str] = []
@@ -204,6 +209,8 @@ class _Writer(DefaultHandler):
         self._known: dict[Step, int] = {}
         self._mask = _Number(-1)
         self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices
+        self._masked: list[tuple[str, sympy.Expr, _Number]] = []  # loads with a mask
+        self._merged = merged
 
     # Ops
 
@@ -238,17 +245,21 @@ class _Writer(DefaultHandler):
         dtype = V.graph.get_dtype(name)
         if dtype not in KIND_OF:
             raise NotProduced(f"{name} is of {dtype}")
-        index = self._simplified(index)
+        index, mask = self._simplified(index), self._mask
+        if mask >= 0:
+            self._masked.append((name, index, mask))
+        if mask >= 0 and (name, index) in self._merged:
+            index, mask = self._merged[name, index], _Number(-1)
         way = self._way(index)
         if way.lanes and way.divisor % self._piece:
             raise NotProduced(f"rows of {name} do not begin on 16 bytes: {index}")
-        if self._mask >= 0 and way.lanes and not self._is_uniform(self._mask):
+        if mask >= 0 and way.lanes and not self._is_uniform(mask):
             raise NotProduced(f"a part of {name} is read that does not begin on 16 bytes")
         _buffer(name)
         if name not in self.buffers:
             self.buffers.append(name)
         how = "lanes" if way.lanes else "one"
-        return self._step("load", self.buffers.index(name), self.text(index), how, self._mask)
+        return self._step("load", self.buffers.index(name), self.text(index), how, mask)
 
     def constant(self, value: Any, dtype: torch.dtype) -> _Number:
         return self._constant(value, _kind(dtype))
@@ -334,11 +345,35 @@ class _Writer(DefaultHandler):
         if None in ways or any(way.divisor % self._piece for way in ways if way):
             return steps
         return [
-            self._step("index", self.text(self._indices[step]), "first")
-            if way and way.lanes
-            else step
+            self._first_of_piece(step) if way and way.lanes else step
             for step, way in zip(steps, ways, strict=True)
         ]
+
+    def _first_of_piece(self, step: _Number) -> _Number:
+        first = self._step("index", self.text(self._indices[step]), "first")
+        self._indices[first] = self._indices[step]
+        return first
+
+    def either_of_two(self) -> _Merged:
+        """The two halves of a head, each from where the other lies:
+
+            before   load(x, i) where e < n, load(x, j) where e >= n; e is something modulo 2 n
+            after    load(x, i + (j - i) * (e // n)), twice the same
+
+        By the input and the index of each such load, the index of both.
+        """
+        merged: _Merged = {}
+        for (name, i, mask), (other, j, complement) in itertools.permutations(self._masked, 2):
+            (below, *at), (above, *other_at) = self.steps[mask], self.steps[complement]
+            if name != other or (below, above) != ("lt", "ge") or at != other_at:
+                continue
+            e, n = (self._indices.get(step) for step in at)
+            apart = sympy.expand(j - i)
+            if n is None or not n.is_Integer or n % self._piece or not apart.is_Integer:
+                continue
+            if isinstance(e, Mod | PythonMod | ModularIndexing) and e.args[-1] == 2 * n:
+                merged[name, i] = merged[name, j] = i + apart * FloorDiv(e, n)
+        return merged
 
     def _way_of(self, step: int) -> _Way | None:
         if step in self._indices:

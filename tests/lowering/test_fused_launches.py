@@ -111,6 +111,31 @@ def test_one_direction(transpose, monkeypatch) -> None:
     assert_same_bits(done.results, function(SEEDS, *operands))
 
 
+def test_the_other_half_is_one_read(monkeypatch) -> None:
+    """RoPE's backward takes the second half of a head's gradient for the first, and the first for the
+    second: two reads with masks that exclude each other, each of dq and of sin."""
+    function, operands_of, _ = PRODUCERS["rope"]
+    done = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of())
+    reads = [step for step in done.calls[0][0].steps if step[0] == "load"]
+    assert [(input_, mask) for _, input_, _, _, mask in reads] == [
+        *((0, -1), (1, -1)),
+        *((0, -1), (2, -1)),
+    ]
+    half = operands_of()[0].shape[-1] // 2
+    assert all(f"floordiv(mod(c, {2 * half}), {half})" in index for _, _, index, *_ in reads[2:])
+
+
+def test_what_is_told_ahead(monkeypatch) -> None:
+    """L2 is told what a long computation will read, not what a short one will."""
+    for name, ahead in (("gelu", 2), ("residual", 0)):
+        function, operands_of, _ = PRODUCERS[name]
+        ((producer, _),) = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of()).calls
+        assert producer_source.prefetches(producer) is bool(ahead)
+        source = producer_source.cuda_source(producer)
+        assert f"kPrefetched = {str(bool(ahead)).lower()};" in source
+        assert not ahead or source.count("  prefetch(") == ahead
+
+
 def test_rounding_in_between(monkeypatch) -> None:
     """Under emulate_precision_casts each operation rounds to bf16, as without a compiler."""
     function = quantised(lambda a, b, c: (a * b + c) * 3)
@@ -195,10 +220,13 @@ def test_the_rule(monkeypatch) -> None:
     last = len(producer.steps) - 1
     slow = replace(producer, steps=(*producer.steps, *(("exp", last + i) for i in range(10))))
     assert "are expected to take" in WHY_NOT(slow, spec, 2, 9)
-    # For an exact global scale the expression is made twice: of three inputs too much, of two not.
-    exact, two = get_scheme("nvfp4_sr"), replace(producer, steps=producer.steps[:3])
-    assert "an element, twice for an exact global scale" in WHY_NOT(producer, exact, 2, 9)
-    assert WHY_NOT(two, exact, 2, 9) is None
+    # For an exact global scale the expression is made twice: three exponentials more are too much.
+    exact = get_scheme("nvfp4_sr")
+    assert WHY_NOT(producer, exact, 2, 9) is None
+    steps = (*producer.steps, *(("exp", last + i) for i in range(3)))
+    dear = replace(producer, steps=steps)
+    assert WHY_NOT(dear, spec, 2, 9) is None
+    assert "an element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
 
 
 def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:

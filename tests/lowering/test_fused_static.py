@@ -60,6 +60,18 @@ NORM = producer(
     *(("load", 3, "r", "one", -1), ("mul", 3, 4), ("sub", 2, 5)),
     *(("load", 4, "r", "one", -1), ("mul", 6, 7)),
 )
+HALF = "floordiv(mod(c, 128), 64)"
+ROPE_AT = "((128 * mod(r, 64)) + (8192 * floordiv(c, 128)) + (262144 * floordiv(r, 64)) + mod(c, 128))"
+TABLE_AT = "((128 * mod(r, 64)) + mod(c, 128))"
+ROPE = producer(
+    (BF16,) * 3,
+    *(("load", 0, ROPE_AT, "lanes", -1), ("load", 1, TABLE_AT, "lanes", -1), ("mul", 0, 1)),
+    *(("index", "mod(c, 128)", "first"), ("index", "64", "one"), ("lt", 3, 4)),
+    ("load", 0, f"(64 + ((-128) * {HALF}) + {ROPE_AT})", "lanes", -1),
+    ("load", 2, f"(64 + ((-128) * {HALF}) + {TABLE_AT})", "lanes", -1),
+    *(("mul", 6, 7), ("constant", "0x0.0p+0", "float"), ("where", 5, 8, 9), ("add", 2, 10)),
+    *(("ge", 3, 4), ("neg", 8), ("where", 12, 13, 9), ("add", 11, 14)),
+)
 DROPOUT = producer((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
 CAST = producer((torch.float32,), *loads(0))
 ALL = {
@@ -68,6 +80,7 @@ ALL = {
     "silu": SILU,
     "sum": SUM,
     "norm": NORM,
+    "rope": ROPE,
     "dropout": DROPOUT,
     "cast": CAST,
 }

@@ -466,6 +466,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     __syncthreads();
     if (more && !kPacked && kStages == 2)
       fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kTileBytes);
+#if Q2_PRODUCED
+    if (kPrefetched && index + 2 * gridDim.x < p.tiles) prefetch_elements(p, walk.after(next));
+#endif
     const Rows held = rows_now(p, tile, turn);
     if (kRows) quantize_along_rows(p, tile, held, current, rows, extent_along_rows);
     if (kGrouped && held.tail) store_zeros_of_cols(p.along_cols, tile, cols);

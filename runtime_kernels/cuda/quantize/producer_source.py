@@ -9,6 +9,7 @@ What is the same for all of a piece is computed once a piece, the rest in a loop
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 
@@ -18,7 +19,8 @@ FILE = "producer.cuh"
 _OTHERS = {"load": 1.5, "round": 2.0, "cast": 1.5}  # instructions of steps that are no OPERATIONS
 # Words of 16 bytes that a thread has on their way. With 8, on an H200, what two rows of three words
 # brought was waited for (fusion_rule.py), what four rows of two words did hardly.
-_LOADS_AHEAD = 12
+_LOADS_AHEAD = 16
+_PREFETCHED = 5.0  # instructions a byte
 _TYPES = {"float": "float", "int": "long long", "bool": "bool"}
 _ELEMENT = {
     torch.bfloat16: "bf16_of({}, {})",
@@ -51,19 +53,41 @@ def cuda_source(producer: Producer) -> str:
         else:
             each.append(f"    {line}")
     sizes = [f"  const Index {name} = p.{name};" for name in producer.sizes]
+    at = "[[maybe_unused]] Index r, [[maybe_unused]] Index c"
     lines = [
         f"using Index = {'long long' if producer.wide else 'int'};",
         f"constexpr int kRowsAhead = {rows_ahead(producer)};",
+        f"constexpr bool kPrefetched = {str(prefetches(producer)).lower()};",
         *("struct Producer {", *fields, "};"),
-        "Q2_INLINE uint4 produce(const Producer& p, [[maybe_unused]] Index r, "
-        "[[maybe_unused]] Index c) {",
+        f"Q2_INLINE uint4 produce(const Producer& p, {at}) {{",
         *(*sizes, *once, "  float made[kPerPiece];"),
         "#pragma unroll",
         "  for (int j = 0; j < kPerPiece; ++j) {",
         *(*each, f"    made[j] = v{len(producer.steps) - 1};", "  }"),
-        *("  return piece_of(made);", "}", ""),
+        *("  return piece_of(made);", "}"),
+        f"Q2_INLINE void prefetch_lines(const Producer& p, {at}) {{",
+        *(*sizes, *_lines(producer, uniform), "}", ""),
     ]
     return "\n".join(lines)
+
+
+def _lines(producer: Producer, uniform: list[bool]) -> list[str]:
+    """Of 64 columns from column c on, those that are read along rows."""
+    lines = {}
+    for i, (name, *args) in enumerate(producer.steps):
+        if name != "load" or uniform[i] or args[3] >= 0 or not re.search(r"\br\b", args[1]):
+            continue
+        size = producer.inputs[args[0]].itemsize
+        first = f"(const u8*)p.input{args[0]} + (long long){args[1]} * {size}"
+        for past in range(0, 64 * size, 128):
+            lines[f"  prefetch({first} + {past});"] = None  # once
+    return [*lines]
+
+
+def prefetches(producer: Producer) -> bool:
+    """Whether L2 is told a tile ahead what will be read: that helps where computing takes longer than
+    reading, and is in the way of the reads where it does not (fusion_rule.py)."""
+    return instructions(producer) >= _PREFETCHED * bytes_read(producer)
 
 
 def instructions(producer: Producer) -> float:

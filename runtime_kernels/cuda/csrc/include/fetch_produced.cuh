@@ -31,3 +31,10 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
     }
   }
 }
+
+// Has L2 fetch what a tile will be computed from (kPrefetched). A thread: 64 columns of a row.
+Q2_INLINE void prefetch_elements(const Params& p, Tile tile) {
+  constexpr int kColumns = 64, kAcross = kTileCols / kColumns;
+  int row = tile.row + threadIdx.x / kAcross, col = tile.col + threadIdx.x % kAcross * kColumns;
+  if (row < p.rows && col < p.cols) prefetch_lines(p.producer, row, col);
+}
