@@ -112,8 +112,8 @@ def test_one_direction(transpose, monkeypatch) -> None:
 
 
 def test_the_other_half_is_one_read(monkeypatch) -> None:
-    """RoPE's backward takes the second half of a head's gradient for the first, and the first for the
-    second: two reads with masks that exclude each other, each of dq and of sin."""
+    """RoPE's backward takes the second half of a head's gradient for the first, and the first for
+    the second: two reads with masks that exclude each other, each of dq and of sin."""
     function, operands_of, _ = PRODUCERS["rope"]
     done = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of())
     reads = [step for step in done.calls[0][0].steps if step[0] == "load"]

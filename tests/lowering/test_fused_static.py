@@ -61,8 +61,8 @@ NORM = producer(
     *(("load", 4, "r", "one", -1), ("mul", 6, 7)),
 )
 HALF = "floordiv(mod(c, 128), 64)"
-ROPE_AT = "((128 * mod(r, 64)) + (8192 * floordiv(c, 128)) + (262144 * floordiv(r, 64)) + mod(c, 128))"
 TABLE_AT = "((128 * mod(r, 64)) + mod(c, 128))"
+ROPE_AT = f"({TABLE_AT} + (8192 * floordiv(c, 128)) + (262144 * floordiv(r, 64)))"
 ROPE = producer(
     (BF16,) * 3,
     *(("load", 0, ROPE_AT, "lanes", -1), ("load", 1, TABLE_AT, "lanes", -1), ("mul", 0, 1)),

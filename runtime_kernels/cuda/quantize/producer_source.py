@@ -17,8 +17,7 @@ from q2compile.runtime_kernels.cuda.quantize.producer import OPERATIONS, Produce
 
 FILE = "producer.cuh"
 _OTHERS = {"load": 1.5, "round": 2.0, "cast": 1.5}  # instructions of steps that are no OPERATIONS
-# Words of 16 bytes that a thread has on their way. With 8, on an H200, what two rows of three words
-# brought was waited for (fusion_rule.py), what four rows of two words did hardly.
+# Words of 16 bytes that a thread has on their way: four rows of four (KERNEL_LOG.md).
 _LOADS_AHEAD = 16
 _PREFETCHED = 5.0  # instructions a byte
 _TYPES = {"float": "float", "int": "long long", "bool": "bool"}
@@ -85,8 +84,8 @@ def _lines(producer: Producer, uniform: list[bool]) -> list[str]:
 
 
 def prefetches(producer: Producer) -> bool:
-    """Whether L2 is told a tile ahead what will be read: that helps where computing takes longer than
-    reading, and is in the way of the reads where it does not (fusion_rule.py)."""
+    """Whether L2 is told a tile ahead what will be read: that helps where computing takes longer
+    than reading, and where it does not it is in the way (examples/benchmarks/KERNEL_LOG.md)."""
     return instructions(producer) >= _PREFETCHED * bytes_read(producer)
 
 
