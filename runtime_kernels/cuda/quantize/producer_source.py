@@ -72,7 +72,7 @@ def cuda_source(producer: Producer) -> str:
 
 def _lines(producer: Producer, uniform: list[bool]) -> list[str]:
     """Of 64 columns from column c on, those that are read along rows."""
-    lines = {}
+    lines: dict[str, None] = {}
     for i, (name, *args) in enumerate(producer.steps):
         if name != "load" or uniform[i] or args[3] >= 0 or not re.search(r"\br\b", args[1]):
             continue
