@@ -264,7 +264,7 @@ def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monke
     torch._dynamo.reset()
     args = x.cuda(), seed.cuda(), scheme, transform, transpose
     with inductor_config.patch(force_disable_caches=True):
-        got, (code,) = run_and_get_code(torch.compile(rotated), *args)
+        got, (*_, code) = run_and_get_code(torch.compile(rotated), *args)  # self-checks' are first
     assert "torch.ops.q2.quantize.default(" not in code
     assert "torch.ops.q2.rht_quantize.default(" not in code
     assert_same_bits([t.cpu() for t in got], rotated(x, seed, scheme, transform, transpose))
