@@ -24,7 +24,6 @@ transposition, a gather), or do not begin on 16 bytes there; types and ops witho
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -38,6 +37,7 @@ from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
+from q2compile.lowering.index_ways import COLUMN, ROW, NotProduced, Way, way_through
 from q2compile.runtime_kernels.cuda.quantize.producer import (
     KIND_OF,
     OPERATIONS,
@@ -46,7 +46,6 @@ from q2compile.runtime_kernels.cuda.quantize.producer import (
     kind_of,
 )
 
-ROW, COLUMN = sympy.symbols("r c", integer=True, nonnegative=True)
 _MOST_STEPS = 96  # more would not fit into a thread's registers, whatever the rule thinks of it
 _MOST_INPUTS = 8
 _AS = {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_not": "logical_not"}
@@ -56,10 +55,6 @@ _WIDE = 2**31
 _SAME_NUMBERS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze") + (
     *("unsqueeze", "expand", "alias", "clone", "convert_element_type", "_to_copy"),
 )
-
-
-class NotProduced(Exception):
-    """Why an operand is not computed in the quantiser, in words."""
 
 
 class Found(NamedTuple):
@@ -182,19 +177,13 @@ def _is_narrow(size: Any) -> bool:
     return V.graph.sizevars.statically_known_lt(size, _WIDE)
 
 
-_Merged = dict[tuple[str, sympy.Expr], sympy.Expr]  # see _Writer.either_of_two
+# A load: its input, its index, the comparison that masks it.
+_Masked = tuple[str, sympy.Expr, tuple]
+_Merged = dict[_Masked, sympy.Expr]  # see _Writer.either_of_two
 
 
 class _Number(int):
     """That of a step, unlike a number that an op is given."""
-
-
-class _Way(NamedTuple):
-    """How an index goes through a piece, and what divides it at the piece's first column (0: all
-    numbers do)."""
-
-    lanes: bool
-    divisor: int
 
 
 class _Writer(DefaultHandler):
@@ -209,7 +198,7 @@ class _Writer(DefaultHandler):
         self._known: dict[Step, int] = {}
         self._mask = _Number(-1)
         self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices
-        self._masked: list[tuple[str, sympy.Expr, _Number]] = []  # loads with a mask
+        self._masked: list[_Masked] = []
         self._merged = merged
 
     # Ops
@@ -246,11 +235,12 @@ class _Writer(DefaultHandler):
         if dtype not in KIND_OF:
             raise NotProduced(f"{name} is of {dtype}")
         index, mask = self._simplified(index), self._mask
-        if mask >= 0:
-            self._masked.append((name, index, mask))
-        if mask >= 0 and (name, index) in self._merged:
-            index, mask = self._merged[name, index], _Number(-1)
-        way = self._way(index)
+        compared = self._compared(mask) if mask >= 0 else None
+        if compared is not None:
+            self._masked.append((name, index, compared))
+            if self._masked[-1] in self._merged:
+                index, mask = self._merged[self._masked[-1]], _Number(-1)
+        way = way_through(index, self._piece)
         if way.lanes and way.divisor % self._piece:
             raise NotProduced(f"rows of {name} do not begin on 16 bytes: {index}")
         if mask >= 0 and way.lanes and not self._is_uniform(mask):
@@ -266,7 +256,8 @@ class _Writer(DefaultHandler):
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> _Number:
         expr = self._simplified(sympy.sympify(expr))
-        step = self._step("index", self.text(expr), "lanes" if self._way(expr).lanes else "one")
+        how = "lanes" if way_through(expr, self._piece).lanes else "one"
+        step = self._step("index", self.text(expr), how)
         self._indices[step] = expr
         return step if _kind(dtype) == "int" else self._cast(step, _kind(dtype))
 
@@ -360,26 +351,30 @@ class _Writer(DefaultHandler):
             before   load(x, i) where e < n, load(x, j) where e >= n; e is something modulo 2 n
             after    load(x, i + (j - i) * (e // n)), twice the same
 
-        By the input and the index of each such load, the index of both.
+        By the input, the index and the comparison of each such load, the index of both.
         """
         merged: _Merged = {}
-        for (name, i, mask), (other, j, complement) in itertools.permutations(self._masked, 2):
-            (below, *at), (above, *other_at) = self.steps[mask], self.steps[complement]
-            if name != other or (below, above) != ("lt", "ge") or at != other_at:
+        for one, other in itertools.permutations(self._masked, 2):
+            (name, i, (below, e, n)), (other_name, j, (above, *same)) = one, other
+            if name != other_name or (below, above) != ("lt", "ge") or same != [e, n]:
                 continue
-            e, n = (self._indices.get(step) for step in at)
             apart = sympy.expand(j - i)
-            if n is None or not n.is_Integer or n % self._piece or not apart.is_Integer:
-                continue
-            if isinstance(e, Mod | PythonMod | ModularIndexing) and e.args[-1] == 2 * n:
-                merged[name, i] = merged[name, j] = i + apart * FloorDiv(e, n)
+            whole = n.is_Integer and n % self._piece == 0 and apart.is_Integer
+            if whole and isinstance(e, Mod | PythonMod | ModularIndexing) and e.args[-1] == 2 * n:
+                merged[one] = merged[other] = i + apart * FloorDiv(e, n)
         return merged
 
-    def _way_of(self, step: int) -> _Way | None:
-        if step in self._indices:
-            return self._way(self._indices[step])
+    def _compared(self, step: int) -> tuple | None:
+        """The comparison of indices that a step is."""
         name, *args = self.steps[step]
-        return _Way(False, int(args[0])) if name == "constant" and args[1] == "int" else None
+        known = name in ("lt", "ge") and all(arg in self._indices for arg in args)
+        return (name, *(self._indices[arg] for arg in args)) if known else None
+
+    def _way_of(self, step: int) -> Way | None:
+        if step in self._indices:
+            return way_through(self._indices[step], self._piece)
+        name, *args = self.steps[step]
+        return Way(False, int(args[0])) if name == "constant" and args[1] == "int" else None
 
     def _is_uniform(self, step: int) -> bool:
         name, *args = self.steps[step]
@@ -402,46 +397,6 @@ class _Writer(DefaultHandler):
     def _simplified(self, index: sympy.Expr) -> sympy.Expr:
         index = V.graph.sizevars.simplify_with_ranges(index, self._ranges)
         return index.replace(Identity, lambda x: x) if index.has(Identity) else index
-
-    def _way(self, e: sympy.Expr) -> _Way:
-        """See _Way.
-
-        Raises:
-            NotProduced: the index does not go along a row.
-        """
-        if e.is_Integer:
-            return _Way(False, int(e))
-        if e == COLUMN:
-            return _Way(True, self._piece)
-        if e.is_Symbol:
-            return _Way(False, 1)
-        ways = [self._way(arg) for arg in e.args]
-        counting = [way.lanes for way in ways]
-        if e.is_Add and sum(counting) <= 1:
-            return _Way(any(counting), math.gcd(*(way.divisor for way in ways)))
-        if not any(counting):
-            return _Way(False, _divisor(e, ways))
-        if isinstance(e, FloorDiv | Mod | PythonMod | ModularIndexing) and not any(counting[1:]):
-            return self._way_within(e, ways)
-        raise NotProduced(f"a read does not go along a row: {e}")
-
-    def _way_within(self, e: sympy.Expr, ways: list[_Way]) -> _Way:
-        """Of a quotient or a remainder of a counting index by whole pieces."""
-        steps = [int(arg) if arg.is_Integer else 1 for arg in e.args[1:]]
-        piece = self._piece
-        quotients = steps[:1] if isinstance(e, FloorDiv) else steps[:-1]
-        way = ways[0]
-        for divisor in quotients:
-            if divisor != 1 and (way.divisor % piece or divisor % piece):
-                raise NotProduced(f"a read does not go along a row: {e}")
-            if divisor != 1:
-                whole = way.divisor % divisor == 0
-                way = _Way(False, way.divisor // divisor if whole else 1)
-        if isinstance(e, FloorDiv) or not way.lanes:
-            return way if isinstance(e, FloorDiv) else _Way(False, math.gcd(way.divisor, steps[-1]))
-        if way.divisor % piece or steps[-1] % piece:
-            raise NotProduced(f"a read does not go along a row: {e}")
-        return _Way(True, math.gcd(way.divisor, steps[-1]))
 
     def text(self, e: sympy.Expr) -> str:
         """An index as producers have it; the sizes in it are noted."""
@@ -472,16 +427,6 @@ class _Writer(DefaultHandler):
             raise NotProduced(f"an index depends on {name}, which data decide")
         self.sizes.append(symbol)
         return name
-
-
-def _divisor(e: sympy.Expr, ways: list[_Way]) -> int:
-    """Of an index without the column."""
-    if e.is_Mul:
-        return math.prod(way.divisor for way in ways)
-    if isinstance(e, FloorDiv) and e.args[1].is_Integer:
-        whole = ways[0].divisor % int(e.args[1]) == 0
-        return ways[0].divisor // int(e.args[1]) if whole else 1
-    return 1
 
 
 def _unwrapped(value: Any) -> Any:

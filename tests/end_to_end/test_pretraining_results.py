@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -314,11 +315,12 @@ def test_the_recorded_page_is_that_of_the_recorded_gaps(gaps_file: Path) -> None
     for row in rows:
         assert wanted <= set(row)
         assert row["command"] == without_folders(row["command"])
-    for name in ("stability", "operands"):
+    for name in ("stability", "stability-cpu", "operands"):
         facts = json.loads(gaps_file.with_name(f"{name}.json").read_text())
         assert {"date", "device", "versions"} <= set(facts)
         for command in facts["commands"] if "commands" in facts else [facts["command"]]:
-            assert f"pretrain.py {name} " in command or "--oracle" in command
+            subcommand = name.removesuffix("-cpu")
+            assert f"pretrain.py {subcommand} " in command or "--oracle" in command
             assert command == without_folders(command)
 
 
@@ -338,7 +340,12 @@ def test_the_readme_has_the_figures_that_were_recorded() -> None:
         own = row(name, *of(errors["operands"], 4))
         assert f"{own}\n{row('the same of N(0,1)', *of(errors['normal'], 4))}\n" in page
         assert row(name, *of(errors["gradients"], 3)) in page
-    stability = json.loads((folder / "stability.json").read_text())
+    for file in ("stability.json", "stability-cpu.json"):
+        has_stability(page, json.loads((folder / file).read_text()), row)
+
+
+def has_stability(page: str, stability: dict[str, Any], row: Callable[..., str]) -> None:
+    """Asserts that a page has the figures of a run of `stability`."""
     bf16, quartet2 = stability["val_losses"].values()
     bf16_part, quartet2_part = page.split(f"| BF16, {bf16['compiled']:.4f}: ")[1].split(
         f"| `quartet2`, {quartet2['compiled']:.4f}: "

@@ -125,6 +125,24 @@ def test_the_other_half_is_one_read(monkeypatch) -> None:
     assert all(f"floordiv(mod(c, {2 * half}), {half})" in index for _, _, index, *_ in reads[2:])
 
 
+def test_reads_with_other_masks_are_left(monkeypatch) -> None:
+    """The first half of a head from the second, and its last quarter from the third: a part of the
+    columns is in both, and each read keeps its mask."""
+
+    def parts(a):
+        head = a.view(ROWS, -1, 64)
+        first = torch.ops.aten.slice_backward(head[..., 32:], head.shape, 2, 0, 32, 1)
+        last = torch.ops.aten.slice_backward(head[..., 32:48], head.shape, 2, 48, 64, 1)
+        return (head + first + last).view_as(a)
+
+    a = normal(ROWS, 256)
+    done = run_fused(monkeypatch, quantised(parts), SEEDS, a)
+    ((producer, given),) = done.calls
+    masks = [step[4] for step in producer.steps if step[0] == "load"]
+    assert masks[0] == -1 and len(masks) == 3 and min(masks[1:]) >= 0
+    assert torch.equal(made_by(producer, given), parts(a))
+
+
 def test_what_is_told_ahead(monkeypatch) -> None:
     """L2 is told what a long computation will read, not what a short one will."""
     for name, ahead in (("gelu", 2), ("residual", 0)):
