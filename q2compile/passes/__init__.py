@@ -23,6 +23,7 @@ from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass
+from q2compile.passes.post_grad.gather_quantisers import gather_quantisers_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.part_directions import part_directions_pass
@@ -49,6 +50,7 @@ PASSES: dict[str, Pass] = {
     "unrotate_in_gemm": unrotate_in_gemm_pass,  # those two look for gemm nodes
     "part_directions": part_directions_pass,  # looks at sizes, which those change
     "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
+    "gather_quantisers": gather_quantisers_pass,  # after all that make quantisers, or part them
     "fuse_rotations": fuse_rotations_pass,  # changes nothing, and marks what the others leave
 }
 

@@ -151,6 +151,7 @@ ROWS = [
     _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
     _pass("part_directions", small=0),
     _pass("sum_columns", model=Biased),
+    _pass("gather_quantisers"),
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),

@@ -254,7 +254,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
     first = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "widen_operands", "unrotate_in_gemm"]
-    last = ["part_directions", "sum_columns", "fuse_rotations"]
+    last = ["part_directions", "sum_columns", "gather_quantisers", "fuse_rotations"]
     assert list(PASSES) == [*first, *forms, *last]
     assert plain != PostGradPasses(Config(fuse_rotations=True)).uuid()
 

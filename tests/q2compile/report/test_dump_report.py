@@ -170,6 +170,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "unrotate_in_gemm", 0),
         ("forward", "part_directions", 0),
         ("forward", "sum_columns", 0),
+        ("forward", "gather_quantisers", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
@@ -179,6 +180,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "unrotate_in_gemm", 0),
         ("backward", "part_directions", 0),
         ("backward", "sum_columns", 0),
+        ("backward", "gather_quantisers", 0),
     ]
 
 

@@ -1,0 +1,128 @@
+"""Quantisers brought together, so that they end in one launch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
+    BOTH_SUMMED,
+    ONE_ROTATED,
+    ONE_SUMMED,
+    VIEWS_AND_CASTS,
+    is_q2,
+)
+from q2compile.passes.live_bytes import SMALL
+from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
+
+_BOTH = BOTH_ROTATED + BOTH_SUMMED
+_QUANTISERS = ("quantize", "quantize_masked", *ONE_ROTATED, *ONE_SUMMED, *_BOTH)
+_REACH = 2  # groups: what is made early waits for no more GEMMs than those
+# What may stand between quantisers of a group, as in lowering/together.py.
+_CHEAP = VIEWS_AND_CASTS | {operator.getitem, torch.ops.aten.select.int}
+
+
+def gather_quantisers_pass(graph: fx.Graph) -> int:
+    """A quantiser that stands alone ends in a launch of its own, which makes scales; with others
+    before it, in theirs.
+
+    before                                  after
+        x = quantize(x, ..., S)                 x = quantize(x, ..., S)
+        q = quantize(w_q, ..., S)               q = quantize(w_q, ..., S)
+        a = gemm(x..., q...)                    k = quantize(w_k, ..., S)
+        k = quantize(w_k, ..., S)               a = gemm(x..., q...)
+        b = gemm(x..., k...)                    b = gemm(x..., k...)
+
+    Likewise the requantisation of x for wgrad, behind those of dy and w for dgrad.
+
+    Preconditions: one of the two groups before it has room in its last launch and the same scheme;
+    all that the quantiser reads stands before that group's end, but for views and casts, which move
+    with it; and what it makes, which lives for a GEMM or two longer, is at most `SMALL` with what
+    was moved to that group before.
+
+    Exact: nothing is computed otherwise, only earlier.
+    """
+    groups = _groups(graph)
+    held = [0] * len(groups)  # bytes that were moved to each
+    moved = 0
+    for i, group in enumerate(groups):
+        if len(group) != 1:
+            continue
+        (node,) = group
+        size = _bytes(node)
+        for j in range(i - 1, max(i - 1 - _REACH, -1), -1):
+            earlier = groups[j]
+            if not earlier or size is None or held[j] + size > SMALL or not _fits(earlier, node):
+                continue
+            needed = _needed(node, earlier[-1])
+            if needed is None:
+                continue
+            at = earlier[-1]
+            for one in (*needed, node):
+                at.append(one)
+                at = one
+            earlier.append(node)
+            group.clear()
+            held[j] += size
+            moved += 1
+            break
+    return moved
+
+
+def _groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Quantisers that end in one launch already, if there is room: nothing reads what one makes
+    before the next."""
+    groups: list[list[fx.Node]] = []
+    made: set[fx.Node] = set()  # by the group that is open
+    for node in graph.nodes:
+        quantises = is_q2(node, *_QUANTISERS)
+        own = node.target is operator.getitem and node.args[0] in made
+        reads = not own and not made.isdisjoint(node.all_input_nodes)
+        if reads or not (quantises or _is_cheap(node)):
+            made = set()
+        if quantises and not made:
+            groups.append([])
+        if quantises:
+            groups[-1].append(node)
+        if quantises or own:
+            made.add(node)
+    return groups
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _CHEAP
+
+
+def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
+    nodes = [*group, node]
+    alike = len({named_arguments(n)["scheme"] for n in nodes}) == 1
+    return alike and sum(2 if is_q2(n, *_BOTH) else 1 for n in nodes) <= MOST_SIDES
+
+
+def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:
+    """What stands behind `end` and is read by a node, in order; None where that computes more than
+    a view or a cast."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for read in pending.pop().all_input_nodes:
+            if end < read and read not in found:
+                if not _is_cheap(read):
+                    return None
+                found.add(read)
+                pending.append(read)
+    return sorted(found)
+
+
+def _bytes(node: fx.Node) -> int | None:
+    """Of all that it makes; None where sizes are not known."""
+    tensors: list[Any] = [v for v in tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
