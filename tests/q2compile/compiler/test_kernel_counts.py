@@ -316,7 +316,12 @@ sum_columns (post-grad)
   forward   addmm 2, inputs 5, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
   backward  q2.rht_quantize 1 -> 0, q2.rht_quantize_both 1 -> 0,
             q2.rht_quantize_both_summed 0 -> 1, q2.rht_quantize_summed 0 -> 1, triton 3 -> 1,
-            aten.randint 1, inputs 11, mm 3, q2.requantize 3""",
+            aten.randint 1, inputs 11, mm 3, q2.requantize 3
+
+gather_quantisers (post-grad)
+  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
+  backward  aten.randint 1, inputs 18, mm 7, q2.requantize 5, q2.rht_quantize 1,
+            q2.rht_quantize_both 3, triton 2""",
         )
 
     def test_of_each_joint_pass_and_option(self) -> None:

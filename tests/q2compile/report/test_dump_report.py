@@ -180,7 +180,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "unrotate_in_gemm", 0),
         ("backward", "part_directions", 0),
         ("backward", "sum_columns", 0),
-        ("backward", "gather_quantisers", 0),
+        ("backward", "gather_quantisers", 1),
     ]
 
 
