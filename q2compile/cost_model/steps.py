@@ -46,6 +46,7 @@ from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits, writte
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -203,6 +204,7 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
     summed = _dbias_is_summed(recipe, layer, gemms)
     steps = [] if summed else _dbias(layer, gemms)
     paired = _paired(recipe, gemms)
+    before: list[Step] = []
     for name in gemms:
         gemm: Gemm | None = getattr(recipe, name)
         if gemm is None:
@@ -211,6 +213,8 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
         made = _operands(recipe, layer, name, paired=paired)
         if summed:
             made = [_summing(step) if _is_of_columns(step) else step for step in made]
+        made = _gathered(made, before)
+        before = made
         steps += made
         aligned = any(step.last is not None for step in made)
         masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)
@@ -256,6 +260,18 @@ def _together(steps: list[Step]) -> list[Step]:
         else step
         for i, step in enumerate(steps)
     ]
+
+
+def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
+    """A quantiser that is alone ahead of its GEMM ends in the launch of those ahead of the GEMM
+    before, where that has room (`passes.gather_quantisers`)."""
+    lone, group = ([step for step in steps if step.last is not None] for steps in (made, before))
+    if len(lone) != 1 or not group or group[-1].last != lone[0].last:
+        return made
+    sides = sum(s.quantiser.directions if s.quantiser else 1 for s in (*group, *lone))
+    if sides > MOST_SIDES:
+        return made
+    return [replace(step, launches=step.launches - (step in lone)) for step in made]
 
 
 def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool) -> list[Step]:

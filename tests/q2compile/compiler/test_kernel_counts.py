@@ -9,7 +9,8 @@ launches ahead of the product has the name of its .cu file.
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
 recompute_weights in test_joint_passes.py, of the two for swizzled scales in
-test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of sum_columns, all bits but
+test_swizzle_scales.py, of gather_quantisers (which moves calls; what that saves is in
+tests/lowering/test_launch_counts.py) in test_gather_quantisers.py, of widen_operands in test_widen_operands.py, of sum_columns, all bits but
 those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
 test_share_rotations.py.
@@ -151,7 +152,6 @@ ROWS = [
     _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
     _pass("part_directions", small=0),
     _pass("sum_columns", model=Biased),
-    _pass("gather_quantisers"),
     _joint_pass("share_operands", "nvfp4", cse=False),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
@@ -165,7 +165,7 @@ ROWS = [
 def test_every_pass_has_a_row() -> None:
     """cache_weights is no pass over a graph, but has the effect of one. fuse_rotations changes no
     graph (test_fuse_rotations.py counts what the lowering makes of it)."""
-    passes = [name for name in PASSES if name != "fuse_rotations"]
+    passes = [name for name in PASSES if name not in ("gather_quantisers", "fuse_rotations")]
     assert [row.name for row in ROWS] == [*passes, *JOINT_PASSES, "cache_weights"]
 
 
@@ -316,12 +316,7 @@ sum_columns (post-grad)
   forward   addmm 2, inputs 5, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
   backward  q2.rht_quantize 1 -> 0, q2.rht_quantize_both 1 -> 0,
             q2.rht_quantize_both_summed 0 -> 1, q2.rht_quantize_summed 0 -> 1, triton 3 -> 1,
-            aten.randint 1, inputs 11, mm 3, q2.requantize 3
-
-gather_quantisers (post-grad)
-  forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  aten.randint 1, inputs 18, mm 7, q2.requantize 5, q2.rht_quantize 1,
-            q2.rht_quantize_both 3, triton 2""",
+            aten.randint 1, inputs 11, mm 3, q2.requantize 3""",
         )
 
     def test_of_each_joint_pass_and_option(self) -> None:
