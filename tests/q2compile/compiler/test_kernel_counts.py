@@ -9,11 +9,11 @@ launches ahead of the product has the name of its .cu file.
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
 recompute_weights in test_joint_passes.py, of the two for swizzled scales in
-test_swizzle_scales.py, of gather_quantisers (which moves calls; what that saves is in
-tests/lowering/test_launch_counts.py) in test_gather_quantisers.py, of widen_operands in test_widen_operands.py, of sum_columns, all bits but
+test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of sum_columns, all bits but
 those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
-test_share_rotations.py.
+test_share_rotations.py. gather_quantisers only moves calls: test_gather_quantisers.py, and for the
+launches that it saves tests/lowering/test_launch_counts.py.
 """
 
 from __future__ import annotations
