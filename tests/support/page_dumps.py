@@ -43,12 +43,12 @@ class Net(nn.Module):
         return self.head(x) + self.tiny(x).sum()
 
 
-def dump_of_net(folder, **options):
+def dump_of_net(folder, layers=4, **options):
     """Dump a forward and a backward of `Net`, with some code as Inductor would write it."""
     torch.manual_seed(0)
     policy = {"head": "bf16", "*.down": {"dgrad": "bf16"}}
     options = {"inner": "eager", "policy": policy, "dump": str(folder), **options}
-    model = torch.compile(Net(), backend="quartet2", options=options)
+    model = torch.compile(Net(layers), backend="quartet2", options=options)
     model(torch.arange(24).view(2, 12)).sum().backward()
     code = ["import torch", *[f"# line {i}" for i in range(400)]]
     code[300] = (

@@ -47,22 +47,27 @@ function opOf(node, names) {
 }
 
 // Rows of two graphs side by side: {left, right, kind}; kind "same", "changed" (one name, another
-// call), "renamed" (the same but for the names of operands), "replaced", "removed" or "added".
+// call), "renamed" (the same but for the names of operands), "replaced", "removed", "added", or
+// "moved": of one side alone, since the node stands elsewhere on the other.
 function diffGraphs(before, after) {
   const place = new Map(after.map((node, i) => [node.key, i]));
   const common = before
     .map((node, i) => [i, place.get(node.key)])
     .filter(([, j]) => j !== undefined);
+  const fixed = longestRising(common);
+  const stays = new Set(fixed.map(([left]) => before[left].key));
+  const moved = new Set(common.map(([left]) => before[left].key).filter((key) => !stays.has(key)));
   const rows = [];
   let i = 0,
     j = 0;
-  for (const [left, right] of [...longestRising(common), [before.length, after.length]]) {
-    const gap = Math.max(left - i, right - j);
-    for (let k = 0; k < gap; k += 1) {
+  for (const [left, right] of [...fixed, [before.length, after.length]]) {
+    while (i < left || j < right) {
+      const gone = i < left && moved.has(before[i].key);
+      const come = !gone && j < right && moved.has(after[j].key);
       rows.push({
-        left: i + k < left ? before[i + k] : null,
-        right: j + k < right ? after[j + k] : null,
-        kind: "",
+        left: i < left && !come ? before[i++] : null,
+        right: j < right && !gone ? after[j++] : null,
+        kind: gone || come ? "moved" : "",
       });
     }
     if (left < before.length) rows.push({ left: before[left], right: after[right], kind: "" });
@@ -72,7 +77,7 @@ function diffGraphs(before, after) {
   const renames = new Map();
   for (const { left, right } of rows)
     if (left && right && left.name !== right.name) renames.set(left.name, right.name);
-  for (const row of rows) row.kind = kindOf(row, renames);
+  for (const row of rows) row.kind ||= kindOf(row, renames);
   return rows;
 }
 
@@ -106,7 +111,7 @@ function longestRising(pairs) {
   return found.reverse();
 }
 
-const CHANGES = new Set(["changed", "replaced", "removed", "added"]);
+const CHANGES = new Set(["changed", "replaced", "moved", "removed", "added"]);
 
 // [[op, before, after], ...] of the ops whose number differs, the largest change first.
 function opChanges(before, after) {

@@ -28,6 +28,7 @@ class DiffView {
     const of = (kinds) => this.rows.filter(({ kind }) => kinds.includes(kind)).length;
     const counts = [
       ["changed", of(["changed", "replaced"])],
+      ["moved", of(["moved"]) / 2],
       ["removed", of(["removed"])],
       ["added", of(["added"])],
     ];

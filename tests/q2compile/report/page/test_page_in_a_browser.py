@@ -170,14 +170,26 @@ def test_graphs_side_by_side(opened):
     calls = opened.texts(".pair.replaced .right .call")
     assert "‹quartet2›" in calls[0] and "rht128" not in calls[0]
     show_graph(opened, "Forward")
-    before = len(opened.texts(".pair"))
-    opened.click(".fold", "Nothing changed here")
-    opened.until("return document.querySelectorAll('.pair').length > arguments[0]", before)
+    # k_proj's weight, with q_proj's, in each of four layers: nothing else is to be seen there.
+    assert opened.texts(".counts .mark") == ["4 moved"]
+    left, right = (opened.texts(f".pair.moved .{side} .call") for side in ("left", "right"))
+    assert left == right and len(left) == 2  # the last two layers are folded away
     show_graph(opened, "Backward")
     merged = opened.find(".passes tbody tr", "merge_seeds").get_attribute("textContent")
     assert "q2.seed −" in merged and re.search(r"\d (µs|ms|s)", merged)
     opened.click(".pair.added .node")
     assert "Module" in opened.find(".info").text and "Used by" in opened.find(".info").text
+
+
+def test_a_graph_that_no_pass_changed(browser, tmp_path):
+    dump_of_net(tmp_path, layers=0)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    browser.open(tmp_path / "report.html")
+    show_graph(browser, "Forward")
+    before = len(browser.texts(".pair"))
+    browser.click(".fold", "Nothing changed here")
+    browser.until("return document.querySelectorAll('.pair').length > arguments[0]", before)
+    assert browser.errors() == []
 
 
 def test_memory_by_module(opened):
