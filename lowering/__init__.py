@@ -12,7 +12,8 @@ fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 launches.py          the other ops: calls of our kernels, past the dispatcher
 together.py          which of them are launched together
 fused_launches.py    rotating quantisers that compute their operand: producers.py makes a loop of
-                     Inductor's an expression for our kernel, fusion_rule.py says when
+                     Inductor's an expression for our kernel (index_ways.py how it reads,
+                     shorter_steps.py what is computed otherwise), fusion_rule.py says when
 inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
 

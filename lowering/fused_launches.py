@@ -8,9 +8,10 @@ kernel is not made:
              q2_site_0(buf0, seed, seed, buf1, buf2)
     after    q2_fused_0(dh, u, g, seed, seed, buf1, buf2)
 
-Two operands of one read, the dg and du of a SwiGLU, are two such calls, which read dh, u and g
-each. One kernel for both, which would read them once, needs both tiles and both results in one
-thread block; it is not written.
+Two operands of one read, the dg and du of a SwiGLU, are one call where the rule says so, which
+reads dh, u and g once; or else two, which read them each.
+
+    after    q2_fused_0(dh, u, g, seed, seed, seed, seed, buf1, buf2, buf3, buf4)
 
 Not fused is an operand with another reader (a residual that is kept), since then it is written all
 the same; one whose columns are summed for dbias, by a kernel that reads it; one in a graph with a
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -41,12 +43,12 @@ from q2compile.lowering.producers import (
     Found,
     NotProduced,
     is_expression,
-    is_same_numbers,
     producer_of,
 )
 from q2compile.runtime_kernels.cuda.quantize import fused
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
 from q2compile.runtime_kernels.ops.summed import SUMMED
 from q2compile.runtime_kernels.registry import serving
 
@@ -66,6 +68,43 @@ def register() -> None:
         register_lowering(op, type_promotion_kind=None)(lowering)
 
 
+# Of the graph that is lowered: what quantisers made that came in one call with another one.
+_MADE: WeakKeyDictionary[Any, dict[fx.Node, tuple[Any, ...]]] = WeakKeyDictionary()
+
+
+class Asked(NamedTuple):
+    """A quantiser: its node, its operand, its arguments after that."""
+
+    node: fx.Node
+    x: ir.TensorBox
+    args: Sequence[Any]
+
+    def label(self, op: torch._ops.OpOverload) -> str:
+        size = " x ".join(map(str, self.x.get_size()))
+        return f"{self.node.name} ({op.name().partition('::')[2]} of {size})"
+
+    def note(self, op: torch._ops.OpOverload) -> str:
+        return f"{self.label(op)}: fused with {_origins(self.x)}"
+
+
+class Quantised(NamedTuple):
+    """A quantiser: its node, its arguments after x with tensors among them in memory, its results
+    as fakes, which of them are read, and a buffer for each of those, else None."""
+
+    node: fx.Node
+    args: list[Any]
+    results: Sequence[torch.Tensor]
+    wanted: list[bool]
+    buffers: list[Any]
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return tuple(
+            b if b is None or r.dim() else view(b, [])
+            for b, r in zip(self.buffers, self.results, strict=True)
+        )
+
+
 def _fused_or_not(op: torch._ops.OpOverload, *args: Any) -> Any:
     made = call(op, *args)
     return launches.call(op, *args) if made is None else made
@@ -74,87 +113,103 @@ def _fused_or_not(op: torch._ops.OpOverload, *args: Any) -> Any:
 def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, ...] | None:
     """The outputs of the op with x computed in its kernel, or None where the pass has not marked
     the node or one of the conditions says no; which is noted for the record of the pass."""
-    notes = V.current_node.meta.get(MAY_FUSE)
-    if notes is None or V.current_node.target is not op:
+    node = V.current_node
+    notes = node.meta.get(MAY_FUSE)
+    if notes is None or node.target is not op:
         return None
-    name = op.name().partition("::")[2]
-    label = f"{V.current_node.name} ({name} of {_size(x)})"
+    made = _MADE.get(V.graph, {}).pop(node, None)
+    if made is not None:
+        return made
+    first, second = Asked(node, x, args), _second_of_pair(node)
+    if second is not None:
+        try:
+            made, second_made = _call(op, [first, second])
+        except NotProduced as reason:
+            notes.append(f"{node.name} and {second.node.name}: not in one kernel: {reason}")
+        else:
+            _MADE.setdefault(V.graph, {})[second.node] = second_made
+            notes += [first.note(op), f"{second.note(op)}, in one kernel with {node.name}"]
+            return made
     try:
-        made = _call(op, name, x, args)
+        (made,) = _call(op, [first])
     except NotProduced as reason:
-        notes.append(f"{label}: not fused: {reason}")
+        notes.append(f"{first.label(op)}: not fused: {reason}")
         return None
-    notes.append(f"{label}: fused with {_origins(x)}")
+    notes.append(first.note(op))
     return made
 
 
-def _call(
-    op: torch._ops.OpOverload, name: str, x: ir.TensorBox, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _second_of_pair(node: fx.Node) -> Asked | None:
+    """The quantiser behind this one that one kernel may serve with it."""
+    pair = node.meta.get(PAIR)
+    for other in node.graph.nodes:
+        if other.meta.get(PAIR, -1) == pair and node < other:
+            x, *args = (V.graph.env[a] if isinstance(a, fx.Node) else a for a in other.args)
+            return Asked(other, x, args)
+    return None
+
+
+def _call(op: torch._ops.OpOverload, calls: Sequence[Asked]) -> list[tuple[Any, ...]]:
+    """The outputs of one quantiser, or of two in one kernel.
+
+    Raises:
+        NotProduced: it cannot be, or would not pay.
+    """
+    name = op.name().partition("::")[2]
     if name.endswith(SUMMED):
         raise NotProduced("its columns are summed, too, by a kernel that reads the operand")
     if V.graph.cpp_wrapper:
         raise NotProduced("generated code is in C++")
-    if not is_expression(x):
-        raise NotProduced("the operand is in memory already")
-    readers = other_readers(V.current_node)
-    if readers:
-        raise NotProduced(f"{', '.join(readers)} read the operand, too")
+    for node, x, _ in calls:
+        if not is_expression(x):
+            raise NotProduced("the operand is in memory already")
+        readers = other_readers(node)
+        if readers:
+            raise NotProduced(f"{', '.join(readers)} read the operand, too")
+    quantised = [_quantised(op, *each) for each in calls]
+    found = producer_of(*(x for _, x, _ in calls))
+    node, x, args = calls[0]
+    device = x.get_device_or_error()
+    _refuse(name, found.producer, device, args, node)
+    if device.type == "cuda":
+        fused.prepare(name, found.producer, args, device.index)
+    for each in quantised:
+        pairs = zip(each.results, each.wanted, strict=True)
+        each.buffers.extend(output_buffer(r) if w else None for r, w in pairs)
+    FusedLaunches(name, found, quantised)
+    return [each.outputs for each in quantised]
+
+
+def _quantised(
+    op: torch._ops.OpOverload, node: fx.Node, x: ir.TensorBox, args: Sequence[Any]
+) -> Quantised:
+    """Without buffers as yet."""
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
     with V.graph.fake_mode:
         shaped = [*fakes([x, *realized])]
-        if serving(name, shaped).launching is None:
+        if serving(op.name().partition("::")[2], shaped).launching is None:
             raise NotProduced("no CUDA kernel of q2compile serves it here")
         results = op(*shaped)
-    found = producer_of(x)
+    return Quantised(node, realized, results, wanted_outputs(op, len(results), node), [])
+
+
+def _refuse(
+    name: str, producer: Producer, device: torch.device, args: Sequence[Any], node: fx.Node
+) -> None:
+    """Raises NotProduced where the kernel would not pay, or does not do what it should."""
+    operands = len(producer.results)
+    index = device.index or 0
     scheme = get_scheme(fused.scheme_and_transform(name, args)[0])
     directions = 2 if name == "rht_quantize_both" else 1
-    device = x.get_device_or_error()
     capability = torch.cuda.get_device_capability(device)[0]
-    shared = reads_the_same(V.current_node)
-    reason = fusion_rule.why_not(found.producer, scheme, directions, capability, shared)
+    reason = fused.no_pair(name, producer, args, index) if operands > 1 else None
+    if reason is None:
+        shared = operands == 1 and node.meta[READS_THE_SAME]
+        reason = fusion_rule.why_not(producer, scheme, directions, capability, shared)
     if reason is None and device.type == "cuda":
-        reason = fused.refusal(name, device.index, args)
+        reason = fused.refusal(name, index, args, operands)
     if reason is not None:
         raise NotProduced(reason)
-    if device.type == "cuda":
-        fused.prepare(name, found.producer, args, device.index)
-    wanted = wanted_outputs(op, len(results))
-    buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
-    FusedLaunches(name, found, realized, [b for b in buffers if b is not None], wanted)
-    return tuple(
-        b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
-    )
-
-
-def reads_the_same(node: fx.Node) -> bool:
-    """Whether another marked quantiser's operand is made from half or more of what this one's is:
-    Inductor would make one kernel of both producers."""
-    own = _made_from(node)
-    others = (n for n in node.graph.nodes if MAY_FUSE in n.meta and n is not node)
-    return any(2 * len(own & _made_from(other)) >= len(own) for other in others)
-
-
-def _made_from(node: fx.Node) -> set[fx.Node]:
-    """What the expression of a quantiser's operand reads: where operations end that go element by
-    element."""
-    found: set[fx.Node] = set()
-    pending, seen = [*_inputs(node)[:1]], set()
-    while pending:
-        at = pending.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        tags = getattr(at.target, "tags", ())
-        if at.op == "call_function" and (torch.Tag.pointwise in tags or is_same_numbers(at)):
-            pending += _inputs(at)
-        else:
-            found.add(at)
-    return found
-
-
-def _inputs(node: fx.Node) -> list[fx.Node]:
-    return [a for a in node.args if isinstance(a, fx.Node)]
 
 
 def other_readers(node: fx.Node) -> list[str]:
@@ -171,10 +226,6 @@ def other_readers(node: fx.Node) -> list[str]:
         read, reader = read.args[0], read
 
 
-def _size(x: ir.TensorBox) -> str:
-    return " x ".join(map(str, x.get_size()))
-
-
 def _origins(x: ir.TensorBox) -> str:
     """What aten calls the operations that were fused."""
     data = x.data
@@ -186,24 +237,17 @@ def _origins(x: ir.TensorBox) -> str:
 
 
 class FusedLaunches(launches.Enqueued):
-    """Enqueues the launches of a quantiser that computes its operand."""
+    """Enqueues the launches of a quantiser that computes its operand, or of two."""
 
     _imports = _IMPORTS
     _called = "q2_fused"
 
-    def __init__(
-        self,
-        op: str,
-        found: Found,
-        args: Sequence[Any],
-        buffers: Sequence[Any],
-        wanted: Sequence[bool],
-    ) -> None:
-        """args: of the op, after x."""
-        self._op, self._found, self._args, self._wanted = op, found, args, wanted
+    def __init__(self, op: str, found: Found, quantised: Sequence[Quantised]) -> None:
+        self._op, self._found, self._quantised = op, found, quantised
         unwrapped = ir.InputsKernel.unwrap_storage_for_input
         sources = [unwrapped(V.graph.get_buffer(name)) for name in found.buffers]
-        operands = [unwrapped(a) for a in args if is_tensor(a)]
+        operands = [unwrapped(a) for each in quantised for a in each.args if is_tensor(a)]
+        buffers = [b for each in quantised for b in each.buffers if b is not None]
         written = [unwrapped(ir.ExternKernel.realize_input(b)) for b in buffers]
         super().__init__([*sources, *operands], written)
 
@@ -212,14 +256,17 @@ class FusedLaunches(launches.Enqueued):
         given = list(self._found.buffers)
         given += map(wrapper.codegen_sizevar, self._found.sizes)
         operands = iter(self._tensors[len(self._found.buffers) :])
-        args = []
-        for arg in self._args:
-            if is_tensor(arg):
-                shown, reference = given_as(next(operands), True)
-                given.append(reference)
-            else:
-                shown = repr(arg)
-            args.append(shown)
-        wanted = ", ".join(str(int(w)) for w in self._wanted)
-        site = f"q2_FusedSite('{self._op}', q2_{producer!r}, ({', '.join(args)},), ({wanted},))"
+        calls = []
+        for each in self._quantised:
+            args = []
+            for arg in each.args:
+                if is_tensor(arg):
+                    shown, reference = given_as(next(operands), True)
+                    given.append(reference)
+                else:
+                    shown = repr(arg)
+                args.append(shown)
+            wanted = ", ".join(str(int(w)) for w in each.wanted)
+            calls.append(f"(({', '.join(args)},), ({wanted},))")
+        site = f"q2_FusedSite('{self._op}', q2_{producer!r}, [{', '.join(calls)}])"
         self._write(wrapper, site, given)

@@ -12,8 +12,8 @@ quantiser, W bytes written:
 
 for an operand of 2 bytes. An exact global scale takes a pass of its own, for the largest number
 alone: with A instructions unfused max(A / i, 2) more, and fused the operand is computed once more,
-(P + A) / i + 1.1 R / rows ahead. R' is R, or R / 2 where another quantiser of the graph reads the
-same (a gated MLP's dg and du): Inductor makes one kernel of both producers, with one read.
+(P + A) / i + 1.1 R / rows ahead. R' is R, or 0 where another quantiser of the graph reads the
+same (a gated MLP's dg and du), whose producer's kernel reads it all the same.
 
 Measured on an H200 (examples/benchmarks/fusion.py, 2026-11-23, torch 2.11, 8192 x 4096, everything
 fused), fused over unfused; RoPE's, SiLU's and GELU's have L2 told ahead, which the rule leaves out:
@@ -24,7 +24,15 @@ fused), fused over unfused; RoPE's, SiLU's and GELU's have L2 told ahead, which 
     rope_backward_both    16.9 2.0  4      0.95       0.90
     silu_mul_quest        23.1 4.0  4      0.93       0.82
     gelu_backward_both    43.3 4.0  4      1.07       0.95
-    swiglu_backward_both  16.6 6.0  4      1.12, 1.08 1.10
+    swiglu_backward_both  16.6 6.0  4      1.15       1.10
+
+where SwiGLU's two operands are a kernel each, and nothing of shorter_steps.py is done: the P of
+RoPE, SiLU and GELU are 13.3, 11.0 and 27.3 since. One that computes and quantises both, n = 2, is
+
+    unfused   max(P / i, R + 2 n) + n max(Q / i, 2 + W)
+    fused     max((P + n Q) / i + 1.1 R / rows ahead, R + n W)
+
+of which SwiGLU's, P = 19.6, is expected to take 0.81 of the time; no GPU has run it.
 
 i is from data sheets, but for the H200's, which is measured
 (examples/benchmarks/instructions.py), Q from machine code for sm_90a (KERNEL_LOG.md there), but for
@@ -59,9 +67,9 @@ _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its wa
 def why_not(
     producer: Producer, spec: Scheme, directions: int, capability: int, shared: bool = False
 ) -> str | None:
-    """None when computing the operand in the quantiser is expected to pay, otherwise the reason in
-    words. capability: the major compute capability of the GPU.  shared: another quantiser reads
-    the same."""
+    """None when computing the operand in the quantiser, or both operands in one, is expected to
+    pay, otherwise the reason in words. capability: the major compute capability of the GPU.
+    shared: another quantiser reads the same."""
     ratio = expected(producer, spec, directions, capability, shared)
     if ratio <= MARGIN:
         return None
@@ -79,13 +87,15 @@ def expected(
     """The time of the fused kernels over that of the others."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
+    count = len(producer.results)
     rounded = _QUANTISER.get(spec.rounding, _QUANTISER["sr"])[directions - 1]
     rounded += _WIDENING * directions * spec.widened + _MASK * spec.masked
     written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
-    own_read = read / 2 if shared else read
-    unfused = max(made / rate, own_read + size) + max(rounded / rate, size + written)
+    own_read = 0.0 if shared else read
+    unfused = max(made / rate, own_read + count * size)
+    unfused += count * max(rounded / rate, size + written)
     waited = _WAITED * read / rows_ahead(producer)
-    fused = max((made + rounded) / rate + waited, read + written)
+    fused = max((made + count * rounded) / rate + waited, read + count * written)
     if Rule.of(spec) == Rule.EXACT:
         largest = _LARGEST * directions
         unfused += max(largest / rate, size)

@@ -249,10 +249,12 @@ def _formed(x: Any, form: Form) -> Any:
     return ir.ExternKernel.require_contiguous(x)
 
 
-def wanted_outputs(op: torch._ops.OpOverload, count: int) -> list[bool]:
-    """Which outputs of the node that is lowered are read; all, where the call is one of several
-    that it is lowered to."""
-    node = V.current_node
+def wanted_outputs(
+    op: torch._ops.OpOverload, count: int, node: torch.fx.Node | None = None
+) -> list[bool]:
+    """Which outputs of a node, the one that is lowered, are read; all, where the call is one of
+    several that it is lowered to."""
+    node = node or V.current_node
     if count == 1 or node.target is not op:
         return [True] * count
     used = {output.args[1] for output in node.users if is_read(output)}

@@ -12,9 +12,10 @@ would give it in Triton: fp32 for every float, a rounding to bf16 only where `to
 with use_compute_types=False (emulate_precision_casts); so the bits are those of the loop but for
 
 - sums of products, which ptxas may contract there and --fmad=false keeps apart here,
-- sigmoid, where exp and the quotient are approximated here and there, not by the same instructions.
+- exp, which is 2^(x log2 e) here and libdevice's there, sigmoid, and 1 + erf (produced.cuh);
+  x / (1 + exp(-x)) is x * sigmoid(x) here.
 
-Both are some ulp of fp32 before the rounding to the operand's type.
+These are some ulp of fp32 before the rounding to the operand's type.
 
 Refused, each with its reason: an operand that is in memory already, or no matrix; columns that are
 no multiple of a thread's piece (16 bytes); reads that do not go along a row of the operand (a
@@ -38,13 +39,17 @@ from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
 from q2compile.lowering.index_ways import COLUMN, ROW, NotProduced, Way, way_through
+from q2compile.lowering.shorter_steps import shorter
 from q2compile.runtime_kernels.cuda.quantize.producer import (
     KIND_OF,
     OPERATIONS,
     Producer,
     Step,
+    arguments_of,
     kind_of,
+    renumbered,
 )
+from q2compile.runtime_kernels.ops.fusing import is_same_numbers
 
 _MOST_STEPS = 96  # more would not fit into a thread's registers, whatever the rule thinks of it
 _MOST_INPUTS = 8
@@ -52,9 +57,6 @@ _AS = {"bitwise_and": "logical_and", "bitwise_or": "logical_or", "bitwise_not": 
 _OF_INTEGERS = ("add", "sub", "mul", "neg", "where", "lt", "le", "gt", "ge", "eq", "ne")
 _ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _WIDE = 2**31
-_SAME_NUMBERS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze") + (
-    *("unsqueeze", "expand", "alias", "clone", "convert_element_type", "_to_copy"),
-)
 
 
 class Found(NamedTuple):
@@ -65,13 +67,14 @@ class Found(NamedTuple):
     sizes: tuple[sympy.Symbol, ...]
 
 
-def producer_of(x: ir.TensorBox) -> Found:
-    """The expression that makes x, in a graph that is being lowered.
+def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
+    """The expression that makes x, and others of the same size and type, in a graph that is being
+    lowered.
 
     Raises:
         NotProduced: it has none that rotate_quantize.cu can compute.
     """
-    if not is_expression(x):
+    if not all(map(is_expression, (x, *others))):
         raise NotProduced("the operand is in memory already")
     dtype = x.get_dtype()
     if not dtype.is_floating_point or dtype.itemsize > 4:
@@ -84,13 +87,14 @@ def producer_of(x: ir.TensorBox) -> Found:
         raise NotProduced(f"the number of columns, {cols}, is not known")
     if int(cols) % piece:
         raise NotProduced(f"{cols} columns are no multiple of {piece}")
-    load = x.make_loader()
+    loads = [matrix.make_loader() for matrix in (x, *others)]
     with patch.object(ir.FlexibleLayout, "allow_indexing", True):
-        first = _run(load, rows, int(cols), piece, {})
+        first, _ = _run(loads, rows, int(cols), piece, {})
         _freeze(first.buffers)
-        written = _run(load, rows, int(cols), piece, first.either_of_two())
-    if len(written.steps) > _MOST_STEPS:
-        raise NotProduced(f"the expression has {len(written.steps)} steps, more than {_MOST_STEPS}")
+        written, results = _run(loads, rows, int(cols), piece, first.either_of_two())
+    steps, results = _needed(written.steps, results)
+    if len(steps) > _MOST_STEPS:
+        raise NotProduced(f"the expression has {len(steps)} steps, more than {_MOST_STEPS}")
     if not written.buffers or len(written.buffers) > _MOST_INPUTS:
         raise NotProduced(f"it reads {len(written.buffers)} tensors, not 1 to {_MOST_INPUTS}")
     producer = Producer(
@@ -100,7 +104,8 @@ def producer_of(x: ir.TensorBox) -> Found:
         inputs=tuple(V.graph.get_dtype(name) for name in written.buffers),
         sizes=tuple(map(str, written.sizes)),
         wide=not all(map(_is_narrow, (rows * cols, *map(_extent, written.buffers)))),
-        steps=tuple(written.steps),
+        steps=steps,
+        results=results,
     )
     return Found(producer, tuple(written.buffers), tuple(written.sizes))
 
@@ -113,15 +118,29 @@ def is_expression(x: ir.TensorBox) -> bool:
     return isinstance(data, ir.Pointwise) and len(x.get_size()) == 2
 
 
-def _run(load: Callable, rows: Any, cols: int, piece: int, merged: _Merged) -> _Writer:
+def _run(
+    loads: Sequence[Callable], rows: Any, cols: int, piece: int, merged: _Merged
+) -> tuple[_Writer, tuple[int, ...]]:
+    """The steps, and which of them are results."""
     writer = _Writer({ROW: rows, COLUMN: sympy.Integer(cols)}, piece, merged)
     with V.set_ops_handler(writer):
-        result = writer.step_of(load([ROW, COLUMN]))
-    if writer.kinds[result] != "float":
+        results = tuple(int(writer.step_of(load([ROW, COLUMN]))) for load in loads)
+    if any(writer.kinds[result] != "float" for result in results):
         raise NotProduced("the expression is no float")
-    if result != len(writer.steps) - 1:
-        writer.again(result)
-    return writer
+    return writer, results
+
+
+def _needed(
+    steps: Sequence[Step], results: Sequence[int]
+) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    """Without steps that no result comes from, and loads."""
+    needed = set(results)
+    for i in reversed(range(len(steps))):
+        if i in needed or steps[i][0] == "load":
+            needed |= {i, *arguments_of(steps[i])}
+    number = {old: new for new, old in enumerate(sorted(needed))}
+    kept = tuple(renumbered(steps[old], number) for old in number)
+    return kept, tuple(number[result] for result in results)
 
 
 def _buffer(name: str) -> ir.Buffer:
@@ -153,12 +172,6 @@ def _is_loop(reader: fx.Node) -> bool:
     if torch.Tag.pointwise in getattr(reader.target, "tags", ()):
         return True
     return is_same_numbers(reader) and all(map(_is_loop, reader.users))
-
-
-def is_same_numbers(node: fx.Node) -> bool:
-    """Whether a node only says how numbers lie or are rounded."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.partition("::")[2] in _SAME_NUMBERS
 
 
 def _freeze(names: list[str]) -> None:
@@ -225,7 +238,8 @@ class _Writer(DefaultHandler):
             raise NotProduced(f"ops.{name} of {' and '.join(sorted(kinds))}")
         if name in ("lt", "ge"):
             steps = self._at_pieces(steps)
-        return self._step(name, *steps)
+        way = shorter(self.steps, name, steps)
+        return self._step(name, *steps) if way is None else self._built(way)
 
     def load(self, name: str, index: sympy.Expr) -> _Number:
         loop = _loop_for_loops(name)
@@ -308,11 +322,6 @@ class _Writer(DefaultHandler):
             return self._constant(value, kind)
         raise NotProduced(f"an op is given {value!r}")
 
-    def again(self, step: int) -> None:
-        """As the last step, the result."""
-        self.steps.append(("cast", step, "float"))
-        self.kinds.append("float")
-
     def _step(self, name: str, *args: Any) -> _Number:
         step = (name, *(int(a) if isinstance(a, _Number) else a for a in args))
         if step not in self._known:
@@ -321,6 +330,11 @@ class _Writer(DefaultHandler):
             self.kinds.append(kind_of(step, self.kinds, inputs))
             self.steps.append(step)
         return _Number(self._known[step])
+
+    def _built(self, tree: Any) -> _Number:
+        """A step whose arguments are steps in their turn."""
+        name, *args = tree
+        return self._step(name, *(self._built(a) if isinstance(a, tuple) else a for a in args))
 
     def _cast(self, step: _Number, kind: str) -> _Number:
         return step if self.kinds[step] == kind else self._step("cast", step, kind)
@@ -380,8 +394,7 @@ class _Writer(DefaultHandler):
         name, *args = self.steps[step]
         if name in ("load", "index"):
             return args[-2 if name == "load" else -1] != "lanes"
-        arguments = args[:1] if name in ("cast", "round") else args
-        return name == "constant" or all(map(self._is_uniform, arguments))
+        return all(map(self._is_uniform, arguments_of((name, *args))))
 
     # Indices
 

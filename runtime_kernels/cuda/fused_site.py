@@ -1,15 +1,17 @@
 """Calls in generated code of rotating quantisers that compute their operand: as site.py's, with
-what the operand is computed from in the operand's place.
+what the operand is computed from in the operand's place. Two that compute theirs from one read are
+one call.
 
-    q2_fused_0 = q2_FusedSite('rht_quantize_both', q2_Producer(...),
-                              (..., ..., 'nvfp4_ms_eden_pow2', 'rht128', 0), (1, 0, 0, 1, 0, 0))
+    q2_fused_0 = q2_FusedSite('rht_quantize_both', q2_Producer(...), [
+        ((..., ..., 'nvfp4_ms_eden_pow2', 'rht128', 0), (1, 0, 0, 1, 0, 0)),
+    ])
     ...
     q2_fused_0(buf0, buf1, seed, seed, buf2, buf3)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,19 +33,25 @@ _profiler = torch.autograd.profiler
 
 
 class FusedSite:
-    """One call of op in generated code.
+    """One call of op in generated code, or two at once.
 
-    args: the op's arguments after x; for one that is given at each call `...`, or a View of what is
-        given.
-    wanted: for each output of the op, whether the calls give a buffer for it.
+    calls: for each matrix of the producer
+        the op's arguments after x; for one that is given at each call `...`, or a View of what is
+        given;
+        for each output of the op, whether the calls give a buffer for it.
     """
 
     def __init__(
-        self, op: str, producer: Producer, args: tuple[Any, ...], wanted: tuple[int, ...]
+        self,
+        op: str,
+        producer: Producer,
+        calls: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]],
     ) -> None:
-        self._op, self._producer, self._args = op, producer, args
-        self._wanted = tuple(map(bool, wanted))
-        self._open = [i for i, arg in enumerate(args) if arg is ... or isinstance(arg, View)]
+        self._op, self._producer = op, producer
+        self._args = [args for args, _ in calls]
+        self._wanted = [tuple(map(bool, wanted)) for _, wanted in calls]
+        self._name = " + ".join([f"q2::{op}"] * len(calls))
+        self._open = [a for args in self._args for a in args if a is ... or isinstance(a, View)]
         self._inputs = len(producer.inputs)
         self._ready: dict[tuple[int, ...], Ready] = {}  # by sizes
         self._failed = False
@@ -55,7 +63,7 @@ class FusedSite:
         wanted outputs, contiguous.
         """
         if _profiler._is_profiler_enabled:
-            with record_function(f"q2::{self._op}"):
+            with record_function(self._name):
                 self._call(given)
         else:
             self._call(given)
@@ -81,27 +89,33 @@ class FusedSite:
             self._failed = True
         self._apart(inputs, sizes, self._filled(bases), buffers)
 
-    def _filled(self, bases: Sequence[torch.Tensor]) -> list[Any]:
-        args = list(self._args)
-        for i, base in zip(self._open, bases, strict=True):
-            args[i] = args[i].of(base) if isinstance(args[i], View) else base
-        return args
+    def _filled(self, bases: Sequence[torch.Tensor]) -> list[list[Any]]:
+        """The arguments of each matrix."""
+        given = iter(bases)
+        return [[self._argument(arg, given) for arg in args] for args in self._args]
+
+    @staticmethod
+    def _argument(arg: Any, given: Iterator[torch.Tensor]) -> Any:
+        if isinstance(arg, View):
+            return arg.of(next(given))
+        return next(given) if arg is ... else arg
 
     def _new_ready(
-        self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], args: Sequence[Any]
+        self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], calls: Sequence[Sequence[Any]]
     ) -> Ready | None:
         """None where our kernels do not serve: Inductor's caches remember what another process
         could run."""
         like = inputs[0].new_empty((0, self._producer.cols), dtype=self._producer.dtype)
-        if serving(self._op, [like, *args]).launching is None:
+        if serving(self._op, [like, *calls[0]]).launching is None:
             return None
-        call = fused.fused_call(self._op, self._producer, inputs, sizes, args)
-        views = [self._args[i] for i in self._open]
+        call = fused.fused_call(self._op, self._producer, inputs, sizes, calls)
+        given = (arg for args in calls for arg in tensors_of(args))
         pasts = [0] * len(inputs) + [
             view.offset * arg.element_size() if isinstance(view, View) else 0
-            for view, arg in zip(views, tensors_of(args), strict=True)
+            for view, arg in zip(self._open, given, strict=True)
         ]
-        ready = Ready(call, inputs[0].device.index, self._wanted, pasts)
+        wanted = [each for of in self._wanted for each in of]
+        ready = Ready(call, inputs[0].device.index, wanted, pasts)
         if len(self._ready) >= _MOST_READY:
             self._ready.clear()
         self._ready[sizes] = ready
@@ -111,12 +125,15 @@ class FusedSite:
         self,
         inputs: Sequence[torch.Tensor],
         sizes: tuple[int, ...],
-        args: Sequence[Any],
+        calls: Sequence[Sequence[Any]],
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        """The operand by torch, then the op by whichever kernel serves."""
-        x = self._producer.evaluate(inputs, sizes)
-        results = getattr(torch.ops.q2, self._op)(x, *args)
-        wanted = (r for r, has_buffer in zip(results, self._wanted, strict=True) if has_buffer)
-        for buffer, result in zip(buffers, wanted, strict=True):
-            buffer.copy_(result.view(buffer.shape))
+        """The operands by torch, then the op by whichever kernel serves."""
+        matrices = self._producer.evaluate(inputs, sizes)
+        free = iter(buffers)
+        for x, args, wanted in zip(matrices, calls, self._wanted, strict=True):
+            results = getattr(torch.ops.q2, self._op)(x, *args)
+            for result, has_buffer in zip(results, wanted, strict=True):
+                if has_buffer:
+                    buffer = next(free)
+                    buffer.copy_(result.view(buffer.shape))

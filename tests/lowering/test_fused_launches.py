@@ -16,6 +16,7 @@ from q2compile.lowering import fusion_rule
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer, arguments_of
 from q2compile.runtime_kernels.cuda.quantize.producer_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
@@ -41,6 +42,7 @@ EDEN = "nvfp4_ms_eden_pow2"
 SEEDS = torch.tensor([11, 12])
 RHT_BOTH = torch.ops.q2.rht_quantize_both
 WHY_NOT = fusion_rule.why_not
+INF, NAN = float("inf"), float("nan")
 
 
 def quantised(function: Callable, scheme: str = EDEN, transform: str = "rht128") -> Callable:
@@ -57,9 +59,10 @@ def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
     done = run_fused(monkeypatch, quantised(function), SEEDS, *operands)
     ((producer, given),) = done.calls
     assert "fused with" in done.notes[0] and "triton_" not in done.source.partition("def call")[2]
-    x = made_by(producer, given)
+    (x,) = made_by(producer, given)
     assert_same_bits(done.results, RHT_BOTH(x, *SEEDS, EDEN, "rht128", 3))
-    by_torch, by_eager = producer.evaluate(given[: len(producer.inputs)]), function(*operands)
+    (by_torch,) = producer.evaluate(given[: len(producer.inputs)])
+    by_eager = function(*operands)
     if exact:
         assert torch.equal(x, by_eager) and torch.equal(by_torch, by_eager)
     else:
@@ -70,13 +73,40 @@ def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
             assert (x != other).float().mean() < 2.0**-10
 
 
+def test_what_is_approximated() -> None:
+    """Against double precision: the polynomial of 1 + erf is 2^-24 wrong, e^x |x| 2^-24 of itself,
+    and 2^-22 is what a GPU's exponential may be."""
+    x = torch.cat([torch.linspace(-12, 12, 64 * 128 - 4), torch.tensor([0.0, INF, -INF, NAN])])
+    steps = (("load", 0, "(c + (128 * r))", "lanes", -1), ("erf_plus_one", 0), ("exp", 0))
+    producer = Producer(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
+    erf, exp = (made.double().flatten() for made in made_by(producer, (x,)))
+    wide = x.double()
+    assert torch.allclose(erf, 1 + wide.erf(), rtol=0, atol=2.0**-24 + 2.0**-22, equal_nan=True)
+    finite = x.isfinite()
+    far = (exp - wide.exp()).abs() > (wide.abs() * 2.0**-24 + 2.0**-22) * wide.exp()
+    assert not far[finite].any()
+    assert torch.equal(
+        exp[~finite].nan_to_num(7, INF), torch.tensor([INF, 0, 7], dtype=torch.float64)
+    )
+
+
+def test_what_no_result_comes_from_is_left_out(monkeypatch) -> None:
+    """Of 1 + erf(x) the erf by itself."""
+    function, operands_of, _ = PRODUCERS["gelu"]
+    ((producer, _),) = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of()).calls
+    names = [step[0] for step in producer.steps]
+    assert names.count("erf_plus_one") == 1 and "erf" not in names
+    used = {arg for step in producer.steps for arg in arguments_of(step)} | {*producer.results}
+    assert used == set(range(len(names)))
+
+
 def test_quest_of_the_forward(monkeypatch) -> None:
     def function(g, u):
         return torch.ops.q2.quantize_masked(silu_mul(g, u), "mxfp4_quest", "h32")
 
     done = run_fused(monkeypatch, function, *matrices(2))
     ((producer, given),) = done.calls
-    want = torch.ops.q2.quantize_masked(made_by(producer, given), "mxfp4_quest", "h32")
+    want = torch.ops.q2.quantize_masked(*made_by(producer, given), "mxfp4_quest", "h32")
     assert_same_bits(done.results, want)
 
 
@@ -140,7 +170,7 @@ def test_reads_with_other_masks_are_left(monkeypatch) -> None:
     ((producer, given),) = done.calls
     masks = [step[4] for step in producer.steps if step[0] == "load"]
     assert masks[0] == -1 and len(masks) == 3 and min(masks[1:]) >= 0
-    assert torch.equal(made_by(producer, given), parts(a))
+    assert torch.equal(*made_by(producer, given), parts(a))
 
 
 def test_what_is_told_ahead(monkeypatch) -> None:
@@ -230,21 +260,103 @@ def test_what_is_not_fused_and_why(why, monkeypatch) -> None:
 
 
 def test_the_rule(monkeypatch) -> None:
-    """A sum of three is little work for the eight bytes it reads; ten exponentials are not."""
+    """A sum of three is little work for the eight bytes it reads; four logarithms are not."""
     done = run_fused(monkeypatch, quantised(residual), SEEDS, *PRODUCERS["residual"][1]())
     producer, spec = done.calls[0][0], get_scheme(EDEN)
     assert bytes_read(producer) == 8
     assert WHY_NOT(producer, spec, 2, 9) is None
     last = len(producer.steps) - 1
-    slow = replace(producer, steps=(*producer.steps, *(("exp", last + i) for i in range(10))))
+    steps = (*producer.steps, *(("log", last + i) for i in range(4)))
+    slow = replace(producer, steps=steps, results=(last + 4,))
     assert "are expected to take" in WHY_NOT(slow, spec, 2, 9)
-    # For an exact global scale the expression is made twice: three exponentials more are too much.
+    # For an exact global scale the expression is made twice: one logarithm more is too much.
     exact = get_scheme("nvfp4_sr")
     assert WHY_NOT(producer, exact, 2, 9) is None
-    steps = (*producer.steps, *(("exp", last + i) for i in range(3)))
-    dear = replace(producer, steps=steps)
+    steps = (*producer.steps, ("log", last))
+    dear = replace(producer, steps=steps, results=(last + 1,))
     assert WHY_NOT(dear, spec, 2, 9) is None
     assert "an element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
+
+
+def gated(scheme: str = EDEN) -> Callable:
+    """The dg and du of a SwiGLU, quantised."""
+
+    def pair(seeds, dh, g, u):
+        dg = torch.ops.aten.silu_backward(dh * u, g)
+        first = RHT_BOTH(dg, seeds[0], seeds[1], scheme, "rht128", 3)
+        second = RHT_BOTH(silu_mul(g, dh), seeds[1], seeds[0], scheme, "rht128", 5)
+        return [*first, *second]
+
+    return pair
+
+
+PAIRED = [
+    (EDEN, BF16),
+    (EDEN + "@bf16", BF16),
+    (EDEN + "@32x4x4", torch.float16),
+    ("nvfp4_sr_pow2", BF16),
+]
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), PAIRED)
+def test_two_operands_of_one_read_are_one_kernel(scheme, dtype, monkeypatch) -> None:
+    done = run_fused(monkeypatch, gated(scheme), SEEDS, *matrices(3, dtype))
+    ((producer, given),) = done.calls
+    assert [step[0] for step in producer.steps].count("load") == 3
+    dg, du = made_by(producer, given)
+    one = RHT_BOTH(dg, *SEEDS, scheme, "rht128", 3)
+    two = RHT_BOTH(du, *SEEDS.flip(0), scheme, "rht128", 5)
+    assert_same_bits(done.results, [*one, *two])
+    first, second = done.notes
+    assert "fused with" in first and ", in one kernel with " in second
+    # The last launch makes what waits for the largest of all four directions.
+    body = done.source.partition("def call")[2]
+    assert body.count("q2_fused_") == 1 and "q2_site" not in body and "triton_" not in body
+
+
+def test_two_launches_make_what_four_made(monkeypatch) -> None:
+    """One quantises in all four directions, one makes what waits for the largest of each."""
+    operands = matrices(3)
+    done = run_fused(monkeypatch, gated(), SEEDS, *operands)
+    args = [SEEDS[0], SEEDS[1], EDEN, "rht128", 3]
+    call = fused.fused_call("rht_quantize_both", done.calls[0][0], operands, (), [args, args])
+    rotate, align = call.steps
+    assert rotate.launch.variant.file == "rotate_quantize.cu"
+    assert (align.launch.variant.file, align.grid[1]) == ("align_scales.cu", 4)
+
+
+def of_other_scheme(seeds, dh, g, u):
+    dg = torch.ops.aten.silu_backward(dh * u, g)
+    first = RHT_BOTH(dg, *seeds, EDEN, "rht128", 3)
+    return [*first, *RHT_BOTH(silu_mul(g, dh), *seeds, "nvfp4_sr_pow2", "rht128", 3)]
+
+
+def of_each_other(seeds, dh, g, u):
+    """The second is made from what the first one's codes say."""
+    first = RHT_BOTH(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
+    return [*first, *RHT_BOTH(silu_mul(g, dh) * u * first[2], *seeds, EDEN, "rht128", 3)]
+
+
+def of_other_rows(seeds, dh, g, u):
+    first = RHT_BOTH(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
+    return [*first, *RHT_BOTH((silu_mul(g, dh) * u)[:64] * 2, *seeds, EDEN, "rht128", 3)]
+
+
+@pytest.mark.parametrize("function", [of_other_scheme, of_each_other, of_other_rows])
+def test_what_is_no_pair(function, monkeypatch) -> None:
+    operands = matrices(3)
+    done = run_fused(monkeypatch, function, SEEDS, *operands)
+    assert [len(producer.results) for producer, _ in done.calls] == [1] * len(done.notes)
+    assert not any("one kernel" in note for note in done.notes) and len(done.notes) == 2
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("mxfp4_sr", BF16), (EDEN, FP32)])
+def test_where_two_do_not_fit(scheme, dtype, monkeypatch) -> None:
+    done = run_fused(monkeypatch, gated(scheme), SEEDS, *matrices(3, dtype))
+    apart, *notes = done.notes
+    assert ": not in one kernel: " in apart and len(done.calls) == 2
+    assert ("do not fit" if dtype == FP32 else "are not quantised") in apart
+    assert all("fused with" in note for note in notes)
 
 
 def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
@@ -252,25 +364,22 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
     told = []
 
     def why_not(producer, spec, directions, capability, shared):
-        told.append(shared)
-
-    def pair(seeds, dh, g, u):
-        dg = torch.ops.aten.silu_backward(dh * u, g)
-        both = (RHT_BOTH(x, *seeds, EDEN, "rht128", 3) for x in (dg, silu_mul(g, dh)))
-        return [t for six in both for t in six]
+        told.append((len(producer.results), shared))
+        return "" if len(producer.results) > 1 else None
 
     def alone(seeds, dh, g, u):
         return RHT_BOTH(silu_mul(g, dh), *seeds, EDEN, "rht128", 3)
 
-    for function in (pair, alone):
+    for function in (gated(), alone):
         monkeypatch.setattr(fusion_rule, "why_not", why_not)
         run_fused(monkeypatch, function, SEEDS, *matrices(3), always=False)
-    assert told == [True, True, False]
+    assert told == [(2, False), (1, True), (1, True), (1, False)]
 
 
 def site_of(done: Fused) -> FusedSite:
     """One like that of generated code."""
-    return FusedSite("rht_quantize_both", done.calls[0][0], (..., ..., EDEN, "rht128", 3), (1,) * 6)
+    call = (..., ..., EDEN, "rht128", 3), (1,) * 6
+    return FusedSite("rht_quantize_both", done.calls[0][0], [call])
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
@@ -300,15 +409,16 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(monkeypatch) -> None:
     assert len(tried) == 1
 
 
-def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> None:
+@pytest.mark.parametrize("operands", [1, 2])
+def test_the_self_check_finds_a_kernel_that_computes_otherwise(operands, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     monkeypatch.setattr(fused, "apart", lambda device: nullcontext())
     monkeypatch.setattr(
         fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
     )
-    check = ("rht_quantize_both", torch.device("cpu"), (..., ..., EDEN, "rht128", 0))
+    check = ("rht_quantize_both", torch.device("cpu"), (..., ..., EDEN, "rht128", 0), operands)
     assert fused.disagreement(*check) is None
-    text = producer_source.cuda_source(fused.representative())
+    text = producer_source.cuda_source(fused.representative(operands))
     assert text.count(" + v1)") == 1
     wrong = text.replace(" + v1)", " - v1)")
     monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)

@@ -16,7 +16,7 @@ from q2compile.lowering import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.quantize import fused
 from tests.support.emulation.on_cpu import assert_same_bits
-from tests.support.producers import PRODUCERS, ROWS, matrices
+from tests.support.producers import PRODUCERS, ROWS, matrices, silu_mul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 EDEN, RHT_BOTH = "nvfp4_ms_eden_pow2", torch.ops.q2.rht_quantize_both
@@ -29,7 +29,7 @@ SCHEMES = [
 
 @pytest.mark.parametrize("op", ["rht_quantize_both", "rht_quantize"])
 @pytest.mark.parametrize(("scheme", "transform"), SCHEMES)
-def test_a_small_one_agrees_with_the_reference(op, scheme, transform) -> None:
+def test_small_ones_agree_with_the_reference(op, scheme, transform) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     both = op == "rht_quantize_both"
     cases = [(..., ..., scheme, transform, 0)]
@@ -37,6 +37,9 @@ def test_a_small_one_agrees_with_the_reference(op, scheme, transform) -> None:
         cases = [(..., scheme, transform, transpose, 1) for transpose in (False, True)]
     for args in cases:
         assert fused.disagreement(op, device, args) is None
+        pair = fused.representative(2)
+        if fused.no_pair(op, pair, args, device.index) is None:
+            assert fused.disagreement(op, device, args, 2) is None
 
 
 def test_quest_agrees_with_the_reference() -> None:
@@ -60,8 +63,33 @@ def compiled(monkeypatch, function: Callable, *args: Any, fuse: bool, **how: Any
         call = torch.compile(function)
         call(*args)
     assert all("fused with" in note for notes in told for note in notes)
-    assert sum(map(len, told)) == fuse
+    assert bool(sum(map(len, told))) == fuse
     return call
+
+
+def assert_nearly_the_same(results: list[Any]) -> None:
+    """A bf16 in 2^10 is rounded otherwise (test_fused_launches.py), and with it at most the codes
+    of a chunk of 128 a little: one in eight chunks has one."""
+    for got, want in zip(*results, strict=True):
+        if got.dtype == torch.uint8:
+            assert (got != want).float().mean() < 0.125
+
+
+def test_two_operands_of_one_read(monkeypatch) -> None:
+    """dg and du of a SwiGLU by one kernel, against Inductor's and two."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    seeds = torch.tensor([11, 12], device=device)
+    args = [m.to(device) for m in matrices(3)]
+
+    def pair(seeds, dh, g, u):
+        dg = torch.ops.aten.silu_backward(dh * u, g)
+        first = RHT_BOTH(dg, seeds[0], seeds[1], EDEN, "rht128", 3)
+        return [*first, *RHT_BOTH(silu_mul(g, dh), seeds[1], seeds[0], EDEN, "rht128", 5)]
+
+    calls = [compiled(monkeypatch, pair, seeds, *args, fuse=fuse) for fuse in (True, False)]
+    results = [call(seeds, *args) for call in calls]
+    assert len(results[0]) == 12
+    assert_nearly_the_same(results)
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
@@ -84,11 +112,7 @@ def test_producers(name, monkeypatch) -> None:
     if exact:
         assert_same_bits(*([t.cpu() for t in r] for r in results))
         return
-    # A bf16 in 2^10 is rounded otherwise (test_fused_launches.py), and with it at most the codes of
-    # a chunk of 128 a little: one in eight chunks has one.
-    for got, want in zip(*results, strict=True):
-        if got.dtype == torch.uint8:
-            assert (got != want).float().mean() < 0.125
+    assert_nearly_the_same(results)
 
 
 class SwiGLU(nn.Module):

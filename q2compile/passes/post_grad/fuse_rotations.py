@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import BOTH_SUMMED, ONE_SUMMED, q2_nodes
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.passes.graph_queries import BOTH_SUMMED, ONE_SUMMED, is_q2, q2_nodes
+from q2compile.passes.live_bytes import Storage, storages
+from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
 
-_OPS = ("rht_quantize", "rht_quantize_both", "quantize_masked", *ONE_SUMMED, *BOTH_SUMMED)
+_IN_PAIRS = ("rht_quantize", "rht_quantize_both")
+_OPS = (*_IN_PAIRS, "quantize_masked", *ONE_SUMMED, *BOTH_SUMMED)
 
 
 def fuse_rotations_pass(graph: fx.Graph) -> int:
@@ -16,17 +22,103 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     its operand is decided when Inductor lowers it, which knows what is still an expression
     (lowering/fused_launches.py), and noted in the one list that all marks hold.
 
+    Two that are alike and read the same, the du and dg of a gated MLP, may be one kernel:
+
+    before                                       after
+        du = mul(dh, silu(g))                        du = mul(dh, silu(g))
+        a = rht_quantize_both(du, ..., S)            dg = silu_backward(mul(dh, u), g)
+        gemm(a...)                                   a = rht_quantize_both(du, ..., S)
+        dg = silu_backward(mul(dh, u), g)            gemm(a...)
+        b = rht_quantize_both(dg, ..., S)            b = rht_quantize_both(dg, ..., S)
+
+    The lowering of the first knows both operands then. Where it makes no use of that nothing comes
+    of the order: Inductor computes an expression where it is read.
+
     Precondition: it is the last pass, since the others replace such nodes.
 
-    Exact: nothing changes in the graph.
+    Exact: nothing is computed otherwise.
     """
     notes: list[str] = []
     found = list(q2_nodes(graph, *_OPS))
+    sources = {node: _made_from(node) for node in found}
     for node in found:
         node.meta[MAY_FUSE] = notes
+        others = (sources[other] for other in found if other is not node)
+        node.meta[READS_THE_SAME] = any(_mostly_in(sources[node], other) for other in others)
+    for i, first in enumerate(found):
+        for second in found[i + 1 :]:
+            if PAIR in first.meta or PAIR in second.meta or not _are_alike(first, second):
+                continue
+            one, two = sources[first], sources[second]
+            together = _mostly_in(one, two) and _mostly_in(two, one)
+            if together and _moved_ahead(second, first):
+                first.meta[PAIR] = second.meta[PAIR] = i
     return len(found)
 
 
 def fusion_notes(graph: fx.Graph) -> list[str]:
     """The list that lowerings add to; empty where the pass has not run."""
     return next((node.meta[MAY_FUSE] for node in graph.nodes if MAY_FUSE in node.meta), [])
+
+
+def _are_alike(first: fx.Node, second: fx.Node) -> bool:
+    """But for their operands, which have one size and one type, their seeds and streams."""
+    if first.target is not second.target or not is_q2(first, *_IN_PAIRS):
+        return False
+    one, two = map(named_arguments, (first, second))
+    x, y = (node.all_input_nodes[0].meta["val"] for node in (first, second))
+    how = ("scheme", "transform", "transpose")
+    same = all(one.get(name) == two.get(name) for name in how)
+    return same and x.dtype == y.dtype and x.shape == y.shape
+
+
+def _made_from(node: fx.Node) -> dict[Storage, int]:
+    """What the expression of a quantiser's operand reads, where operations end that go element by
+    element, and its bytes."""
+    found: dict[Storage, int] = {}
+    pending, seen = node.all_input_nodes[:1], set[fx.Node]()
+    while pending:
+        at = pending.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if _is_element_by_element(at):
+            pending += at.all_input_nodes
+        else:
+            found |= storages(at)
+    return found
+
+
+def _mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
+    """Whether half or more of the bytes are. (Of RoPE's q and k the tables are, which are few.)"""
+    common = sum(size for storage, size in one.items() if storage in other)
+    return 0 < sum(one.values()) <= 2 * common
+
+
+def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
+    """Whether all that a quantiser reads stands before another one, or goes there: what computes
+    element by element, and picks a seed."""
+    needed: set[fx.Node] = set()
+    pending = [second]
+    while pending:
+        for read in pending.pop().all_input_nodes:
+            if first < read and read not in needed:
+                if not (_is_element_by_element(read) or _is_seed(read)):
+                    return False
+                needed.add(read)
+                pending.append(read)
+            elif read is first:
+                return False
+    for node in sorted(needed):
+        first.prepend(node)
+    return True
+
+
+def _is_element_by_element(node: fx.Node) -> bool:
+    tags: Any = getattr(node.target, "tags", ())
+    draws = torch.Tag.nondeterministic_seeded in tags  # whose order is part of the program
+    return is_same_numbers(node) or (torch.Tag.pointwise in tags and not draws)
+
+
+def _is_seed(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.select.int

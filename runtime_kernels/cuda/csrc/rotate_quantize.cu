@@ -16,6 +16,7 @@
 //   Q2_GROUPED   along columns by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
 //                that of the padded layout, which `tiles` covers
 //   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
+//   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
 //   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
 //
@@ -35,6 +36,7 @@
 // Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
 // values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
+#include "extents.cuh"
 #include "tail.cuh"
 #include "tile_sums.cuh"
 #include "widened.cuh"
@@ -90,11 +92,6 @@ struct Results {
   u32 codes[2][2][2];
   u32 stored[2][2];
   u32 trusted[2];  // kMasked: of a member's two blocks
-};
-
-// Of what a direction has stored; smallest: of what is not 0, less 1.
-struct Extent {
-  u32 largest = 0, smallest = ~0u;
 };
 
 // first: index of the first coin's Philox block, for each member of group 0; step: from there to
@@ -210,16 +207,18 @@ Q2_INLINE void store_two_swizzled(const Output& out, int row, int block, u32 fir
 }
 
 // The mask of two neighbours.
-Q2_INLINE void store_mask([[maybe_unused]] const Params& p, int row, int block, u32 trusted) {
+Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, int row, int block,
+                          u32 trusted) {
 #if Q2_MASKED
-  p.mask[((long long)row * p.along_rows.blocks + block) / 2] = trusted;
+  p.mask[((long long)row * out.blocks + block) / 2] = trusted;
 #endif
 }
 
 // Codes, scales and masks that quantize_along_rows made.
-Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Rows& rows, const Results& made) {
-  int row = row_of_result(p.along_rows, rows, threadIdx.x / 2), side = threadIdx.x % 2;
-  Target target = target_at(p.along_rows, row, tile.col / kBlock);
+Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, const Rows& rows,
+                                const Results& made) {
+  int row = row_of_result(out, rows, threadIdx.x / 2), side = threadIdx.x % 2;
+  Target target = target_at(out, row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
@@ -242,9 +241,8 @@ Q2_INLINE void store_along_rows(const Params& p, Tile tile, const Rows& rows, co
       }
       int block = tile.col / kBlock + ahead;
       if constexpr (kSwizzled)
-        store_two_swizzled(p.along_rows, row, block, made.stored[0][half],
-                           made.stored[1][half]);
-      if (kMasked && ahead < target.left) store_mask(p, row, block, made.trusted[half]);
+        store_two_swizzled(out, row, block, made.stored[0][half], made.stored[1][half]);
+      if (kMasked && ahead < target.left) store_mask(p, out, row, block, made.trusted[half]);
     }
   }
 }
@@ -287,7 +285,8 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
-Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const Rows& rows, const u8* shared,
+Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Masks& masks,
+                                   Tile tile, const Rows& rows, const u8* shared,
                                    const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
@@ -331,18 +330,18 @@ Q2_INLINE void quantize_along_rows(const Params& p, Tile tile, const Rows& rows,
       for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
     }
   }
-  u32 coins = coins_at(p.along_rows, row_of_result(p.along_rows, rows, row),
-                       tile.col / kBlock + 2 * side);
+  u32 coins = coins_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * side);
   Results made;
-  round_groups<false>(x, common, p.along_rows, coins, coins + 16, 4, made, extent);
+  round_groups<false>(x, common, out, coins, coins + 16, 4, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_rows(p.along_rows, tile, rows, x, made, common);
-  if constexpr (!kValues || kWorths) store_along_rows(p, tile, rows, made);
+  if constexpr (kValues) store_values_of_rows(out, tile, rows, x, made, common);
+  if constexpr (!kValues || kWorths) store_along_rows(p, out, tile, rows, made);
 }
 
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
-Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const Rows& rows, const u8* shared,
+Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
+                                   Tile tile, const Rows& rows, const u8* shared,
                                    const Common& common, Extent& extent) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
   constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
@@ -383,15 +382,14 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const Rows& rows,
   int second = first + (kPacked ? 4 : 1);
   int block = tile.row / kBlock + quarter;
   Results made;
-  round_groups<true>(x, common, p.along_cols, coins_at(p.along_cols, first, block),
-                     coins_at(p.along_cols, second, block), 16, made, extent, share_of(rows));
+  round_groups<true>(x, common, out, coins_at(out, first, block), coins_at(out, second, block), 16,
+                     made, extent, share_of(rows));
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues)
-    store_values_of_cols(p.along_cols, tile, first, second, x, made, common);
+  if constexpr (kValues) store_values_of_cols(out, tile, first, second, x, made, common);
   if constexpr (kValues && !kWorths) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
-    Target target = target_at(p.along_cols, column ? second : first, tile.row / kBlock);
+    Target target = target_at(out, column ? second : first, tile.row / kBlock);
     if constexpr (kInterleaved) {
       if (target.left <= 0) continue;
 #pragma unroll
@@ -407,7 +405,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, Tile tile, const Rows& rows,
 #pragma unroll
       for (int group = 0; group < 2; ++group)
         if (kRule == EXACT || quarter % 2 == 0)
-          store_swizzled<u8>(p.along_cols, column ? second : first, block + 4 * group,
+          store_swizzled<u8>(out, column ? second : first, block + 4 * group,
                              made.stored[group][column]);
     }
   }
@@ -427,20 +425,11 @@ Q2_INLINE Common common_of(const Params& p, const Output& out) {
   return common;
 }
 
-Q2_INLINE void finish(const Output& out, Extent extent) {
-  if constexpr (kRule == EXACT) return;
-  extent.largest = block_largest<kThreads>(extent.largest);
-  if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
-  if constexpr (kValues && kWorths) {
-    extent.smallest = ~block_largest<kThreads>(~extent.smallest);
-    if (threadIdx.x == 0) out.largest[gridDim.x + blockIdx.x] = extent.smallest;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     rotate_quantize(const __grid_constant__ Params p) {
+  static_assert(kOperands == 1 || (kRule != EXACT && kRule != AMAX), "each has a unit of its own");
   allow_next_kernel();  // which waits for the end of this one before it reads its results
-  Extent extent_along_rows, extent_along_cols;
+  Extents extents, others;  // of the operand that is worked on, and of the other one
   int index = blockIdx.x;
   const Walk walk(p);
   Tile tile = walk.first(), next;
@@ -448,36 +437,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   u32 turn = 0;  // of the tile that is worked on
   if (kPacked) fetch_codes(p, tile, rows_of(p, tile, 0), share);
   else fetch_elements(p, tile, rows_of(p, tile, 0), shared_tiles);
-  if (kSigned) make_masks(p);
+#pragma unroll 1
+  for (int i = 0; kSigned && i < kOperands; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
-  if (kRows) rows = common_of(p, p.along_rows);
-  if (kCols) cols = common_of(p, p.along_cols);
+  if (kRows) rows = common_of(p, p.of[0].along_rows);
+  if (kCols) cols = common_of(p, p.of[0].along_cols);
   if (kPacked) __syncthreads();  // expand_codes reads the masks
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next, ++turn) {
     bool more = index + gridDim.x < p.tiles;
     next = walk.after(tile);
-    u8* current = shared_tiles + stage * kTileBytes;
+    u8* current = shared_tiles + stage * kStageBytes;
     if (kStages == 2) stage ^= 1;
     if (kPacked) expand_codes(share, current);
     if (more && kPacked) fetch_codes(p, next, rows_of(p, next, turn + 1), share);
     if (!kPacked) await_copies();
     __syncthreads();
     if (more && !kPacked && kStages == 2)
-      fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kTileBytes);
+      fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kStageBytes);
 #if Q2_PRODUCED
     if (kPrefetched && index + 2 * gridDim.x < p.tiles) prefetch_elements(p, walk.after(next));
 #endif
     const Rows held = rows_now(p, tile, turn);
-    if (kRows) quantize_along_rows(p, tile, held, current, rows, extent_along_rows);
-    if (kGrouped && held.tail) store_zeros_of_cols(p.along_cols, tile, cols);
-    else if (kCols) quantize_along_cols(p, tile, held, current, cols, extent_along_cols);
+    // One body for both operands: twice as much code would not fit into the instruction cache.
+#pragma unroll 1
+    for (int i = 0; i < kOperands; ++i) {
+      const Directions& of = p.of[i];
+      const u8* x = current + i * kTileBytes;
+      if (kRows)
+        quantize_along_rows(p, of.along_rows, masks[i], tile, held, x, rows, extents.along_rows);
+      if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, tile, cols);
+      else if (kCols)
+        quantize_along_cols(p, of.along_cols, masks[i], tile, held, x, cols, extents.along_cols);
+      if (kOperands == 2) exchange(extents, others);
+    }
     if (kStages == 1) {
       __syncthreads();
       if (more && !kPacked) fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles);
     }
   }
-  if (kRows) finish(p.along_rows, extent_along_rows);
-  if (kCols) finish(p.along_cols, extent_along_cols);
+  finish(p.of[0], extents);
+  if (kOperands == 2) finish(p.of[kOperands - 1], others);
 }

@@ -1,5 +1,6 @@
 """Calls of the rotating quantisers whose operand is computed in the kernel: of
-q2::rht_quantize, q2::rht_quantize_both and q2::quantize_masked, x aside.
+q2::rht_quantize, q2::rht_quantize_both and q2::quantize_masked, x aside. Two calls of one op whose
+operands are made from the same tensors can be one, which reads those once.
 
 Of GPUs only an H200 has run them, so everywhere the first use of a scheme is preceded by a check
 against the reference (`refusal`).
@@ -23,7 +24,12 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
     quantizer_call,
 )
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, shared_memory
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    SOURCES,
+    has_room_for_two,
+    shared_memory,
+)
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -31,6 +37,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 NAME = "fused"
 # Where the scheme and the transform are among the arguments after x.
 _HOW = {"rht_quantize": 1, "rht_quantize_both": 2, "quantize_masked": 0}
+_OUTPUTS = {"rht_quantize": 3, "rht_quantize_both": 6, "quantize_masked": 4}
 _VERDICTS: dict[tuple, str | None] = {}
 
 
@@ -40,21 +47,41 @@ def scheme_and_transform(op: str, args: Sequence[Any]) -> tuple[str, str]:
     return args[at], args[at + 1]
 
 
+def no_pair(op: str, producer: Producer, args: Sequence[Any], index: int) -> str | None:
+    """None where one kernel may quantise both matrices of a producer like this with the scheme of
+    args on this CUDA device, otherwise the reason in words."""
+    spec = get_scheme(scheme_and_transform(op, args)[0])
+    if Rule.of(spec) not in SCALED_AFTERWARDS:
+        # MX spills registers; EXACT has a unit for each operand, of a pass that is not written.
+        return f"two operands of {spec.name} are not quantised by one kernel"
+    along_rows = not _turned(op, args)
+    if not has_room_for_two(SOURCES[producer.dtype], spec, along_rows, shared_memory(index)):
+        return f"tiles of two {producer.dtype} operands do not fit into shared memory"
+    return None
+
+
 def fused_call(
     op: str,
     producer: Producer,
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[int],
-    args: Sequence[Any],
+    calls: Sequence[Sequence[Any]],
 ) -> Call:
     """The launches of an op.
 
     inputs: the producer's, on 16 bytes.  sizes: the values of its sizes.
-    args: of the op, after x. Tensors of the call: inputs, then those of args.
+    calls: for each of its matrices the args of the op, after x; two have the same scheme and the
+        same transform. Tensors of the call: inputs, then those of calls.
     """
-    scheme, transform = scheme_and_transform(op, args)
+    scheme, transform = scheme_and_transform(op, calls[0])
     count = len(inputs)
-    operands = count + len(tensors_of(args))
+    operands = count + sum(len(tensors_of(args)) for args in calls)
+    directions: list[Direction | None] = []
+    tensor, output = count, operands
+    for args in calls:
+        directions += _directions(op, args, tensor, output)
+        tensor += len(tensors_of(args))
+        output += _OUTPUTS[op]
     fields: tuple[At | int, ...] = (*(At(i) for i in range(count)), *map(int, sizes))
     return quantizer_call(
         inputs[0].device.index,
@@ -62,7 +89,7 @@ def fused_call(
         get_scheme(scheme),
         get_transform(transform),
         (0, producer.height(sizes), producer.cols, 0, 0),
-        _directions(op, args, count, operands),
+        directions,
         operands,
         operand=(0, 0, 0),
         produced=Produced(producer, fields),
@@ -70,19 +97,20 @@ def fused_call(
 
 
 def _directions(
-    op: str, args: Sequence[Any], count: int, operands: int
+    op: str, args: Sequence[Any], tensor: int, output: int
 ) -> tuple[Direction | None, Direction | None]:
+    """tensor, output: the first ones of args, and of their call."""
     if op == "quantize_masked":
-        return Direction(0, 0, operands), None
+        return Direction(0, 0, output), None
     if op == "rht_quantize":
         seed, _, _, transpose, stream = args
-        along = Direction(0 if seed is None else At(count), stream, operands)
+        along = Direction(0 if seed is None else At(tensor), stream, output)
         return (None, along) if transpose else (along, None)
     row_seed, col_seed, *_, stream = args
-    last = operands - 1
-    along_rows = Direction(0 if row_seed is None else At(count), stream, operands)
-    along_cols = Direction(0 if col_seed is None else At(last), stream, operands + 3)
-    return along_rows, along_cols
+    seeds = [0 if row_seed is None else At(tensor), 0]
+    if col_seed is not None:
+        seeds[1] = At(tensor + (row_seed is not None))
+    return Direction(seeds[0], stream, output), Direction(seeds[1], stream, output + 3)
 
 
 def prepare(op: str, producer: Producer, args: Sequence[Any], index: int) -> None:
@@ -108,32 +136,43 @@ def _turned(op: str, args: Sequence[Any]) -> bool:
     return op == "rht_quantize" and bool(args[3])
 
 
-def refusal(op: str, index: int, args: Sequence[Any]) -> str | None:
+def refusal(op: str, index: int, args: Sequence[Any], operands: int = 1) -> str | None:
     """None when kernels of an op with an expression in them may be used with the scheme and the
     transform of args on this CUDA device, otherwise the reason in words. The first time on a
     machine a small one runs, and must give the reference's bits: of sums and products, since those
-    are what all devices round alike. The functions of libdevice it does not try."""
+    are what all devices round alike. The functions of libdevice it does not try.
+
+    operands: that one kernel computes and quantises.
+    """
     device = torch.device("cuda", index)
-    check = (op, NAME, device, *scheme_and_transform(op, args), _turned(op, args))
+    check = (op, NAME, device, *scheme_and_transform(op, args), _turned(op, args), operands)
     if check not in _VERDICTS:
-        judge(_VERDICTS, check, functools.partial(disagreement, op, device, args))
+        judge(_VERDICTS, check, functools.partial(disagreement, op, device, args, operands))
     return _VERDICTS[check]
 
 
-def disagreement(op: str, device: torch.device, args: Sequence[Any]) -> str | None:
+def disagreement(
+    op: str, device: torch.device, args: Sequence[Any], operands: int = 1
+) -> str | None:
     """Runs a small producer of every kind of input through an op: None when the results have the
     reference's bits, otherwise how they differ. args: of the op; of its tensors only which there
     are counts."""
     with apart(device):
         inputs = representative_inputs()
-        producer = representative()
-        given = [torch.tensor(7 + i) if _is_tensor(a) else a for i, a in enumerate(args)]
-        want = getattr(torch.ops.q2, op)(producer.evaluate(inputs), *given)
+        producer = representative(operands)
+        calls = [
+            [torch.tensor(10 * n + i) if _is_tensor(a) else a for i, a in enumerate(args, 7)]
+            for n in range(operands)
+        ]
+        matrices = producer.evaluate(inputs)
+        quantise = getattr(torch.ops.q2, op)
+        want = [r for x, given in zip(matrices, calls, strict=True) for r in quantise(x, *given)]
         on_device = [t.to(device) for t in inputs]
-        given = [a.to(device) if _is_tensor(a) else a for a in given]
-        call = fused_call(op, producer, on_device, (), given)
+        calls = [[a.to(device) if _is_tensor(a) else a for a in given] for given in calls]
+        call = fused_call(op, producer, on_device, (), calls)
         outputs = [empty(o.shape, o.strides, o.dtype) for o in call.outputs]
-        Ready(call, device.index)([*on_device, *tensors_of(given), *outputs])
+        seeds = [t for given in calls for t in tensors_of(given)]
+        Ready(call, device.index)([*on_device, *seeds, *outputs])
         return difference_of_bits(op, outputs, want)
 
 
@@ -146,9 +185,9 @@ _ROWS, _COLS = 130, 264
 
 
 @functools.cache
-def representative() -> Producer:
+def representative(operands: int = 1) -> Producer:
     """((a + b) * row + c * column) where a mask holds, else 0; with additions and products alone,
-    whose bits every device has."""
+    whose bits every device has. The second is the difference of the two."""
     index = f"{_COLS}*r + c"
     steps = (
         ("load", 0, index, "lanes", -1),
@@ -166,9 +205,11 @@ def representative() -> Producer:
         ("load", 4, index, "lanes", -1),
         ("constant", "0x0.0p+0", "float"),
         ("where", 12, 11, 13),
+        ("sub", 4, 10),
     )
     inputs = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bool)
-    return Producer(torch.bfloat16, str(_ROWS), _COLS, inputs, (), False, steps)
+    results = (14, 15)[:operands]
+    return Producer(torch.bfloat16, str(_ROWS), _COLS, inputs, (), False, steps, results)
 
 
 def representative_inputs() -> list[torch.Tensor]:

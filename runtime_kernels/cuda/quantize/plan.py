@@ -64,7 +64,8 @@ class Groups(NamedTuple):
 
 
 class Produced(NamedTuple):
-    """What x is computed from: the fields of the producer's struct, inputs and sizes."""
+    """What x is computed from, or two of them: the fields of the producer's struct, inputs and
+    sizes."""
 
     producer: Producer
     fields: tuple[Address, ...]
@@ -179,7 +180,7 @@ def quantizer_call(
     spec: Scheme,
     rotation: Transform,
     extents: tuple[int, int, int, int, int],
-    directions: tuple[Direction | None, Direction | None],
+    directions: Sequence[Direction | None],
     operands: int,
     *,
     operand: tuple[Address, Address, Address],
@@ -193,7 +194,7 @@ def quantizer_call(
 
     extents: pitch, rows and columns of x, and for codes the scales a row of theirs and the
         logarithm of the rows that share one.
-    directions: along rows, along columns.
+    directions: along rows, along columns; of two operands that are computed at once, of each.
     operands: how many tensors the op is given.
     operand: x or its codes, its scales, its global scale.
     amax: the largest |x|, where the caller has it and the scheme takes it.
@@ -203,18 +204,16 @@ def quantizer_call(
     """
     _, m, k, *_ = extents
     height = padded_rows(m, groups.number) if groups else padded(m, spec, rotation)
-    along_rows, along_cols = directions
-    threads, blocks_per_multiprocessor = thread_shape(spec, along_rows is not None)
+    along = directions[0] is not None, directions[1] is not None
+    threads, blocks_per_multiprocessor = thread_shape(spec, along[0])
     rule = Rule.of(spec)
     # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
-    sides = (
-        along_rows and _side(along_rows, m, padded(k, spec, rotation), spec),
-        along_cols and _side(along_cols, k, height, spec),
-    )
+    results = (m, padded(k, spec, rotation)), (k, height)
+    sides = [each and _side(each, *results[i % 2], spec) for i, each in enumerate(directions)]
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
     norm = rotation.norm * (128 if nvfp4 else 1)
@@ -231,7 +230,7 @@ def quantizer_call(
         source,
         spec,
         rotation,
-        (along_rows is not None, along_cols is not None),
+        along,
         room=shared_memory(index),
         vectors=vectors,
         amax_known=bool(amax),
@@ -277,7 +276,7 @@ class _Fields:
         spec: Scheme,
         rule: Rule,
         parts: int,
-        sides: tuple[_Side | None, _Side | None],
+        sides: Sequence[_Side | None],
         workspace: At,
         amax: Address,
         fixed_signs: bool,
@@ -289,17 +288,18 @@ class _Fields:
         extents = parts * (2 if room and spec.widened else 1)
         self.workspace_bytes = 4 * (room + extents * len(self._present))
         worths, largest = workspace, workspace + 4 * room
-        outputs: list[tuple] = []
+        self.outputs: tuple[Any, ...] = ()
         self._ends: list[Side] = []
-        for side in self._present:
+        for side in sides:
+            if side is None:
+                self.outputs += NO_OUTPUT
+                continue
             seed, stream, first = side.direction
             codes, scales, unit = (At(first + i) for i in range(3))
             signs = 0 if fixed_signs else seed  # the kernel has the fixed seed
             made = worths if room else scales
-            outputs.append(
-                (codes, made, amax or largest, unit, signs, seed)
-                + (side.rows, side.blocks, stream, 1 if amax else parts)
-            )
+            self.outputs += (codes, made, amax or largest, unit, signs, seed)
+            self.outputs += (side.rows, side.blocks, stream, 1 if amax else parts)
             settled = codes if spec.widened else scales
             self._ends.append(
                 Side(
@@ -310,9 +310,6 @@ class _Fields:
                 )
             )
             worths, largest = worths + 4 * ceil_div(side.worths, 4) * 4, largest + 4 * extents
-        if len(outputs) == 1:
-            outputs.insert(1 if sides[0] else 0, NO_OUTPUT)
-        self.outputs = (*outputs[0], *outputs[1])
         self.mask = (At(self._present[0].direction.first + 3),) if spec.masked else ()
 
     def alignment(self, launch: Launch, source_global: Address, factor: float) -> Alignment:

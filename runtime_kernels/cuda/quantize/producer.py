@@ -1,8 +1,9 @@
-"""An expression that makes a matrix, number by number: what rotate_quantize.cu computes in the
-place of reading its operand (lowering/producers.py makes it of a loop of Inductor's).
+"""An expression that makes a matrix, number by number, or two of one size at once: what
+rotate_quantize.cu computes in the place of reading its operand (lowering/producers.py makes it of
+loops of Inductor's).
 
-Steps are numbered in order; an argument that is a number names an earlier step. The last step is
-the number at row r and column c, rounded to the matrix's type afterwards:
+Steps are numbered in order; an argument that is a number names an earlier step. A result is the
+step that is a matrix's number at row r and column c, rounded to the matrix's type afterwards:
 
     ("load", input, index, how, mask)   element `index` of an input; 0 where mask, a step or -1, is
                                         false
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,9 +59,10 @@ OPERATIONS: dict[str, Operation] = {
     "reciprocal": Operation("float", 9, "divide_full(1.0f, {})", torch.reciprocal),
     "sqrt": Operation("float", 10, "sqrtf({})", torch.sqrt),
     "rsqrt": Operation("float", 4, "rsqrtf({})", torch.rsqrt),
-    "exp": Operation("float", 7, "expf({})", torch.exp),
+    "exp": Operation("float", 2, "approximate_exp({})", torch.exp),
     "log": Operation("float", 20, "logf({})", torch.log),
     "erf": Operation("float", 23, "erff({})", torch.erf),
+    "erf_plus_one": Operation("float", 13, "erf_plus_one({})", lambda x: torch.erf(x) + 1),
     "tanh": Operation("float", 20, "tanhf({})", torch.tanh),
     "sigmoid": Operation("float", 5, "sigmoid({})", torch.sigmoid),
     "relu": Operation("float", 1, "max_or_nan({}, 0.0f)", torch.relu),
@@ -87,6 +89,25 @@ KIND_OF = {
 }
 
 
+def arguments_of(step: Step) -> tuple[int, ...]:
+    """The steps whose numbers a step is given."""
+    name, *args = step
+    if name == "load":
+        return tuple(mask for mask in args[3:] if mask >= 0)
+    if name in ("index", "constant"):
+        return ()
+    return tuple(args[:1] if name in ("cast", "round") else args)
+
+
+def renumbered(step: Step, number: Mapping[int, int]) -> Step:
+    """The same step, where others have new numbers."""
+    name, *args = step
+    if name == "load":
+        return (name, *args[:3], number.get(args[3], -1))
+    count = len(arguments_of(step))
+    return (name, *(number[arg] for arg in args[:count]), *args[count:])
+
+
 def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> str:
     """Of a step's number: "float", "int" or "bool". kinds: of the steps before it."""
     name, *args = step
@@ -102,9 +123,10 @@ def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> 
 
 @dataclass(frozen=True)
 class Producer:
-    """dtype: of the matrix.  rows, cols: its size; rows as a text of sizes.
+    """dtype: of the matrices.  rows, cols: their size; rows as a text of sizes.
     inputs: their types.  sizes: names that indices and rows may contain.
     wide: an index may be 2^31 or more.
+    results: the step of each matrix, one or two.
     """
 
     dtype: torch.dtype
@@ -114,6 +136,7 @@ class Producer:
     sizes: tuple[str, ...]
     wide: bool
     steps: tuple[Step, ...]
+    results: tuple[int, ...]
 
     @property
     def piece(self) -> int:
@@ -132,8 +155,10 @@ class Producer:
         """Rows, for these sizes."""
         return int(self.number(self.rows, dict(zip(self.sizes, sizes, strict=True))))
 
-    def evaluate(self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> torch.Tensor:
-        """The matrix, by torch. inputs: tensors at whose addresses the indices begin."""
+    def evaluate(
+        self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
+        """The matrices, by torch. inputs: tensors at whose addresses the indices begin."""
         names = dict(zip(self.sizes, sizes, strict=True))
         device = inputs[0].device
         height = self.height(sizes)
@@ -157,7 +182,8 @@ class Producer:
             else:
                 value = OPERATIONS[name].torch(*(values[arg] for arg in args))
                 values.append(value.float() if value.is_floating_point() else value)
-        return values[-1].to(self.dtype).expand(height, self.cols).contiguous()
+        made = (values[step].to(self.dtype) for step in self.results)
+        return [matrix.expand(height, self.cols).contiguous() for matrix in made]
 
     def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
         _, index, _, mask = args

@@ -1,7 +1,8 @@
 """A Producer as CUDA: producer.cuh, included where rotate_quantize.cu computes its operand.
 
     struct Producer { const void* input0; ...; long long s0; };
-    uint4 produce(const Producer& p, Index r, Index c);   // 16 bytes of row r from column c on
+    // 16 bytes of row r from column c on, of each matrix
+    void produce(const Producer& p, Index r, Index c, uint4 (&to)[kOperands]);
 
 What is the same for all of a piece is computed once a piece, the rest in a loop over its elements.
 """
@@ -13,7 +14,11 @@ import re
 
 import torch
 
-from q2compile.runtime_kernels.cuda.quantize.producer import OPERATIONS, Producer
+from q2compile.runtime_kernels.cuda.quantize.producer import (
+    OPERATIONS,
+    Producer,
+    arguments_of,
+)
 
 FILE = "producer.cuh"
 _OTHERS = {"load": 1.5, "round": 2.0, "cast": 1.5}  # instructions of steps that are no OPERATIONS
@@ -53,17 +58,18 @@ def cuda_source(producer: Producer) -> str:
             each.append(f"    {line}")
     sizes = [f"  const Index {name} = p.{name};" for name in producer.sizes]
     at = "[[maybe_unused]] Index r, [[maybe_unused]] Index c"
+    results = range(len(producer.results))
     lines = [
         f"using Index = {'long long' if producer.wide else 'int'};",
         f"constexpr int kRowsAhead = {rows_ahead(producer)};",
         f"constexpr bool kPrefetched = {str(prefetches(producer)).lower()};",
         *("struct Producer {", *fields, "};"),
-        f"Q2_INLINE uint4 produce(const Producer& p, {at}) {{",
-        *(*sizes, *once, "  float made[kPerPiece];"),
+        f"Q2_INLINE void produce(const Producer& p, {at}, uint4 (&to)[kOperands]) {{",
+        *(*sizes, *once, "  float made[kOperands][kPerPiece];"),
         "#pragma unroll",
         "  for (int j = 0; j < kPerPiece; ++j) {",
-        *(*each, f"    made[j] = v{len(producer.steps) - 1};", "  }"),
-        *("  return piece_of(made);", "}"),
+        *(*each, *(f"    made[{i}][j] = v{producer.results[i]};" for i in results), "  }"),
+        *(*(f"  to[{i}] = piece_of(made[{i}]);" for i in results), "}"),
         f"Q2_INLINE void prefetch_lines(const Producer& p, {at}) {{",
         *(*sizes, *_lines(producer, uniform), "}", ""),
     ]
@@ -90,8 +96,10 @@ def prefetches(producer: Producer) -> bool:
 
 
 def instructions(producer: Producer) -> float:
-    """About how many instructions an element takes, its loads and its rounding among them."""
-    uniform, total = _uniform(producer), 1.0  # the rounding and the store: 8 and 2 of 8 elements
+    """About how many instructions an element takes, or two of one place, its loads and its rounding
+    among them."""
+    uniform = _uniform(producer)
+    total = 1.0 * len(producer.results)  # the rounding and the store: 8 and 2 of 8 elements
     for i, (name, *_) in enumerate(producer.steps):
         operation = OPERATIONS.get(name)
         cost = operation.instructions if operation else _OTHERS.get(name, 0.5)
@@ -111,8 +119,7 @@ def _uniform(producer: Producer) -> list[bool]:
         elif name == "constant":
             uniform.append(True)
         else:
-            arguments = args[:1] if name in ("cast", "round") else args
-            uniform.append(all(uniform[arg] for arg in arguments))
+            uniform.append(all(uniform[arg] for arg in arguments_of((name, *args))))
     return uniform
 
 

@@ -20,12 +20,13 @@ _FP32 = SOURCES[torch.float32]
 TILE = 128
 _STAGED = 16 * 256  # bytes of a warp (widened.cuh)
 _SIGNS = 4 * TILE  # more of those, where columns are summed
+_MASKS = 8 * TILE  # and of another operand
 _BESIDES = 1024 + 896  # bytes of a thread block: what CUDA keeps of it, and static variables
 # Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
 _KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 # The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
-_ROTATE = f"PPP{_OUTPUT}{_OUTPUT}qiiiiiif"
+_SOURCE, _WALK = "PPP", "qiiiiiif"
 NO_OUTPUT = (0,) * 10
 
 
@@ -83,10 +84,12 @@ def rotate_launch(
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
     widened = spec.widened and not amax
     threads, blocks_per_multiprocessor = thread_shape(spec, rows)
-    tile = TILE * (threads // 2) * (4 if source == _FP32 else 2)
-    staged = widened * threads // 32 * _STAGED
+    operands = len(producer.results) if producer else 1
+    tile = operands * _tile_bytes(source, threads)
+    staged = _staged_bytes(widened, threads)
     besides = staged + sums * _SIGNS
-    stages = 1 if source == _FP32 else stages_in(room, blocks_per_multiprocessor, tile, besides)
+    one = source == _FP32 or operands > 1
+    stages = 1 if one else stages_in(room, blocks_per_multiprocessor, tile, besides)
     return _rotate_launch(
         threads,
         stages * tile + staged,
@@ -113,6 +116,7 @@ def rotate_launch(
         Q2_GROUPED=int(grouped),
         Q2_SPREAD=int(grouped and spreads(spec, rotation)),
         Q2_SUMS=int(sums),
+        Q2_OPERANDS=operands,
     )
 
 
@@ -123,7 +127,9 @@ def _rotate_launch(
     file = "rotate_quantize.cu"
     headers: tuple[tuple[str, str], ...] = ()
     fields = (
-        _ROTATE
+        _SOURCE
+        + 2 * _OUTPUT * defines["Q2_OPERANDS"]
+        + _WALK
         + "P" * defines["Q2_MASKED"]
         + "P" * defines["Q2_SUMS"]
         + "PPi" * defines["Q2_GROUPED"]
@@ -144,6 +150,21 @@ def shared_memory(index: int) -> int:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
     return 1024 * _KIB.get(torch.cuda.get_device_capability(index), 100)
+
+
+def has_room_for_two(source: int, spec: Scheme, rows: bool, room: int) -> bool:
+    """Whether as many thread blocks fit on a multiprocessor with tiles of two operands each."""
+    threads, blocks = thread_shape(spec, rows)
+    bytes_ = 2 * _tile_bytes(source, threads) + _staged_bytes(spec.widened, threads)
+    return blocks * (bytes_ + _BESIDES + _MASKS) <= room
+
+
+def _tile_bytes(source: int, threads: int) -> int:
+    return TILE * (threads // 2) * (4 if source == _FP32 else 2)
+
+
+def _staged_bytes(widened: bool, threads: int) -> int:
+    return widened * threads // 32 * _STAGED
 
 
 def stages_in(room: int, blocks: int, tile: int, staged: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from q2compile.errors import ConfigError
 from q2compile.lowering import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.runtime_kernels.cuda.quantize import fused
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2
 
@@ -55,8 +58,8 @@ def kernels(source: str) -> tuple[int, int, int]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
-    """Of its backward: the producer of dg and du, and two quantisers behind it, are two that
-    compute their operand. What is left of Triton's adds up dx."""
+    """Of its backward: the producer of dg and du, and two quantisers behind it, are one that
+    computes both operands. What is left of Triton's adds up dx."""
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     with monkeypatch.context() as patch:
         _, before = step(patch, tmp_path / "before")
@@ -64,7 +67,7 @@ def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
         _, after = step(patch, tmp_path / "after", fuse_rotations=True)
     # The three gradients, each with its weight and with an input that is rotated again.
     assert kernels(before) == (2, 3, 0)
-    assert kernels(after) == (1, 3, 2)
+    assert kernels(after) == (1, 3, 1)
     (passes,) = (tmp_path / "after").glob("**/passes.json")
     records = [r for r in json.loads(passes.read_text()) if r["name"] == "fuse_rotations"]
     assert [(r["graph"], r["matches"]) for r in records] == [("forward", 0), ("backward", 3)]
@@ -78,14 +81,54 @@ def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
 
 
 def test_the_rule_decides(monkeypatch, tmp_path) -> None:
-    """On an H200, whose issue slots MS-EDEN fills, dg and du of a SwiGLU do not pay: Inductor's
-    kernel makes both from one read."""
-    step(monkeypatch, tmp_path, fuse_rotations=True)
-    (passes,) = tmp_path.glob("**/passes.json")
-    told = [text for r in json.loads(passes.read_text()) for text in r.get("details", [])]
-    assert len(told) == 3
-    assert not any(": fused with" in text for text in told)
+    """On an H200, whose issue slots MS-EDEN fills, dg and du of a SwiGLU pay together, and not each
+    by itself: Inductor's kernel makes both from one read."""
+    step(monkeypatch, tmp_path / "one", fuse_rotations=True)
+    assert sum(": fused with" in text for text in notes_of(tmp_path / "one")) == 2
+    monkeypatch.setattr(fused, "has_room_for_two", lambda *args: False)
+    step(monkeypatch, tmp_path / "two", fuse_rotations=True)
+    told = notes_of(tmp_path / "two")
+    assert len(told) == 4 and not any(": fused with" in text for text in told)
+    assert sum(": not in one kernel: " in text for text in told) == 1
     assert sum("are expected to take" in text for text in told) == 2
+
+
+def notes_of(dump: Path) -> list[str]:
+    (passes,) = dump.glob("**/passes.json")
+    return [text for r in json.loads(passes.read_text()) for text in r.get("details", [])]
+
+
+def test_operands_of_one_read_are_known_to_the_first() -> None:
+    build = Builder()
+    seed = build.placeholder("seed", dtype=torch.int64)
+    dh, g, u = (build.placeholder(name, 128, 128) for name in ("dh", "g", "u"))
+    du = build.call(torch.ops.aten.mul.Tensor, dh, g)
+    first = build.call(q2.rht_quantize_both.default, du, seed, seed, EDEN, "rht128", 0)
+    codes = build.call(operator.getitem, first, 0)
+    cut = build.call(torch.ops.aten.mul.Tensor, dh, u)
+    dg = build.call(torch.ops.aten.mul.Tensor, cut, g)
+    second = build.call(q2.rht_quantize_both.default, dg, seed, seed, EDEN, "rht128", 5)
+    build.done(codes, second)
+    assert fuse_rotations_pass(build.graph) == 2
+    calls = [n for n in build.graph.nodes if n.op == "call_function"]
+    assert calls == [du, cut, dg, first, codes, second]
+    assert first.meta[PAIR] == second.meta[PAIR]
+    assert first.meta[READS_THE_SAME] and second.meta[READS_THE_SAME]
+
+
+def test_an_operand_that_waits_for_a_product_stays() -> None:
+    """The second is made from the product of two matrices that stands behind the first."""
+    build = Builder()
+    seed = build.placeholder("seed", dtype=torch.int64)
+    dh, g = (build.placeholder(name, 128, 128) for name in ("dh", "g"))
+    first = build.call(q2.rht_quantize_both.default, dh, seed, seed, EDEN, "rht128", 0)
+    product = build.call(torch.ops.aten.mm.default, dh, g)
+    both = build.call(torch.ops.aten.add.Tensor, product, dh)
+    second = build.call(q2.rht_quantize_both.default, both, seed, seed, EDEN, "rht128", 0)
+    build.done(first, second)
+    fuse_rotations_pass(build.graph)
+    assert PAIR not in first.meta and PAIR not in second.meta
+    assert [n for n in build.graph.nodes if n.op == "call_function"][0] is first
 
 
 def test_marks_every_rotating_quantiser_and_no_other() -> None:

@@ -23,13 +23,18 @@ from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as
 from tests.support.emulation.on_cpu import launches_on_cpu
 
 _MAIN = """
-constexpr int kThreads = 32;
+constexpr int kThreads = 32, kOperands = Q2_OPERANDS;
 enum Source { BF16, F16, F32 };
 constexpr int kSource = Q2_SOURCE, kBytes = kSource == F32 ? 4 : 2;
 #include "produced.cuh"
 extern "C" void run(const Producer* p, int rows, int cols, uint4* to) {
+  long long apart = (long long)rows * cols / kPerPiece;  // one matrix after the other
   for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < cols; c += kPerPiece) *to++ = produce(*p, r, c);
+    for (int c = 0; c < cols; c += kPerPiece, ++to) {
+      uint4 made[kOperands];
+      produce(*p, r, c, made);
+      for (int i = 0; i < kOperands; ++i) to[i * apart] = made[i];
+    }
 }
 """
 
@@ -78,13 +83,15 @@ def run_fused(
     return Fused(results, calls, notes, sources[-1])
 
 
-def made_by(producer: Producer, given: tuple) -> torch.Tensor:
-    """The matrix, by the same C++ as in the kernel, which a thread writes down piece by piece."""
+def made_by(producer: Producer, given: tuple) -> list[torch.Tensor]:
+    """The matrices, by the same C++ as in the kernel, which a thread writes down piece by piece."""
     inputs = given[: len(producer.inputs)]
     sizes = given[len(inputs) : len(inputs) + len(producer.sizes)]
-    defines = (("Q2_SOURCE", SOURCES[producer.dtype]), *nvrtc.conversions("sm_90a"))
+    count = len(producer.results)
+    what = ("Q2_SOURCE", SOURCES[producer.dtype]), ("Q2_OPERANDS", count)
+    defines = (*what, *nvrtc.conversions("sm_90a"))
     kernel = library(_MAIN, defines, ((FILE, cuda_source(producer)),))
     fields = struct.pack("@" + layout(producer), *(t.data_ptr() for t in inputs), *sizes)
-    x = torch.empty((producer.height(sizes), producer.cols), dtype=producer.dtype)
-    kernel.run(fields, *x.shape, ctypes.c_void_p(x.data_ptr()))
-    return x
+    x = torch.empty((count, producer.height(sizes), producer.cols), dtype=producer.dtype)
+    kernel.run(fields, *x.shape[1:], ctypes.c_void_p(x.data_ptr()))
+    return [*x]

@@ -1,6 +1,12 @@
 // A tile of an operand that is computed in the place of being read (produced.cuh), for tile.cuh.
 #pragma once
 
+// Pieces of a row, one of each operand, to their places in the operands' tiles.
+Q2_INLINE void put_pieces(u8* to, const uint4 (&made)[kOperands]) {
+#pragma unroll
+  for (int i = 0; i < kOperands; ++i) *(uint4*)(to + i * kTileBytes) = made[i];
+}
+
 // As fetch_elements of tile.cuh, whose place it takes. The loads of kRowsAhead rows are on their way
 // together; a thread waits for them, and the other warps of the multiprocessor round meanwhile. All
 // columns of a piece exist or none (lowering/producers.py).
@@ -12,22 +18,22 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
   if (rows.count >= kTileRows && tile.col + kTileCols <= p.cols) {
 #pragma unroll 1
     for (int first = 0; first < kTileRows; first += kRowsAhead * kRowStep) {
-      uint4 made[kRowsAhead];
+      uint4 made[kRowsAhead][kOperands];
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i)
-        made[i] = produce(p.producer, rows.first + row + first + i * kRowStep, col);
+        produce(p.producer, rows.first + row + first + i * kRowStep, col, made[i]);
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
         int r = first + i * kRowStep;
-        *(uint4*)(shared + (target ^ twist(r)) + r * kRowBytes) = made[i];
+        put_pieces(shared + (target ^ twist(r)) + r * kRowBytes, made[i]);
       }
     }
   } else {
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep) {
-      uint4 made = {0, 0, 0, 0};
-      if (row + r < rows.count && col < p.cols) made = produce(p.producer, rows.first + row + r, col);
-      *(uint4*)(shared + (target ^ twist(r)) + r * kRowBytes) = made;
+      uint4 made[kOperands] = {};
+      if (row + r < rows.count && col < p.cols) produce(p.producer, rows.first + row + r, col, made);
+      put_pieces(shared + (target ^ twist(r)) + r * kRowBytes, made);
     }
   }
 }

@@ -1,8 +1,8 @@
 // What an expression that makes the operand is written in: producer.cuh, which is no file here but
 // comes with a variant (cuda/quantize/producer_source.py). For tile.cuh with Q2_PRODUCED.
 //
-// Rounding is that of Inductor's Triton code: fp32, quotients and sigmoid approximated to some ulp,
-// the functions of libdevice; but a product and a sum are never one instruction (--fmad=false), which
+// Rounding is that of Inductor's Triton code: fp32, the functions of libdevice, but quotients,
+// exponentials and 1 + erf approximated to some ulp; but a product and a sum are never one instruction (--fmad=false), which
 // Inductor leaves to ptxas unless emulate_precision_casts is set.
 #pragma once
 #include "numbers.cuh"
@@ -72,9 +72,27 @@ Q2_INLINE float round_to_float16(float x) {
   return from_f16x2(to_f16x2(x, 0.0f)).a;
 }
 
+// The product's rounding makes it |x| 2^-24 of itself wrong; subnormals are 0.
+Q2_INLINE float approximate_exp(float x) {
+  return approximate_exp2(x * 0x1.715476p+0f);  // log2(e)
+}
+
 // 1 + e^-x is at least 1, so the reciprocal needs no care of subnormals but where the sigmoid is one.
 Q2_INLINE float sigmoid(float x) {
-  return approximate_reciprocal(1.0f + approximate_exp2(-x * 0x1.715476p+0f));  // log2(e)
+  return approximate_reciprocal(1.0f + approximate_exp(-x));
+}
+
+// 1 + erf(x), as GELU has it: erfc(|x|) = 2^(|x| p(|x|)), or 2 less that. Against libdevice's erf,
+// whose coefficients depend on |x|, half as many instructions. p: least largest error of erfc, which
+// is 2^-24; of the sum with the exponential's 2^-22.
+Q2_INLINE float erf_plus_one(float x) {
+  constexpr float kP[8] = {-0x1.7c7edcp-15f, 0x1.d32612p-12f,  -0x1.8672c2p-10f, -0x1.9620f6p-11f,
+                           0x1.cee886p-6f,   -0x1.301720p-3f, -0x1.d63aacp-1f,  -0x1.a0be9ep+0f};
+  float t = fabsf(x), p = kP[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) p = __fmaf_rn(p, t, kP[i]);
+  float e = approximate_exp2(p * t);
+  return x < 0.0f ? e : 2.0f - e;
 }
 
 // Of integers that are not negative.

@@ -16,6 +16,7 @@ constexpr bool kSigned = Q2_SIGNED;    // D is drawn from a seed (2: the fixed o
 constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (groups.cuh)
 constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
+constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantised alike
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 
 constexpr int kThreads = Q2_THREADS;
@@ -27,6 +28,7 @@ constexpr int kBytes = kSource == F32 ? 4 : 2;  // an element in shared memory
 constexpr int kRowBytes = kTileCols * kBytes;
 constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's place, or none
+constexpr int kStageBytes = kOperands * kTileBytes;  // of an operand each, side by side
 constexpr int kBlock = 16;
 // What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
 constexpr bool kValues = Q2_WIDENED;
@@ -50,12 +52,16 @@ struct Output {
   int parts;
 };
 
+struct Directions {
+  Output along_rows, along_cols;
+};
+
 struct Params {
   const void* x;     // elements, or codes
   const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]; or
                      // both swizzled (numbers.cuh, swizzled_at)
   const float* source_global;  // or null for 1
-  Output along_rows, along_cols;
+  Directions of[kOperands];
   long long pitch;    // elements (packed: bytes) from row to row of x
   int rows, cols;     // M, K
   int source_blocks;  // packed: scales a row of the source
@@ -79,6 +85,7 @@ struct Params {
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
 static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on their way along");
+static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
   u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
@@ -87,7 +94,7 @@ struct __align__(16) Masks {
   float signs[128];  // along columns: 1 or -1, which make what was signed as it was
 #endif
 };
-__shared__ Masks masks;
+__shared__ Masks masks[kOperands];
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
@@ -223,7 +230,7 @@ Q2_INLINE void expand_codes(const Share& share, u8* shared) {
   for (int s = 0; s < kShare; ++s) {
     int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
     u32 target = row * kRowBytes + (slot(2 * block) ^ twist(row));
-    u32 signs = kSigned ? masks.along_cols[row] : 0;
+    u32 signs = kSigned ? masks[0].along_cols[row] : 0;
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -255,16 +262,16 @@ Q2_INLINE u64 sign_seed_of(const Output& out) {
 }
 
 // The signs of one chunk, as masks for the words that hold its elements.
-Q2_INLINE void make_masks(const Params& p) {
+Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
   int i = threadIdx.x;
   if (kRows && i < (kBytes == 2 ? 64 : 128)) {
-    uint4 random = sign_bits(sign_seed_of(p.along_rows));
+    uint4 random = sign_bits(sign_seed_of(of.along_rows));
     masks.along_rows[i] = kBytes == 2
                               ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
                               : negative(random, i) << 31;
   }
   if (kCols && i < 128) {
-    uint4 random = sign_bits(sign_seed_of(p.along_cols));
+    uint4 random = sign_bits(sign_seed_of(of.along_cols));
     masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
 #if Q2_SUMS
     masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;

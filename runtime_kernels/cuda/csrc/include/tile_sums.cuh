@@ -9,7 +9,7 @@ Q2_INLINE void add_to_sum([[maybe_unused]] Pair& sum, [[maybe_unused]] const Pai
 #if Q2_SUMS
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
-    float4 s = kSigned ? *(const float4*)(masks.signs + row + i) : float4{1, 1, 1, 1};
+    float4 s = kSigned ? *(const float4*)(masks[0].signs + row + i) : float4{1, 1, 1, 1};
     sum = fma(x[i], both(s.x), sum);
     sum = fma(x[i + 1], both(s.y), sum);
     sum = fma(x[i + 2], both(s.z), sum);

@@ -30,7 +30,7 @@ struct Staged {
 
   Q2_INLINE Staged(u8* shared, const Output& out, const Common& common)
       : shared(shared),
-        base(kStages * kTileBytes + threadIdx.x / 32 * kStagedBytes),
+        base(kStages * kStageBytes + threadIdx.x / 32 * kStagedBytes),
         out(out),
         common(common) {}
 

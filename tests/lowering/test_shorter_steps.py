@@ -1,0 +1,103 @@
+"""Steps of producers and the shorter ways that are taken in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from q2compile.lowering.shorter_steps import shorter
+from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+
+ONE, ZERO = ("constant", (1.0).hex(), "float"), ("constant", (0.0).hex(), "float")
+ROWS, COLS = 16, 64
+X, Y, Z = (("load", i, f"(c + ({COLS} * r))", "lanes", -1) for i in range(3))
+INDEX, HALF = ("index", "c", "first"), ("index", str(COLS // 2), "one")
+
+
+def inputs() -> list[torch.Tensor]:
+    """Every pair of numbers that is easily taken wrong, many times."""
+    odd = torch.tensor([0.0, -0.0, 1.0, -1.0, 3e-39, -2.5, float("nan"), 80.0])
+    grid = torch.cartesian_prod(odd, odd, odd).t().reshape(3, 8, COLS)
+    return [*torch.cat([grid, grid.flip(2)], 1).contiguous()]
+
+
+def value(*steps: Any) -> torch.Tensor:
+    """The number of the last step, by torch."""
+    dtypes = (torch.float32,) * 3
+    how = (torch.float32, str(ROWS), COLS, dtypes, (), False)
+    (made,) = Producer(*how, tuple(steps), (len(steps) - 1,)).evaluate(inputs())
+    return made
+
+
+def written(steps: list[Any], tree: Any) -> int:
+    """A tree added to steps; the number of its root."""
+    name, *args = tree
+    at = [written(steps, a) if isinstance(a, tuple) else a for a in args]
+    steps.append((name, *at))
+    return len(steps) - 1
+
+
+LOADS = (X, Y, Z)
+SIGMOID = (*LOADS, ("neg", 0), ("exp", 3), ONE)
+BELOW, ABOVE = ("lt", 3, 4), ("ge", 3, 4)
+HALVES = (*LOADS, INDEX, HALF, BELOW, ABOVE, ZERO)  # x where c is below, y where it is not
+# Steps, the operation, its arguments, what is made of it, and how many ulp that may be away.
+SHORTER = {
+    "1 + erf": ((*LOADS, ("erf", 0), ONE), "add", (4, 3), ("erf_plus_one", 0), 0),
+    "erf + 1": ((*LOADS, ("erf", 0), ONE), "add", (3, 4), ("erf_plus_one", 0), 0),
+    "silu": ((*SIGMOID, ("add", 4, 5)), "truediv", (0, 6), ("mul", 0, ("sigmoid", 0)), 4),
+    "y by it": ((*SIGMOID, ("add", 5, 4)), "truediv", (1, 6), ("mul", 1, ("sigmoid", 0)), 4),
+    "sigmoid": ((*SIGMOID, ("add", 5, 4)), "reciprocal", (6,), ("sigmoid", 0), 4),
+    "twice": ((*HALVES, ("where", 5, 0, 7)), "where", (5, 8, 1), ("where", 5, 0, 1), 0),
+    "halves": (
+        (*HALVES, ("where", 5, 0, 7), ("add", 2, 8), ("where", 6, 1, 7)),
+        *("add", (9, 10), ("add", ("add", 2, ("where", 5, 0, 1)), ZERO), 0),
+    ),
+    "halves, in another order": (
+        (*HALVES, ("where", 6, 0, 7), ("add", 8, 2), ("where", 5, 1, 7)),
+        *("add", (10, 9), ("add", ("add", 2, ("where", 6, 0, 1)), ZERO), 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHORTER)
+def test_what_is_made_shorter(case) -> None:
+    steps, name, args, want, ulp = SHORTER[case]
+    tree = shorter(steps, name, args)
+    assert tree == want
+    made = [*steps]
+    written(made, tree)
+    got, plain = value(*made), value(*steps, (name, *args))
+    if ulp:
+        torch.testing.assert_close(got, plain, rtol=ulp * 2.0**-23, atol=0, equal_nan=True)
+    else:
+        same = (got.view(torch.int32) == plain.view(torch.int32)) | (got.isnan() & plain.isnan())
+        assert same.all()
+
+
+LEFT = {
+    "erf and another": ((*LOADS, ("erf", 0)), "add", (3, 1)),
+    "2 + exp": (
+        (*SIGMOID[:5], ("constant", (2.0).hex(), "float"), ("add", 4, 5)),
+        "truediv",
+        (0, 6),
+    ),
+    "not negated": ((*LOADS, ("exp", 0), ONE, ("add", 3, 4)), "truediv", (0, 5)),
+    "other conditions": ((*HALVES, ("where", 5, 0, 7)), "where", (6, 8, 1)),
+    "the same half": (
+        (*HALVES, ("where", 5, 0, 7), ("add", 2, 8), ("where", 5, 1, 7)),
+        *("add", (9, 10)),
+    ),
+    "comparisons of numbers, which may be NaN": (
+        (*LOADS, X, Y, BELOW, ABOVE, ZERO, ("where", 5, 0, 7), ("add", 2, 8), ("where", 6, 1, 7)),
+        *("add", (9, 10)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left(case) -> None:
+    steps, name, args = LEFT[case]
+    assert shorter(steps, name, args) is None
