@@ -21,7 +21,8 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty
 from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _MOST_READY = 4096  # of a program whose shapes never repeat
-_ALIGNMENT = 16  # bytes: of what the kernels load at once
+ALIGNMENT = 16  # bytes: of what the kernels load at once
+_address_of = torch.Tensor.data_ptr
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
 
 
@@ -118,7 +119,7 @@ class Ready:
             if has_tensor:
                 place[call.operands + i] = At(call.operands + sum(wanted[:i]))
             else:
-                self._bytes = -(-self._bytes // _ALIGNMENT) * _ALIGNMENT
+                self._bytes = -(-self._bytes // ALIGNMENT) * ALIGNMENT
                 place[call.operands + i] = At(given, self._bytes)
                 self._bytes += output.bytes
         self._pasts: list[At] = []
@@ -139,10 +140,13 @@ class Ready:
 
         tensors: the operands and the wanted outputs, in order.
         """
-        addresses = [t.data_ptr() for t in tensors]
+        addresses = list(map(_address_of, tensors))  # a comprehension would be a call of its own
         # It may be freed at once: what its memory is used for next is behind this in the stream.
-        workspace = empty((self._bytes,), (1,), torch.uint8) if self._bytes else None
-        addresses.append(workspace.data_ptr() if workspace is not None else 0)
+        if self._bytes:
+            workspace = empty((self._bytes,), (1,), torch.uint8)
+            addresses.append(workspace.data_ptr())
+        else:
+            addresses.append(0)
         for tensor, past in self._pasts:
             addresses.append(addresses[tensor] + past)
         stream = _raw_stream(self._index)
@@ -240,7 +244,7 @@ def launching(
 
 
 def aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % _ALIGNMENT == 0
+    return x.data_ptr() % ALIGNMENT == 0
 
 
 def _kind(arg: Any) -> Hashable:

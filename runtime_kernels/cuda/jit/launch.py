@@ -8,12 +8,12 @@ static_assert in the source hold the two layouts together.
 
 import ctypes
 import functools
-import operator
 import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import Variant
 
-_ADDRESS = struct.calcsize("@P")
+_ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _ALWAYS_ALLOWED = 40 * 1024  # of dynamic shared memory: 48 KiB, less what a kernel has besides
@@ -141,13 +141,15 @@ class Bound:
         # The driver reads the buffer with Python's global lock released.
         self._lock = threading.Lock()
         self._enqueue = _driver().cuLaunchKernelEx
-        self._buffer = ctypes.create_string_buffer(params_bytes(launch.layout))
+        self._words = array("Q", bytes(params_bytes(launch.layout)))  # the parameter struct
         fixed = (0 if value in slots else value for value in values)
-        struct.pack_into("@" + launch.layout, self._buffer, 0, *fixed)
-        self._writes = [
-            (struct.Struct(f"@{len(run)}P").pack_into, offset, _taker(run))
-            for offset, run in _address_runs(launch.layout, values, slots)
+        struct.pack_into("@" + launch.layout, self._words, 0, *fixed)
+        self._addresses = [
+            (struct.calcsize("@" + launch.layout[: i + 1]) // _ADDRESS - 1, slots[value])
+            for i, value in enumerate(values)
+            if value in slots
         ]
+        self._stream = 0  # what config.stream is, which takes longer to be asked
         self._config = _Config(
             grid=(*grid, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
         )
@@ -157,7 +159,7 @@ class Bound:
             self._config.attributes = ctypes.pointer(self._attribute)
             self._config.count = 1
         # The driver wants an array of addresses of parameters; there is one parameter.
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        parameters = (ctypes.c_void_p * 1)(self._words.buffer_info()[0])
         function = ctypes.c_void_p(loaded.function)
         self._arguments = ctypes.byref(self._config), function, parameters, None
 
@@ -168,9 +170,11 @@ class Bound:
             LaunchError, torch.OutOfMemoryError: the driver refuses.
         """
         with self._lock:
-            self._config.stream = stream
-            for pack_into, offset, take in self._writes:
-                pack_into(self._buffer, offset, *take(addresses))
+            if stream != self._stream:
+                self._config.stream = self._stream = stream
+            words = self._words
+            for word, slot in self._addresses:
+                words[word] = addresses[slot]
             status = self._enqueue(*self._arguments)
             if status == _INVALID_CONTEXT:
                 # A thread that has made no call to the CUDA runtime yet (autograd's may be such)
@@ -181,27 +185,6 @@ class Bound:
                 status = self._enqueue(*self._arguments)
         if status:
             raise _error(f"cannot launch {self._launch.variant}", status)
-
-
-def _address_runs(layout: str, values: Sequence, slots: dict) -> Iterator[tuple[int, list[int]]]:
-    """The fields that are addresses, as runs of neighbours: (byte offset of the first, their
-    slots)."""
-    runs: list[tuple[int, list[int]]] = []
-    for i, value in enumerate(values):
-        if value in slots:
-            offset = struct.calcsize("@" + layout[: i + 1]) - _ADDRESS
-            if runs and offset == runs[-1][0] + _ADDRESS * len(runs[-1][1]):
-                runs[-1][1].append(slots[value])
-            else:
-                runs.append((offset, [slots[value]]))
-    return iter(runs)
-
-
-def _taker(run: list[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    if len(run) == 1:  # of one, itemgetter makes no tuple
-        at = run[0]
-        return lambda addresses: (addresses[at],)
-    return operator.itemgetter(*run)
 
 
 @functools.cache

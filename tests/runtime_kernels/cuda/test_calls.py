@@ -3,13 +3,16 @@ launch the right thing is shown in test_cuda_emulated.py, and in tests/lowering/
 
 from __future__ import annotations
 
+import ctypes
 import re
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Output, Ready, Step
+from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
@@ -58,6 +61,35 @@ def test_an_output_that_nobody_wants_lies_in_the_workspace(launched) -> None:
     assert at_x == x.data_ptr() + 12 and at_codes == codes.data_ptr()
     assert at_unit == unit.data_ptr() and further == workspace + 8 and number == 7
     assert at_scales == workspace + 32 + 4
+
+
+def test_what_the_driver_is_given(monkeypatch) -> None:
+    """The parameter struct as C lays it out, with the addresses of each launch, on its stream."""
+    layout, seen = "iPPqbP", []
+
+    def enqueue(config, function, parameters, extra) -> int:
+        fields = ctypes.string_at(parameters[0], struct.calcsize("@" + layout))
+        seen.append((config[0].stream, function, *struct.unpack("@" + layout, fields)))
+        return 0
+
+    arguments = (
+        *(ctypes.POINTER(launch._Config), ctypes.c_void_p),
+        *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
+    )
+    driver = ctypes.CDLL(None)
+    driver.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(enqueue)  # type: ignore[attr-defined]
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    of = Launch(None, layout, 32, loaded={0: launch._Loaded(77, None, True)})  # type: ignore[arg-type]
+    highest = 2**64 - 1
+    bound = of.bind(0, (1, 1), (-3, At(0), At(2), 2**40, 5, At(0)), {At(0): 2, At(2): 0})
+    bound(9, (1, 2, highest))
+    bound(9, (3, 2, 4))
+    bound(0, (3, 2, 5))
+    assert seen == [
+        (9, 77, -3, highest, 1, 2**40, 5, highest),
+        (9, 77, -3, 4, 3, 2**40, 5, 4),
+        (None, 77, -3, 5, 3, 2**40, 5, 5),  # ctypes' word for stream 0
+    ]
 
 
 def test_operands_are_brought_into_form(launched) -> None:
