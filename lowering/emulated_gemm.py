@@ -5,7 +5,8 @@ which Inductor allocates, chooses a kernel for and fuses behind as for any other
                                      (fp32 product * alpha + bias) to dtype            otherwise
 
 The numbers of an operand are what its quantiser wrote, where that writes them (scheme@bf16), or
-dequantised from its codes, once however many GEMMs read them. Codes that q2::transpose turned are
+dequantised from its codes, once however many GEMMs read them, and both operands of a GEMM by one
+launch. Codes that q2::transpose turned are
 dequantised as they lay before, and read by columns.
 
 Of the second form, only the product is rounded to fp32 by a kernel; alpha and bias are Inductor's
@@ -49,8 +50,8 @@ def gemm(
         if product is not None:
             args = (a_codes, a_scales, product, b_codes, b_scales, None, bias)
         return launches.call(GEMM, *args, a_scheme, b_scheme, dtype)
-    a, _ = _numbers(*args[:3], a_scheme, V.current_node.args[0])
-    b, is_turned = _numbers(*args[3:6], b_scheme, V.current_node.args[3])
+    first, second = V.current_node.args[0], V.current_node.args[3]
+    (a, _), (b, is_turned) = _numbers((*args[:3], a_scheme, first), (*args[3:6], b_scheme, second))
     if not is_turned:
         b = lowerings[_aten.permute.default](b, [1, 0])
     # Of the operands whose global scale is not in their numbers.
@@ -82,23 +83,45 @@ def transpose(codes, scales, scheme: str, rows: Any, swizzled: bool = False) -> 
     return launches.call(TRANSPOSE, codes, scales, scheme, rows, swizzled)
 
 
-def _numbers(codes, scales, global_scale, scheme: str, node: Any) -> tuple[Any, bool]:
-    """An operand as bf16 [rows, contraction], or turned, and whether it is. node: of its codes."""
+def _numbers(*operands: tuple) -> list[tuple[Any, bool]]:
+    """Operands as bf16 [rows, contraction], or turned, and whether they are. Of each its codes,
+    scales, global scale and scheme, and the node of the codes."""
+    known = _known()
+    sources = [_source(*operand) for operand in operands]
+    missing = {key: args for key, args, _ in sources if key not in known}
+    op = torch.ops.q2.dequantize.default
+    if len(missing) > 1 and len({_variant(args) for args in missing.values()}) == 1:
+        made = launches.call_in_one(op, [*missing.values()])
+    else:
+        made = [launches.call(op, *args) for args in missing.values()]
+    known.update(zip(missing, made, strict=True))
+    return [(known[key], is_turned) for key, _, is_turned in sources]
+
+
+def _source(codes, scales, global_scale, scheme: str, node: Any) -> tuple[Any, tuple, bool]:
+    """By what an operand's numbers are known, the arguments of q2::dequantize, and whether that
+    makes it turned."""
     spec = get_scheme(scheme)
     if spec.widened:
-        return codes, False
+        _known()[node, None] = codes
+        return (node, None), (), False
     maker = turned(node) if reads_unturned(V.current_node) else None
     if maker is None:
         cols = 2 * codes.get_size()[1]
     else:
         node = maker.args[0]
         codes, scales, cols = _known()[maker]
-    key = (node, cols)
-    if key not in _known():
-        op = torch.ops.q2.dequantize.default
-        unit = global_scale if spec.folds else None
-        _known()[key] = launches.call(op, codes, scales, unit, scheme, cols, torch.bfloat16)
-    return _known()[key], maker is not None
+    unit = global_scale if spec.folds else None
+    args = codes, scales, unit, scheme, cols, torch.bfloat16
+    return (node, cols), args, maker is not None
+
+
+def _variant(args: tuple) -> tuple[str, bool]:
+    """What calls of q2::dequantize must have in common that are one launch."""
+    codes, _, _, scheme, cols, _ = args
+    spec = get_scheme(scheme)
+    whole = V.graph.sizevars.statically_known_equals(cols, 2 * codes.get_size()[1])
+    return spec.format, whole and spec.block[0] == 1
 
 
 def _known() -> dict[Any, Any]:

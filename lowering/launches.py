@@ -21,8 +21,7 @@ from torch._inductor.virtualized import V
 
 from q2compile.lowering import together
 from q2compile.lowering.gemm_operands import is_read
-from q2compile.runtime_kernels.cuda.calls import Form, lies
-from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
 from q2compile.runtime_kernels.ops.recorded import RECORDED
@@ -92,13 +91,33 @@ def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     """An op by the registry's kernel: its launches, where it is nothing else and generated code is
     in Python; otherwise the op itself."""
+    made = _member(op, args)
+    if made is None:
+        return _fallback(op, args)
+    member, outputs = made
+    _enqueue(member)
+    return outputs
+
+
+def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """Calls of an op whose only launch is one for all of them, where they are launches."""
+    made = [each for each in (_member(op, args) for args in calls) if each is not None]
+    if len(made) < len(calls):
+        return [call(op, *args) for args in calls]
+    _enqueue_waiting()
+    Launches([member for member, _ in made])
+    return [outputs for _, outputs in made]
+
+
+def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
+    """A call that is still to be enqueued, and what it makes; None where it is not launches."""
     name = op.name().partition("::")[2]
     if V.graph.cpp_wrapper:
-        return _fallback(op, args)
+        return None
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
     launching = _launching(name, realized)
     if launching is None:
-        return _fallback(op, args)
+        return None
     for i, form in launching.forms.items():
         realized[i] = _formed(realized[i], form)
     results = _results(op, realized)
@@ -106,11 +125,11 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
-    _enqueue(Member(V.current_node, name, realized, buffers))
     shaped = [
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
     ]
-    return tuple(shaped) if several else shaped[0]
+    member = Member(V.current_node, name, realized, buffers)
+    return member, tuple(shaped) if several else shaped[0]
 
 
 def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:

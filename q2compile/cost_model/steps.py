@@ -44,9 +44,9 @@ from q2compile.cost_model.devices import (
 )
 from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits, written_bits
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -104,7 +104,7 @@ class Step:
         of_call = HOST_CALL + (self.launches - 2) * HOST_LAUNCH
         each = {
             FUSED: of_call if self.launches else 0.0,
-            CALL: of_call,
+            CALL: of_call if self.launches else 0.0,
             TORCH: self.launches * HOST_TORCH,
             DISPATCHED: HOST_DISPATCHED + more * HOST_LAUNCH,
         }
@@ -312,16 +312,19 @@ def _read_bits(operand: Operand) -> Fraction:
 
 
 def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
-    """Codes made bf16 numbers for a GEMM of those."""
+    """Codes made bf16 numbers for a GEMM of those, both operands by one launch."""
+    packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
+    specs = [get_scheme(o.scheme) for o in packed.values()]
+    together = len(packed) > 1 and len({(s.format, s.block[0] == 1) for s in specs}) == 1
     return [
         Step(
             name,
             f"dequantise {role}",
             (packed_bits(o.scheme) + HIGH) * layer.elements(role),
+            launches=0 if together and role == next(iter(packed)) else 1,
             shared_by=layer.users(role),
         )
-        for role, o in operands.items()
-        if not _leaves_numbers(layer, name, o)
+        for role, o in packed.items()
     ]
 
 

@@ -55,6 +55,32 @@ class Step(NamedTuple):
     values: Sequence[Any]
 
 
+MOST_SIDES = 4  # of an Ending
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The last step of a call, where it can end other calls as well (quantize/together.py).
+
+    launch: calls whose endings have the same can end in one.
+    sides: what it does for each operand, as the launch's parameter struct has them: MOST_SIDES.
+    """
+
+    launch: Launch
+    sides: tuple[Any, ...]
+
+    @property
+    def step(self) -> Step:
+        raise NotImplementedError
+
+
+def in_places(structs: Sequence[Sequence[Any]]) -> list[Any]:
+    """Their fields, and zeros for those up to MOST_SIDES that nobody reads."""
+    assert len(structs) <= MOST_SIDES
+    fields = [field for struct in structs for field in struct]
+    return fields + [0] * (MOST_SIDES - len(structs)) * len(structs[0])
+
+
 class Output(NamedTuple):
     """A contiguous tensor that a call writes."""
 
@@ -81,15 +107,14 @@ class Call:
     """What a call of an op is: operands tensors in, outputs out, steps between.
 
     workspace: bytes of memory that the steps need besides; the last tensor, if they need any.
-    alignment: what the last step is made of (quantize/align_scales.py), where it can end other
-        calls as well.
+    ending: what the last step is made of, where it can end other calls as well.
     """
 
     operands: int
     outputs: tuple[Output, ...]
     workspace: int
     steps: tuple[Step, ...]
-    alignment: Any = None
+    ending: Ending | None = None
 
 
 class Ready:

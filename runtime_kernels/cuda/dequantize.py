@@ -1,11 +1,23 @@
 """q2::dequantize on CUDA (dequantize.cu), also the first half of the emulated GEMM."""
 
 import functools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import (
+    MOST_SIDES,
+    At,
+    Call,
+    Ending,
+    Form,
+    Output,
+    Step,
+    in_places,
+    launching,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
@@ -14,14 +26,39 @@ from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.registry import CUDA
 
 THREADS = 256
+_MATRIX = "PPPPqiiii"
 _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class Matrix(NamedTuple):
+    """dequantize.cu has the same struct."""
+
+    codes: At
+    scales: At
+    global_scale: At | int
+    out: At
+    groups: int
+    groups_across: int
+    cols: int
+    row_shift: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Dequantising(Ending):
+    """All of a call: one launch, whose thread blocks are those of one matrix after the other's."""
+
+    @property
+    def step(self) -> Step:
+        thread_blocks = sum(matrix.blocks for matrix in self.sides)
+        return Step(self.launch, (thread_blocks, 1), in_places(self.sides))
 
 
 @functools.cache
 def dequantize_launch(dtype: torch.dtype, mx: bool, whole: bool) -> Launch:
     """The kernel for an output type; whole: all columns, and no scales shared between rows."""
     defines = {"Q2_OUT": _OUT[dtype], "Q2_MX": int(mx), "Q2_WHOLE": int(whole)}
-    return launch("dequantize.cu", "PPPPqiii", THREADS, defines=defines)
+    return launch("dequantize.cu", _MATRIX * MOST_SIDES, THREADS, defines=defines)
 
 
 def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
@@ -67,13 +104,11 @@ def dequantize(
     rows, half = codes.shape
     operands = 2 + (global_scale is not None)
     groups = rows * half // 4
-    steps: tuple[Step, ...] = ()
-    if groups:
-        launched = dequantize_launch(
-            dtype, spec.format == "mxfp4", cols == 2 * half and spec.block[0] == 1
-        )
-        unit = 0 if global_scale is None else At(2)
-        extents = (groups, half // 4, cols, 4 if spec.block[0] == 16 else 0)
-        values = (At(0), At(1), unit, At(operands), *extents)
-        steps = (Step(launched, (ceil_div(groups, THREADS), 1), values),)
-    return Call(operands, (Output((rows, cols), dtype),), 0, steps)
+    whole = cols == 2 * half and spec.block[0] == 1
+    unit = 0 if global_scale is None else At(2)
+    blocks = max(1, ceil_div(groups, THREADS))
+    extents = groups, half // 4, cols, 4 if spec.block[0] == 16 else 0
+    matrix = Matrix(At(0), At(1), unit, At(operands), *extents, blocks)
+    launched = dequantize_launch(dtype, spec.format == "mxfp4", whole)
+    ending = Dequantising(launched, (matrix,))
+    return Call(operands, (Output((rows, cols), dtype),), 0, (ending.step,), ending)

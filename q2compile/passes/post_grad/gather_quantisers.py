@@ -20,7 +20,7 @@ from q2compile.passes.graph_queries import (
 )
 from q2compile.passes.live_bytes import SMALL
 from q2compile.passes.verify import named_arguments
-from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 
 _BOTH = BOTH_ROTATED + BOTH_SUMMED
 _QUANTISERS = ("quantize", "quantize_masked", *ONE_ROTATED, *ONE_SUMMED, *_BOTH)

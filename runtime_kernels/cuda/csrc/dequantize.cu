@@ -8,7 +8,7 @@
 //
 // code * scale is exact (6 significant bits); with a power of two as global scale so is all of it
 // in bf16. A thread takes 8 codes, one 4-byte load, and writes 8 numbers. Bytes an element: .5625
-// read, 2 (fp32: 4) written.
+// read, 2 (fp32: 4) written. A launch serves up to kMostSides matrices, one after the other.
 
 #include "numbers.cuh"
 
@@ -20,13 +20,19 @@ constexpr bool kWhole =
 constexpr int kThreads = 256;
 constexpr int kOutBytes = kOut == F32 ? 4 : 2;
 
-struct Params {
+constexpr int kMostSides = 4;
+
+struct Matrix {
   const u32* codes;
   const u8* scales;
   const float* global_scale;
   u8* out;
   long long groups;  // of 8 codes
   int groups_across, cols, row_shift;
+  int blocks;  // thread blocks
+};
+struct Params {
+  Matrix matrices[kMostSides];
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in dequantize.py");
 
@@ -35,8 +41,14 @@ Q2_INLINE float decode_scale(u32 byte) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    dequantize(const __grid_constant__ Params p) {
-  long long group = blockIdx.x * (long long)kThreads + threadIdx.x;
+    dequantize(const __grid_constant__ Params params) {
+  int block = blockIdx.x, number = 0;
+#pragma unroll
+  for (int i = 0; i + 1 < kMostSides; ++i)
+    if (number == i && block >= params.matrices[i].blocks)
+      block -= params.matrices[i].blocks, ++number;
+  const Matrix& p = params.matrices[number];
+  long long group = block * (long long)kThreads + threadIdx.x;
   if (group >= p.groups) return;
   constexpr int kPerScale = kMx ? 4 : 2;
   long long scale_at = group / kPerScale, out_at = group * 8;

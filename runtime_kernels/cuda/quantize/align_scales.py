@@ -2,17 +2,15 @@
 how one launch of them ends several calls at once."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from q2compile.runtime_kernels.cuda.calls import At, Step
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, At, Ending, Step, in_places
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
-MOST_SIDES = 4  # of a launch
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
 _MOST_COLUMNS = 32  # whose sums a thread block adds up at once
 _SIDE = "PPPPPPPPqIifii"
@@ -51,35 +49,25 @@ class Sums(NamedTuple):
     type: int  # of `to`: as SOURCES of rotate_quantize.py have it
 
 
-_NO_SUMS = Sums(0, 0, 0, 0, 0, 0)
-_NO_SIDE = Side(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, -1)
-
-
 @dataclass(frozen=True)
-class Alignment:
-    """The last step of a call of a quantiser.
+class Alignment(Ending):
+    """The last step of a call of a quantiser, of align_scales.cu or settle_widened.cu.
 
-    launch: of align_scales.cu or settle_widened.cu; calls that have the same can end in one launch.
     thread_blocks: for each side, and for each of the sums.
     sums: of columns, that it adds up as well; summing: the launch that is taken in the place of the
         other if there are any.
     """
 
-    launch: Launch
-    sides: tuple[Side, ...]
     thread_blocks: int
     sums: tuple[Sums, ...] = ()
     summing: Launch | None = None
 
     @property
     def step(self) -> Step:
-        assert len(self.sides) <= MOST_SIDES
-        filled = (*self.sides, *(_NO_SIDE,) * (MOST_SIDES - len(self.sides)))
-        values: Sequence[Any] = [field for side in filled for field in side]
         if self.summing is None:
-            return Step(self.launch, (self.thread_blocks, len(self.sides)), values)
-        sums = (*self.sums, *(_NO_SUMS,) * (MOST_SIDES - len(self.sums)))
-        values = [*values, *(field for each in sums for field in each), len(self.sums)]
+            grid = self.thread_blocks, len(self.sides)
+            return Step(self.launch, grid, in_places(self.sides))
+        values = [*in_places(self.sides), *in_places(self.sums), len(self.sums)]
         return Step(self.summing, (self.thread_blocks, len(self.sides) + len(self.sums)), values)
 
 

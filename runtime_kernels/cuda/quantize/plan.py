@@ -239,19 +239,19 @@ def quantizer_call(
         sums=bool(sums),
     )
     steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk))]
-    alignment = None
+    ending = None
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
         source_global = operand[2] if rule == Rule.MS_EDEN else 0
-        ending = align_launch(spec, rotation.size == 128)
-        alignment = fields.alignment(ending, source_global, factor)
+        last = align_launch(spec, rotation.size == 128)
+        ending = fields.alignment(last, source_global, factor)
         if sums:
-            most = max(alignment.thread_blocks, thread_blocks_of_sums(k))
-            alignment = replace(alignment, thread_blocks=most, sums=sums, summing=launched[1])
-        steps.append(alignment.step)
+            most = max(ending.thread_blocks, thread_blocks_of_sums(k))
+            ending = replace(ending, thread_blocks=most, sums=sums, summing=launched[1])
+        steps.append(ending.step)
     elif len(launched) == 2:
         steps.append(steps[0]._replace(launch=launched[1]))
-    return Call(operands, outputs, fields.workspace_bytes + more, tuple(steps), alignment)
+    return Call(operands, outputs, fields.workspace_bytes + more, tuple(steps), ending)
 
 
 def _sums(

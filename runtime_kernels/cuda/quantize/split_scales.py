@@ -57,8 +57,8 @@ def split_scales(worth: torch.Tensor, scheme: str) -> Call:
         blocks=max(1, blocks),
         partner=-1,
     )
-    alignment = Alignment(
+    ending = Alignment(
         align_launch(spec, interleaved=False), (side,), thread_blocks_of(spec, (rows, blocks))
     )
     first = Step(partial_max_launch(), (parts, 1), (worths, largest, count))
-    return Call(1, outputs, 4 * parts, (first, alignment.step), alignment)
+    return Call(1, outputs, 4 * parts, (first, ending.step), ending)

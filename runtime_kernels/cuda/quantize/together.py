@@ -1,16 +1,22 @@
-"""Calls of quantisers that end in one launch, which also multiplies their global scales.
+"""Calls that end in one launch; that of quantisers also multiplies their global scales.
 
 apart      rotate x, align x, rotate w, align w, product of the global scales, GEMM
 together   rotate x, rotate w, align both and multiply their global scales, GEMM
+
+apart      dequantise x, dequantise w, GEMM of bf16 numbers
+together   dequantise both, GEMM
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Output
-from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side, Sums
+from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
 
 _ALIGNMENT = 16  # bytes, of each call's part of the workspace
 
@@ -27,7 +33,7 @@ class Product(NamedTuple):
 
 
 def together(calls: Sequence[Call], products: Sequence[Product] = (), others: int = 0) -> Call:
-    """One call for several, whose alignments have one launch.
+    """One call for several, whose endings have one launch.
 
     Its operands are those of all, then `others` tensors, each one fp32; its outputs are those of
     all, then the products.
@@ -38,19 +44,31 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
     ]
-    alignments: list[Alignment] = [call.alignment for call in calls]
-    assert len({alignment.launch for alignment in alignments}) == 1
-    sides = [
-        Side(*(places.of(i, field) for field in side))
-        for i, alignment in enumerate(alignments)
-        for side in alignment.sides
-    ]
-    sums = [
-        Sums(*(places.of(i, field) for field in each))
-        for i, alignment in enumerate(alignments)
-        for each in alignment.sums
-    ]
-    summing = next((a.summing for a in alignments if a.summing is not None), None)
+    endings = [call.ending for call in calls if call.ending is not None]
+    assert len(endings) == len(calls) and len({ending.launch for ending in endings}) == 1
+    sides = [side for i, each in enumerate(endings) for side in places.of_all(i, each.sides)]
+    ending = endings[0]
+    if isinstance(ending, Alignment):
+        ending = _all_of(ending, endings, places)
+        sides = _multiplying(sides, places, products)
+    ending = replace(ending, sides=tuple(sides))
+    outputs = [output for call in calls for output in call.outputs]
+    outputs += [Output((), torch.float32)] * len(products)
+    steps.append(ending.step)
+    return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
+
+
+def _all_of(ending: Alignment, endings: Sequence[Any], places: _Places) -> Alignment:
+    """With the thread blocks of the largest, and the sums of columns of all."""
+    most = max(each.thread_blocks for each in endings)
+    sums = [each for i, one in enumerate(endings) for each in places.of_all(i, one.sums)]
+    summing = next((each.summing for each in endings if each.summing is not None), None)
+    return replace(ending, thread_blocks=most, sums=tuple(sums), summing=summing)
+
+
+def _multiplying(sides: Sequence[Side], places: _Places, products: Sequence[Product]) -> list[Side]:
+    """Sides that make the products, too."""
+    sides = list(sides)
     numbers = {side.global_scale: number for number, side in enumerate(sides)}
     for i, (own, other) in enumerate(products):
         at = numbers[places.output(*own)]
@@ -60,17 +78,7 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
             other=places.other(other) if isinstance(other, int) else 0,
             partner=-1 if known else numbers[places.output(*other)],  # type: ignore[misc]
         )
-    most = max(alignment.thread_blocks for alignment in alignments)
-    alignment = Alignment(alignments[0].launch, tuple(sides), most, tuple(sums), summing)
-    outputs = [output for call in calls for output in call.outputs]
-    outputs += [Output((), torch.float32)] * len(products)
-    return Call(
-        places.operands,
-        tuple(outputs),
-        places.workspace_bytes,
-        (*steps, alignment.step),
-        alignment,
-    )
+    return sides
 
 
 class _Places:
@@ -95,6 +103,10 @@ class _Places:
         if tensor < call.operands + len(call.outputs):
             return At(self._outputs[i] + tensor - call.operands, past)
         return At(self._workspace, self._parts[i] + past)
+
+    def of_all(self, i: int, structs: Sequence[Any]) -> list[Any]:
+        """The same of structs of fields."""
+        return [type(each)(*(self.of(i, field) for field in each)) for each in structs]
 
     def output(self, i: int, number: int) -> At:
         return At(self._outputs[i] + number)

@@ -1,5 +1,5 @@
-"""Calls of quantisers that end in one launch: the bits of the calls apart, by emulated kernels, and
-the products of their global scales."""
+"""Calls that end in one launch: the bits of the calls apart, by emulated kernels, and the products
+of the quantisers' global scales."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
+from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Ready, tensors_of
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize import summed as summed_ops
-from q2compile.runtime_kernels.cuda.quantize.align_scales import MOST_SIDES
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import Product, together
@@ -64,6 +64,21 @@ def summed(scheme: str, rows: int) -> tuple:
 def summed_columns(scheme: str, rows: int) -> tuple:
     args = (matrix(rows, 136), SEEDS[1], scheme, "rht128", 1, torch.float32)
     return summed_ops.rht_quantize_summed, args
+
+
+@pytest.mark.parametrize("scheme", [RTN, "mxfp4_rtn34"])
+@pytest.mark.parametrize("shapes", [[(130, 96), (3, 512)], [(1, 32), (0, 64), (300, 64), (7, 160)]])
+def test_matrices_are_dequantised_by_one_launch(shapes, scheme, emulated) -> None:
+    """One after the other, each by as many thread blocks as it needs, also where it has no rows."""
+    members: Members = []
+    for i, (rows, cols) in enumerate(shapes):
+        codes, scales, unit = q2.quantize(matrix(rows, cols), None, None, scheme, 0)
+        args = codes, scales, unit if i else None, scheme, cols, torch.bfloat16
+        members.append((dequantize.dequantize, args))
+    call = together([op.call(*args) for op, args in members])
+    (step,) = call.steps
+    assert step.grid == (sum(max(1, -(-rows * cols // 2048)) for rows, cols in shapes), 1)
+    assert_same_bits(run(members), [q2.dequantize(*args) for _, args in members])
 
 
 @pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, EDEN + WIDENED, "mxfp4_sr"])
