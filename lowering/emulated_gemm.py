@@ -6,7 +6,7 @@ which Inductor allocates, chooses a kernel for and fuses behind as for any other
 
 The numbers of an operand are what its quantiser wrote, where that writes them (scheme@bf16), or
 dequantised from its codes, once however many GEMMs read them, and both operands of a GEMM by one
-launch. Codes that q2::transpose turned are
+launch, with what the next ones want. Codes that q2::transpose turned are
 dequantised as they lay before, and read by columns.
 
 Of the second form, only the product is rounded to fp32 by a kernel; alpha and bias are Inductor's
@@ -17,25 +17,35 @@ with other operations that it fuses.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import fx
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import launches
 from q2compile.lowering.gemm_operands import (
     GEMM,
+    OPERANDS,
     TRANSPOSE,
     is_emulated,
     reads_unturned,
     turned,
 )
 from q2compile.lowering.together import products
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten
+_REACH = 2  # GEMMs: numbers that are made early wait for no more than those
+_ABSENT = object()
+_SMALL = 16 * 2**20  # bytes of codes, four times as many of their numbers
 _KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
@@ -87,10 +97,11 @@ def _numbers(*operands: tuple) -> list[tuple[Any, bool]]:
     """Operands as bf16 [rows, contraction], or turned, and whether they are. Of each its codes,
     scales, global scale and scheme, and the node of the codes."""
     known = _known()
-    sources = [_source(*operand) for operand in operands]
+    sources = [_source(V.current_node, *operand) for operand in operands]
     missing = {key: args for key, args, _ in sources if key not in known}
     op = torch.ops.q2.dequantize.default
-    if len(missing) > 1 and len({_variant(args) for args in missing.values()}) == 1:
+    if len({_variant(args) for args in missing.values()}) == 1:
+        missing |= _soon(missing)
         made = launches.call_in_one(op, [*missing.values()])
     else:
         made = [launches.call(op, *args) for args in missing.values()]
@@ -98,14 +109,68 @@ def _numbers(*operands: tuple) -> list[tuple[Any, bool]]:
     return [(known[key], is_turned) for key, _, is_turned in sources]
 
 
-def _source(codes, scales, global_scale, scheme: str, node: Any) -> tuple[Any, tuple, bool]:
+def _soon(missing: dict[Any, tuple]) -> dict[Any, tuple]:
+    """What the next GEMMs will want of codes that are there already, the weights of k and v or of a
+    gated MLP's other half, as far as it is small and one launch has room."""
+    found: dict[Any, tuple] = {}
+    variant = _variant(next(iter(missing.values())))
+    for gemm in itertools.islice(_emulated_after(V.current_node), _REACH):
+        for first, at in OPERANDS:
+            nodes: Any = gemm.args[first : first + 3]
+            codes, scales, unit = map(_there, nodes)
+            if any(part is _ABSENT for part in (codes, scales, unit)):
+                continue
+            scheme = str(gemm.args[at])
+            key, args, is_turned = _source(gemm, codes, scales, unit, scheme, nodes[0])
+            there = key in _known() or key in missing or is_turned
+            room = len(missing) + len(found) < MOST_SIDES
+            if not there and room and _variant(args) == variant and _is_small(args):
+                found[key] = args
+    return found
+
+
+def _there(node: Any) -> Any:
+    """What a node has been lowered to, or would be as a part of what has."""
+    env = V.graph.env
+    if not isinstance(node, fx.Node):
+        return node
+    if node not in env and node.target is operator.getitem:
+        of, number = cast(Any, node.args)
+        return env[of][number] if of in env else _ABSENT
+    return env.get(node, _ABSENT)
+
+
+def _emulated_after(node: fx.Node) -> Iterator[fx.Node]:
+    """GEMMs behind a node, as long as they are emulated."""
+    for later in itertools.takewhile(lambda n: n.op != "output", _after(node)):
+        if later.target is GEMM:
+            if not is_emulated(later):
+                return
+            yield later
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    while True:
+        node = node.next
+        yield node
+
+
+def _is_small(args: tuple) -> bool:
+    codes, *_ = args
+    known = V.graph.sizevars.statically_known_leq
+    return known(sympy_product(codes.get_size()), _SMALL)
+
+
+def _source(
+    gemm: fx.Node, codes: Any, scales: Any, global_scale: Any, scheme: str, node: Any
+) -> tuple[Any, tuple, bool]:
     """By what an operand's numbers are known, the arguments of q2::dequantize, and whether that
     makes it turned."""
     spec = get_scheme(scheme)
     if spec.widened:
         _known()[node, None] = codes
         return (node, None), (), False
-    maker = turned(node) if reads_unturned(V.current_node) else None
+    maker = turned(node) if reads_unturned(gemm) else None
     if maker is None:
         cols = 2 * codes.get_size()[1]
     else:

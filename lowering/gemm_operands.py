@@ -14,13 +14,13 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import CUDA_BF16, serving
 
 GEMM, TRANSPOSE = torch.ops.q2.gemm.default, torch.ops.q2.transpose.default
-_OPERANDS = ((0, 7), (3, 8))  # of q2::gemm: where three arguments begin, and their scheme
+OPERANDS = ((0, 7), (3, 8))  # of q2::gemm: where three arguments begin, and their scheme
 
 
 def is_emulated(node: fx.Node) -> bool:
     """Whether a node is a GEMM by bf16 tensor cores, of operands that were made for them."""
     if node.target is not GEMM or any(
-        get_scheme(str(node.args[at])).swizzled for _, at in _OPERANDS
+        get_scheme(str(node.args[at])).swizzled for _, at in OPERANDS
     ):
         return False
     args = map_arg(node.args, lambda n: n.meta["val"])
@@ -36,7 +36,7 @@ def is_read(output: fx.Node) -> bool:
 def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
     if not is_emulated(reader):
         return False
-    for first, at in _OPERANDS:
+    for first, at in OPERANDS:
         spec = get_scheme(str(reader.args[at]))
         unread = reader.args[first + 1 : first + (3 if spec.folds else 2)] if spec.widened else ()
         if output in reader.args[first : first + 3] and output not in unread:

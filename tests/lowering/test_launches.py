@@ -16,6 +16,7 @@ from torch import nn
 from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
+from q2compile.lowering import emulated_gemm
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -30,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
 WIDTH = 64
+RTN = "nvfp4_46_pow2"
 
 
 @pytest.fixture
@@ -252,6 +254,26 @@ def test_profiles_name_the_ops(request) -> None:
     backward = "q2::rht_quantize_both + q2::requantize + q2::requantize"
     pairs = {f"q2::{name} + q2::{name}" for name in ("quantize", "dequantize")}
     assert {*pairs, backward} <= names
+
+
+def of_one_x(x, *weights):
+    """q, k and v."""
+    a, *others = (torch.ops.q2.quantize(m, None, None, RTN, 0) for m in (x, *weights))
+    return [torch.ops.q2.gemm(*a, *b, None, RTN, RTN, torch.bfloat16) for b in others]
+
+
+@pytest.mark.parametrize(("small", "launches"), [(2**20, [4]), (0, [2, 1, 1])])
+def test_what_the_next_products_want_comes_with_it(small, launches, request, monkeypatch) -> None:
+    """Of codes that are there already, where it is small; with the numbers of the reference."""
+    operands = [rows(48, seed=i) for i in range(4)]
+    want = of_one_x(*operands)
+    sources = request.getfixturevalue("pretended")
+    monkeypatch.setattr(emulated_gemm, "_SMALL", small)
+    torch.testing.assert_close(torch.compile(of_one_x)(*operands), want)
+    (source,) = sources
+    sites = [line for line in source.splitlines() if re.match(r"q2_site_\d+ = ", line)]
+    counts = [site.count("'dequantize'") for site in sites]
+    assert [count for count in counts if count] == launches
 
 
 def test_statistics_are_taken_of_what_is_written(pretended) -> None:
