@@ -228,6 +228,18 @@ def test_transforms_of_torch_func(transform):
     assert any("torch.func" in row.why for row in rows)
 
 
+def test_a_loss_times_zero():
+    """How models keep unused layers in DDP's gradients. Inductor makes a constant of the layer's
+    gradient, and in mxfp4 the partitioner then put its seed into the forward."""
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+    compiled_loss = compiled(
+        lambda x: x.sum() + 0 * model(x).sum(), inner="inductor", recipe="mxfp4", strict=True
+    )
+    compiled_loss(x).backward()
+    for p in model.parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
 def test_a_norm_of_a_matrix():
     """Which torch decomposes into a sum over None: of an activation, of a weight, beside which the
     quantised numbers are small: an error of 10% of an output of 0.6, over a norm of 22."""
