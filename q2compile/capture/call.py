@@ -101,6 +101,8 @@ def _one_expert(matmul: Matmul) -> Matmul:
 def _unusable(matmul: Matmul) -> str:
     """Why its activation and weight can't be operands here; "" if they can."""
     x, w = example(matmul.x), example(matmul.w)
+    if w.ndim != 2 and not isinstance(w, DTensor):  # a view may make one side of several dimensions
+        w = matmul.operands()[1]
     if matmul.op == "linear" and w.ndim != 2:
         return f"the weight is {w.ndim}-D, {list(w.shape)}; only 2-D weights are taken"
     for name, t in (("activation", x), ("weight", w)):

@@ -125,9 +125,9 @@ def einsum_views(xs: str, ws: str, out: str) -> tuple[tuple[View, ...], ...] | N
     if len(set(xs)) != len(xs) or sorted(out) != sorted(rest + e_ + n_):
         return None
     return (
-        _permuted(xs, e_ + rest + k_),
-        _permuted(ws, e_ + n_ + k_),
-        _permuted(e_ + rest + n_, out),
+        permuted(xs, e_ + rest + k_),
+        permuted(ws, e_ + n_ + k_),
+        permuted(e_ + rest + n_, out),
     )
 
 
@@ -161,7 +161,7 @@ def einsum_look_up(
             why = f"einsum of weights looked up by an index broadcasts {letter!r}"
             return call.left(why, parameter)
     missing = [i for i, letter in enumerate(places) if letter not in xs]
-    x_views = _permuted(xs, "".join(c for c in places if c in xs) + k_)
+    x_views = permuted(xs, "".join(c for c in places if c in xs) + k_)
     if missing:
         wide = (*(-1 if c in xs else sizes[c] for c in places), -1)
         if not all(isinstance(size, int) for size in wide):
@@ -177,11 +177,12 @@ def einsum_look_up(
         groups=index,
         x_views=x_views,
         w_views=() if (ws[-1] == k_) != transposed else _MT,
-        y_views=_permuted(places + n_, out),
+        y_views=permuted(places + n_, out),
     )
 
 
-def _permuted(dims: str, order: str) -> tuple[View, ...]:
+def permuted(dims: str, order: str) -> tuple[View, ...]:
+    """The view that puts dimensions of these letters into that order; none if they are in it."""
     return () if dims == order else (("permute", tuple(dims.index(c) for c in order)),)
 
 

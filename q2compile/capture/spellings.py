@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from q2compile.capture import expert_spellings
 from q2compile.capture.call import Call, Scope
+from q2compile.capture.einsum_spellings import einsum
 from q2compile.capture.matmul import Matmul, NotTaken, View
 from q2compile.capture.views import called, example
 
@@ -83,90 +84,6 @@ def _matmul(call: Call) -> Matmul | NotTaken:
     return call.left("activation × activation")
 
 
-def _einsum(call: Call) -> Matmul | NotTaken:
-    """Two operands, one a parameter with one index to contract: a matrix, or a stack of them with
-    a matrix of activations for each.
-    """
-    equation, operands = call.args["equation"], call.args["operands"]
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
-        return call.left("einsum of other than two operands with an equation", call.weight())
-    flags = [call.scope.parameter(o) for o in operands]
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    subs = inputs.split(",")
-    if flags[0] is None and flags[1] is None:
-        for i, j in ((0, 1), (1, 0)):
-            found = expert_spellings.einsum_look_up(
-                call, operands[i], operands[j], subs[i], subs[j], out
-            )
-            if found is not None:
-                return found
-        return call.left("activation × activation")
-    if flags[0] is not None and flags[1] is not None:
-        return call.left("parameter × parameter: no activation to quantise", flags[1])
-    x, w, xs, ws = operands[0], operands[1], subs[0], subs[1]
-    if flags[0] is not None:
-        x, w, xs, ws = w, x, ws, xs
-    parameter = flags[0] if flags[0] is not None else flags[1]
-    assert parameter is not None
-    # As text, since comparing a symbol with a number would be a guard.
-    x_sizes = dict(zip(_spelt_out(xs, example(x).ndim), map(str, example(x).shape), strict=True))
-    w_sizes = dict(zip(ws, map(str, example(w).shape), strict=False))
-    for index, size in w_sizes.items():
-        if x_sizes.get(index, size) != size:
-            why = f"einsum {equation!r} broadcasts {index!r}, {x_sizes[index]} in x and {size} in w"
-            return call.left(why, parameter)
-    stack = expert_spellings.einsum_views(xs, ws, out)
-    views = stack or _einsum_views(xs, ws, out, example(x).ndim)
-    if views is None:
-        why = (
-            f"einsum {equation!r} is not activation × parameter, or × one for each, over one index"
-        )
-        return call.left(why, parameter)
-    x_views, w_views, y_views = views
-    op = "batched_linear" if stack else "linear"
-    return call.taken(parameter, x, w, op=op, x_views=x_views, w_views=w_views, y_views=y_views)
-
-
-def _einsum_views(
-    xs: str, ws: str, out: str, x_ndim: int
-) -> tuple[tuple[View, ...], tuple[View, ...], tuple[View, ...]] | None:
-    """The views that make einsum "xs,ws->out" a linear, None if it is not one.
-
-    "btk,nk->btn": none.  "bkt,kn->btn": x.movedim(1, -1), w.transpose(0, 1).
-    """
-    xs, out = _spelt_out(xs, x_ndim), out.replace("...", _spelt_out("...", x_ndim - _letters(xs)))
-    shared = set(xs) & set(ws)
-    if (
-        len(ws) != 2
-        or len(set(ws)) != 2
-        or len(set(xs)) != len(xs)
-        or len(shared) != 1
-        or "." in ws
-    ):
-        return None
-    k = shared.pop()
-    n = ws.replace(k, "")
-    rest = xs.replace(k, "")
-    if n in xs or sorted(out) != sorted(rest + n) or out.replace(n, "") != rest:
-        return None
-    x_views = () if xs.endswith(k) else (("movedim", (xs.index(k), -1)),)
-    w_views = () if ws.endswith(k) else _TRANSPOSED
-    y_views = () if out.endswith(n) else (("movedim", (-1, out.index(n))),)
-    return x_views, w_views, y_views
-
-
-def _letters(subscripts: str) -> int:
-    return len(subscripts.replace("...", ""))
-
-
-def _spelt_out(subscripts: str, ndim: int) -> str:
-    """The ellipsis as letters that no equation has, one for each dimension that it stands for."""
-    batch = "".join(chr(0x100 + i) for i in range(ndim - _letters(subscripts)))
-    return subscripts.replace("...", batch)
-
-
 _Handler = Callable[[Call], Matmul | NotTaken]
 
 
@@ -199,7 +116,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         ("input", "a", "b", "out_dtype"),
         _matmul,
     ),
-    ("einsum", (torch.einsum, aten.einsum), ("equation", "operands"), _einsum),
+    ("einsum", (torch.einsum, aten.einsum), ("equation", "operands"), einsum),
     (
         "attention",
         (F.scaled_dot_product_attention, aten.scaled_dot_product_attention),
@@ -278,7 +195,7 @@ def call_of(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
         return _foreign_call(scope, node)
     spelling, names, handler = _SPELLINGS.get(called(node)) or _FOREIGN[name]
     positional = node.args
-    if handler is _einsum and len(positional) > 2:
+    if handler is einsum and len(positional) > 2:
         positional = (positional[0], positional[1:])
     args = dict(zip(names, positional, strict=False))
     for key, value in node.kwargs.items():

@@ -24,6 +24,7 @@ class JointPasses(CustomGraphPass):
 
     def __init__(self, config: Config, records: list[PassRecord], first: Any = None) -> None:
         wanted = {
+            "anchor_seeds": True,
             "share_operands": config.resolved_policy.random_forward,
             "share_saved_rotations": config.resolved_policy.random_forward,
             "swizzle_saved_scales": True,

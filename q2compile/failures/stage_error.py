@@ -45,9 +45,9 @@ class Faults:
     def of_stage(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
         """For everything else: ``original`` is Dynamo's graph as it came."""
         call = "rewrite(CONFIG)" if stage == REWRITE else "compile(CONFIG)"
-        hint = (
-            "" if stage == REWRITE else " inner='eager' runs the rewritten graph without Inductor."
-        )
+        hint = ""
+        if stage == COMPILE and self.config.inner != "eager":
+            hint = " inner='eager' runs the rewritten graph without Inductor."
         return self._error(stage, self.graph, original, error, call, stage, hint)
 
     def raise_or_warn(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
@@ -55,6 +56,7 @@ PASSES: dict[str, Pass] = {
 }
 
 JOINT_PASSES: dict[str, Pass] = {
+    "anchor_seeds": anchor_seeds_pass,  # first: it says which ops are of the backward
     "share_operands": share_operands_pass,  # for the next one: views of one x become one
     "share_saved_rotations": share_saved_rotations_pass,
     "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know

@@ -29,10 +29,12 @@ class GraphSpecError(AssertionError):
 @dataclass(frozen=True)
 class _Operand:
     """Where a gemm's operand comes from: made here, rotated or not, or saved: by another graph, or
-    as a constant, which Inductor's freezing makes of a weight's codes.
+    as a constant, which Inductor's freezing makes of a weight's codes. ``empty``: it has no number,
+    as those that contract over the rows of an empty batch.
     """
 
     saved: bool = False
+    empty: bool = False
     rotated: bool = False
     seed: Any = None
     transform: Any = None
@@ -48,7 +50,9 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
     2. the operands of gemm and grouped_gemm come each whole from one op (codes, scales, global
        scale), or from placeholders;
     3. two rotated operands of one gemm have the same seed and transform, and different streams;
-    4. a rotated operand whose partner the forward saved takes its signs from the forward too.
+    4. a rotated operand whose partner the forward saved takes its signs from the forward too, if
+       there is a number to rotate: codes of no bytes cost nothing to save, so the partitioner saves
+       them apart from their seed.
     """
     for node in q2_nodes(graph):
         args = named_arguments(node)
@@ -75,7 +79,8 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
             )
     for rotated, partner in ((a, b), (b, a)):
         drawn_here = isinstance(rotated.seed, fx.Node) and rotated.seed.op != "placeholder"
-        if kind == "backward" and rotated.rotated and drawn_here and partner.saved:
+        here = rotated.rotated and drawn_here
+        if kind == "backward" and here and partner.saved and not partner.empty:
             raise GraphSpecError(
                 f"{when}: an operand of {gemm.name} was rotated in the forward, and its partner "
                 f"with signs drawn here ({rotated.seed}); their rotations do not cancel"
@@ -85,7 +90,7 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
 def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     """What (codes, scales, global scale) are, from the op whose outputs they must be."""
     if triple[0].op in ("placeholder", "get_attr"):
-        return _Operand(saved=True)
+        return _Operand(saved=True, empty=_is_empty(triple[0]))
     op = producer(triple[0])
     if is_q2(op, "transpose"):  # re-used codes: their global scale is the source's
         return _Operand()
@@ -101,7 +106,13 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
         return _Operand()
     args = named_arguments(op)
     seed = args[whole] if both else args["seed"]
-    return _Operand(False, True, seed, args["transform"], args["stream"])
+    return _Operand(rotated=True, seed=seed, transform=args["transform"], stream=args["stream"])
+
+
+def _is_empty(codes: fx.Node) -> bool:
+    """Asked of sizes that are numbers: comparing a symbol would be a guard."""
+    sizes = getattr(codes.meta.get("val"), "shape", ())
+    return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
 def named_arguments(node: fx.Node) -> dict[str, object]:

@@ -2,6 +2,7 @@
 nan_asserts, export, compile in compile, torch.func, anomaly mode."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -225,6 +226,43 @@ def test_transforms_of_torch_func(transform):
     rows = explain(lambda x: transform(model, x), x, options={"inner": "eager"}).rows
     assert rows and not any(row.taken for row in rows)
     assert any("torch.func" in row.why for row in rows)
+
+
+def test_a_loss_times_zero():
+    """How models keep unused layers in DDP's gradients. Inductor makes a constant of the layer's
+    gradient, and in mxfp4 the partitioner then put its seed into the forward."""
+    model, x = Mlp(), torch.randn(WIDTH, WIDTH)
+    compiled_loss = compiled(
+        lambda x: x.sum() + 0 * model(x).sum(), inner="inductor", recipe="mxfp4", strict=True
+    )
+    compiled_loss(x).backward()
+    for p in model.parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+def test_a_norm_of_a_matrix():
+    """Which torch decomposes into a sum over None: of an activation, of a weight, beside which the
+    quantised numbers are small: an error of 10% of an output of 0.6, over a norm of 22."""
+    model, x = Mlp(), torch.randn(8, WIDTH)
+
+    def normed(x):
+        return model(x) / torch.linalg.vector_norm(x) + model.up.weight.norm()
+
+    torch.testing.assert_close(compiled(normed, inner="eager")(x), normed(x), rtol=0.01, atol=0.01)
+
+
+def test_a_compiled_step_of_an_optimizer():
+    """Muon's products are of gradients. It iterates in bf16, and a step is 0.1 long."""
+    models = [Mlp() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, around in zip(
+        models, (lambda step: step, partial(compiled, inner="eager")), strict=True
+    ):
+        model(torch.ones(8, WIDTH)).sum().backward()
+        weights = [p for p in model.parameters() if p.ndim == 2]
+        around(torch.optim.Muon(weights, lr=0.1).step)()
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0.01)
 
 
 def test_a_model_without_numbers():

@@ -7,11 +7,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from q2compile import explain
+from q2compile.recipes.published import RECIPES
 from tests.support.small_model import (
     EAGER,
     LINEARS,
     WIDTH,
     Block,
+    Mlp,
     Model,
     assert_close,
     assert_same,
@@ -149,6 +151,18 @@ def test_dynamic_shapes_with_a_dump_and_a_report(tmp_path):
     assert_close(grads, gradients(model, model))
     report = (tmp_path / "report.txt").read_text()
     assert "s" in report.splitlines()[2].split()[1] and "×64×32" in report
+
+
+@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"bf16"}))
+def test_a_batch_without_rows(recipe):
+    """The last one of an uneven split: no number to rotate, and gradients that are zero."""
+    mlp = Mlp()
+    x = torch.zeros(0, 64, requires_grad=True)
+    compiled = quantised(mlp, recipe=recipe, strict=True)
+    compiled(x).sum().backward()
+    assert x.grad.shape == x.shape
+    for p in mlp.parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
 
 
 # ---- torch.func and torch.export ----------------------------------------------------------------

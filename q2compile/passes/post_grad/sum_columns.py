@@ -60,10 +60,10 @@ def _sums_columns(node: fx.Node) -> bool:
     if node.target is not _aten.sum.dim_IntList or len(node.args) != 2:
         return False
     x: Any = node.args[0]
-    over: Any = node.args[1]
+    over: Any = node.args[1]  # None, as norms are decomposed, or []: over all
     return (
         x.meta["val"].dim() == 2
-        and list(over) in ([0], [-2])
+        and list(over or ()) in ([0], [-2])
         and node.meta["val"].dtype == torch.float32
     )
 

@@ -63,6 +63,9 @@ PRODUCTS = {
         ("etk,enk->etn", ((E, T, K), (E, N, K)), 1),
         ("etk,ekn->ten", ((E, T, K), (E, K, N)), 1),
         ("gech,ehd->gecd", ((2, E, T, K), (E, K, N)), 1),
+        ("...etk,ekn->...etn", ((2, E, T, K), (E, K, N)), 1),
+        ("tk,knh->htn", ((T, K), (K, N, 2)), 1),
+        ("thk,nkh->tn", ((T, 2, K), (N, K, 2)), 1),
     )
 }
 SUMMANDS = ((), (1,), (N,), (1, N), (T, 1), (T, N), (1, T, N), (E, 1, N))

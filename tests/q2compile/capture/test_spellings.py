@@ -61,6 +61,16 @@ SPELLINGS = {
     "einsum ...": lambda m, x: torch.einsum("...k,nk->...n", x, m.w),
     "einsum, n in front": lambda m, x: torch.einsum("btk,nk->nbt", x, m.w),
     "einsum, k inside": lambda m, x: torch.einsum("bkt,kn->btn", x.transpose(1, 2), m.v),
+    "einsum without an arrow": lambda m, x: torch.einsum("btk,kn", x, m.v),  # gives bnt
+    "einsum to heads": lambda m, x: torch.einsum("btk,khd->bhtd", x, m.v.view(K, 3, 16)),
+    "einsum to heads of rows": lambda m, x: torch.einsum("...k,hdk->...hd", x, m.w.view(3, 16, K)),
+    "einsum to heads inside": lambda m, x: torch.einsum("btk,hkd->hbtd", x, m.v.view(3, K, 16)),
+    "einsum from heads": lambda m, x: torch.einsum(
+        "bhtd,hdn->btn", x.view(2, 5, 2, 16).transpose(1, 2), m.v.view(2, 16, N)
+    ),
+    "einsum from heads, parameter first": lambda m, x: torch.einsum(
+        "nhd,bthd->nbt", m.w.view(N, 2, 16), x.view(2, 5, 2, 16)
+    ),
     "one vector": lambda m, x: F.linear(x[0, 0], m.w, m.b),
     "in a checkpoint": lambda m, x: checkpoint(F.linear, x, m.w, m.b, use_reentrant=False),
 }
@@ -87,7 +97,8 @@ LEFT = {
     "too small": lambda m, x: x @ m.v[:, :8],
     "beta or alpha": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.v, beta=2),
     "out=": lambda m, x: torch.mm(x.view(-1, K), m.v, out=torch.empty(10, N)),
-    "over one index": lambda m, x: torch.einsum("btk,nk->bt", x, m.w),
+    "einsum 'btk,nk->bt' is not": lambda m, x: torch.einsum("btk,nk->bt", x, m.w),
+    "einsum 'btk,nk->n' is not": lambda m, x: torch.einsum("btk,nk->n", x, m.w),
     "in a form": lambda m, x: torch.tensordot(x, m.v, 1),
     "in a form that is not taken": lambda m, x: torch.inner(x, m.w),
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),

@@ -99,6 +99,7 @@ def test_the_user_gets_graph_stage_reproducer_and_the_choice(broken, tmp_path):
     message, error = str(caught.value), caught.value
     assert f"{broken}" in message and "graph 0/0 of Net" in message
     assert "on_error='bf16'" in message and "test_failures.py:" in message
+    assert "inner='eager'" not in message  # that is how it ran
     path = tmp_path / "graph_0" / f"reproduce_{STAGES[broken]}.py"
     assert error.reproducer == str(path) and error.stage in broken and error.graph in message
     assert "disable_passes=['merge_seeds']" in message or not broken.startswith("pass")

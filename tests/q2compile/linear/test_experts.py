@@ -396,7 +396,7 @@ LEFT = {
     ),
     "broadcasts 'e', 1 in x and 4 in w": lambda x, w, ids: torch.einsum("etk,enk->etn", x[None], w),
     "is not activation × parameter, or × one for each": lambda x, w, ids: torch.einsum(
-        "tk,enk->ten", x, w
+        "etk,enk->en", x.view(E, -1, K), w
     ),
 }
 

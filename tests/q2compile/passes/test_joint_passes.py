@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from q2compile import Config
 from q2compile.compiler.joint_passes import JointPasses
 from q2compile.passes import JOINT_PASSES
+from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
@@ -131,6 +132,7 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     runner(graph)
     ran = [(r.graph, r.name, r.matches) for r in records]
     assert ran == [
+        ("joint", "anchor_seeds", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "turn_in_backward", 0),
         ("joint", "recompute_weights", 1),
@@ -138,16 +140,35 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     b = Builder()
     b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
     runner(b.graph)
-    assert len(records) == 3
+    assert len(records) == 4
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
-    names = ["swizzle_saved_scales", "turn_in_backward", "recompute_weights"]
+    names = ["anchor_seeds", "swizzle_saved_scales", "turn_in_backward", "recompute_weights"]
     assert JointPasses(Config(), []).names == names
     assert JointPasses(Config(recompute_weights=False), []).names == names[:-1]
     assert JointPasses(Config(cache_weights=True), []).names == names[:-1]
-    names = ["share_operands", "share_saved_rotations", *names]
+    names[1:1] = ["share_operands", "share_saved_rotations"]
     assert JointPasses(Config(recipe="nvfp4"), []).names == names
     assert JointPasses(Config(recipe="nvfp4", disable_passes=names), []).names == []
+
+
+def test_seeds_of_a_constant_are_anchored_on_a_gradient():
+    """The one of a constant alone, and no second time."""
+    b = Builder()
+    x, dy = b.placeholder("primals_1", 32, 64), b.placeholder("tangents_1", 32, 64)
+    zeros = b.call(torch.ops.aten.full.default, [32, 64], 0)
+    view = b.call(torch.ops.aten.view.default, zeros, [64, 32])
+    anchors = [x, dy, view]
+    seeds = [b.call(q2.seed.default, anchor, i) for i, anchor in enumerate(anchors)]
+    gm = b.done(*seeds)
+    assert anchor_seeds_pass(gm.graph) == 1
+    found = gm.graph.find_nodes(op="call_function", target=q2.seed.default)
+    assert [(seed.args[0].name, seed.args[1]) for seed in found] == [
+        ("primals_1", 0),
+        ("tangents_1", 1),
+        ("tangents_1", 2),
+    ]
+    assert anchor_seeds_pass(gm.graph) == 0
 
 
 T = 128

@@ -342,5 +342,23 @@ class TestSpec:
         with pytest.raises(GraphSpecError, match="pieced together"):
             check_spec(gm.graph, "backward", "here")
 
+    @pytest.mark.parametrize("rows", [16, 0])
+    def test_codes_that_the_forward_rotated_with_signs_drawn_here(self, rows):
+        """What holds no number has no signs: the partitioner saves it apart from its seed."""
+        b = Builder()
+        dy = b.placeholder("tangents_1", rows, 64)
+        seed = b.call(q2.seed.default, dy, 0)
+        a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", True, 0)
+        x = b.placeholder("getitem", 32, rows // 2, dtype=torch.uint8)
+        scales = b.placeholder("getitem_1", 32, rows // 16, dtype=torch.float8_e4m3fn)
+        global_scale = b.placeholder("getitem_2", dtype=torch.float32)
+        operands = [*b.outputs(a), x, scales, global_scale]
+        gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
+        if rows == 0:
+            check_spec(gm.graph, "backward", "here")
+            return
+        with pytest.raises(GraphSpecError, match="their rotations do not cancel"):
+            check_spec(gm.graph, "backward", "here")
+
     def test_a_right_graph_passes(self):
         check_spec(backward_graph().graph, "backward", "here")

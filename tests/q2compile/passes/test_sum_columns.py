@@ -28,7 +28,7 @@ def backward(
 ):
     """wgrad, and dgrad with it, and a bias's gradient.
 
-    op: the quantiser of dy, "both", "col" or "row".  over: the dimension that is summed.
+    op: the quantiser of dy, "both", "col" or "row".  over: the dimension that is summed, None: all.
     dtype: of the sums.  casts: of the result, one after the other.
     early: something reads the sums ahead of the quantiser.
     """
@@ -39,7 +39,8 @@ def backward(
     seeds = [b.call(q2.seed.default, dy, i) for i in range(2)]
 
     def summed():
-        found = b.graph.call_function(aten.sum.dim_IntList, (dy, [over]), {"dtype": dtype})
+        dims = over if over is None else [over]
+        found = b.graph.call_function(aten.sum.dim_IntList, (dy, dims), {"dtype": dtype})
         found.meta["val"] = dy.meta["val"].sum(over, dtype=dtype)
         for cast in casts:
             found = b.call(prims.convert_element_type.default, found, cast)
@@ -112,6 +113,7 @@ def test_the_op_gives_what_is_returned(op, casts):
     [
         {"op": "row"},
         {"op": "col", "over": 1},
+        {"over": None},
         {"op": "col", "dtype": BF16, "casts": ()},
         {"scheme": "nvfp4_sr"},
         {"early": True},
@@ -120,7 +122,7 @@ def test_the_op_gives_what_is_returned(op, casts):
     ids=lambda how: str(how),
 )
 def test_left_alone(how):
-    """No sums along rows; over the other dimension; in bf16; an exact global scale; sums that are
+    """No sums along rows; over the other dimension; over both, as in a norm; in bf16; an exact global scale; sums that are
     read before; a matrix that lies in columns."""
     assert sum_columns_pass(backward(**how).graph) == 0
 

@@ -158,6 +158,7 @@ def test_every_stage_is_written(tmp_path, inner):
         assert "q2.requantize" in source
     passes = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
+        ("joint", "anchor_seeds", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "turn_in_backward", 0),
         ("joint", "recompute_weights", 2),
