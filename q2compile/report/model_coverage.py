@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,7 @@ class Coverage:
         ]
         return notes + [
             f"the policy's pattern {pattern!r} matches no module with a weight"
+            + self._hint([pattern])
             for pattern in self.unmatched_patterns()
         ]
 
@@ -97,13 +99,30 @@ class Coverage:
         if unmatched:
             raise ConfigError(
                 f"strict: the policy's pattern(s) {', '.join(map(repr, unmatched))} match no "
-                "module with a weight; print q2compile.explain(model, ...) for the names"
+                f"module with a weight{self._hint(unmatched)}; print q2compile.explain(model, ...) "
+                "for the names"
             )
 
     def unmatched_patterns(self) -> list[str]:
-        root = self.root()
-        sites = self.sites.union(site_names(root, self.label) if root is not None else ())
+        sites = self._sites()
         return self.config.resolved_policy.unmatched(sites | self.seen) if sites else []
+
+    def _sites(self) -> set[str]:
+        root = self.root()
+        return self.sites.union(site_names(root, self.label) if root is not None else ())
+
+    def _hint(self, patterns: list[str]) -> str:
+        """The nearest patterns that would match, in brackets: of all modules of a name that differs
+        in a letter or two, or else of one module."""
+        names = sorted(self._sites())
+        last = {name.rpartition(".")[2]: name for name in names}
+        near = []
+        for pattern in patterns:
+            if found := difflib.get_close_matches(pattern.strip("*."), last, n=1, cutoff=0.8):
+                near += ["*." * ("." in last[found[0]]) + found[0]]
+            else:
+                near += difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+        return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
 
     def refuse_not_seen(self) -> None:
         """Raises NotTakenError for linears that the policy wanted and that have not come so far."""
