@@ -36,6 +36,7 @@ class Coverage:
         self.sites: set[str] = set()  # of all models that one function runs
         self.seen: set[str] = set()  # sites of matmuls
         self.held: set[str] = set()  # and of all parameters, whatever is done with them
+        self._said = False  # that telemetry records nothing
         self.shared: dict[str, dict[str, None]] = {}  # frame -> sites of equal modules, in order
 
     @classmethod
@@ -89,23 +90,40 @@ class Coverage:
             for prefix, served in self.shared.items()
         ]
         return notes + [
-            f"the policy's pattern {pattern!r} matches no module with a weight"
-            + self._hint([pattern])
-            for pattern in self.unmatched_patterns()
+            f"{whose} pattern {pattern!r} matches no module with a weight" + self._hint([pattern])
+            for whose, patterns in self._unmatched().items()
+            for pattern in patterns
         ]
 
     def refuse_unmatched_patterns(self) -> None:
-        unmatched = self.unmatched_patterns()
-        if unmatched:
-            raise ConfigError(
-                f"strict: the policy's pattern(s) {', '.join(map(repr, unmatched))} match no "
-                f"module with a weight{self._hint(unmatched)}; print q2compile.explain(model, ...) "
-                "for the names"
-            )
+        for whose, patterns in self._unmatched().items():
+            if patterns:
+                raise ConfigError(
+                    f"strict: {whose} pattern(s) {', '.join(map(repr, patterns))} match no "
+                    f"module with a weight{self._hint(patterns)}; print "
+                    "q2compile.explain(model, ...) for the names"
+                )
 
-    def unmatched_patterns(self) -> list[str]:
+    def says_that_nothing_is_recorded(self) -> str:
+        """A sentence, the first time, where telemetry's patterns match nothing at all; else ""."""
+        options, patterns = self.config.telemetry_options, self._unmatched()["telemetry's"]
+        if self._said or options is None or len(patterns) < len(options.modules):
+            return ""
+        self._said = True
+        return (
+            f"telemetry records nothing: its pattern(s) {', '.join(map(repr, patterns))} match no "
+            f"module with a weight{self._hint(patterns)}"
+        )
+
+    def _unmatched(self) -> dict[str, list[str]]:
+        """Whose patterns -> those of them that match nothing; none while no name is known."""
         sites = self._sites()
-        return self.config.resolved_policy.unmatched(sites | self.seen) if sites else []
+        names = sites | self.seen if sites else set()
+        options = self.config.telemetry_options
+        return {
+            "the policy's": self.config.resolved_policy.unmatched(names) if names else [],
+            "telemetry's": options.unmatched(names) if names and options else [],
+        }
 
     def _sites(self) -> set[str]:
         root = self.root()

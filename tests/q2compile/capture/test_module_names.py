@@ -293,6 +293,25 @@ def test_a_pattern_that_matches_nothing_gets_the_nearest_that_would(pattern, nea
         coverage.refuse_unmatched_patterns()
 
 
+def test_telemetry_that_would_record_nothing_says_so_once(tmp_path, caplog):
+    """Its folder stays empty, which is seen when the run is over."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    telemetry = {"modules": ["3", "layers*"], "to": str(tmp_path)}
+    options = {**EAGER, "telemetry": telemetry}
+    for rows in (16, 32):  # two graphs
+        torch.compile(model, backend="quartet2", options=options)(torch.randn(rows, 32))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    nothing = "q2compile: telemetry records nothing: its pattern(s) '3', 'layers*' match no module"
+    assert [text.startswith(nothing) for text in said] == [True]
+    caplog.clear()
+    telemetry["modules"] = ["0", "3"]
+    report = explain(model, torch.randn(4, 32), options=options)
+    assert "telemetry's pattern '3' matches no module with a weight" in report.notes
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"strict: telemetry's pattern\(s\) '3' match no module"):
+        explain(model, torch.randn(4, 32), options={**options, "strict": True})
+
+
 def test_strict_refuses_a_wanted_matmul_that_was_not_taken():
     model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))
     with pytest.raises(RuntimeError, match="0: too small.*1: too small.*Give them 'bf16'"):
