@@ -109,9 +109,9 @@ class Config:
                     keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
                     keeps those that do not raise the peak of a step (see
                     `passes.joint.weights_kept` for the rule)
-    fuse_rotations  the backward's quantisers compute their operand themselves, where that is an
-                    expression and expected to pay (see `lowering.fused_launches`); not yet measured
-                    on any GPU
+    fuse_rotations  quantisers that rotate compute their operand themselves, where that is an
+                    expression and expected to pay (see `lowering.fused_launches`); measured on an
+                    H200 alone (`examples/benchmarks/fusion.py`)
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
@@ -135,6 +135,10 @@ class Config:
     fuse_rotations: bool = False
     on_error: str = "raise"
     telemetry: Mapping[str, Any] | None = None
+
+    def __new__(cls, *_: Any, **options: Any) -> Config:
+        cls._check_names(options)  # Python's own error for an unknown one names no right one
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("policy", "inductor"):
@@ -200,7 +204,7 @@ class Config:
                 f"disable_passes: got {shown(self.disable_passes)}; allowed: a list of names"
             )
         for name in self.disable_passes:
-            one_of("pass in disable_passes", name, [*PASSES, *JOINT_PASSES])
+            one_of("pass in disable_passes", name, {**PASSES, **JOINT_PASSES})
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
 
     @property
@@ -254,12 +258,26 @@ class Config:
             return options
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"options: got {shown(options)}; allowed: a mapping or a Config")
-        given = {**_read_config_file(), **(options or {})}
-        for key in given:
-            one_of("option", key, [f.name for f in fields(cls)])
+        given = dict(options or {})
         if mode is not None:
             given["mode"] = mode
-        return cls(**given)
+        of_file = {key: v for key, v in _read_config_file().items() if key not in given}
+        try:
+            return cls._of({**of_file, **given})
+        except ConfigError:
+            with naming(f"{CONFIG_FILE_VARIABLE}={os.environ.get(CONFIG_FILE_VARIABLE)}"):
+                cls._of(of_file)  # raises if the file alone is at fault
+            raise
+
+    @classmethod
+    def _of(cls, options: Mapping[Any, Any]) -> Config:
+        cls._check_names(options)  # Python takes no key that is not a text
+        return cls(**options)
+
+    @classmethod
+    def _check_names(cls, options: Mapping[Any, Any]) -> None:
+        for key in options:
+            one_of("option", key, [f.name for f in fields(cls)])
 
 
 class CallArguments(Mapping[str, Any]):
@@ -323,7 +341,9 @@ def _read_config_file() -> Mapping[str, Any]:
             raise
         except RecursionError:
             raise ConfigError("nested too deep") from None
-        except (OSError, ValueError) as error:  # what json, tomllib and decoding raise
+        except OSError as error:
+            raise ConfigError(str(error.strerror)) from None
+        except ValueError as error:  # what json, tomllib and decoding raise
             raise ConfigError(str(error)) from None
         if not isinstance(loaded, Mapping):
             raise ConfigError(f"got a {type(loaded).__name__}; allowed: a table of options")

@@ -52,7 +52,7 @@ PASSES: dict[str, Pass] = {
     "part_directions": part_directions_pass,  # looks at sizes, which those change
     "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
     "gather_quantisers": gather_quantisers_pass,  # after all that make quantisers, or part them
-    "fuse_rotations": fuse_rotations_pass,  # changes nothing, and marks what the others leave
+    "fuse_rotations": fuse_rotations_pass,  # marks what the others leave, and pairs it
 }
 
 JOINT_PASSES: dict[str, Pass] = {

@@ -81,6 +81,8 @@ class GraphLog:
         if self._config.strict:
             self._coverage.refuse_unmatched_patterns()
             _refuse_not_taken(rows)
+        elif said := self._coverage.says_that_nothing_is_recorded():
+            announce.LOG.warning("q2compile: %s", said)
 
     def weights_chosen(self, why: Mapping[str, str]) -> None:
         self._weights.update(why)

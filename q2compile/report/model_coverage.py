@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ class Coverage:
         self.sites: set[str] = set()  # of all models that one function runs
         self.seen: set[str] = set()  # sites of matmuls
         self.held: set[str] = set()  # and of all parameters, whatever is done with them
+        self._said = False  # that telemetry records nothing
         self.shared: dict[str, dict[str, None]] = {}  # frame -> sites of equal modules, in order
 
     @classmethod
@@ -88,22 +90,57 @@ class Coverage:
             for prefix, served in self.shared.items()
         ]
         return notes + [
-            f"the policy's pattern {pattern!r} matches no module with a weight"
-            for pattern in self.unmatched_patterns()
+            f"{whose} pattern {pattern!r} matches no module with a weight" + self._hint([pattern])
+            for whose, patterns in self._unmatched().items()
+            for pattern in patterns
         ]
 
     def refuse_unmatched_patterns(self) -> None:
-        unmatched = self.unmatched_patterns()
-        if unmatched:
-            raise ConfigError(
-                f"strict: the policy's pattern(s) {', '.join(map(repr, unmatched))} match no "
-                "module with a weight; print q2compile.explain(model, ...) for the names"
-            )
+        for whose, patterns in self._unmatched().items():
+            if patterns:
+                raise ConfigError(
+                    f"strict: {whose} pattern(s) {', '.join(map(repr, patterns))} match no "
+                    f"module with a weight{self._hint(patterns)}; print "
+                    "q2compile.explain(model, ...) for the names"
+                )
 
-    def unmatched_patterns(self) -> list[str]:
+    def says_that_nothing_is_recorded(self) -> str:
+        """A sentence, the first time, where telemetry's patterns match nothing at all; else ""."""
+        options, patterns = self.config.telemetry_options, self._unmatched()["telemetry's"]
+        if self._said or options is None or len(patterns) < len(options.modules):
+            return ""
+        self._said = True
+        return (
+            f"telemetry records nothing: its pattern(s) {', '.join(map(repr, patterns))} match no "
+            f"module with a weight{self._hint(patterns)}"
+        )
+
+    def _unmatched(self) -> dict[str, list[str]]:
+        """Whose patterns -> those of them that match nothing; none while no name is known."""
+        sites = self._sites()
+        names = sites | self.seen if sites else set()
+        options = self.config.telemetry_options
+        return {
+            "the policy's": self.config.resolved_policy.unmatched(names) if names else [],
+            "telemetry's": options.unmatched(names) if names and options else [],
+        }
+
+    def _sites(self) -> set[str]:
         root = self.root()
-        sites = self.sites.union(site_names(root, self.label) if root is not None else ())
-        return self.config.resolved_policy.unmatched(sites | self.seen) if sites else []
+        return self.sites.union(site_names(root, self.label) if root is not None else ())
+
+    def _hint(self, patterns: list[str]) -> str:
+        """The nearest patterns that would match, in brackets: of all modules of a name that differs
+        in a letter or two, or else of one module."""
+        names = sorted(self._sites())
+        last = {name.rpartition(".")[2]: name for name in names}
+        near = []
+        for pattern in patterns:
+            if found := difflib.get_close_matches(pattern.strip("*."), last, n=1, cutoff=0.8):
+                near += ["*." * ("." in last[found[0]]) + found[0]]
+            else:
+                near += difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+        return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
 
     def refuse_not_seen(self) -> None:
         """Raises NotTakenError for linears that the policy wanted and that have not come so far."""

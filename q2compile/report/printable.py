@@ -15,6 +15,11 @@ def printable(text: str) -> str:
     return text.encode(encoding, SPELLED).decode(encoding)
 
 
+def one_line(text: str) -> str:
+    """``text`` with its line breaks, tabs and other marks without a shape as Python spells them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -25,9 +25,17 @@ def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, 
     when ``folder`` holds no report.json, or files that no dump has.
     """
     source = folder / "report.json"
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError(
+            f'{folder}: {what}; name the folder given as options={{"dump": ...}}, or as '
+            'telemetry\'s "to"'
+        )
     if not source.is_file():
         inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
         hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
+        if (folder.resolve().parent / source.name).is_file():
+            hint = f"; it lies in a dump: name {folder.resolve().parent}"
         raise ConfigError(
             f"{folder}: no report.json here, so this is no dump folder, and no records of "
             f'telemetry{hint}. Write one with options={{"dump": "graphs/"}}, or '

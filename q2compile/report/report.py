@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.page.document import report_page
-from q2compile.report.printable import printable
+from q2compile.report.printable import one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.runtime_kernels.registry import given_up, preferences
 
@@ -143,7 +143,7 @@ def table(rows: Iterable[Row]) -> str:
     body, recipes = [], []
     for row in rows:
         text = cells(row)
-        body.append([text[c] for c in shown])
+        body.append([one_line(text[c]) for c in shown])
         if row.taken:
             recipes.append((row.recipe, row.fprop, row.dgrad, row.wgrad))
     widths = [max(len(line[i]) for line in [list(shown), *body]) for i in range(len(shown))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,6 +45,11 @@ class TelemetryOptions:
 
     def wants(self, module: str) -> bool:
         return any(compiled_pattern(p).fullmatch(module) for p in self.modules)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that match none of ``names``, in order."""
+        names = list(names)
+        return [p for p in self.modules if not any(map(compiled_pattern(p).fullmatch, names))]
 
 
 def _check(values: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from q2compile.errors import ConfigError, shown
 from q2compile.report.printable import SPELLED
+from q2compile.version import __version__
 
 COMMANDS = {
     "report": (
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="q2compile", description="Tools beside the torch.compile backend 'quartet2'."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, summary) in COMMANDS.items():
         # Each command parses its own arguments, --help among them.
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         said: object = error
         if isinstance(error, OSError) and error.filename is not None:
             said = f"{shown(str(error.filename))}: {error.strerror}"
-        print(f"q2compile {arguments.command}: {said}", file=sys.stderr)
+        text = str(said).removeprefix(f"{arguments.command}: ")  # compare's begin with its name
+        print(f"q2compile {arguments.command}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

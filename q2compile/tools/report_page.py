@@ -32,13 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
+    path = Path(arguments.output or folder / "report.html")
+    if arguments.output and (path.is_dir() or not path.parent.is_dir()):
+        why = "is a folder" if path.is_dir() else f"{path.parent} is not a folder"
+        raise ConfigError(f"--output: {path}: {why}; allowed: the page's name in a folder")
     if is_telemetry(folder):
         if arguments.measure:
             raise ConfigError("--measure times the matmuls of a dump; telemetry's folder has none")
         page = telemetry_page(folder)
     else:
         page = dump_page(folder, arguments.measure)
-    path = Path(arguments.output or Path(arguments.folder) / "report.html")
     path.write_text(page, encoding="utf-8")
     print(path)
     return 0

@@ -132,7 +132,31 @@ def test_a_config_file_that_cannot_be_used(tmp_path, monkeypatch, name, text, sa
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / name))
     with pytest.raises(ValueError, match=".*") as error:
         Config.from_options(None)
+    assert str(error.value).startswith(f"{CONFIG_FILE_VARIABLE}={tmp_path / name}: ")
     assert said in str(error.value)
+
+
+def test_a_config_file_is_blamed_for_its_own_mistakes_alone(tmp_path, monkeypatch):
+    path = tmp_path / "q2.toml"
+    path.write_text("strict = true")
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
+    for options in ({"recip": "bf16"}, {"inner": "triton"}, {"on_error": "bf16"}):
+        with pytest.raises(ConfigError) as error:
+            Config.from_options(options)
+        assert CONFIG_FILE_VARIABLE not in str(error.value)
+    path.write_text('inner = "triton"')
+    assert Config.from_options({"inner": "eager"}).inner == "eager"  # replaces what is wrong there
+
+
+def test_config_itself_names_the_nearest_option():
+    with pytest.raises(ConfigError, match="unknown option 'recip'; did you mean 'recipe'"):
+        Config(recip="bf16")
+
+
+def test_a_pass_of_both_tables_is_listed_once():
+    with pytest.raises(ConfigError) as error:
+        Config(disable_passes=["x"])
+    assert str(error.value).count("share_operands") == 1
 
 
 def test_a_config_file_that_is_not_there(tmp_path, monkeypatch):

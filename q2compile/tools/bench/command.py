@@ -38,13 +38,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 where something could not be measured."""
     description = "Measures this machine: quantisers, GEMMs, a linear, a Llama's block, the host."
     parser = argparse.ArgumentParser(prog="q2compile bench", description=description)
-    parser.add_argument("--only", default=",".join(GROUPS), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("q2compile-bench.json"))
+    parser.add_argument(
+        "--only",
+        metavar="GROUPS",
+        default=",".join(GROUPS),
+        help="what to measure, with commas between; default %(default)s",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("q2compile-bench.json"),
+        help="the JSON file to write; default %(default)s",
+    )
     parser.add_argument("--no-remember", action="store_true", help="remember no fastest kernels")
     options = parser.parse_args(argv)
     groups = [one_of("group in --only", name, GROUPS) for name in options.only.split(",")]
     if not options.out.parent.is_dir():
         raise ConfigError(f"--out: {options.out.parent} is not a folder")
+    if options.out.is_dir():  # said before the minutes that measuring takes
+        raise ConfigError(f"--out: {options.out} is a folder; allowed: a file's name in one")
     start = time.perf_counter()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     bench = Bench.of(device)

@@ -19,6 +19,7 @@ from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, shown
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measure import compare
+from q2compile.tools.compare.measurements import check_budget
 
 _RETURNS = "(model, batches) or (model, batches, loss)"
 
@@ -53,9 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--autocast", choices=("bfloat16", "float16"), help="run under autocast to this dtype"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/compare"), help="default %(default)s"
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        help="the folder to write into; default %(default)s",
     )
     arguments = parser.parse_args(argv)
+    check_budget(arguments.budget)  # before the minutes that measuring takes
     model, batches, loss = _built(arguments.build)
     arguments.out.mkdir(parents=True, exist_ok=True)  # what can't be written is said first
 
@@ -78,11 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = (arguments.budget, arguments.of, arguments.device)
     kept = comparison.kept(*limits)
     options = json.dumps(comparison.options(*limits), indent=2)
-    print(
-        f"{len(kept)} of {len(comparison.modules)} modules back to bf16, for "
-        f"{arguments.budget:.0%} of the {arguments.of}; they make "
-        f"{sum(comparison.share(m) or 0.0 for m in kept):.0%} of the gradient's squared error:"
-    )
+    if kept:
+        print(
+            f"{len(kept)} of {len(comparison.modules)} modules back to bf16, for "
+            f"{arguments.budget:.0%} of the {arguments.of}; they make "
+            f"{sum(comparison.share(m) or 0.0 for m in kept):.0%} of the gradient's squared error:"
+        )
+    else:
+        print(f"no module fits into {arguments.budget:.0%} of the {arguments.of}:")
     print(options)
     print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, options))))
     return 0

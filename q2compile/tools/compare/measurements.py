@@ -123,8 +123,7 @@ class Measurements:
         """The modules that `policy` gives back to bf16, worst first."""
         one_of("of", of, ("flops", "time"))
         one_of("device", device, [d.column for d in DEVICES])
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-            raise ConfigError(f"budget: got {shown(budget)}; allowed: a share, from 0 to 1")
+        check_budget(budget)
         kept, room = [], budget * sum(_size(m, of, device) for m in self.modules)
         for module in self.ranked if budget else []:
             cost = _cost(module, of, device)
@@ -180,6 +179,12 @@ def _size(module: ModuleError, of: str, device: str) -> float:
             f"policy: the size of {module.module!r} is symbolic, so its cost is not known"
         )
     return size
+
+
+def check_budget(budget: object) -> None:
+    """Raises ValueError for what is no share."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        raise ConfigError(f"budget: got {shown(budget)}; allowed: a share, from 0 to 1")
 
 
 def _cost(module: ModuleError, of: str, device: str) -> float:

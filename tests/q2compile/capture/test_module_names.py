@@ -1,12 +1,16 @@
 """Absolute names by parameter identity, and a policy that one shared graph can't keep."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from q2compile import explain
+from q2compile import Config, explain
 from q2compile.capture.module_names import expected_sites, site_name
+from q2compile.errors import ConfigError
+from q2compile.report.model_coverage import Coverage
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -267,6 +271,45 @@ def test_strict_refuses_a_pattern_that_matches_nothing():
     options = {**EAGER, "strict": True, "policy": {"*lm_head*": "bf16"}}
     with pytest.raises(ValueError, match=r"'\*lm_head\*' match no module"):
         torch.compile(Model(), backend="quartet2", options=options)(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [
+        ("*.downproj", "'*.down_proj'"),
+        ("down_proj", "'*.down_proj'"),  # a glob is of the whole name
+        ("hed", "'head'"),
+        ("layer.1.mlp.down_proj", "'layers.1.mlp.down_proj'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_gets_the_nearest_that_would(pattern, nearest):
+    mlp = nn.ModuleDict({"down_proj": nn.Linear(32, 32)})
+    layers = nn.ModuleList(nn.ModuleDict({"mlp": mlp}) for _ in range(2))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(32, 32)})
+    coverage = Coverage(model, Config(policy={pattern: "bf16"}))
+    said = f"matches no module with a weight (did you mean {nearest}?)"
+    assert coverage.notes() == [f"the policy's pattern {pattern!r} {said}"]
+    with pytest.raises(ConfigError, match=re.escape(f"(did you mean {nearest}?)")):
+        coverage.refuse_unmatched_patterns()
+
+
+def test_telemetry_that_would_record_nothing_says_so_once(tmp_path, caplog):
+    """Its folder stays empty, which is seen when the run is over."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    telemetry = {"modules": ["3", "layers*"], "to": str(tmp_path)}
+    options = {**EAGER, "telemetry": telemetry}
+    for rows in (16, 32):  # two graphs
+        torch.compile(model, backend="quartet2", options=options)(torch.randn(rows, 32))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    nothing = "q2compile: telemetry records nothing: its pattern(s) '3', 'layers*' match no module"
+    assert [text.startswith(nothing) for text in said] == [True]
+    caplog.clear()
+    telemetry["modules"] = ["0", "3"]
+    report = explain(model, torch.randn(4, 32), options=options)
+    assert "telemetry's pattern '3' matches no module with a weight" in report.notes
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"strict: telemetry's pattern\(s\) '3' match no module"):
+        explain(model, torch.randn(4, 32), options={**options, "strict": True})
 
 
 def test_strict_refuses_a_wanted_matmul_that_was_not_taken():

@@ -13,7 +13,8 @@ from torch import nn
 import q2compile
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.report.page.assemble import unpacked
-from q2compile.report.report import Report
+from q2compile.report.report import Report, table
+from q2compile.report.row import Row
 from q2compile.tools import cli
 from tests.support.page_data import data_of
 
@@ -251,6 +252,11 @@ def test_the_console_script_is_installed():
         [sys.executable, "-m", "q2compile.tools.cli", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0 and "report" in done.stdout
+
+
+def test_a_row_is_a_line_whatever_its_module_is_called():
+    line = table([Row("new\nline\t\u202eü×", (4, 32, 32))]).splitlines()[2:]
+    assert line == [r"new\nline\t\u202eü×  4×32×32  no"]
 
 
 def test_an_empty_report_prints():

@@ -88,6 +88,8 @@ def test_what_cannot_be_asked(capsys, tmp_path) -> None:
     assert "did you mean 'quantisers'?" in capsys.readouterr().err.lower()
     assert cli.main(["bench", "--out", str(tmp_path / "none" / "x.json")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+    assert cli.main(["bench", "--out", str(tmp_path)]) == 2
+    assert "is a folder; allowed" in capsys.readouterr().err
 
 
 def test_a_group_that_fails_is_a_row_and_a_status(tmp_path, capsys, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from q2compile import explain
 from q2compile.tools import cli
+from q2compile.version import __version__
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -91,10 +92,22 @@ def test_report_leaves_what_is_not_of_the_dump(dump, capsys):
     assert cli.main(["report", str(dump)]) == 0
 
 
+def test_report_of_a_path_beside_the_dump_says_which_to_name(dump, capsys):
+    assert "there is no such folder; name" in refused(capsys, "report", dump / "none")
+    assert "is a file; name the folder" in refused(capsys, "report", dump / "report.json")
+    assert f"it lies in a dump: name {dump}." in refused(capsys, "report", dump / "graph_0")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"q2compile {__version__}\n"
+
+
 def test_report_to_where_nothing_can_be_written(dump, capsys):
     missing = dump / "none" / "page.html"
-    assert refused(capsys, "report", dump, "-o", missing).endswith("No such file or directory\n")
-    assert "Is a directory" in refused(capsys, "report", dump, "-o", dump)
+    assert f"{missing.parent} is not a folder" in refused(capsys, "report", dump, "-o", missing)
+    assert "is a folder; allowed" in refused(capsys, "report", dump, "-o", dump)
     assert "too long" in refused(capsys, "report", dump, "-o", "x" * 5000)
     assert "too long" in refused(capsys, "report", "x" * 5000)
 

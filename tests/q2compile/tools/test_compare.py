@@ -256,6 +256,22 @@ def test_the_command_says_in_a_line_what_it_cannot_use(where, said, tmp_path, ca
     assert said in error and error.count("\n") == 1
 
 
+def test_the_command_refuses_a_budget_before_it_measures(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def build():\n    raise AssertionError\n")
+    assert cli.main(["compare", f"{tmp_path / 'mine.py'}:build", "--budget", "2"]) == 2
+    said = "q2compile compare: budget: got 2.0; allowed: a share, from 0 to 1\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_the_command_says_once_who_refuses_and_that_nothing_fits(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    where, out = f"{tmp_path / 'mine.py'}:build", str(tmp_path)
+    assert cli.main(["compare", where, "--recipe", "bf16", "--out", out]) == 2
+    assert capsys.readouterr().err.startswith("q2compile compare: no matmul of this model")
+    assert cli.main(["compare", where, "--out", out]) == 0
+    assert "\nno module fits into 10% of the flops:\n" in capsys.readouterr().out
+
+
 def test_a_model_that_is_compiled_already_is_measured_and_explained_all_the_same():
     model, data = net(), batches()
     model.compile(backend="quartet2", options={"inner": "eager", "recipe": "bf16"})

@@ -141,7 +141,7 @@ class Graphs {
     next.click();
   }
 
-  // Renders a stage; when it is done, what is returned is fulfilled.
+  // Renders a stage; what is returned is fulfilled when it is done, with whether it is on the page.
   async show(id) {
     this.watcher.disconnect();
     const stage = this.stages().find((one) => one.id === id) || this.stages()[0];
@@ -151,17 +151,21 @@ class Graphs {
       tab.tabIndex = here ? 0 : -1;
     }
     this.stage = stage;
-    this.body.setAttribute("aria-labelledby", `tab-${stage.id}`);
-    if (stage.file) this.view = new CodeView(await this.text(stage.file));
+    let view;
+    if (stage.file) view = new CodeView(await this.text(stage.file));
     else {
       const [before, after, origins] = await Promise.all([
         this.nodes(stage.before),
         this.nodes(stage.after),
         this.origins(),
       ]);
-      this.view = new DiffView(this, stage, before || after, after || before, origins);
+      view = new DiffView(this, stage, before || after, after || before, origins);
     }
-    if (this.stage === stage) this.body.replaceChildren(this.view.element);
+    if (this.stage !== stage) return false; // another was asked for meanwhile
+    this.view = view;
+    this.body.setAttribute("aria-labelledby", `tab-${stage.id}`);
+    this.body.replaceChildren(view.element);
+    return true;
   }
 
   text(file) {
@@ -186,7 +190,7 @@ class Graphs {
     const place = this.data.graphs.findIndex(({ number }) => number === row.graph);
     if (place < 0) return;
     if (this.graph !== this.data.graphs[place]) await this.setGraph(place);
-    await this.show("rewrite");
+    if (!(await this.show("rewrite"))) return;
     const name = row.has_parameter ? null : row.module.slice(1, -1);
     this.view.reveal?.((node) =>
       name ? node.name === name : node.module === row.module && /linear|matmul|mm/.test(node.call),
@@ -195,7 +199,7 @@ class Graphs {
 
   // Shows where a node is in the code that was generated: by its own name, or by Dynamo's.
   async revealCode(file, name, origin) {
-    await this.show(file);
+    if (!(await this.show(file))) return;
     const line = codeLine(this.view.lines, name, origin);
     if (line < 0)
       this.body.prepend(

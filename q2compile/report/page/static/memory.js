@@ -15,14 +15,7 @@ async function showMemory(data) {
       ),
       moduleTable(operandRows(data)),
     );
-  } else
-    view.append(
-      h(
-        "p",
-        { class: "about" },
-        "No graph with a backward was compiled, so nothing is known to be kept.",
-      ),
-    );
+  } else view.append(h("p", { class: "about" }, nothingKept(data)));
   const graphs = data.graphs.filter(({ saved }) => saved !== null);
   for (const graph of graphs) {
     const saved = JSON.parse(await data.text(graph.saved));

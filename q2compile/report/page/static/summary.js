@@ -5,7 +5,7 @@ function showSummary(data, filterBy) {
   const tiles = [
     takenTile(sum, data),
     leftTile(data, filterBy),
-    savedTile(sum),
+    savedTile(data, sum),
     ...timeTiles(data),
   ];
   byId("tiles").append(...tiles.filter(Boolean));
@@ -93,13 +93,18 @@ function leftTile(data, filterBy) {
   );
 }
 
-function savedTile(sum) {
+// Why no operand is kept in 4 bits.
+function nothingKept(data) {
+  const taken = data.rows.filter((row) => row.taken);
+  if (!taken.length) return "No matmul was taken, so no operand is kept in 4 bits.";
+  return taken.some((row) => row.saved_bytes !== null)
+    ? "The matmuls taken keep no operand in 4 bits."
+    : "No graph with a backward was compiled.";
+}
+
+function savedTile(data, sum) {
   if (!sum.elements)
-    return tile(
-      "Kept for the backward",
-      "–",
-      h("p", { class: "muted" }, "No graph with a backward was compiled."),
-    );
+    return tile("Kept for the backward", "–", h("p", { class: "muted" }, nothingKept(data)));
   return tile(
     "Kept for the backward",
     `${((8 * sum.saved) / sum.elements).toFixed(2)} bits a number`,

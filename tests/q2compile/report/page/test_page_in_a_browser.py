@@ -259,6 +259,33 @@ def test_no_sideways_scrolling(browser, page, width):
     assert browser.errors() == []
 
 
+def test_a_stage_is_named_for_what_is_shown(opened):
+    """The next one is unpacked first, and what was shown stays meanwhile."""
+    show_graph(opened)
+    at_once = (
+        "document.getElementById('tab-forward').click();"
+        "return document.querySelector('.graph-body').getAttribute('aria-labelledby')"
+    )
+    assert opened.js(at_once) == "tab-rewrite"
+    assert opened.find(".graph-body[aria-labelledby='tab-forward']")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("bf16", "No matmul was taken, so no operand is kept in 4 bits."),
+        ("mxfp4", "The matmuls taken keep no operand in 4 bits."),
+    ],
+)
+def test_why_nothing_is_kept_although_there_is_a_backward(browser, tmp_path, recipe, said):
+    dump_of_net(tmp_path, layers=0, recipe=recipe, policy={})
+    assert cli.main(["report", str(tmp_path)]) == 0
+    browser.open(tmp_path / "report.html")
+    assert browser.texts(".tile .muted")[1] == said
+    assert browser.texts("#memory-view > .about")[0] == said
+    assert "No graph with a backward" not in browser.js("return document.body.innerText")
+
+
 def test_old_dumps_open(browser, dumped, tmp_path):
     """Written before rows had calls, a scope and a source, and graphs nodes.json."""
     folder = tmp_path / "old"
