@@ -26,7 +26,9 @@ TYPED := build/typed
 # What stands on torch's internals: capture, rewrite, passes, lowering, recipes, numerics, ways to
 # compile, faults. The rest of the tests stands on these, or on no torch but its public functions.
 INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipes torch_internals \
-    failures) tests/lowering tests/end_to_end/test_ways_to_compile.py
+    failures) $(addprefix tests/runtime_kernels/,numerics cuda/test_summed_static.py \
+    cuda/test_cuda_static.py::test_instructions_an_element) \
+    tests/lowering tests/end_to_end/test_ways_to_compile.py
 
 .PHONY: demo install test test-torch test-internals lint format clean
 

@@ -1,9 +1,8 @@
 """The CUDA kernels without a GPU: they compile for every architecture, their machine code has the
-instructions it should have and no spills, and the loader's cache and errors do what they say."""
+instructions it should have and no spills, and the registry has each where it serves."""
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
@@ -121,14 +120,15 @@ OTHERS = {
 # Coins and codes of both directions leave no register for what changes once a tile: a few loads and
 # stores for 8192 elements of a warp.
 SPILLS = {
-    ("mxfp4 both", "sm_120a"): 60,
-    ("mxfp4 both", "sm_121a"): 60,
-    ("tetrajet2 both", "sm_80"): 21,
+    ("tetrajet2 both", "sm_80"): 16,
     # 64 numbers wait for their scales, too
-    **{("values sr both", architecture): 80 for architecture in ("sm_80", "sm_90a")},
+    ("values sr both", "sm_80"): 37,
+    ("values sr both", "sm_90a"): 57,
 }
-if nvrtc.version() >= (13, 2):  # that of torch 2.15
-    SPILLS |= {("mxfp4 both", architecture): 51 for architecture in ("sm_100a", "sm_103a")}
+if nvrtc.version() >= (13, 2):  # that of torch 2.15 takes up to eight registers more
+    SPILLS |= {("mxfp4 both", architecture): 44 for architecture in ("sm_100a", "sm_103a")}
+    SPILLS |= {("mxfp4 both", architecture): 67 for architecture in ("sm_120a", "sm_121a")}
+    SPILLS |= {("quartet both", architecture): 19 for architecture in ("sm_100a", "sm_103a")}
 
 # Which are compiled for which. Values are not written where there are fp4 tensor cores. Below sm_90
 # the sources differ in two places, the conversions and the overlap of launches: a sample of the
@@ -155,11 +155,14 @@ def disassembled(launch: Launch, architecture: str) -> disassemble.Code:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory) -> None:
-    """A cache of this module's own, so that it compiles what it tests, once."""
+def cache(request, tmp_path_factory) -> None:
+    """A cache of this module's own, so that it compiles what it tests, once: at once what all of
+    its tests want, since a few of them (`make test-internals`) need not wait for the rest."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
         patch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
-        pairs = [({**HOT, **OTHERS}[name].variant, architecture) for name, architecture in CASES]
+        asked = [getattr(item, "callspec", None) for item in request.session.items]
+        asked = {(c.params.get("name"), c.params.get("architecture")) for c in asked if c}
+        pairs = [({**HOT, **OTHERS}[case[0]].variant, case[1]) for case in CASES if case in asked]
         list(pool.map(lambda pair: nvrtc.cubin(*pair), pairs))
         yield
 
@@ -333,83 +336,13 @@ def test_sm_100_works_on_pairs() -> None:
 )
 def test_instructions_an_element(name, most) -> None:
     """These kernels are bound by instruction issue: a slower one shows here first. The numbers are
-    those of NVRTC 13.0, rounded up; that of torch 2.15, 13.2, needs up to 2.7% more."""
+    those of NVRTC 13.0, rounded up; that of torch 2.15, 13.2, needs up to 4.9% more."""
     if nvrtc.version()[0] != 13:
         pytest.skip("counted with NVRTC 13")
-    more = 1.0 if nvrtc.version() == (13, 0) else 1.03
+    more = 1.0 if nvrtc.version() == (13, 0) else 1.05
     for architecture, bound in most.items():
         loop = disassembled(HOT[name], architecture).hot_loop()
         assert sum(loop.values()) / 64 <= bound * more
-
-
-# --- the loader -----------------------------------------------------------------------------------
-
-
-def test_errors_name_the_file_and_carry_the_log(tmp_path, monkeypatch) -> None:
-    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken() {\n  missing();\n}\n')
-    monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
-    nvrtc._headers.cache_clear()
-    try:
-        with pytest.raises(nvrtc.CompileError, match=r'broken\.cu\(2\): error: .*"missing"'):
-            nvrtc.cubin(nvrtc.Variant("broken.cu", ()), "sm_90a")
-    finally:
-        nvrtc._headers.cache_clear()
-
-
-def test_a_corrupt_cubin_is_compiled_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    variant = swizzle_launch().variant
-    code = nvrtc.cubin(variant, "sm_90a")
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert nvrtc.cubin(variant, "sm_90a") == code
-    assert path.read_bytes()[32:] == code
-    assert [p for p in tmp_path.iterdir() if p != path] == []
-
-
-def test_a_good_cubin_is_not_compiled_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    variant = swizzle_launch().variant
-    code = nvrtc.cubin(variant, "sm_90a")
-    monkeypatch.setattr(nvrtc, "compile_variant", None)
-    assert nvrtc.cubin(variant, "sm_90a") == code
-
-
-def test_what_keys_a_cubin(monkeypatch) -> None:
-    variant = nvrtc.Variant("align_scales.cu", (("Q2_POW2", 1),))
-    path = nvrtc._cache_path(variant, "sm_100a")
-    other = nvrtc.Variant("align_scales.cu", (("Q2_POW2", 0),))
-    assert nvrtc._cache_path(other, "sm_100a") != path
-    assert nvrtc._cache_path(variant, "sm_103a") != path
-    monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
-    assert nvrtc._cache_path(variant, "sm_100a") != path
-    monkeypatch.undo()
-    monkeypatch.setattr(nvrtc, "_headers", lambda: {"numbers.cuh": "// changed"})
-    assert nvrtc._cache_path(variant, "sm_100a") != path
-
-
-def test_an_unwritable_cache_costs_only_time(monkeypatch) -> None:
-    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
-    assert nvrtc.cubin(swizzle_launch().variant, "sm_90a")
-
-
-def test_a_compilation_leaves_the_objects_of_python_alone() -> None:
-    """Bytes of length one are objects that the whole process shares, and an empty log is one NUL:
-    written into b" ", it made torch.load take each size of 32 (0x20) for 0."""
-    _, log = nvrtc.compile_variant(swizzle_launch().variant, "sm_90a")
-    assert log == ""
-    assert [bytes([i])[0] for i in range(256)] == list(range(256))
-    file, weight = io.BytesIO(), torch.ones(32)
-    torch.save(weight, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file), weight)
-
-
-def test_a_wrong_layout_does_not_compile() -> None:
-    good = align(EDEN, True).variant
-    defines = {**dict(good.defines), "Q2_PARAMS_BYTES": params_bytes("PPP")}
-    with pytest.raises(nvrtc.CompileError, match="Params differs from its layout"):
-        nvrtc.compile_variant(nvrtc.Variant(good.file, tuple(defines.items())), "sm_90a")
 
 
 # --- which kernel runs ----------------------------------------------------------------------------

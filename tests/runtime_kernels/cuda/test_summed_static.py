@@ -38,8 +38,9 @@ CASES = [
 ]
 # A few loads and stores for 8192 elements of a warp: as many as without sums (test_cuda_static.py),
 # and at most 22 of some 4000 instructions where there were none.
-SPILLS = {("tetrajet2", "sm_90a"): 80, ("mxfp4", "sm_120a"): 60}
-SPILLS |= {("quartet2", "sm_80"): 12, ("quartet2", "sm_89"): 22}
+SPILLS = {("tetrajet2", "sm_90a"): 59, ("quartet2", "sm_80"): 12, ("quartet2", "sm_89"): 22}
+if nvrtc.version() >= (13, 2):  # that of torch 2.15
+    SPILLS |= {("quartet2", architecture): 2 for architecture in ("sm_120a", "sm_121a")}
 
 
 def scheme_of(recipe: str, architecture: str) -> str:
@@ -80,12 +81,14 @@ def test_next_to_nothing_is_spilled(recipe, architecture) -> None:
 @pytest.mark.parametrize("recipe, architecture", [c for c in CASES if c[1] in SUMMING])
 def test_instructions_more_an_element(recipe, architecture) -> None:
     """Against those of the same kernel without sums, whose scales lie plainly; swizzled ones take
-    up to 2.4 more (quartet, mxfp4). NVRTC's versions differ by one."""
+    up to 2.4 more (quartet, mxfp4). The model counts with NVRTC 13.0; 13.2 has up to 4.9% more, as
+    without sums (test_cuda_static.py)."""
     _, transform, rows = KERNELS[recipe]
     scheme = scheme_of(recipe, architecture)
     key = "both" if rows else "col", scheme.replace(SWIZZLED, ""), transform, BF16
     loop = disassembled(rotate(recipe, architecture), architecture).hot_loop("F2I")
-    more = sum(loop.values()) / 64 - counted()[key][architecture]
+    newer = 1.0 if nvrtc.version() == (13, 0) else 1.05
+    more = sum(loop.values()) / 64 - counted()[key][architecture] * newer
     swizzling = 2.4 * (scheme.endswith(SWIZZLED) and scheme.startswith("mxfp4"))
     # The loop of quartet's numbers is scheduled otherwise, 3.3 more of 40.6.
     otherwise = 1.6 * (recipe == "quartet" and scheme.endswith(WIDENED))
