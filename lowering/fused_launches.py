@@ -142,8 +142,8 @@ def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, .
 def _second_of_pair(node: fx.Node) -> Asked | None:
     """The quantiser behind this one that one kernel may serve with it."""
     pair = node.meta.get(PAIR)
-    for other in node.graph.nodes:
-        if other.meta.get(PAIR, -1) == pair and node < other:
+    for other in node.graph.nodes if pair is not None else ():
+        if other.meta.get(PAIR) == pair and node < other:
             x, *args = (V.graph.env[a] if isinstance(a, fx.Node) else a for a in other.args)
             return Asked(other, x, args)
     return None

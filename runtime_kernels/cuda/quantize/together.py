@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Output
+from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, At, Call, Output
 from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
-
-_ALIGNMENT = 16  # bytes, of each call's part of the workspace
 
 
 class Product(NamedTuple):
@@ -90,7 +88,7 @@ class _Places:
         self.operands = self._operands[-1] + others
         self._outputs = [self.operands + n for n in _sums(len(call.outputs) for call in calls)]
         self._workspace = self._outputs[-1] + products
-        parts = (-(-call.workspace // _ALIGNMENT) * _ALIGNMENT for call in calls)
+        parts = (-(-call.workspace // ALIGNMENT) * ALIGNMENT for call in calls)
         *self._parts, self.workspace_bytes = _sums(parts)
 
     def of(self, i: int, field: Any) -> Any:

@@ -1,9 +1,9 @@
 // What an expression that makes the operand is written in: producer.cuh, which is no file here but
 // comes with a variant (cuda/quantize/producer_source.py). For tile.cuh with Q2_PRODUCED.
 //
-// Rounding is that of Inductor's Triton code: fp32, the functions of libdevice, but quotients,
-// exponentials and 1 + erf approximated to some ulp; but a product and a sum are never one instruction (--fmad=false), which
-// Inductor leaves to ptxas unless emulate_precision_casts is set.
+// Rounding is that of Inductor's Triton code: fp32 and the functions of libdevice. But quotients,
+// exponentials and 1 + erf are approximated to some ulp, and a product and a sum are never one
+// instruction (--fmad=false), which Inductor leaves to ptxas unless emulate_precision_casts is set.
 #pragma once
 #include "numbers.cuh"
 
