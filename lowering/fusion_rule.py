@@ -87,12 +87,12 @@ def expected(
     """The time of the fused kernels over that of the others."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
-    count = len(producer.results)
+    count, apart = len(producer.results), instructions(producer, by_inductor=True)
     rounded = _QUANTISER.get(spec.rounding, _QUANTISER["sr"])[directions - 1]
     rounded += _WIDENING * directions * spec.widened + _MASK * spec.masked
     written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
     own_read = 0.0 if shared else read
-    unfused = max(made / rate, own_read + count * size)
+    unfused = max(apart / rate, own_read + count * size)
     unfused += count * max(rounded / rate, size + written)
     waited = _WAITED * read / rows_ahead(producer)
     fused = max((made + count * rounded) / rate + waited, read + count * written)

@@ -11,7 +11,8 @@ Inductor's ops that writes down what it is called with. Which precision each op 
 would give it in Triton: fp32 for every float, a rounding to bf16 only where `to_dtype` is called
 with use_compute_types=False (emulate_precision_casts); so the bits are those of the loop but for
 
-- sums of products, which ptxas may contract there and --fmad=false keeps apart here,
+- sums of products, of which ptxas decides there and shorter_steps.py here whether the product is
+  rounded; neither contracts under emulate_precision_casts,
 - exp, which is 2^(x log2 e) here and libdevice's there, sigmoid, and 1 + erf (produced.cuh);
   x / (1 + exp(-x)) is x * sigmoid(x) here.
 
@@ -39,7 +40,7 @@ from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
 from q2compile.lowering.index_ways import COLUMN, ROW, NotProduced, Way, way_through
-from q2compile.lowering.shorter_steps import shorter
+from q2compile.lowering.shorter_steps import contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.producer import (
     KIND_OF,
     OPERATIONS,
@@ -92,7 +93,11 @@ def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
         first, _ = _run(loads, rows, int(cols), piece, {})
         _freeze(first.buffers)
         written, results = _run(loads, rows, int(cols), piece, first.either_of_two())
+    inputs = tuple(V.graph.get_dtype(name) for name in written.buffers)
     steps, results = _needed(written.steps, results)
+    if not inductor_config.emulate_precision_casts:
+        made, number = contracted(steps, inputs)
+        steps, results = _needed(made, [number[result] for result in results])
     if len(steps) > _MOST_STEPS:
         raise NotProduced(f"the expression has {len(steps)} steps, more than {_MOST_STEPS}")
     if not written.buffers or len(written.buffers) > _MOST_INPUTS:
@@ -101,7 +106,7 @@ def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
         dtype=dtype,
         rows=written.text(sympy.sympify(rows)),
         cols=int(cols),
-        inputs=tuple(V.graph.get_dtype(name) for name in written.buffers),
+        inputs=inputs,
         sizes=tuple(map(str, written.sizes)),
         wide=not all(map(_is_narrow, (rows * cols, *map(_extent, written.buffers)))),
         steps=steps,

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from q2compile.runtime_kernels.cuda.quantize.producer import Step
+import torch
+
+from q2compile.runtime_kernels.cuda.quantize.producer import (
+    Step,
+    arguments_of,
+    kind_of,
+    renumbered,
+)
 
 _ONE = ("constant", (1.0).hex(), "float")
 _ZERO = ("constant", (0.0).hex(), "float")
@@ -39,6 +47,78 @@ def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
     if what == "erf":
         return ("erf_plus_one", *of)
     return _either_half(steps, args)
+
+
+def contracted(
+    steps: Sequence[Step], inputs: Sequence[torch.dtype]
+) -> tuple[list[Step], dict[int, int]]:
+    """Steps in which products go into sums unrounded, as ptxas decides for Triton's code unless
+    emulate_precision_casts is set; and the number of each earlier step among them.
+
+    before                                      after
+        a * b + c, a * b - c, c - a * b             fma(a, b, c), fma(a, b, -c), fma(-a, b, c)
+        (y * s) * (1 + x * (1 - s))                 y * fma(x * s, 1 - s, s)
+
+    The first where nothing else reads a * b. In the second, SiLU's backward, s is sigmoid(x): x * s
+    is what a gated MLP's other operand wants as well.
+    """
+    written = _Written()
+    readers = Counter(arg for step in steps for arg in arguments_of(step))
+    number: dict[int, int] = {}
+    kinds: list[str] = []
+    for i, step in enumerate(steps):
+        name, *args = step
+        kinds.append(kind_of(step, kinds, inputs))
+        way = None
+        if name in ("add", "sub") and kinds[i] == "float":
+            products = [readers[arg] == 1 and steps[arg][0] == "mul" for arg in args]
+            way = _contracted(written.steps, name, [number[arg] for arg in args], products)
+        elif name == "mul" and kinds[i] == "float":
+            way = _silu_backward(written.steps, [number[arg] for arg in args])
+        number[i] = written.add(renumbered(step, number) if way is None else way)
+    return written.steps, number
+
+
+class _Written:
+    """Steps, none of them twice."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._known: dict[Step, int] = {}
+
+    def add(self, tree: Any) -> int:
+        """A step, whose arguments may be steps in their turn."""
+        name, *args = tree
+        step = (name, *(self.add(a) if isinstance(a, tuple) else a for a in args))
+        if step not in self._known:
+            self._known[step] = len(self.steps)
+            self.steps.append(step)
+        return self._known[step]
+
+
+def _contracted(
+    steps: Sequence[Step], name: str, args: Sequence[int], products: Sequence[bool]
+) -> Any:
+    a, b = args
+    if products[0]:
+        return ("fma", *steps[a][1:], b if name == "add" else ("neg", b))
+    if products[1]:
+        x, y = steps[b][1:]
+        return ("fma", x if name == "add" else ("neg", x), y, a)
+    return None
+
+
+def _silu_backward(steps: Sequence[Step], args: Sequence[int]) -> Any:
+    """Where the sum is an fma already."""
+    for product, factor in (args, args[::-1]):
+        (mul, *of), (fma, *terms) = steps[product], steps[factor]
+        if mul != "mul" or fma != "fma" or steps[terms[2]] != _ONE:
+            continue
+        x, rest, _ = terms
+        for y, s in (of, of[::-1]):
+            if steps[s] == ("sigmoid", x) and steps[rest] == ("sub", terms[2], s):
+                return ("mul", y, ("fma", ("mul", x, s), rest, s))
+    return None
 
 
 def _by_sigmoid(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:

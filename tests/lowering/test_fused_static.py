@@ -37,28 +37,28 @@ ONE = ("constant", "0x1.0000000000000p+0", "float")
 SWIGLU = producer(
     (BF16,) * 3,
     *loads(0, 1, 2),
-    *(("mul", 0, 1), ("sigmoid", 2), ("mul", 3, 4), ONE, ("sub", 6, 4)),
-    *(("mul", 2, 7), ("add", 8, 6), ("mul", 5, 9)),
+    *(("mul", 0, 1), ("sigmoid", 2), ONE, ("sub", 5, 4), ("mul", 2, 4)),
+    *(("fma", 7, 6, 4), ("mul", 3, 8)),
 )
 # And du of the same read: dh * (g * sigmoid(g)).
-GATED = producer(SWIGLU.inputs, *SWIGLU.steps, ("mul", 2, 4), ("mul", 0, 11), results=(10, 12))
+GATED = producer(SWIGLU.inputs, *SWIGLU.steps, ("mul", 0, 7), results=(9, 10))
 GELU = producer(
     (BF16,) * 2,
     *loads(0, 1),
     *(("constant", "0x1.6a09e667f3bcdp-1", "float"), ("mul", 1, 2), ("erf_plus_one", 3)),
-    *(("constant", "0x1.0000000000000p-1", "float"), ("mul", 4, 5), ("mul", 1, 1)),
-    *(("constant", "-0x1.0000000000000p-1", "float"), ("mul", 7, 8), ("exp", 9)),
-    *(("constant", "0x1.9884533d43651p-2", "float"), ("mul", 10, 11), ("mul", 1, 12)),
-    *(("add", 6, 13), ("mul", 0, 14)),
+    *(("constant", "0x1.0000000000000p-1", "float"), ("mul", 1, 1)),
+    *(("constant", "-0x1.0000000000000p-1", "float"), ("mul", 6, 7), ("exp", 8)),
+    *(("constant", "0x1.9884533d43651p-2", "float"), ("mul", 9, 10), ("mul", 1, 11)),
+    *(("fma", 4, 5, 12), ("mul", 0, 13)),
 )
 SILU = producer((BF16,) * 2, *(*loads(0, 1), ("sigmoid", 1), ("mul", 1, 2), ("mul", 0, 3)))
 SUM = producer((BF16, torch.float32), *loads(0, 1), ("add", 0, 1))
 NORM = producer(
     (BF16, BF16, BF16, torch.float32, torch.float32),
     *loads(0),
-    *(("load", 1, "c", "lanes", -1), ("mul", 0, 1)),
+    ("load", 1, "c", "lanes", -1),
     *loads(2),
-    *(("load", 3, "r", "one", -1), ("mul", 3, 4), ("sub", 2, 5)),
+    *(("load", 3, "r", "one", -1), ("mul", 2, 3), ("neg", 4), ("fma", 0, 1, 5)),
     *(("load", 4, "r", "one", -1), ("mul", 6, 7)),
 )
 HALF = "floordiv(mod(c, 128), 64)"
@@ -66,12 +66,12 @@ TABLE_AT = "((128 * mod(r, 64)) + mod(c, 128))"
 ROPE_AT = f"({TABLE_AT} + (8192 * floordiv(c, 128)) + (262144 * floordiv(r, 64)))"
 ROPE = producer(
     (BF16,) * 3,
-    *(("load", 0, ROPE_AT, "lanes", -1), ("load", 1, TABLE_AT, "lanes", -1), ("mul", 0, 1)),
-    *(("index", "mod(c, 128)", "first"), ("index", "64", "one"), ("lt", 3, 4)),
+    *(("load", 0, ROPE_AT, "lanes", -1), ("load", 1, TABLE_AT, "lanes", -1)),
+    *(("index", "mod(c, 128)", "first"), ("index", "64", "one"), ("lt", 2, 3)),
     ("load", 0, f"(64 + ((-128) * {HALF}) + {ROPE_AT})", "lanes", -1),
     ("load", 2, f"(64 + ((-128) * {HALF}) + {TABLE_AT})", "lanes", -1),
-    *(("mul", 6, 7), ("constant", "0x0.0p+0", "float"), ("neg", 8), ("where", 5, 8, 10)),
-    *(("add", 2, 11), ("add", 12, 9)),
+    *(("mul", 5, 6), ("constant", "0x0.0p+0", "float"), ("neg", 7), ("where", 4, 7, 9)),
+    *(("fma", 0, 1, 10), ("add", 11, 8)),
 )
 DROPOUT = producer((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
 CAST = producer((torch.float32,), *loads(0))

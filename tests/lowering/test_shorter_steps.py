@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from q2compile.lowering.shorter_steps import shorter
+from q2compile.lowering.shorter_steps import contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 
 ONE, ZERO = ("constant", (1.0).hex(), "float"), ("constant", (0.0).hex(), "float")
@@ -101,3 +101,74 @@ LEFT = {
 def test_what_is_left(case) -> None:
     steps, name, args = LEFT[case]
     assert shorter(steps, name, args) is None
+
+
+DTYPES = (torch.float32,) * 3
+SILU_BACKWARD = (
+    *(*LOADS, ("sigmoid", 2), ("mul", 0, 3), ONE, ("sub", 5, 3)),
+    *(("mul", 2, 6), ("add", 7, 5), ("mul", 4, 8)),
+)
+# Steps, and the last of those that come of it.
+CONTRACTED = {
+    "a b + c": ((*LOADS, ("mul", 0, 1), ("add", 3, 2)), ("fma", 0, 1, 2)),
+    "c + a b": ((*LOADS, ("mul", 0, 1), ("add", 2, 3)), ("fma", 0, 1, 2)),
+    "a b - c": ((*LOADS, ("mul", 0, 1), ("sub", 3, 2)), ("fma", 0, 1, ("neg", 2))),
+    "c - a b": ((*LOADS, ("mul", 0, 1), ("sub", 2, 3)), ("fma", ("neg", 0), 1, 2)),
+    "silu's backward": (
+        SILU_BACKWARD,
+        ("mul", 0, ("fma", ("mul", 2, 3), ("sub", ONE, 3), 3)),
+    ),
+}
+
+
+def tree_of(steps: Any, at: int) -> Any:
+    """A step with those it is made of in the places of their numbers, but for LOADS and a
+    sigmoid."""
+    name, *args = steps[at]
+    if name == "constant":
+        return steps[at]
+    plain = ("load", "sigmoid")
+    return (name, *(a if steps[a][0] in plain else tree_of(steps, a) for a in args))
+
+
+@pytest.mark.parametrize("case", CONTRACTED)
+def test_products_go_into_sums_unrounded(case) -> None:
+    """A product's rounding is 2^-24 of it; of silu's backward, whose sum is y s (1 + x (1 - s)),
+    each form rounds six times, by 2^-24 of |y| s (1 + |x|)."""
+    steps, want = CONTRACTED[case]
+    made, number = contracted(steps, DTYPES)
+    assert tree_of(made, number[len(steps) - 1]) == want
+    got, plain = value(*made[: number[len(steps) - 1] + 1]), value(*steps)
+    x, y, z = inputs()
+    s = z.sigmoid()
+    bound = x.abs() * s * (1 + z.abs()) * 6 if "silu" in case else (x * y).abs() + plain.abs()
+    near = (got - plain).abs() <= 2 * bound * 2.0**-24
+    same = (got == plain) | (got.isnan() & plain.isnan())
+    assert (near | same).all()
+
+
+def test_du_reads_what_dg_is_made_of() -> None:
+    steps = (*SILU_BACKWARD, ("mul", 2, 3), ("mul", 0, 10))
+    made, number = contracted(steps, DTYPES)
+    assert made.count(("mul", 2, 3)) == 1 and number[10] == made.index(("mul", 2, 3))
+    assert made[made[number[9]][2]] == ("fma", number[10], number[6], number[3])
+
+
+LEFT_APART = {
+    "a product that is read twice": (
+        *(*LOADS, ("mul", 0, 1), ("add", 3, 2)),
+        ("mul", 3, 4),
+    ),
+    "integers": (
+        *(*LOADS, ("cast", 0, "int"), ("mul", 3, 3)),
+        *(("add", 4, 3), ("cast", 5, "float")),
+    ),
+    "rounded in between": (*LOADS, ("mul", 0, 1), ("round", 3, "bfloat16"), ("add", 4, 2)),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_APART)
+def test_what_is_not_contracted(case) -> None:
+    steps = LEFT_APART[case]
+    made, number = contracted(steps, DTYPES)
+    assert tuple(made) == steps and all(old == new for old, new in number.items())

@@ -95,14 +95,15 @@ def prefetches(producer: Producer) -> bool:
     return instructions(producer) >= _PREFETCHED * bytes_read(producer)
 
 
-def instructions(producer: Producer) -> float:
+def instructions(producer: Producer, by_inductor: bool = False) -> float:
     """About how many instructions an element takes, or two of one place, its loads and its rounding
-    among them."""
+    among them. by_inductor: in the kernel that Inductor makes of it."""
     uniform = _uniform(producer)
     total = 1.0 * len(producer.results)  # the rounding and the store: 8 and 2 of 8 elements
     for i, (name, *_) in enumerate(producer.steps):
         operation = OPERATIONS.get(name)
         cost = operation.instructions if operation else _OTHERS.get(name, 0.5)
+        cost += operation.inductor if operation and by_inductor else 0
         # A uniform load has an address, too.
         total += cost / producer.piece * (3 if name == "load" else 1) if uniform[i] else cost
     return total
