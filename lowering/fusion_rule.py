@@ -87,7 +87,8 @@ def expected(
     """The time of the fused kernels over that of the others."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
-    count, apart = len(producer.results), instructions(producer, by_inductor=True)
+    # Where the kernel of another operand does most of it, what Inductor does longer is that one's.
+    count, apart = len(producer.results), instructions(producer, by_inductor=not shared)
     rounded = _QUANTISER.get(spec.rounding, _QUANTISER["sr"])[directions - 1]
     rounded += _WIDENING * directions * spec.widened + _MASK * spec.masked
     written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
