@@ -5,9 +5,9 @@ which Inductor allocates, chooses a kernel for and fuses behind as for any other
                                      (fp32 product * alpha + bias) to dtype            otherwise
 
 The numbers of an operand are what its quantiser wrote, where that writes them (scheme@bf16), or
-dequantised from its codes, once however many GEMMs read them, and both operands of a GEMM by one
-launch, with what the next ones want. Codes that q2::transpose turned are
-dequantised as they lay before, and read by columns.
+dequantised from its codes, once however many GEMMs read them: by the launch that makes their scales
+(launches.py), or both operands of a GEMM by one launch, with what the next ones want. Codes that
+q2::transpose turned are dequantised as they lay before, and read by columns.
 
 Of the second form, only the product is rounded to fp32 by a kernel; alpha and bias are Inductor's
 to fuse with what comes next, which then reads them before they are rounded to dtype, as it does
@@ -19,22 +19,23 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import launches
 from q2compile.lowering.gemm_operands import (
     GEMM,
     OPERANDS,
+    REACH,
     TRANSPOSE,
+    emulated_after,
     is_emulated,
+    is_small,
+    numbers,
     reads_unturned,
     turned,
 )
@@ -43,10 +44,7 @@ from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten
-_REACH = 2  # GEMMs: numbers that are made early wait for no more than those
 _ABSENT = object()
-_SMALL = 16 * 2**20  # bytes of codes, four times as many of their numbers
-_KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @register_lowering(GEMM, type_promotion_kind=None)
@@ -88,7 +86,7 @@ def transpose(codes, scales, scheme: str, rows: Any, swizzled: bool = False) -> 
     """See runtime_kernels/ops/transpose.py. Nothing, for GEMMs that read what was not turned."""
     readers = [gemm for output in V.current_node.users for gemm in output.users]
     if readers and all(reads_unturned(reader) for reader in readers):
-        _known()[V.current_node] = codes, scales, rows
+        numbers()[V.current_node] = codes, scales, rows
         return None, None
     return launches.call(TRANSPOSE, codes, scales, scheme, rows, swizzled)
 
@@ -96,7 +94,7 @@ def transpose(codes, scales, scheme: str, rows: Any, swizzled: bool = False) -> 
 def _numbers(*operands: tuple) -> list[tuple[Any, bool]]:
     """Operands as bf16 [rows, contraction], or turned, and whether they are. Of each its codes,
     scales, global scale and scheme, and the node of the codes."""
-    known = _known()
+    known = numbers()
     sources = [_source(V.current_node, *operand) for operand in operands]
     missing = {key: args for key, args, _ in sources if key not in known}
     op = torch.ops.q2.dequantize.default
@@ -114,7 +112,7 @@ def _soon(missing: dict[Any, tuple]) -> dict[Any, tuple]:
     gated MLP's other half, as far as it is small and one launch has room."""
     found: dict[Any, tuple] = {}
     variant = _variant(next(iter(missing.values())))
-    for gemm in itertools.islice(_emulated_after(V.current_node), _REACH):
+    for gemm in itertools.islice(emulated_after(V.current_node), REACH):
         for first, at in OPERANDS:
             nodes: Any = gemm.args[first : first + 3]
             codes, scales, unit = map(_there, nodes)
@@ -122,9 +120,9 @@ def _soon(missing: dict[Any, tuple]) -> dict[Any, tuple]:
                 continue
             scheme = str(gemm.args[at])
             key, args, is_turned = _source(gemm, codes, scales, unit, scheme, nodes[0])
-            there = key in _known() or key in missing or is_turned
+            there = key in numbers() or key in missing or is_turned
             room = len(missing) + len(found) < MOST_SIDES
-            if not there and room and _variant(args) == variant and _is_small(args):
+            if not there and room and _variant(args) == variant and is_small(args[0]):
                 found[key] = args
     return found
 
@@ -140,27 +138,6 @@ def _there(node: Any) -> Any:
     return env.get(node, _ABSENT)
 
 
-def _emulated_after(node: fx.Node) -> Iterator[fx.Node]:
-    """GEMMs behind a node, as long as they are emulated."""
-    for later in itertools.takewhile(lambda n: n.op != "output", _after(node)):
-        if later.target is GEMM:
-            if not is_emulated(later):
-                return
-            yield later
-
-
-def _after(node: fx.Node) -> Iterator[fx.Node]:
-    while True:
-        node = node.next
-        yield node
-
-
-def _is_small(args: tuple) -> bool:
-    codes, *_ = args
-    known = V.graph.sizevars.statically_known_leq
-    return known(sympy_product(codes.get_size()), _SMALL)
-
-
 def _source(
     gemm: fx.Node, codes: Any, scales: Any, global_scale: Any, scheme: str, node: Any
 ) -> tuple[Any, tuple, bool]:
@@ -168,14 +145,14 @@ def _source(
     makes it turned."""
     spec = get_scheme(scheme)
     if spec.widened:
-        _known()[node, None] = codes
+        numbers()[node, None] = codes
         return (node, None), (), False
     maker = turned(node) if reads_unturned(gemm) else None
     if maker is None:
         cols = 2 * codes.get_size()[1]
     else:
         node = maker.args[0]
-        codes, scales, cols = _known()[maker]
+        codes, scales, cols = numbers()[maker]
     unit = global_scale if spec.folds else None
     args = codes, scales, unit, scheme, cols, torch.bfloat16
     return (node, cols), args, maker is not None
@@ -187,9 +164,3 @@ def _variant(args: tuple) -> tuple[str, bool]:
     spec = get_scheme(scheme)
     whole = V.graph.sizevars.statically_known_equals(cols, 2 * codes.get_size()[1])
     return spec.format, whole and spec.block[0] == 1
-
-
-def _known() -> dict[Any, Any]:
-    """Of the graph that is lowered: numbers by the node of their codes and how many columns; what
-    is not turned by the node that would have."""
-    return _KNOWN.setdefault(V.graph, {})

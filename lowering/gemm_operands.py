@@ -3,10 +3,14 @@ lowers."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
@@ -15,6 +19,15 @@ from q2compile.runtime_kernels.registry import CUDA_BF16, serving
 
 GEMM, TRANSPOSE = torch.ops.q2.gemm.default, torch.ops.q2.transpose.default
 OPERANDS = ((0, 7), (3, 8))  # of q2::gemm: where three arguments begin, and their scheme
+REACH = 2  # GEMMs: numbers that are made early wait for no more than those
+_SMALL = 16 * 2**20  # bytes of codes, four times as many of their numbers
+_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def numbers() -> dict[Any, Any]:
+    """Of the graph that is lowered: numbers by the node of their codes and how many columns; what
+    is not turned by the node that would have."""
+    return _NUMBERS.setdefault(V.graph, {})
 
 
 def is_emulated(node: fx.Node) -> bool:
@@ -25,6 +38,27 @@ def is_emulated(node: fx.Node) -> bool:
         return False
     args = map_arg(node.args, lambda n: n.meta["val"])
     return serving("gemm", args).name == CUDA_BF16
+
+
+def emulated_after(node: fx.Node) -> Iterator[fx.Node]:
+    """GEMMs behind a node, as long as they are emulated."""
+    for later in itertools.takewhile(lambda n: n.op != "output", _after(node)):
+        if later.target is GEMM:
+            if not is_emulated(later):
+                return
+            yield later
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    while True:
+        node = node.next
+        yield node
+
+
+def is_small(codes: Any) -> bool:
+    """Whether numbers of these codes may be made before the GEMM that comes next wants them."""
+    known = V.graph.sizevars.statically_known_leq
+    return known(sympy_product(codes.get_size()), _SMALL)
 
 
 def is_read(output: fx.Node) -> bool:

@@ -8,6 +8,7 @@ versions of torch that are supported have. (An out variant of each op would need
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ from torch._inductor.lowering import empty_strided, fallback_handler, register_l
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import together
-from q2compile.lowering.gemm_operands import is_read
+from q2compile.lowering.gemm_operands import REACH, emulated_after, is_read, is_small, numbers
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
+from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 from q2compile.runtime_kernels.registry import serving
 
@@ -53,14 +55,21 @@ class Member(NamedTuple):
         return last_launch(self.op, self.args)
 
     @property
+    def scheme(self) -> Scheme:
+        arguments = getattr(torch.ops.q2, self.op).default._schema.arguments
+        names = [argument.name for argument in arguments]
+        return get_scheme(self.args[names.index("scheme")])
+
+    @property
     def sides(self) -> int:
         """Of the last launch."""
         return 2 if "_both" in self.op else 1
 
 
-# Of the graph that is lowered: calls that wait for the next quantiser; what is known of calls by
-# the kinds of their operands.
+# Of the graph that is lowered: calls that wait for the next quantiser; by nodes, what quantisers
+# make; by the kinds of their operands, what is known of calls.
 _WAITING: WeakKeyDictionary[Any, list[Member]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[Any, dict[torch.fx.Node, Any]] = WeakKeyDictionary()
 _KINDS: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
@@ -81,6 +90,8 @@ def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(lowering, assigned=())
     def lower(*args: Any) -> Any:
         results = lowering(*args)
+        if together.is_quantiser(V.current_node):
+            _MADE.setdefault(V.graph, {})[V.current_node] = results
         if not (together.is_quantiser(V.current_node) and together.waits(V.current_node)):
             _enqueue_waiting()
         return results
@@ -185,7 +196,52 @@ def _enqueue_waiting() -> None:
     if waiting:
         members = list(waiting)
         waiting.clear()
-        Launches(members, _products_of(members))
+        Launches(members, _products_of(members), _dequantised_of(members))
+
+
+class Dequantised(NamedTuple):
+    """A call that is left to the last launch of others: it dequantises what one of them quantises,
+    whose scales are output scales[1] of member scales[0]."""
+
+    by: Member
+    scales: tuple[int, int]
+
+
+def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
+    """The numbers that the last launch of these can make of their codes: those that the next GEMM
+    reads, and of what is small those that the next few do."""
+    if any(_widening(member) is None for member in members):
+        return []
+    gemms = list(itertools.islice(emulated_after(V.current_node), 1 + REACH))
+    found: list[Dequantised] = []
+    for i, member in enumerate(members):
+        made = _MADE.get(V.graph, {}).get(member.node)
+        for codes_node in member.node.users if made else ():
+            first: Any = codes_node.args[1]
+            if first % 3 or not any(map(is_tensor, made[first : first + 1])):
+                continue
+            codes, scales, unit = made[first : first + 3]
+            wanted = gemms if is_small(codes) else gemms[:1]
+            if not any(codes_node in (gemm.args[0], gemm.args[3]) for gemm in wanted):
+                continue
+            cols = 2 * codes.get_size()[1]
+            args = codes, scales, unit, member.scheme.name, cols, torch.bfloat16
+            dequantising = _member(torch.ops.q2.dequantize.default, args)
+            if dequantising is not None:
+                by, numbers()[codes_node, cols] = dequantising
+                number = 0 if member.op == "split_scales" else first + 1
+                found.append(Dequantised(by, (i, number)))
+    if found:
+        _widening(members[0]).warm_up(_device(members[0]).index)
+    return found
+
+
+def _widening(member: Member) -> Any:
+    """The last launch of a member, if there is one that also dequantises."""
+    last = member.last_launch
+    if last is None or member.op.endswith("_summed") or not dequantises(member.scheme):
+        return None
+    return widening_launch(last)
 
 
 class Product(NamedTuple):
@@ -206,7 +262,7 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
     }
     found: list[Product] = []
     for scale, own in makers.items():
-        if members[own[0]].buffers[own[1]] is None or _widened(members[own[0]]):
+        if members[own[0]].buffers[own[1]] is None or members[own[0]].scheme.widened:
             continue
         for pair, other in together.multiplied_by(scale):
             known = makers.get(other) or V.graph.env.get(other)
@@ -231,11 +287,6 @@ def _fallback(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
 
 def _device(member: Member) -> torch.device:
     return next(a for a in member.args if is_tensor(a)).get_device_or_error()
-
-
-def _widened(member: Member) -> bool:
-    """Whether it makes numbers, which need no product of global scales."""
-    return any(isinstance(a, str) and a.endswith(WIDENED) for a in member.args)
 
 
 def is_tensor(arg: Any) -> bool:
@@ -334,7 +385,16 @@ class Launches(Enqueued):
     _imports = (_IMPORT,)
     _called = "q2_site"
 
-    def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        products: Sequence[Product] = (),
+        dequantised: Sequence[Dequantised] = (),
+    ) -> None:
+        self._dequantised = [
+            (len(members) + i, scales) for i, (_, scales) in enumerate(dequantised)
+        ]
+        members = [*members, *(by for by, _ in dequantised)]
         self._members, self._products = members, products
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
@@ -359,7 +419,10 @@ class Launches(Enqueued):
                     other = len(others) - 1
                 products.append(f"({own}, {other})")
             of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
-            site = f"q2_Together({', '.join(f'({text})' for text in of)}, fixed={fixed})"
+            parts = [*(f"({text})" for text in of), f"fixed={fixed}"]
+            if self._dequantised:
+                parts.append(f"dequantised={tuple(self._dequantised)}")
+            site = f"q2_Together({', '.join(parts)})"
         self._write(wrapper, site, given)
 
     def _site(

@@ -47,6 +47,7 @@ from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -312,16 +313,19 @@ def _read_bits(operand: Operand) -> Fraction:
 
 
 def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
-    """Codes made bf16 numbers for a GEMM of those, both operands by one launch."""
+    """Codes made bf16 numbers for a GEMM of those, by the launch that ends their quantiser, or both
+    operands by one of their own."""
     packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
     specs = [get_scheme(o.scheme) for o in packed.values()]
     together = len(packed) > 1 and len({(s.format, s.block[0] == 1) for s in specs}) == 1
+    fresh = not layer.grouped and all(o.source == "fresh" for o in packed.values())
+    ended = fresh and all(map(dequantises, specs))
     return [
         Step(
             name,
             f"dequantise {role}",
             (packed_bits(o.scheme) + HIGH) * layer.elements(role),
-            launches=0 if together and role == next(iter(packed)) else 1,
+            launches=0 if ended or (together and role == next(iter(packed))) else 1,
             shared_by=layer.users(role),
         )
         for role, o in packed.items()

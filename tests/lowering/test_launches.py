@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
-from q2compile.lowering import emulated_gemm
+from q2compile.lowering import gemm_operands
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -252,8 +252,8 @@ def test_profiles_name_the_ops(request) -> None:
         step(rows(100))
     names = {event.key for event in profile.key_averages()}
     backward = "q2::rht_quantize_both + q2::requantize + q2::requantize"
-    pairs = {f"q2::{name} + q2::{name}" for name in ("quantize", "dequantize")}
-    assert {*pairs, backward} <= names
+    forward = "q2::quantize + q2::quantize + q2::dequantize + q2::dequantize"
+    assert {forward, backward} <= names
 
 
 def of_one_x(x, *weights):
@@ -262,18 +262,32 @@ def of_one_x(x, *weights):
     return [torch.ops.q2.gemm(*a, *b, None, RTN, RTN, torch.bfloat16) for b in others]
 
 
-@pytest.mark.parametrize(("small", "launches"), [(2**20, [4]), (0, [2, 1, 1])])
-def test_what_the_next_products_want_comes_with_it(small, launches, request, monkeypatch) -> None:
-    """Of codes that are there already, where it is small; with the numbers of the reference."""
-    operands = [rows(48, seed=i) for i in range(4)]
+def of_codes(x, *weights):
+    """The same of what is quantised already."""
+    return [torch.ops.q2.gemm(*x, *b, None, RTN, RTN, torch.bfloat16) for b in weights]
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(("small", "counts"), [(2**20, [4]), (0, [2, 1, 1])])
+def test_what_the_next_products_want_comes_with_it(
+    small, counts, there, request, monkeypatch
+) -> None:
+    """Where it is small, of codes that are there already, or by the launch that ends what quantises
+    them; with the numbers of the reference."""
+    operands: list[Any] = [rows(48, seed=i) for i in range(4)]
     want = of_one_x(*operands)
+    if there:
+        operands = [torch.ops.q2.quantize(m, None, None, RTN, 0) for m in operands]
     sources = request.getfixturevalue("pretended")
-    monkeypatch.setattr(emulated_gemm, "_SMALL", small)
-    torch.testing.assert_close(torch.compile(of_one_x)(*operands), want)
+    monkeypatch.setattr(gemm_operands, "_SMALL", small)
+    torch.testing.assert_close(torch.compile(of_codes if there else of_one_x)(*operands), want)
     (source,) = sources
     sites = [line for line in source.splitlines() if re.match(r"q2_site_\d+ = ", line)]
-    counts = [site.count("'dequantize'") for site in sites]
-    assert [count for count in counts if count] == launches
+    found = [site.count("'dequantize'") for site in sites]
+    assert [count for count in found if count] == counts
+    (first, *_) = sites
+    follow = "dequantised=((4, (0, 1)), (5, (1, 1))" in first
+    assert follow != there
 
 
 def test_statistics_are_taken_of_what_is_written(pretended) -> None:

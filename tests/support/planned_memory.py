@@ -243,7 +243,9 @@ class _Site:
 class _Together:
     """Several of them, which end in one launch."""
 
-    def __init__(self, sites: Any, products: Any, others: Any, fixed: bool) -> None:
+    def __init__(
+        self, sites: Any, products: Any, others: Any, fixed: bool, dequantised: Any = ()
+    ) -> None:
         self.sites, self.others = sites, others
 
     def __call__(self, *given: torch.Tensor) -> None:

@@ -23,20 +23,34 @@
 // Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
 // zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
+// Q2_NUMBERS: and the bf16 numbers that the codes stand for (dequantize.cu), where a side has a place
+//     for them; half as many scales a thread block then, for whose numbers all of its threads work.
 
 #include "scales.cuh"
 #if Q2_SUMS
 #include "sums.cuh"
 #endif
 
+#if Q2_NUMBERS
+struct Numbers {
+  const u32* codes;
+  uint4* out;  // or null
+};
+#endif
+
 struct Params {
   Side sides[kMostSides];
+#if Q2_NUMBERS
+  Numbers numbers[kMostSides];
+#endif
 #if Q2_SUMS
   Sums sums[kMostSums];
   int summed;  // how many of them there are, ahead of the sides
 #endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
+static_assert(!Q2_NUMBERS || !(Q2_SWIZZLED || Q2_SUMS || Q2_MX), "scales in order, and nothing else");
+constexpr int kMakers = Q2_NUMBERS ? kThreads / 2 : kThreads;  // of scales, eight each
 
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
@@ -143,25 +157,41 @@ Q2_INLINE void write_global_scales(const Params& p, const Side& side, float glob
   if (threadIdx.x == 0) *side.product = global_scale * other;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    align_scales(const __grid_constant__ Params p) {
-#if Q2_SUMS
-  if (blockIdx.y < p.summed) {
-    await_previous_kernel();
-    add_up<kThreads>(p.sums[blockIdx.y]);
-    return;
+#if Q2_NUMBERS
+// Those of eight codes a thread, and as often again.
+constexpr int kTurns = kMakers * 16 / kThreads;
+struct Codes {
+  u32 of[kTurns];
+};
+
+Q2_INLINE long long first_codes() { return blockIdx.x * (long long)(kMakers * 16) + threadIdx.x; }
+
+Q2_INLINE void load_codes(const Side& side, const Numbers& numbers, Codes& codes) {
+#pragma unroll
+  for (int k = 0; k < kTurns; ++k) {
+    long long at = first_codes() + k * kThreads;
+    codes.of[k] = at < 2 * side.count ? numbers.codes[at] : 0;
   }
-  const Side& side = p.sides[blockIdx.y - p.summed];
-#else
-  const Side& side = p.sides[blockIdx.y];
+}
+
+// bytes: the thread block's scales.
+Q2_INLINE void store_numbers(const Side& side, const Numbers& numbers, const Codes& codes,
+                             const u8* bytes, float global_scale) {
+#pragma unroll
+  for (int k = 0; k < kTurns; ++k) {
+    long long at = first_codes() + k * kThreads;
+    if (at >= 2 * side.count) break;
+    float x[8];
+    dequantized(codes.of[k], from_e4m3(bytes[(k * kThreads + threadIdx.x) / 2]), global_scale, x);
+    numbers.out[at] = {to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]),
+                       to_bf16x2(x[6], x[7])};
+  }
+}
 #endif
-  Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x);
-  [[maybe_unused]] uint4 coins[2];
-  if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
-  await_previous_kernel();  // up to here nothing of phase 1 was read
-  float factor = factor_of(side), global_scale = global_scale_of(side, factor);
-  if (blockIdx.x == 0) write_global_scales(p, side, global_scale);
-  if (Q2_SWIZZLED ? octet.row >= octet.rows : octet.n == 0) return;
+
+// The scales of an octet, as bytes.
+Q2_INLINE void make_eight(const Side& side, const Octet& octet, float factor, float global_scale,
+                          [[maybe_unused]] const uint4 (&coins)[2], u32 (&bytes)[2]) {
   float x[8];
   load_eight(side, octet, x);
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
@@ -174,7 +204,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
     x[j] = fminf(x[j], 448.0f);
   }
-  u32 bytes[2];
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     float quad[4] = {x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]};
@@ -191,5 +220,41 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < 8; ++j)
       if (j < octet.n) side.scales[octet.i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
   }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    align_scales(const __grid_constant__ Params p) {
+#if Q2_SUMS
+  if (blockIdx.y < p.summed) {
+    await_previous_kernel();
+    add_up<kThreads>(p.sums[blockIdx.y]);
+    return;
+  }
+  const Side& side = p.sides[blockIdx.y - p.summed];
+#else
+  const Side& side = p.sides[blockIdx.y];
+#endif
+  Octet octet = octet_at(side, blockIdx.x * (long long)kMakers + threadIdx.x);
+  [[maybe_unused]] uint4 coins[2];
+  if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
+  await_previous_kernel();  // up to here nothing of phase 1 was read
+#if Q2_NUMBERS
+  if (threadIdx.x >= kMakers) octet.n = 0;
+  const Numbers& numbers = p.numbers[blockIdx.y];
+  Codes codes;
+  if (numbers.out) load_codes(side, numbers, codes);
+#endif
+  float factor = factor_of(side), global_scale = global_scale_of(side, factor);
+  if (blockIdx.x == 0) write_global_scales(p, side, global_scale);
+  u32 bytes[2] = {};
+  if (Q2_SWIZZLED ? octet.row < octet.rows : octet.n > 0)
+    make_eight(side, octet, factor, global_scale, coins, bytes);
+#if Q2_NUMBERS
+  __shared__ uint2 made[kMakers];
+  if (!numbers.out) return;
+  if (threadIdx.x < kMakers) made[threadIdx.x] = {bytes[0], bytes[1]};
+  __syncthreads();
+  store_numbers(side, numbers, codes, (const u8*)made, global_scale);
 #endif
 }

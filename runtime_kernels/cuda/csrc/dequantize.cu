@@ -62,16 +62,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   float scale = decode_scale(p.scales[scale_at]);
   float global_scale = p.global_scale ? *p.global_scale : 1.0f;
-  u32 words[4];
-  e2m1x8_to_f16x2(p.codes[group], words);
   float x[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    Pair two =
-        from_f16x2(mul_f16x2(words[i], 0x74007400u));  // times 2^14: the e2m1 values themselves
-    x[i] = two.a * scale * global_scale;
-    x[i + 4] = two.b * scale * global_scale;
-  }
+  dequantized(p.codes[group], scale, global_scale, x);
   u8* out = p.out + out_at * kOutBytes;
   if constexpr (kWhole) {
     if constexpr (kOut == F32) {

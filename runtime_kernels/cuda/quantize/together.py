@@ -5,18 +5,27 @@ together   rotate x, rotate w, align both and multiply their global scales, GEMM
 
 apart      dequantise x, dequantise w, GEMM of bf16 numbers
 together   dequantise both, GEMM
+
+apart      rotate x, rotate w, align both, dequantise both, GEMM of bf16 numbers
+together   rotate x, rotate w, align and dequantise both, GEMM
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, At, Call, Output
-from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
+from q2compile.runtime_kernels.cuda.dequantize import dequantize_launch
+from q2compile.runtime_kernels.cuda.quantize.align_scales import (
+    Alignment,
+    Numbers,
+    Side,
+    widening_launch,
+)
 
 
 class Product(NamedTuple):
@@ -30,8 +39,24 @@ class Product(NamedTuple):
     other: tuple[int, int] | int
 
 
-def together(calls: Sequence[Call], products: Sequence[Product] = (), others: int = 0) -> Call:
-    """One call for several, whose endings have one launch.
+class Dequantised(NamedTuple):
+    """Of what a call of the same launch quantises.
+
+    by: the call that dequantises, by number.
+    scales: the call that makes the scales, and which of its outputs they are.
+    """
+
+    by: int
+    scales: tuple[int, int]
+
+
+def together(
+    calls: Sequence[Call],
+    products: Sequence[Product] = (),
+    others: int = 0,
+    dequantised: Sequence[Dequantised] = (),
+) -> Call:
+    """One call for several, whose endings have one launch, or dequantise what others quantise.
 
     Its operands are those of all, then `others` tensors, each one fp32; its outputs are those of
     all, then the products.
@@ -42,13 +67,15 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
     ]
-    endings = [call.ending for call in calls if call.ending is not None]
-    assert len(endings) == len(calls) and len({ending.launch for ending in endings}) == 1
-    sides = [side for i, each in enumerate(endings) for side in places.of_all(i, each.sides)]
-    ending = endings[0]
+    last = {by for by, _ in dequantised}
+    endings = {i: call.ending for i, call in enumerate(calls) if i not in last}
+    assert None not in endings.values() and len({e.launch for e in endings.values() if e}) == 1
+    sides = [s for i, each in endings.items() if each for s in places.of_all(i, each.sides)]
+    ending: Any = endings[0]
     if isinstance(ending, Alignment):
         ending = _all_of(ending, endings, places)
         sides = _multiplying(sides, places, products)
+        ending = _dequantising(ending, calls, sides, places, dequantised)
     ending = replace(ending, sides=tuple(sides))
     outputs = [output for call in calls for output in call.outputs]
     outputs += [Output((), torch.float32)] * len(products)
@@ -56,11 +83,11 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
     return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
 
 
-def _all_of(ending: Alignment, endings: Sequence[Any], places: _Places) -> Alignment:
+def _all_of(ending: Alignment, endings: Mapping[int, Any], places: _Places) -> Alignment:
     """With the thread blocks of the largest, and the sums of columns of all."""
-    most = max(each.thread_blocks for each in endings)
-    sums = [each for i, one in enumerate(endings) for each in places.of_all(i, one.sums)]
-    summing = next((each.summing for each in endings if each.summing is not None), None)
+    most = max(each.thread_blocks for each in endings.values())
+    sums = [each for i, one in endings.items() for each in places.of_all(i, one.sums)]
+    summing = next((each.summing for each in endings.values() if each.summing is not None), None)
     return replace(ending, thread_blocks=most, sums=tuple(sums), summing=summing)
 
 
@@ -77,6 +104,26 @@ def _multiplying(sides: Sequence[Side], places: _Places, products: Sequence[Prod
             partner=-1 if known else numbers[places.output(*other)],  # type: ignore[misc]
         )
     return sides
+
+
+def _dequantising(
+    ending: Alignment,
+    calls: Sequence[Call],
+    sides: Sequence[Side],
+    places: _Places,
+    dequantised: Sequence[Dequantised],
+) -> Alignment:
+    """An ending that does what is left of the calls that dequantise."""
+    if not dequantised:
+        return ending
+    of_scales = {side.scales: number for number, side in enumerate(sides)}
+    numbers = [Numbers()] * len(sides)
+    for by, scales in dequantised:
+        of: Any = calls[by].ending
+        assert of.launch is dequantize_launch(torch.bfloat16, False, True)
+        (matrix,) = places.of_all(by, of.sides)
+        numbers[of_scales[places.output(*scales)]] = Numbers(matrix.codes, matrix.out)
+    return replace(ending, numbers=tuple(numbers), widening=widening_launch(ending.launch))
 
 
 class _Places:

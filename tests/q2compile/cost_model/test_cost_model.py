@@ -268,9 +268,11 @@ def test_how_often_a_weight_is_quantised():
 
 def test_experts_have_a_weight_each():
     """Tokens and FLOPs are those of one; a weight is quantised, requantised and multiplied twice,
-    and its gradient written."""
+    and its gradient written. One expert takes as long as a dense layer, but for the launch that
+    dequantises the forward's operands of an emulated grouped GEMM."""
     dense, one, eight = (predict(QUARTET2, (*e, T, N, K)) for e in ((), (1,), (8,)))
-    assert one == dense
+    assert (one.bytes, one.flops) == (dense.bytes, dense.flops)
+    assert all(one.seconds[device.column] == dense.seconds[device.column] for device in DEVICES)
     w = N * K * ((16 + 8.5) + 4.5 + (4.5 + 8.5) + 4.5 + 16) / 8
     assert eight.bytes - one.bytes == 7 * w and eight.flops == one.flops
 

@@ -22,7 +22,7 @@ from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
-from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
+from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     _KIB,
     SOURCES,
@@ -99,6 +99,8 @@ OTHERS = {
     "align eden": align(EDEN, True),
     "align eden exact": align("nvfp4_ms_eden", False),
     "align sr": align(SR, False),
+    "align and dequantise": widening_launch(align("nvfp4_46_pow2", False)),
+    "align and dequantise eden": widening_launch(align(EDEN, True)),
     "align mx": align("mxfp4_sr", False),
     "align swizzled": align(EDEN + SWIZZLED, True),
     "align swizzled of any rows": align(EDEN + SWIZZLED, False),

@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize import summed as summed_ops
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
-from q2compile.runtime_kernels.cuda.quantize.together import Product, together
+from q2compile.runtime_kernels.cuda.quantize.together import Dequantised, Product, together
 from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
@@ -118,6 +118,45 @@ def test_scales_of_inductor_s_loops(emulated) -> None:
     quantise = rotating_ops.quantize, (matrix(72, 144), None, None, RTN + SWIZZLED, 0)
     members = [(split_scales, (worth, RTN + SWIZZLED)), quantise]
     assert_same_bits(run(members), apart(members))
+
+
+@pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
+@pytest.mark.parametrize("scheme", [RTN, EDEN])
+def test_what_is_quantised_is_dequantised_at_once(scheme, emulated) -> None:
+    """By the launch that makes the scales: of Inductor's loops as well, of one direction of two, of
+    a matrix whose last thread block has a few, and one is left in codes."""
+    members: Members = []
+    if scheme == RTN:
+        worth = matrix(130, 9, torch.float32).abs()
+        members = [(split_scales, (worth, RTN))]
+        for shape in ((3, 96), (260, 64)):
+            members.append((rotating_ops.quantize, (matrix(*shape), None, None, RTN, 0)))
+        # Which members, and of their outputs codes, scales and global scale.
+        made = [(0, None, 0, 1), (2, 0, 1, 2)]
+    else:
+        members = [both(EDEN), again(EDEN)]
+        made = [(0, 3, 4, 5), (1, 0, 1, 2)]
+    want = [op(*args) for op, args in members]
+    loops = torch.randint(256, (130, 72), dtype=torch.uint8)
+    dequantised = []
+    for member, codes, scales, unit in made:
+        args = loops if codes is None else want[member][codes], want[member][scales]
+        args = *args, want[member][unit], scheme, 2 * args[0].shape[1], torch.bfloat16
+        dequantised.append(Dequantised(len(members), (member, scales)))
+        members.append((dequantize.dequantize, args))
+    call = together([op.call(*args) for op, args in members], (), 0, dequantised)
+    assert [step.launch.variant.file for step in call.steps].count("dequantize.cu") == 0
+    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
+    # As generated code has it: what dequantises is given the places of what is to be dequantised.
+    places = iter(outputs)
+    by_member = [[next(places) for _ in each] for each in want]
+    operands = [t for _, args in members[: len(want)] for t in tensors_of(args)]
+    for member, codes, *parts in made:
+        operands.append(loops if codes is None else by_member[member][codes])
+        operands += [by_member[member][part] for part in parts]
+    Ready(call, 0)([*operands, *outputs])
+    numbers = [q2.dequantize(*args) for _, args in members[len(want) :]]
+    assert_same_bits(outputs, [*(o for each in want for o in each), *numbers])
 
 
 @pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, "nvfp4_ms_eden", "mxfp4_rtn34"])
@@ -239,3 +278,23 @@ def test_in_a_cuda_graph() -> None:
         calls.change(number)
         graph.replay()
         calls.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 130, 5000])
+def test_dequantised_at_once_on_a_gpu(rows) -> None:
+    args = ..., None, None, RTN, 0
+    again = ..., ..., ..., RTN, 256, torch.bfloat16
+    sites = [Site("quantize", args, (1, 1, 1), fixed=True) for _ in range(2)]
+    sites += [Site("dequantize", again, (1,), fixed=True) for _ in range(2)]
+    numbers = (2, (0, 1)), (3, (1, 1))
+    site = Together(tuple(sites), (), (), fixed=True, dequantised=numbers)
+    for seed in range(3):
+        operands = [matrix(n, 256) * (seed + 1) for n in (rows, 640)]
+        want = [q2.quantize(x, None, None, RTN, 0) for x in operands]
+        widened = [q2.dequantize(*parts, *again[3:]) for parts in want]
+        quantised = [torch.zeros_like(t).cuda() for parts in want for t in parts]
+        buffers = [*quantised, *(torch.zeros_like(t).cuda() for t in widened)]
+        site(*(x.cuda() for x in operands), *quantised, *buffers)
+        torch.cuda.synchronize()
+        assert_same_bits([b.cpu() for b in buffers], [t for p in want for t in p] + widened)

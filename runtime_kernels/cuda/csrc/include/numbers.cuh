@@ -68,6 +68,19 @@ Q2_INLINE float from_e8m0(u32 byte) {
   return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
 }
 
+// Eight codes as the numbers they stand for, element by element: (e2m1 * scale) * global_scale.
+Q2_INLINE void dequantized(u32 codes, float scale, float global_scale, float (&x)[8]) {
+  u32 words[4];
+  e2m1x8_to_f16x2(codes, words);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Pair two =
+        from_f16x2(mul_f16x2(words[i], 0x74007400u));  // times 2^14: the e2m1 values themselves
+    x[i] = two.a * scale * global_scale;
+    x[i + 4] = two.b * scale * global_scale;
+  }
+}
+
 // x >= 0 rounded to 4 significant bits, ties to even.
 Q2_INLINE float keep_4_bits(float x) {
   u32 bits = __float_as_uint(x);
