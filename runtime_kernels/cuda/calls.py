@@ -48,11 +48,16 @@ class At(NamedTuple):
 
 class Step(NamedTuple):
     """A launch, its thread blocks in x and y, and the fields of its parameter struct: numbers, and
-    At."""
+    At.
+
+    several: does what equal launches of several calls do, with MOST_SIDES of their structs and a y
+        for each; None where each is better by itself, or where there is none.
+    """
 
     launch: Launch
     grid: tuple[int, int]
     values: Sequence[Any]
+    several: Launch | None = None
 
 
 MOST_SIDES = 4  # of an Ending

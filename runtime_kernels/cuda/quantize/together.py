@@ -2,6 +2,7 @@
 
 apart      rotate x, align x, rotate w, align w, product of the global scales, GEMM
 together   rotate x, rotate w, align both and multiply their global scales, GEMM
+           or rotate x and w, ... where the same kernel rotates them and neither is large
 
 apart      dequantise x, dequantise w, GEMM of bf16 numbers
 together   dequantise both, GEMM
@@ -9,13 +10,20 @@ together   dequantise both, GEMM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, At, Call, Output
+from q2compile.runtime_kernels.cuda.calls import (
+    ALIGNMENT,
+    At,
+    Call,
+    Output,
+    Step,
+    in_places,
+)
 from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
 
 
@@ -37,11 +45,11 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
     all, then the products.
     """
     places = _Places(calls, len(products), others)
-    steps = [
+    steps = _merged(
         step._replace(values=[places.of(i, value) for value in step.values])
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
-    ]
+    )
     endings = [call.ending for call in calls if call.ending is not None]
     assert len(endings) == len(calls) and len({ending.launch for ending in endings}) == 1
     sides = [side for i, each in enumerate(endings) for side in places.of_all(i, each.sides)]
@@ -54,6 +62,22 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
     outputs += [Output((), torch.float32)] * len(products)
     steps.append(ending.step)
     return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
+
+
+def _merged(steps: Iterable[Step]) -> list[Step]:
+    """Those of equal launches as one, where the first of them was, if they have a launch for
+    several. None of a call reads what another writes, and of its own steps the last alone does."""
+    alike: dict[Any, list[Step]] = {}
+    for number, step in enumerate(steps):
+        alike.setdefault(step.several or number, []).append(step)
+    return [_as_one(group) if len(group) > 1 else group[0] for group in alike.values()]
+
+
+def _as_one(steps: Sequence[Step]) -> Step:
+    launch = steps[0].several
+    assert launch is not None
+    grid = max(step.grid[0] for step in steps), len(steps)
+    return Step(launch, grid, in_places([step.values for step in steps]))
 
 
 def _all_of(ending: Alignment, endings: Sequence[Any], places: _Places) -> Alignment:
