@@ -23,6 +23,7 @@ from q2compile.lowering import together
 from q2compile.lowering.gemm_operands import is_read
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
+from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 from q2compile.runtime_kernels.registry import serving
@@ -165,6 +166,12 @@ def _results(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
     """Fakes of what an op returns, to be looked at alone."""
     with V.graph.fake_mode:
         return op(*fakes(args))
+
+
+@_once_a_kind
+def _launched(name: str, args: Sequence[Any]) -> list[Any]:
+    """What a call of that kernel may launch."""
+    return list(_launching(name, args).launches(*fakes(args)))
 
 
 def _enqueue(member: Member) -> None:
@@ -336,6 +343,9 @@ class Launches(Enqueued):
 
     def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
         self._members, self._products = members, products
+        device = _device(members[0])
+        if device.type == "cuda":
+            compile_ahead([_launched(m.op, m.args) for m in members], device.index)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
         buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]

@@ -148,9 +148,13 @@ def _rotate_launch(
 @functools.cache
 def several_launch(one: Launch) -> Launch | None:
     """The same for several operands, of which blockIdx.y says one: MOST_SIDES structs side by side.
-    None where the largest of an operand is needed first, and where a struct that is chosen costs
-    the registers that the coins of both directions, or the numbers that wait for scales, have left.
+
+    None for other kernels than rotate_quantize.cu; where the largest of an operand is needed first;
+    and where registers would be spilled, which a struct that is chosen takes some of: of both
+    directions with MX, and along rows of numbers with coins, which wait for their scales.
     """
+    if one.variant.file != _FILE:
+        return None
     defines = {name: value for name, value in one.variant.defines if name != "Q2_PARAMS_BYTES"}
     rule, rows = defines["Q2_RULE"], defines["Q2_ROWS"]
     spills = rule == Rule.MX and defines["Q2_COLS"]

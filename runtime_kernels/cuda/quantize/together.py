@@ -10,6 +10,7 @@ together   dequantise both, GEMM
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +25,10 @@ from q2compile.runtime_kernels.cuda.calls import (
     Step,
     in_places,
 )
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, architecture
 from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
 
 
 class Product(NamedTuple):
@@ -62,6 +66,18 @@ def together(calls: Sequence[Call], products: Sequence[Product] = (), others: in
     outputs += [Output((), torch.float32)] * len(products)
     steps.append(ending.step)
     return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
+
+
+def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> None:
+    """Has NVRTC begin with what `together` will launch beyond what the calls do by themselves.
+
+    calls: what each may launch (Launching.launches).
+    """
+    alike = Counter(launch for launches in calls for launch in launches)
+    for launch, count in alike.items():
+        several = several_launch(launch) if count > 1 else None
+        if several is not None:
+            nvrtc.begin(several.variant, architecture(index))
 
 
 def _merged(steps: Iterable[Step]) -> list[Step]:
