@@ -242,8 +242,7 @@ def quantizer_call(
         producer=produced and produced.producer,
         sums=bool(sums),
     )
-    # What makes x is no part of a struct that is one of several.
-    several = None if produced or tiles > _FEW_TILES * parts else several_launch(launched[0])
+    several = several_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
     steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk), several)]
     ending = None
     if rule != Rule.EXACT:

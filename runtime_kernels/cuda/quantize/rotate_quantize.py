@@ -149,15 +149,16 @@ def _rotate_launch(
 def several_launch(one: Launch) -> Launch | None:
     """The same for several operands, of which blockIdx.y says one: MOST_SIDES structs side by side.
 
-    None for other kernels than rotate_quantize.cu; where the largest of an operand is needed first;
-    and where registers would be spilled, which a struct that is chosen takes some of: of both
-    directions with MX, and along rows of numbers with coins, which wait for their scales.
+    None for other kernels than rotate_quantize.cu; for an operand that is computed, or whose
+    largest is needed first; and where registers would be spilled, which a struct that is chosen takes some of: of both
+    directions with MX or with sums, and along rows of numbers with coins, which wait for their
+    scales.
     """
-    if one.variant.file != _FILE:
+    if one.variant.file != _FILE or one.variant.headers:
         return None
     defines = {name: value for name, value in one.variant.defines if name != "Q2_PARAMS_BYTES"}
     rule, rows = defines["Q2_RULE"], defines["Q2_ROWS"]
-    spills = rule == Rule.MX and defines["Q2_COLS"]
+    spills = defines["Q2_COLS"] and (rule == Rule.MX or defines["Q2_SUMS"])
     spills = spills or (defines["Q2_STOCHASTIC"] and defines["Q2_WIDENED"])
     if rule in (Rule.EXACT, Rule.AMAX) or (rows and spills):
         return None
