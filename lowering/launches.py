@@ -25,6 +25,7 @@ from q2compile.lowering.gemm_operands import REACH, emulated_after, is_read, is_
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
+from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.recorded import RECORDED
 from q2compile.runtime_kernels.registry import serving
@@ -178,6 +179,12 @@ def _results(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
         return op(*fakes(args))
 
 
+@_once_a_kind
+def _launched(name: str, args: Sequence[Any]) -> list[Any]:
+    """What a call of that kernel may launch."""
+    return list(_launching(name, args).launches(*fakes(args)))
+
+
 def _enqueue(member: Member) -> None:
     """Behind those that wait for it, where all can end in one launch; or later, if it waits."""
     waiting = _WAITING.setdefault(V.graph, [])
@@ -231,8 +238,6 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
                 by, numbers()[codes_node, cols] = dequantising
                 number = 0 if member.op == "split_scales" else first + 1
                 found.append(Dequantised(by, (i, number)))
-    if found:
-        _widening(members[0]).warm_up(_device(members[0]).index)
     return found
 
 
@@ -396,6 +401,10 @@ class Launches(Enqueued):
         ]
         members = [*members, *(by for by, _ in dequantised)]
         self._members, self._products = members, products
+        device = _device(members[0])
+        if device.type == "cuda":
+            more = [_widening(members[0])] * bool(dequantised)
+            compile_ahead([_launched(m.op, m.args) for m in members], more, device.index)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
         buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]

@@ -15,8 +15,9 @@ from importlib import resources
 
 import torch
 
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, several_launch
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -87,7 +88,12 @@ class Quantiser:
 
     @property
     def launches(self) -> int:
-        return _launches(self)
+        return len(_launches(self))
+
+    @property
+    def several(self) -> Launch | None:
+        """What rotates and rounds the operands of several calls, where others have the same."""
+        return several_launch(_launches(self)[0])
 
     def instructions(self, architecture: str) -> float:
         """An element, in the loop over tiles; 0 where they were not counted: nothing is said of
@@ -106,8 +112,8 @@ class Quantiser:
 
 
 @functools.cache
-def _launches(call: Quantiser) -> int:
-    found = plan.launches(
+def _launches(call: Quantiser) -> tuple[Launch, ...]:
+    return plan.launches(
         SOURCES[torch.bfloat16 if call.source == BF16 else get_scheme(call.source).format],
         call.spec,
         get_transform(call.transform),
@@ -117,7 +123,6 @@ def _launches(call: Quantiser) -> int:
         amax_known=False,
         sums=call.sums,
     )
-    return len(found)
 
 
 def _pow2(scheme: str) -> str:

@@ -255,12 +255,24 @@ def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[
 
 def _together(steps: list[Step]) -> list[Step]:
     """Quantisers of a GEMM, one after another, end in one launch where that can be."""
-    return [
-        replace(step, launches=step.launches - 1)
-        if i and step.last is not None and step.last == steps[i - 1].last
-        else step
-        for i, step in enumerate(steps)
-    ]
+    made: list[Step] = []
+    group: list[Step] = []  # that end alike
+    for step in steps:
+        if group and (step.last is None or step.last != group[-1].last):
+            group = []
+        made.append(_behind(group, step))
+        group.append(step)
+    return made
+
+
+def _behind(group: list[Step], step: Step) -> Step:
+    """A quantiser whose last launch is that of others ahead of it; and the one before that, where
+    it is the same kernel. (Not of large operands: next to their time a launch is none.)"""
+    if not group:
+        return step
+    several = step.quantiser and step.quantiser.several
+    ahead = [each.quantiser.several for each in group if each.quantiser is not None]
+    return replace(step, launches=step.launches - 1 - (several is not None and several in ahead))
 
 
 def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
@@ -272,7 +284,7 @@ def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
     sides = sum(s.quantiser.directions if s.quantiser else 1 for s in (*group, *lone))
     if sides > MOST_SIDES:
         return made
-    return [replace(step, launches=step.launches - (step in lone)) for step in made]
+    return [_behind(group, step) if step in lone else step for step in made]
 
 
 def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool) -> list[Step]:

@@ -9,7 +9,7 @@ to ask the tensors for their addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -48,11 +48,16 @@ class At(NamedTuple):
 
 class Step(NamedTuple):
     """A launch, its thread blocks in x and y, and the fields of its parameter struct: numbers, and
-    At."""
+    At.
+
+    several: does what equal launches of several calls do, with MOST_SIDES of their structs and a y
+        for each; None where each is better by itself, or where there is none.
+    """
 
     launch: Launch
     grid: tuple[int, int]
     values: Sequence[Any]
+    several: Launch | None = None
 
 
 MOST_SIDES = 4  # of an Ending
@@ -184,11 +189,18 @@ class Launching:
     """The `launches` of a registry's kernel.
 
     call: from the op's arguments, in their forms, to the Call.
+    launches: what it launches, from arguments whose tensors may be fake; where a size is not known,
+        for any it may have.
     forms: of arguments, by position.
     """
 
     call: Callable[..., Call]
+    launches: Callable[..., Iterable[Launch]]
     forms: dict[int, Form]
+
+    def prepare(self, *args: Any) -> None:
+        """Loads what a call with the like of these arguments, which may be fake, will launch."""
+        load(self.launches(*args), tensors_of(args)[0].device.index)
 
     def ready(
         self,
@@ -243,6 +255,12 @@ def on_device(index: int) -> AbstractContextManager[Any]:
     return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
 
 
+def load(launches: Iterable[Launch], index: int) -> None:
+    """Compiles and loads them on CUDA device `index`, those that are not yet."""
+    for launch in launches:
+        launch.warm_up(index)
+
+
 def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
     return [a for a in args if isinstance(a, torch.Tensor)]
 
@@ -251,7 +269,7 @@ def launching(
     op: str,
     *,
     refuses: Callable[..., str | None],
-    prepare: Callable[..., None],
+    launches: Callable[..., Iterable[Launch]],
     forms: dict[int, Form] | None = None,
 ) -> Callable[[Callable[..., Call]], Launching]:
     """Decorator: registers a function from the arguments of an op to its Call as the op's kernel
@@ -259,11 +277,10 @@ def launching(
     and addresses that are on 16 bytes alike."""
 
     def register(call: Callable[..., Call]) -> Launching:
-        launches = Launching(call, forms or {})
-        kernel(op, CUDA, device_type="cuda", refuses=refuses, prepare=prepare, launching=launches)(
-            launches
-        )
-        return launches
+        made = Launching(call, launches, forms or {})
+        how: Any = {"refuses": refuses, "prepare": made.prepare, "launching": made}
+        kernel(op, CUDA, device_type="cuda", **how)(made)
+        return made
 
     return register
 

@@ -1,6 +1,7 @@
 """q2::dequantize on CUDA (dequantize.cu), also the first half of the emulated GEMM."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,25 +70,21 @@ def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     return refusal("dequantize", CUDA, codes.device.index, scheme)
 
 
-def prepare(codes, scheme: str, cols, dtype: torch.dtype) -> None:
-    """Loads what a call with the like of codes, which may be fake, will launch; whether all columns
-    are wanted or not, where that is not known."""
+def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
+    """What a call with the like of codes, which may be fake, launches; whether all columns are
+    wanted or not, where that is not known."""
     spec = get_scheme(scheme)
     same = cols == 2 * codes.shape[1]
     for whole in (True, False):
         if not statically_known_true(torch.sym_not(same) if whole else same):
             mx = spec.format == "mxfp4"
-            dequantize_launch(dtype, mx, whole and spec.block[0] == 1).warm_up(codes.device.index)
-
-
-def _prepare(codes, scales, global_scale, scheme, cols, dtype) -> None:
-    prepare(codes, scheme, cols, dtype)
+            yield dequantize_launch(dtype, mx, whole and spec.block[0] == 1)
 
 
 @launching(
     "dequantize",
     refuses=_refuses,
-    prepare=_prepare,
+    launches=lambda codes, scales, global_scale, *rest: launches(codes, *rest),
     forms={0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS},
 )
 def dequantize(

@@ -28,14 +28,10 @@ def _refuses_unrotate(grad, mask, transform) -> str | None:
     return refusal("masked_unrotate", CUDA, grad.device.index, "mxfp4_quest")
 
 
-def _prepare_unrotate(grad, mask, transform) -> None:
-    unrotate_launch(grad.dtype).warm_up(grad.device.index)
-
-
 @launching(
     "masked_unrotate",
     refuses=_refuses_unrotate,
-    prepare=_prepare_unrotate,
+    launches=lambda grad, mask, transform: [unrotate_launch(grad.dtype)],
     forms={0: Form.ALIGNED, 1: Form.ALIGNED},
 )
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Call:

@@ -19,7 +19,7 @@ def padded_ends_launch() -> Launch:
 @launching(
     "padded_ends",
     refuses=lambda offs: refusal("padded_ends", CUDA, offs.device.index, "nvfp4"),
-    prepare=lambda offs: padded_ends_launch().warm_up(offs.device.index),
+    launches=lambda offs: [padded_ends_launch()],
     forms={0: Form.CONTIGUOUS},
 )
 def padded_ends(offs: torch.Tensor) -> Call:

@@ -19,7 +19,7 @@ def signs_launch() -> Launch:
 @launching(
     "signs",
     refuses=lambda seed, transform: refusal("signs", CUDA, seed.device.index, "nvfp4"),
-    prepare=lambda seed, transform: signs_launch().warm_up(seed.device.index),
+    launches=lambda seed, transform: [signs_launch()],
 )
 def signs(seed: torch.Tensor, transform: str) -> Call:
     """See ops/signs.py."""

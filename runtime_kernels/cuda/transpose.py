@@ -25,9 +25,7 @@ def transpose_launch(swizzled: bool) -> Launch:
     refuses=lambda codes, scales, scheme, rows, swizzled=False: refusal(
         "transpose", CUDA, codes.device.index, scheme
     ),
-    prepare=lambda codes, scales, scheme, rows, swizzled=False: transpose_launch(swizzled).warm_up(
-        codes.device.index
-    ),
+    launches=lambda codes, scales, scheme, rows, swizzled=False: [transpose_launch(swizzled)],
     forms={0: Form.ALIGNED, 1: Form.CONTIGUOUS},
 )
 def transpose(

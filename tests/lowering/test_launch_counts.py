@@ -37,26 +37,26 @@ class TestLaunchCounts(TestCase):
         self.assertExpectedInline(
             table,
             """\
-10.0 quartet2: 17 -> 11, 11 with a bias; align_scales.cu 2, cublaslt 3, randint 1,
-    rotate_quantize.cu 5
+10.0 quartet2: 17 -> 9, 9 with a bias; align_scales.cu 2, cublaslt 3, randint 1,
+    rotate_quantize.cu 3
 10.0 nvfp4: 22 -> 18, 18 with a bias; align_scales.cu 4, cublaslt 3, partial_max.cu 1,
     randint 2, rotate_quantize.cu 4, swizzle_scales.cu 1, transpose.cu 1, triton 2
-10.0 tetrajet2: 17 -> 11, 11 with a bias; align_scales.cu 2, cublaslt 3, randint 1,
-    rotate_quantize.cu 5
-10.0 quartet: 14 -> 11, 11 with a bias; align_scales.cu 2, randint 1,
-    rotate_quantize.cu 5, triton gemm 3
-10.0 mxfp4: 10 -> 8, 8 with a bias; align_scales.cu 1, mm 1, randint 1,
-    rotate_quantize.cu 3, triton gemm 2
-9.0 quartet2: 14 -> 11, 11 with a bias; align_scales.cu 1, mm 3, randint 1,
-    rotate_quantize.cu 5, settle_widened.cu 1
+10.0 tetrajet2: 17 -> 9, 9 with a bias; align_scales.cu 2, cublaslt 3, randint 1,
+    rotate_quantize.cu 3
+10.0 quartet: 14 -> 9, 9 with a bias; align_scales.cu 2, randint 1, rotate_quantize.cu 3,
+    triton gemm 3
+10.0 mxfp4: 10 -> 7, 7 with a bias; align_scales.cu 1, mm 1, randint 1,
+    rotate_quantize.cu 2, triton gemm 2
+9.0 quartet2: 14 -> 9, 9 with a bias; align_scales.cu 1, mm 3, randint 1,
+    rotate_quantize.cu 3, settle_widened.cu 1
 9.0 nvfp4: 20 -> 19, 19 with a bias; align_scales.cu 2, dequantize.cu 4, mm 3,
     partial_max.cu 1, randint 2, rotate_quantize.cu 4, settle_widened.cu 1, triton 2
-9.0 tetrajet2: 14 -> 11, 11 with a bias; align_scales.cu 1, mm 3, randint 1,
-    rotate_quantize.cu 5, settle_widened.cu 1
-9.0 quartet: 19 -> 16, 16 with a bias; align_scales.cu 2, dequantize.cu 1,
-    masked_unrotate.cu 2, mm 3, randint 1, rotate_quantize.cu 5, triton 2
-9.0 mxfp4: 12 -> 10, 10 with a bias; align_scales.cu 1, mm 3, randint 1,
-    rotate_quantize.cu 3, triton 2""",
+9.0 tetrajet2: 14 -> 9, 9 with a bias; align_scales.cu 1, mm 3, randint 1,
+    rotate_quantize.cu 3, settle_widened.cu 1
+9.0 quartet: 19 -> 14, 14 with a bias; align_scales.cu 2, dequantize.cu 1,
+    masked_unrotate.cu 2, mm 3, randint 1, rotate_quantize.cu 3, triton 2
+9.0 mxfp4: 12 -> 9, 9 with a bias; align_scales.cu 1, mm 3, randint 1,
+    rotate_quantize.cu 2, triton 2""",
         )
 
 

@@ -219,6 +219,27 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) 
     assert len(refused) == tried
 
 
+def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
+    """Each has its own then, with the same bits, and no kernel is given up."""
+    want = wanted("quartet2")
+    request.getfixturevalue("pretended")
+    bind, bound = Launch.bind, []
+
+    def failing(launch, *args):
+        if dict(launch.variant.defines).get("Q2_BATCH"):
+            raise LaunchError("cannot load rotate_quantize.cu: CUDA_ERROR_INVALID_IMAGE")
+        bound.append(launch.variant.file)
+        return bind(launch, *args)
+
+    monkeypatch.setattr(Launch, "bind", failing)
+    step = step_of("quartet2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KernelWarning)
+        for _ in range(2):
+            assert all(map(torch.equal, step(rows(100)), want))
+    assert not registry._FAILURES and bound.count("rotate_quantize.cu") >= 4
+
+
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:
     request.getfixturevalue("pretended")
 

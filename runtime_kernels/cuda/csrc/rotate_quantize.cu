@@ -17,6 +17,7 @@
 //                that of the padded layout, which `tiles` covers
 //   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
 //   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
+//   Q2_BATCH     of several matrices, which blockIdx.y counts, each by thread blocks of its own
 //   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
 //
@@ -426,11 +427,15 @@ Q2_INLINE Common common_of(const Params& p, const Output& out) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
-    rotate_quantize(const __grid_constant__ Params p) {
+    rotate_quantize(const __grid_constant__ Batch batch) {
   static_assert(kOperands == 1 || (kRule != EXACT && kRule != AMAX), "each has a unit of its own");
+  static_assert(!kBatch || (kRule != EXACT && kRule != AMAX), "`parts` counts those of AMAX");
+  const Params& p = batch.of[kBatch ? blockIdx.y : 0];
+  if (kBatch && blockIdx.x >= thread_blocks(p)) return;
   allow_next_kernel();  // which waits for the end of this one before it reads its results
   Extents extents, others;  // of the operand that is worked on, and of the other one
   int index = blockIdx.x;
+  const u32 step = thread_blocks(p);
   const Walk walk(p);
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
@@ -445,8 +450,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   if (kCols) cols = common_of(p, p.of[0].along_cols);
   if (kPacked) __syncthreads();  // expand_codes reads the masks
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
-  for (int stage = 0; index < p.tiles; index += gridDim.x, tile = next, ++turn) {
-    bool more = index + gridDim.x < p.tiles;
+  for (int stage = 0; index < p.tiles; index += step, tile = next, ++turn) {
+    bool more = index + step < p.tiles;
     next = walk.after(tile);
     u8* current = shared_tiles + stage * kStageBytes;
     if (kStages == 2) stage ^= 1;
@@ -457,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (more && !kPacked && kStages == 2)
       fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kStageBytes);
 #if Q2_PRODUCED
-    if (kPrefetched && index + 2 * gridDim.x < p.tiles) prefetch_elements(p, walk.after(next));
+    if (kPrefetched && index + 2 * step < p.tiles) prefetch_elements(p, walk.after(next));
 #endif
     const Rows held = rows_now(p, tile, turn);
     // One body for both operands: twice as much code would not fit into the instruction cache.

@@ -6,7 +6,8 @@ global scale is folded in for nothing.
 
 import torch
 
-from q2compile.runtime_kernels.cuda.dequantize import dequantize, prepare
+from q2compile.runtime_kernels.cuda.calls import load
+from q2compile.runtime_kernels.cuda.dequantize import dequantize, launches
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     finished,
     form,
@@ -31,7 +32,7 @@ def _prepare_bf16(
 ) -> None:
     for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
         if not get_scheme(scheme).widened:
-            prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
+            load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
 @kernel("gemm", CUDA_BF16, device_type="cuda", refuses=_refuses_bf16, prepare=_prepare_bf16)

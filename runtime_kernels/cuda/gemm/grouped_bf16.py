@@ -6,7 +6,8 @@ Exact but for the order of the sums, as cuda_bf16.py is, where both global scale
 
 import torch
 
-from q2compile.runtime_kernels.cuda.dequantize import prepare
+from q2compile.runtime_kernels.cuda.calls import load
+from q2compile.runtime_kernels.cuda.dequantize import launches
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
@@ -32,7 +33,7 @@ def _prepare(
     zero_rows_launch().warm_up(a_codes.device.index)
     for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
         if not get_scheme(scheme).widened:
-            prepare(codes, scheme, 2 * codes.shape[1], torch.bfloat16)
+            load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
 @kernel("grouped_gemm", CUDA_BF16, device_type="cuda", refuses=_refuses, prepare=_prepare)

@@ -5,15 +5,18 @@ The ends of the groups stay on the device, and the padded layout exists nowhere:
 looks up which rows a tile of it holds, and reads those.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.plan import Direction, Groups
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.cuda.quantize.rotating_ops import (
-    prepare,
-    prepare_requantize,
+    launched,
+    launched_again,
     requantized,
     rotated,
 )
@@ -39,10 +42,10 @@ def _refuses(op: str, device: torch.device, scheme: str, transform: str) -> str 
     return not_served(scheme, transform) or refusal(op, CUDA, device.index, scheme)
 
 
-def _prepare(x, scheme: str, transform: str, directions: tuple[bool, bool]) -> None:
-    """Loads what a call with the like of x, which may be fake, will launch."""
+def _launched(x, scheme: str, transform: str, directions: tuple[bool, bool]) -> Iterator[Launch]:
+    """What a call with the like of x, which may be fake, launches."""
     in_rows = statically_known_true(x.stride(1) == 1)  # else it is copied
-    prepare(x if in_rows else x.contiguous(), scheme, transform, directions, grouped=True)
+    return launched(x if in_rows else x.contiguous(), scheme, transform, directions, grouped=True)
 
 
 @launching(
@@ -50,7 +53,7 @@ def _prepare(x, scheme: str, transform: str, directions: tuple[bool, bool]) -> N
     refuses=lambda x, offs, padded_offs, seed, scheme, transform, stream: _refuses(
         "rht_quantize_groups", x.device, scheme, transform
     ),
-    prepare=lambda x, offs, padded_offs, seed, scheme, transform, stream: _prepare(
+    launches=lambda x, offs, padded_offs, seed, scheme, transform, stream: _launched(
         x, scheme, transform, _COLUMNS
     ),
     forms=_FORMS,
@@ -66,7 +69,7 @@ def rht_quantize_groups(x, offs, padded_offs, seed, scheme, transform, stream) -
     refuses=lambda x, offs, padded_offs, row_seed, col_seed, scheme, transform, stream: _refuses(
         "rht_quantize_groups_both", x.device, scheme, transform
     ),
-    prepare=lambda x, offs, padded_offs, row_seed, col_seed, scheme, transform, stream: _prepare(
+    launches=lambda x, offs, padded_offs, row_seed, col_seed, scheme, transform, stream: _launched(
         x, scheme, transform, _BOTH
     ),
     forms=_FORMS,
@@ -106,7 +109,7 @@ def _rotated(
 @launching(
     "requantize_groups",
     refuses=lambda codes, *rest: _refuses("requantize_groups", codes.device, rest[6], rest[7]),
-    prepare=lambda codes, *rest: prepare_requantize(codes, *rest[5:8], grouped=True),
+    launches=lambda codes, *rest: launched_again(codes, *rest[5:8], grouped=True),
     forms=dict.fromkeys((0, 1, 3, 4), Form.CONTIGUOUS),
 )
 def requantize_groups(

@@ -18,14 +18,12 @@ def _refuses_quantize(x, scheme, transform) -> str | None:
     return why or refusal("quantize_masked", CUDA, x.device.index, scheme)
 
 
-def _prepare_quantize(x, scheme, transform) -> None:
-    rotating_ops.prepare(x.contiguous(), scheme, transform, (True, False))
-
-
 @launching(
     "quantize_masked",
     refuses=_refuses_quantize,
-    prepare=_prepare_quantize,
+    launches=lambda x, scheme, transform: rotating_ops.launched(
+        x.contiguous(), scheme, transform, (True, False)
+    ),
     forms={0: Form.CONTIGUOUS},
 )
 def quantize_masked(x: torch.Tensor, scheme: str, transform: str) -> Call:

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
@@ -18,6 +19,7 @@ SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "m
 SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
 _FP32 = SOURCES[torch.float32]
 TILE = 128
+_FILE = "rotate_quantize.cu"
 _STAGED = 16 * 256  # bytes of a warp (widened.cuh)
 _SIGNS = 4 * TILE  # more of those, where columns are summed
 _MASKS = 8 * TILE  # and of another operand
@@ -117,6 +119,7 @@ def rotate_launch(
         Q2_SPREAD=int(grouped and spreads(spec, rotation)),
         Q2_SUMS=int(sums),
         Q2_OPERANDS=operands,
+        Q2_BATCH=0,
     )
 
 
@@ -124,7 +127,6 @@ def rotate_launch(
 def _rotate_launch(
     threads: int, shared: int, overlaps: bool, producer: Producer | None, **defines: int
 ) -> Launch:
-    file = "rotate_quantize.cu"
     headers: tuple[tuple[str, str], ...] = ()
     fields = (
         _SOURCE
@@ -139,8 +141,29 @@ def _rotate_launch(
         fields += layout(producer)
         headers = ((FILE, cuda_source(producer)),)
     return launch(
-        file, fields, threads, shared, overlaps=overlaps, defines=defines, headers=headers
+        _FILE, fields, threads, shared, overlaps=overlaps, defines=defines, headers=headers
     )
+
+
+@functools.cache
+def several_launch(one: Launch) -> Launch | None:
+    """The same for several operands, of which blockIdx.y says one: MOST_SIDES structs side by side.
+
+    None for other kernels than rotate_quantize.cu; for an operand that is computed, or whose
+    largest is needed first; and where registers would be spilled, which a struct that is chosen takes some of: of both
+    directions with MX or with sums, and along rows of numbers with coins, which wait for their
+    scales.
+    """
+    if one.variant.file != _FILE or one.variant.headers:
+        return None
+    defines = {name: value for name, value in one.variant.defines if name != "Q2_PARAMS_BYTES"}
+    rule, rows = defines["Q2_RULE"], defines["Q2_ROWS"]
+    spills = defines["Q2_COLS"] and (rule == Rule.MX or defines["Q2_SUMS"])
+    spills = spills or (defines["Q2_STOCHASTIC"] and defines["Q2_WIDENED"])
+    if rule in (Rule.EXACT, Rule.AMAX) or (rows and spills):
+        return None
+    defines["Q2_BATCH"] = MOST_SIDES
+    return launch(_FILE, MOST_SIDES * one.layout, one.threads, one.shared, defines=defines)
 
 
 @functools.cache

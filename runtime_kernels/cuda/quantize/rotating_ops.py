@@ -4,10 +4,13 @@ q2::quantize for the schemes they have, which is the same without a rotation.
 Seeds stay on the device, so that a captured CUDA graph draws fresh coins at every replay.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, aligned, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Direction,
     Groups,
@@ -22,14 +25,14 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 )
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
-from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_quantized
 from q2compile.runtime_kernels.ops.quantize import checked as checked_without_rotation
 from q2compile.runtime_kernels.ops.rht_quantize import checked
 from q2compile.runtime_kernels.registry import CUDA
 
 
-def prepare(
+def launched(
     x: torch.Tensor,
     scheme: str,
     transform: str,
@@ -38,45 +41,42 @@ def prepare(
     amax_known: bool = False,
     grouped: bool = False,
     sums: bool = False,
-) -> None:
-    """Loads what a call with the like of x, which may be fake, will launch; for a pitch that is not
-    known, whichever it may be."""
+) -> Iterator[Launch]:
+    """What a call with the like of x, which may be fake, launches; for a pitch that is not known,
+    whichever it may be."""
     known = statically_known_true
     if known(x.stride(1) != 1) and known(x.stride(0) == 1):
         directions = directions[::-1]
     pitch = x.stride(0) * x.element_size() % 16
     for vectors in (True, False):
         if not known(pitch != 0 if vectors else pitch == 0):
-            kind = SOURCES[x.dtype], get_scheme(scheme), get_transform(transform), directions
-            _warm_up(x.device.index, kind, vectors, amax_known, grouped, sums)
+            yield from launches(
+                SOURCES[x.dtype],
+                get_scheme(scheme),
+                get_transform(transform),
+                directions,
+                room=shared_memory(x.device.index),
+                vectors=vectors,
+                amax_known=amax_known,
+                grouped=grouped,
+                sums=sums,
+            )
 
 
-def prepare_requantize(
+def launched_again(
     codes: torch.Tensor, source_scheme: str, scheme: str, transform: str, *, grouped: bool = False
-) -> None:
+) -> tuple[Launch, ...]:
     """The same for codes of a source."""
-    source = source_of(get_scheme(source_scheme))
-    kind = source, get_scheme(scheme), get_transform(transform), (False, True)
-    _warm_up(codes.device.index, kind, True, False, grouped)
-
-
-def _warm_up(
-    index: int,
-    kind: tuple[int, Scheme, Transform, tuple[bool, bool]],
-    vectors: bool,
-    amax_known: bool,
-    grouped: bool,
-    sums: bool = False,
-) -> None:
-    for launch in launches(
-        *kind,
-        room=shared_memory(index),
-        vectors=vectors,
-        amax_known=amax_known,
+    return launches(
+        source_of(get_scheme(source_scheme)),
+        get_scheme(scheme),
+        get_transform(transform),
+        (False, True),
+        room=shared_memory(codes.device.index),
+        vectors=True,
+        amax_known=False,
         grouped=grouped,
-        sums=sums,
-    ):
-        launch.warm_up(index)
+    )
 
 
 def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None:
@@ -87,7 +87,7 @@ def refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | None
 @launching(
     "rht_quantize",
     refuses=lambda x, seed, scheme, transform, *rest: refuses("rht_quantize", x, scheme, transform),
-    prepare=lambda x, seed, scheme, transform, transpose, stream: prepare(
+    launches=lambda x, seed, scheme, transform, transpose, stream: launched(
         x, scheme, transform, (not transpose, transpose)
     ),
     forms={0: Form.LINES},
@@ -106,7 +106,7 @@ def rht_quantize(x, seed, scheme, transform, transpose, stream) -> Call:
     refuses=lambda x, row_seed, col_seed, scheme, transform, stream: refuses(
         "rht_quantize_both", x, scheme, transform
     ),
-    prepare=lambda x, row_seed, col_seed, scheme, transform, stream: prepare(
+    launches=lambda x, row_seed, col_seed, scheme, transform, stream: launched(
         x, scheme, transform, (True, True)
     ),
     forms={0: Form.LINES},
@@ -134,7 +134,7 @@ def both_directions(
 @launching(
     "quantize",
     refuses=lambda x, amax, seed, scheme, stream: refuses("quantize", x, scheme, "none"),
-    prepare=lambda x, amax, seed, scheme, stream: prepare(
+    launches=lambda x, amax, seed, scheme, stream: launched(
         x, scheme, "none", (True, False), amax_known=amax is not None
     ),
     forms={0: Form.LINES},
@@ -195,8 +195,8 @@ def _refuses_requantize(
 @launching(
     "requantize",
     refuses=_refuses_requantize,
-    prepare=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
-        prepare_requantize(codes, source_scheme, scheme, transform)
+    launches=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
+        launched_again(codes, source_scheme, scheme, transform)
     ),
     forms={0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS},
 )

@@ -27,18 +27,13 @@ def partial_max_launch() -> Launch:
     return launch("partial_max.cu", "PPq", _THREADS, defines={})
 
 
-def _prepare(worth, scheme) -> None:
-    for kernel_launch in (
-        partial_max_launch(),
-        align_launch(get_scheme(scheme), interleaved=False),
-    ):
-        kernel_launch.warm_up(worth.device.index)
-
-
 @launching(
     "split_scales",
     refuses=lambda worth, scheme: refusal("split_scales", CUDA, worth.device.index, scheme),
-    prepare=_prepare,
+    launches=lambda worth, scheme: [
+        partial_max_launch(),
+        align_launch(get_scheme(scheme), interleaved=False),
+    ],
     forms={0: Form.CONTIGUOUS},
 )
 def split_scales(worth: torch.Tensor, scheme: str) -> Call:

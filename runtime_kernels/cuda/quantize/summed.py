@@ -2,13 +2,16 @@
 columns of its tiles, the launch that ends the call adds those sums up (sums.cuh).
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, launching
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.plan import Direction, Summed
 from q2compile.runtime_kernels.cuda.quantize.rotating_ops import (
     both_directions,
-    prepare,
+    launched,
     refuses,
     rotated,
 )
@@ -25,9 +28,9 @@ def _refuses(op: str, x: torch.Tensor, scheme: str, transform: str) -> str | Non
     return refuses(op, x, scheme, transform)
 
 
-def _prepare(x: torch.Tensor, scheme: str, transform: str, rows: bool) -> None:
+def _launched(x: torch.Tensor, scheme: str, transform: str, rows: bool) -> Iterator[Launch]:
     like = x if x.stride(1) == 1 else x.contiguous()
-    prepare(like, scheme, transform, (rows, True), sums=True)
+    return launched(like, scheme, transform, (rows, True), sums=True)
 
 
 @launching(
@@ -35,7 +38,7 @@ def _prepare(x: torch.Tensor, scheme: str, transform: str, rows: bool) -> None:
     refuses=lambda x, seed, scheme, transform, *rest: _refuses(
         "rht_quantize_summed", x, scheme, transform
     ),
-    prepare=lambda x, seed, scheme, transform, *rest: _prepare(x, scheme, transform, False),
+    launches=lambda x, seed, scheme, transform, *rest: _launched(x, scheme, transform, False),
     forms={0: Form.ROWS},
 )
 def rht_quantize_summed(x, seed, scheme, transform, stream, dtype) -> Call:
@@ -54,7 +57,7 @@ def rht_quantize_summed(x, seed, scheme, transform, stream, dtype) -> Call:
     refuses=lambda x, row_seed, col_seed, scheme, transform, *rest: _refuses(
         "rht_quantize_both_summed", x, scheme, transform
     ),
-    prepare=lambda x, row_seed, col_seed, scheme, transform, *rest: _prepare(
+    launches=lambda x, row_seed, col_seed, scheme, transform, *rest: _launched(
         x, scheme, transform, True
     ),
     forms={0: Form.ROWS},

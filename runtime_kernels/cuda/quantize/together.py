@@ -2,6 +2,7 @@
 
 apart      rotate x, align x, rotate w, align w, product of the global scales, GEMM
 together   rotate x, rotate w, align both and multiply their global scales, GEMM
+           or rotate x and w, ... where the same kernel rotates them and neither is large
 
 apart      dequantise x, dequantise w, GEMM of bf16 numbers
 together   dequantise both, GEMM
@@ -12,20 +13,31 @@ together   rotate x, rotate w, align and dequantise both, GEMM
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, At, Call, Output
+from q2compile.runtime_kernels.cuda.calls import (
+    ALIGNMENT,
+    At,
+    Call,
+    Output,
+    Step,
+    in_places,
+)
 from q2compile.runtime_kernels.cuda.dequantize import dequantize_launch
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, architecture
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Alignment,
     Numbers,
     Side,
     widening_launch,
 )
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
 
 
 class Product(NamedTuple):
@@ -62,11 +74,11 @@ def together(
     all, then the products.
     """
     places = _Places(calls, len(products), others)
-    steps = [
+    steps = _merged(
         step._replace(values=[places.of(i, value) for value in step.values])
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
-    ]
+    )
     last = {by for by, _ in dequantised}
     endings = {i: call.ending for i, call in enumerate(calls) if i not in last}
     assert None not in endings.values() and len({e.launch for e in endings.values() if e}) == 1
@@ -81,6 +93,34 @@ def together(
     outputs += [Output((), torch.float32)] * len(products)
     steps.append(ending.step)
     return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
+
+
+def compile_ahead(calls: Iterable[Iterable[Launch]], more: Iterable[Launch], index: int) -> None:
+    """Has NVRTC begin with what `together` will launch beyond what the calls do by themselves.
+
+    calls: what each may launch (Launching.launches).  more: what is launched for all of them.
+    """
+    alike = Counter(launch for launches in calls for launch in launches)
+    several = [several_launch(launch) for launch, count in alike.items() if count > 1]
+    for launch in (*several, *more):
+        if launch is not None:
+            nvrtc.begin(launch.variant, architecture(index))
+
+
+def _merged(steps: Iterable[Step]) -> list[Step]:
+    """Those of equal launches as one, where the first of them was, if they have a launch for
+    several. None of a call reads what another writes, and of its own steps the last alone does."""
+    alike: dict[Any, list[Step]] = {}
+    for number, step in enumerate(steps):
+        alike.setdefault(step.several or number, []).append(step)
+    return [_as_one(group) if len(group) > 1 else group[0] for group in alike.values()]
+
+
+def _as_one(steps: Sequence[Step]) -> Step:
+    launch = steps[0].several
+    assert launch is not None
+    grid = max(step.grid[0] for step in steps), len(steps)
+    return Step(launch, grid, in_places([step.values for step in steps]))
 
 
 def _all_of(ending: Alignment, endings: Mapping[int, Any], places: _Places) -> Alignment:

@@ -99,7 +99,7 @@ def test_operands_are_brought_into_form(launched) -> None:
         seen.append(args)
         return Call(2, (), 0, ())
 
-    kernel = Launching(call, {0: Form.LINES, 1: Form.ALIGNED})
+    kernel = Launching(call, lambda *args: (), {0: Form.LINES, 1: Form.ALIGNED})
     across, odd = torch.empty(8, 8).t(), torch.empty(65)[1:]
     for x in (across, torch.empty(8, 8, 2)[..., 0]):
         kernel(x, odd)

@@ -28,6 +28,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
     not_served,
     rotate_launch,
+    several_launch,
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
@@ -95,6 +96,8 @@ OTHERS = {
     "values groups both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH, grouped=True),
     "values groups requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL, grouped=True),
     "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
+    "values sr requantize": rotate(NVFP4, "rht128", SR + WIDENED, COL),
+    "values mx requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34" + WIDENED, COL),
     "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + WIDENED, BOTH),
     "align eden": align(EDEN, True),
     "align eden exact": align("nvfp4_ms_eden", False),
@@ -119,6 +122,20 @@ OTHERS = {
 }
 
 
+# The same for several operands, whose structs are chosen from.
+SEVERAL = {
+    f"{name}, several": several_launch({**HOT, **OTHERS}[name])
+    for name in (
+        *("quartet2 fprop", "requantize", "rht_quantize_both", "requantize swizzled"),
+        *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
+        *("quartet requantize", "quartet requantize swizzled", "mxfp4 col", "groups requantize"),
+        *("values both", "values requantize", "values groups requantize"),
+        *("values sr requantize", "values mx requantize"),
+    )
+}
+OTHERS |= SEVERAL
+
+
 # Coins and codes of both directions leave no register for what changes once a tile: a few loads and
 # stores for 8192 elements of a warp.
 SPILLS = {
@@ -139,11 +156,13 @@ SAMPLE = (
     *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
     *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
     *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
+    *("quartet2 fprop, several", "values both, several", "values requantize, several"),
 )
 CASES = [
     (name, architecture)
     for name, architecture in product([*HOT, *OTHERS], ["sm_90a", *BLACKWELL])
     if not (name.startswith("values") and architecture in BLACKWELL)
+    and not (name in SEVERAL and architecture in ("sm_103a", "sm_121a"))
 ]
 CASES += [*product(SAMPLE, ["sm_80"]), *product(SAMPLE[:2], ["sm_86", "sm_87", "sm_89"])]
 
@@ -301,8 +320,10 @@ def test_thread_blocks_at_once(name, room) -> None:
     [*product(("row", "both", "requantize", "fprop", "wgrad"), ["sm_120a"]), ("both", "sm_89")],
 )
 def test_one_tile_at_a_time_spills_nothing(name, architecture) -> None:
-    code = disassembled(rotate(*OCCUPANCY[name][0], room=SMALL), architecture)
-    assert code.count("LDL") == code.count("STL") == 0
+    one = rotate(*OCCUPANCY[name][0], room=SMALL)
+    for launch in (one, several_launch(one)):
+        code = disassembled(launch, architecture)
+        assert code.count("LDL") == code.count("STL") == 0
 
 
 @pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
@@ -345,6 +366,18 @@ def test_instructions_an_element(name, most) -> None:
     for architecture, bound in most.items():
         loop = disassembled(HOT[name], architecture).hot_loop()
         assert sum(loop.values()) / 64 <= bound * more
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
+    """Up to 3% of an element's, which plan.py weighs against a launch."""
+    for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
+        kernels = {**HOT, **OTHERS}
+        one, several = (
+            sum(disassembled(kernels[each], architecture).hot_loop().values())
+            for each in (name.partition(",")[0], name)
+        )
+        assert several <= 1.03 * one
 
 
 # --- which kernel runs ----------------------------------------------------------------------------

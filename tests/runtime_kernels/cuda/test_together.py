@@ -11,9 +11,12 @@ import torch
 
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Ready, tensors_of
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.quantize import grouped_ops, quantize_masked, rotating_ops
 from q2compile.runtime_kernels.cuda.quantize import summed as summed_ops
+from q2compile.runtime_kernels.cuda.quantize import together as together_file
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import Dequantised, Product, together
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -51,9 +54,29 @@ def both(scheme: str, transform: str = "rht128", *shape: int) -> tuple:
     return rotating_ops.rht_quantize_both, args
 
 
-def again(scheme: str) -> tuple:
-    packed = q2.quantize(matrix(145, 72), None, None, RTN, 0)
-    return rotating_ops.requantize, (*packed, SEEDS[1], RTN, scheme, "rht128", 72, 1)
+def again(scheme: str, height: int = 145, rows: int = 72) -> tuple:
+    packed = q2.quantize(matrix(height, rows), None, None, RTN, 0)
+    return rotating_ops.requantize, (*packed, SEEDS[1], RTN, scheme, "rht128", rows, 1)
+
+
+def forward(scheme: str, *shape: int) -> tuple:
+    return rotating_ops.quantize, (matrix(*shape), None, None, scheme, 0)
+
+
+def masked(scheme: str, *shape: int) -> tuple:
+    return quantize_masked.quantize_masked, (matrix(*shape), scheme, "h32")
+
+
+def again_mx(scheme: str, height: int, rows: int) -> tuple:
+    packed = q2.quantize(matrix(height, rows), None, None, "mxfp4_rtn34", 0)
+    args = (*packed, SEEDS[0], "mxfp4_rtn34", scheme, "rht32", rows, 2)
+    return rotating_ops.requantize, args
+
+
+def grouped(scheme: str, rows: int, cols: int) -> tuple:
+    offs = torch.tensor([rows // 3, rows // 2, rows], dtype=torch.int32)
+    args = (matrix(rows, cols), offs, q2.padded_ends(offs), SEEDS[0], scheme, "rht128", 1)
+    return grouped_ops.rht_quantize_groups, args
 
 
 def summed(scheme: str, rows: int) -> tuple:
@@ -111,6 +134,85 @@ def test_the_bits_are_those_of_the_calls_apart(scheme, emulated) -> None:
 def test_numbers_instead_of_codes(emulated) -> None:
     members = [both(EDEN + WIDENED), again(EDEN + WIDENED)]
     assert_same_bits(run(members), apart(members))
+
+
+# The emulated GPU has two multiprocessors, so the first of each has more tiles than thread blocks.
+SIZES = [(300, 520), (3, 64), (130, 200)]
+ALIKE = {
+    "fprop": [forward(RTN, *size) for size in SIZES],
+    "requantize": [again(EDEN, *size) for size in SIZES],
+    "both": [both(EDEN, "rht128", *size) for size in SIZES[:2]],
+    "sr": [again(SR, *size) for size in SIZES],
+    "quartet fprop": [masked("mxfp4_quest", *size) for size in ((300, 512), (3, 64))],
+    "mx": [again_mx("mxfp4_rtn34", *size) for size in SIZES],
+    "groups": [grouped(EDEN, *size) for size in SIZES],
+}
+# Of schemes of the backward: numbers leave, or codes with scales for the tensor cores.
+ENDINGS = {"sm_90a": WIDENED, "sm_100a": SWIZZLED}
+
+
+def ending_in(members: Members, ending: str) -> Members:
+    """The same with the schemes that they make."""
+    made = []
+    for op, args in members:
+        schemes = [i for i, a in enumerate(args) if isinstance(a, str) and "fp4" in a]
+        at = schemes[-1]
+        made.append((op, (*args[:at], args[at] + ending, *args[at + 1 :])))
+    return made
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("emulated", ENDINGS, indirect=True)
+def test_equal_launches_are_one(name, emulated, request) -> None:
+    """With the bits of each by itself: also where one is much smaller than another."""
+    endings = ["", ENDINGS[request.node.callspec.params["emulated"]]]
+    for ending in endings[: 1 if "fprop" in name else 2]:
+        members = ending_in(ALIKE[name], ending)
+        call = together([op.call(*args) for op, args in members])
+        rotated, _ = call.steps
+        own = [op.call(*args).steps[0] for op, args in members]
+        assert rotated.launch is own[0].several is several_launch(own[0].launch)
+        assert dict(rotated.launch.variant.defines)["Q2_BATCH"] == MOST_SIDES
+        assert rotated.grid == (max(step.grid[0] for step in own), len(members))
+        assert len({step.grid for step in own}) > 1
+        assert_same_bits(run(members), apart(members))
+
+
+def test_other_launches_stay(emulated) -> None:
+    """Of another kernel, in the order of the calls; and of operands that are large."""
+    members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
+    steps = together([op.call(*args) for op, args in members]).steps
+    assert [step.grid[1] for step in steps] == [1, 2, 4]
+    rows = 17 * 128  # by four thread blocks
+    sizes = (rows, 4 * 128), (rows - 128, 4 * 128), (rows, 3 * 128)
+    calls = [rotating_ops.quantize.call(*forward(RTN, *size)[1]) for size in sizes]
+    assert [call.steps[0].several is None for call in calls] == [True, False, False]
+    assert [step.grid for step in together(calls).steps[:-1]] == [(4, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    "scheme, make, there",
+    [
+        *((scheme, both, scheme == EDEN) for scheme in (EDEN, "mxfp4_sr", "nvfp4_sr")),
+        *((scheme, summed, False) for scheme in (EDEN, SR + WIDENED)),
+        *((SR + WIDENED, make, make is again) for make in (both, again)),
+    ],
+)
+def test_which_have_a_launch_for_several(scheme, make, there, emulated) -> None:
+    op, args = make(scheme, 130) if make is summed else make(scheme)
+    assert (op.call(*args).steps[0].several is not None) == there
+
+
+def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> None:
+    """By threads, as soon as it is known which calls those are."""
+    begun: list[Any] = []
+    monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
+    monkeypatch.setattr(together_file, "architecture", lambda index: "sm_90a")
+    members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
+    monkeypatch.setattr(rotating_ops, "shared_memory", lambda index: 228 * 1024)
+    together_file.compile_ahead([op.launches(*args) for op, args in members], [], 0)
+    rotated = together([op.call(*args) for op, args in members]).steps[1]
+    assert begun == [rotated.launch.variant]
 
 
 def test_scales_of_inductor_s_loops(emulated) -> None:

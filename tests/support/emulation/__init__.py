@@ -24,12 +24,16 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 HERE = Path(__file__).parent
 _COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC")
 _MAIN = """
+template <class Params>
+void call(void (*kernel)(Params), const void* params) {{
+  kernel(*(const Params*)params);
+}}
 extern "C" void run(const void* params, int grid_x, int grid_y) {{
   gridDim = {{(unsigned)grid_x, (unsigned)grid_y, 1}};
   for (unsigned y = 0; y < gridDim.y; ++y)
     for (unsigned x = 0; x < gridDim.x; ++x) {{
       blockIdx = {{x, y, 0}};
-      kernel_body = [&] {{ {entry}(*(const Params*)params); }};
+      kernel_body = [&] {{ call({entry}, params); }};
       run_block({threads});
     }}
 }}

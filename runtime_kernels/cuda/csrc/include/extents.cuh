@@ -21,7 +21,7 @@ Q2_INLINE void finish(const Output& out, Extent extent) {
   if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
   if constexpr (kValues && kWorths) {
     extent.smallest = ~block_largest<kThreads>(~extent.smallest);
-    if (threadIdx.x == 0) out.largest[gridDim.x + blockIdx.x] = extent.smallest;
+    if (threadIdx.x == 0) out.largest[thread_blocks(out) + blockIdx.x] = extent.smallest;
   }
 }
 

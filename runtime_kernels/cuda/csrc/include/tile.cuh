@@ -17,6 +17,7 @@ constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (group
 constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantised alike
+constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks of its own; or 0
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 
 constexpr int kThreads = Q2_THREADS;
@@ -49,7 +50,7 @@ struct Output {
   int rows;         // of the result
   int blocks;       // of 16, a row
   u32 stream;
-  int parts;
+  int parts;  // kBatch: thread blocks of this matrix
 };
 
 struct Directions {
@@ -83,7 +84,11 @@ struct Params {
   Producer producer;
 #endif
 };
-static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+// A launch of several matrices: blockIdx.y says which.
+struct Batch {
+  Params of[kBatch ? kBatch : 1];
+};
+static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
 static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on their way along");
 static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not written for two");
 
@@ -116,12 +121,20 @@ struct Tile {
   int row, col;  // of its first element; kGrouped: row of the padded layout
 };
 
-// Tile blockIdx.x, then every gridDim.x-th, from left to right and from top to bottom.
+// How many thread blocks share the tiles of a matrix.
+Q2_INLINE u32 thread_blocks(const Output& out) {
+  return kBatch ? out.parts : gridDim.x;
+}
+Q2_INLINE u32 thread_blocks(const Params& p) {
+  return thread_blocks(kRows ? p.of[0].along_rows : p.of[0].along_cols);
+}
+
+// Tile blockIdx.x, then every thread_blocks(p)-th, from left to right and from top to bottom.
 struct Walk {
   int row_step, col_step, width;
   Q2_INLINE Walk(const Params& p)
-      : row_step(gridDim.x / p.tiles_across * kTileRows),
-        col_step(gridDim.x % p.tiles_across * kTileCols),
+      : row_step(thread_blocks(p) / p.tiles_across * kTileRows),
+        col_step(thread_blocks(p) % p.tiles_across * kTileCols),
         width(p.tiles_across * kTileCols) {}
   Q2_INLINE Tile first() const {
     int across = width / kTileCols;
