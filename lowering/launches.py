@@ -344,7 +344,7 @@ class Launches(Enqueued):
     def __init__(self, members: Sequence[Member], products: Sequence[Product] = ()) -> None:
         self._members, self._products = members, products
         device = _device(members[0])
-        if device.type == "cuda":
+        if device.type == "cuda" and len(members) > 1:
             compile_ahead([_launched(m.op, m.args) for m in members], device.index)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]

@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
-from q2compile.lowering import emulated_gemm
+from q2compile.lowering import emulated_gemm, launches
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -238,6 +238,20 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
         for _ in range(2):
             assert all(map(torch.equal, step(rows(100)), want))
     assert not registry._FAILURES and bound.count("rotate_quantize.cu") >= 4
+
+
+def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
+    """By what each of the calls may launch: x and w; dy, and w and x again."""
+    asked: list[tuple[int, list[list[str]]]] = []
+
+    def compile_ahead(calls, index) -> None:
+        asked.append((index, [[launch.variant.entry for launch in each] for each in calls]))
+
+    monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
+    monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
+    step_of("quartet2")(rows(100))
+    forward, backward = ["rotate_quantize", "align_scales"], ["rotate_quantize", "settle_widened"]
+    assert asked == [(1, 2 * [forward]), (1, 2 * [["dequantize"]]), (1, 3 * [backward])]
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:
