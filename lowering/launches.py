@@ -402,7 +402,7 @@ class Launches(Enqueued):
         members = [*members, *(by for by, _ in dequantised)]
         self._members, self._products = members, products
         device = _device(members[0])
-        if device.type == "cuda":
+        if device.type == "cuda" and len(members) > 1:
             more = [_widening(members[0])] * bool(dequantised)
             compile_ahead([_launched(m.op, m.args) for m in members], more, device.index)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]

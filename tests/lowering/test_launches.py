@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
-from q2compile.lowering import gemm_operands
+from q2compile.lowering import gemm_operands, launches
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -238,6 +238,24 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
         for _ in range(2):
             assert all(map(torch.equal, step(rows(100)), want))
     assert not registry._FAILURES and bound.count("rotate_quantize.cu") >= 4
+
+
+def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
+    """By what each of the calls may launch: x and w, which are dequantised by a launch for both; dy,
+    and w and x again."""
+    asked: list[tuple[Any, ...]] = []
+
+    def compile_ahead(calls, more, index) -> None:
+        of_calls = [[launch.variant.entry for launch in each] for each in calls]
+        asked.append((index, of_calls, [dict(launch.variant.defines) for launch in more]))
+
+    monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
+    monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
+    step_of("quartet2")(rows(100))
+    forward, backward = ["rotate_quantize", "align_scales"], ["rotate_quantize", "settle_widened"]
+    (one, of_forward, (ending,)), last = asked
+    assert one == 1 and of_forward == 2 * [forward] + 2 * [["dequantize"]]
+    assert ending["Q2_NUMBERS"] == 1 and last == (1, 3 * [backward], [])
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:

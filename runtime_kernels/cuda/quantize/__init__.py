@@ -6,7 +6,7 @@ summed.py             rht_quantize_summed, rht_quantize_both_summed
 quantize_masked.py    quantize_masked
 split_scales.py       split_scales
 plan.py               what a call launches, worked out once for each kind of operand
-together.py           calls that end in one launch
+together.py           calls that end in one launch, and of which equal launches are one
 rotate_quantize.py, align_scales.py    variants of the .cu files of that name;  rule.py  their rule
 """
 

@@ -150,9 +150,9 @@ def several_launch(one: Launch) -> Launch | None:
     """The same for several operands, of which blockIdx.y says one: MOST_SIDES structs side by side.
 
     None for other kernels than rotate_quantize.cu; for an operand that is computed, or whose
-    largest is needed first; and where registers would be spilled, which a struct that is chosen takes some of: of both
-    directions with MX or with sums, and along rows of numbers with coins, which wait for their
-    scales.
+    largest is needed first; and where registers would be spilled, since a struct that is chosen
+    takes some: of both directions with MX or with sums, and along rows of numbers with coins,
+    which wait for their scales.
     """
     if one.variant.file != _FILE or one.variant.headers:
         return None
