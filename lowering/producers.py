@@ -35,6 +35,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor import ir
+from torch._inductor.inductor_prims import force_stride_order
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
@@ -167,7 +168,8 @@ def _loop_for_loops(name: str) -> ir.Pointwise | None:
     # What kernels fill that are no loops has ranges of 0.
     if list(buffer.data.ranges) != list(layout.size) or name in V.graph.mutated_buffers:
         return None
-    for_loops = node is not None and all(map(_is_loop, node.users))
+    # A table (passes/post_grad/tabulate.py) stays in memory.
+    for_loops = node is not None and node.target is not force_stride_order and all(map(_is_loop, node.users))
     contiguous = list(layout.stride) == ir.FlexibleLayout.contiguous_strides(layout.size)
     return buffer.data if for_loops and contiguous and layout.offset == 0 else None
 

@@ -109,9 +109,10 @@ class Config:
                     keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
                     keeps those that do not raise the peak of a step (see
                     `passes.joint.weights_kept` for the rule)
-    fuse_rotations  quantisers that rotate compute their operand themselves, where that is an
-                    expression and expected to pay (see `lowering.fused_launches`); measured on an
-                    H200 alone (`examples/benchmarks/fusion.py`)
+    fuse_rotations  True: quantisers that rotate compute their operand themselves, where that is an
+                    expression and expected to pay (see `lowering.fused_launches`); "auto": on GPUs
+                    of compute capability 9.x, where that was measured
+                    (`examples/benchmarks/fusion.py`); False: they read it
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
@@ -132,7 +133,7 @@ class Config:
     keep_packed: bool = False
     cache_weights: bool = False
     recompute_weights: bool | str = "auto"
-    fuse_rotations: bool = False
+    fuse_rotations: bool | str = "auto"
     on_error: str = "raise"
     telemetry: Mapping[str, Any] | None = None
 
@@ -152,9 +153,9 @@ class Config:
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if not (self.dump is None or isinstance(self.dump, str) and self.dump):
             raise ConfigError(f"dump: got {shown(self.dump)}; allowed: a folder's path or None")
-        switches = ("strict", "keep_packed", "cache_weights", "recompute_weights", "fuse_rotations")
-        for name in switches:
-            value, other = getattr(self, name), {"recompute_weights": ("auto",)}.get(name, ())
+        with_auto = "recompute_weights", "fuse_rotations"
+        for name in ("strict", "keep_packed", "cache_weights", *with_auto):
+            value, other = getattr(self, name), ("auto",) if name in with_auto else ()
             if not (isinstance(value, bool) or isinstance(value, str) and value in other):
                 allowed = ", ".join(map(repr, (*other, True, False)))
                 raise ConfigError(f"{name}: got {shown(value)}; allowed: {allowed}")
@@ -185,7 +186,7 @@ class Config:
                 )
         for key, value in self.inductor.items():
             check_inductor_option(key, value)
-        if self.inner == "eager" and self.fuse_rotations:
+        if self.inner == "eager" and self.fuse_rotations is True:
             raise ConfigError(
                 "fuse_rotations=True has Inductor's lowerings fuse, inner='eager' runs without "
                 "Inductor; choose one"

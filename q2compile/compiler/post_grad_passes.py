@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -16,7 +17,7 @@ from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.errors import BackendError
 from q2compile.passes import PASSES
-from q2compile.passes.graph_queries import op_counts, q2_nodes
+from q2compile.passes.graph_queries import device_of, op_counts, q2_nodes
 from q2compile.passes.post_grad.fuse_rotations import fusion_notes
 from q2compile.passes.record import PassRecord
 from q2compile.passes.verify import check_spec
@@ -24,6 +25,8 @@ from q2compile.runtime_kernels.registry import ops, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
 from q2compile.torch_internals.dynamo import copied
 from q2compile.torch_internals.inductor import CustomGraphPass
+
+_MEASURED = 9  # major compute capability of the GPUs on which fuse_rotations="auto" fuses
 
 Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
@@ -95,7 +98,7 @@ class PostGradPasses(CustomGraphPass):
         if self.watcher is not None:
             self.watcher.before_passes(_module(graph), kind)
         for name, one_pass in PASSES.items():
-            if name == "fuse_rotations" and not self.config.fuse_rotations:
+            if name == "fuse_rotations" and not self._fuses(graph):
                 continue
             if name in self.config.disable_passes:
                 self.records.append(PassRecord(kind, name, 0, 0.0, note="disabled"))
@@ -121,12 +124,22 @@ class PostGradPasses(CustomGraphPass):
             self.put_in(graph, kind)
             _load_kernels(graph)
 
+    def _fuses(self, graph: fx.Graph) -> bool:
+        """Whether rotating quantisers may compute their operand."""
+        if self.config.fuse_rotations != "auto":
+            return bool(self.config.fuse_rotations)
+        node = next(q2_nodes(graph), None)
+        device = node and device_of(node.all_input_nodes[0])
+        if device is None or device.type != "cuda" or self.config.inner == "eager":
+            return False
+        return torch.cuda.get_device_capability(device)[0] == _MEASURED
+
     def uuid(self) -> Any:
         """What Inductor's cache keys on: our sources, and the options that change graphs after the
         rewrite. Without the sources, a stale graph is served after an edit of a pass. None, which
         turns the cache off, when a pass that runs first gives no uuid of its own."""
         own = f"{source_hash()}:{','.join(self.config.disable_passes)}"
-        own += ":fuse_rotations" * self.config.fuse_rotations
+        own += f":fuse_rotations={self.config.fuse_rotations}"
         if self.put_in is not None:
             own += f":{self.put_in.key}"
         if self.first is None:

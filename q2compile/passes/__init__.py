@@ -35,6 +35,7 @@ from q2compile.passes.post_grad.share_rotations import (
 )
 from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
+from q2compile.passes.post_grad.tabulate import tabulate_pass
 from q2compile.passes.post_grad.unrotate_in_gemm import unrotate_in_gemm_pass
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 
@@ -52,6 +53,7 @@ PASSES: dict[str, Pass] = {
     "part_directions": part_directions_pass,  # looks at sizes, which those change
     "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
     "gather_quantisers": gather_quantisers_pass,  # after all that make quantisers, or part them
+    "tabulate": tabulate_pass,
     "fuse_rotations": fuse_rotations_pass,  # marks what the others leave, and pairs it
 }
 

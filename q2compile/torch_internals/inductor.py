@@ -43,6 +43,13 @@ def _is_of_type(value: object, annotation: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
+def in_memory() -> Any:
+    """The op that has Inductor put a tensor into memory: (tensor, its strides), the tensor again."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
 def inductor_options_of_mode(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
     """Inductor's config for a mode of torch.compile. Raises ConfigError for an unknown one."""
     from torch._inductor import list_mode_options

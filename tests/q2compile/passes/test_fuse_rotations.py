@@ -11,6 +11,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
+from q2compile.compiler import post_grad_passes
 from q2compile.config import Config
 from q2compile.errors import ConfigError
 from q2compile.lowering import fusion_rule
@@ -143,8 +144,30 @@ def test_marks_every_rotating_quantiser_and_no_other() -> None:
 
 
 def test_only_with_the_option_and_with_inductor() -> None:
-    assert not Config().fuse_rotations
-    with pytest.raises(ConfigError, match="fuse_rotations: got 1; allowed: True, False"):
+    assert Config().fuse_rotations == "auto" == Config(inner="eager").fuse_rotations
+    with pytest.raises(ConfigError, match="fuse_rotations: got 1; allowed: 'auto', True, False"):
         Config(fuse_rotations=1)
     with pytest.raises(ConfigError, match="choose one"):
         Config(fuse_rotations=True, inner="eager")
+
+
+@pytest.mark.parametrize(
+    ("option", "device", "capability", "fuses"),
+    [
+        ("auto", "cuda", (9, 0), True),
+        ("auto", "cuda", (10, 0), False),
+        ("auto", "cpu", (9, 0), False),
+        (True, "cuda", (10, 0), True),
+        (False, "cuda", (9, 0), False),
+    ],
+)
+def test_where_it_runs_by_itself(option, device, capability, fuses, monkeypatch) -> None:
+    """"auto": on the GPUs on which it was measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: capability)
+    monkeypatch.setattr(post_grad_passes, "device_of", lambda node: torch.device(device))
+    build = Builder()
+    x, seed = build.placeholder("x", 128, 128), build.placeholder("seed", dtype=torch.int64)
+    build.done(build.call(q2.rht_quantize.default, x, seed, EDEN, "rht128", False, 0))
+    passes = post_grad_passes.PostGradPasses(Config(fuse_rotations=option))
+    passes.run(build.graph, "backward")
+    assert fuses == any(record.name == "fuse_rotations" for record in passes.records)
