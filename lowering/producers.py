@@ -168,8 +168,9 @@ def _loop_for_loops(name: str) -> ir.Pointwise | None:
     # What kernels fill that are no loops has ranges of 0.
     if list(buffer.data.ranges) != list(layout.size) or name in V.graph.mutated_buffers:
         return None
-    # A table (passes/post_grad/tabulate.py) stays in memory.
-    for_loops = node is not None and node.target is not force_stride_order and all(map(_is_loop, node.users))
+    if node is None or node.target is force_stride_order:  # a table (passes/post_grad/tabulate.py)
+        return None
+    for_loops = all(map(_is_loop, node.users))
     contiguous = list(layout.stride) == ir.FlexibleLayout.contiguous_strides(layout.size)
     return buffer.data if for_loops and contiguous and layout.offset == 0 else None
 

@@ -241,8 +241,8 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
 
 
 def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
-    """By what each of the calls may launch: x and w, which are dequantised by a launch for both; dy,
-    and w and x again."""
+    """By what each of the calls may launch: x and w, which one launch dequantises; dy, and w and x
+    again."""
     asked: list[tuple[Any, ...]] = []
 
     def compile_ahead(calls, more, index) -> None:
