@@ -15,9 +15,9 @@ from q2compile.cost_model import devices
 from q2compile.cost_model.quantisers import counted
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "examples" / "benchmarks"
-# May be outside of the aim of 20% (the first is, by 21%): what the host takes for a linear in a
-# training step is more than its calls. The second will say how much; no row of it is recorded yet.
-MISSED = {"llama_30m_8x512", "host_us_per_linear"}
+# Outside of the aim of 20%: what the host takes for a linear in a training step is more than its
+# calls, buffers and what autograd keeps.
+MISSED = {"host_us_per_linear"}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,7 @@ def test_layers_and_steps_within_20_percent(predicted) -> None:
         0.20
     }
     outside = {name: row.error for name, row in rows.items() if abs(row.error) > row.target}
-    assert set(outside) <= MISSED, outside
-    assert abs(rows["llama_30m_8x512"].error) < 0.25
+    assert set(outside) == MISSED, outside
 
 
 def test_the_page_is_what_the_model_says(predicted) -> None:
