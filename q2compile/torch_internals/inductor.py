@@ -44,7 +44,7 @@ def _is_of_type(value: object, annotation: Any) -> bool:
 
 
 def in_memory() -> Any:
-    """The op that has Inductor put a tensor into memory: of it and its strides, the tensor again."""
+    """The op that has Inductor put a tensor into memory: of it and its strides, that tensor."""
     from torch._inductor.inductor_prims import force_stride_order
 
     return force_stride_order
