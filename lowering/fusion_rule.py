@@ -15,24 +15,24 @@ alone: with A instructions unfused max(A / i, 2) more, and fused the operand is 
 (P + A) / i + 1.1 R / rows ahead. R' is R, or 0 where another quantiser of the graph reads the
 same (a gated MLP's dg and du), whose producer's kernel reads it all the same.
 
-Measured on an H200 (examples/benchmarks/fusion.py, 2026-11-23, torch 2.11, 8192 x 4096, everything
-fused), fused over unfused; RoPE's, SiLU's and GELU's have L2 told ahead, which the rule leaves out:
+The P of the kernel that Inductor makes is longer where ours approximates (`Operation.inductor`);
+where another quantiser reads the same, that is its kernel's.
 
-                          P    R    rows   expected   measured
-    residual_cast_both    5.0  6.0  4      0.66       0.74
-    rmsnorm_backward_both 10.6 4.0  4      0.78       0.80
-    rope_backward_both    16.9 2.0  4      0.95       0.90
-    silu_mul_quest        23.1 4.0  4      0.93       0.82
-    gelu_backward_both    43.3 4.0  4      1.07       0.95
-    swiglu_backward_both  16.6 6.0  4      1.15       1.10
-
-where SwiGLU's two operands are a kernel each, and nothing of shorter_steps.py is done: the P of
-RoPE, SiLU and GELU are 13.3, 11.0 and 27.3 since. One that computes and quantises both, n = 2, is
+One that computes and quantises two operands, n = 2, a SwiGLU's, is
 
     unfused   max(P / i, R + 2 n) + n max(Q / i, 2 + W)
     fused     max((P + n Q) / i + 1.1 R / rows ahead, R + n W)
 
-of which SwiGLU's, P = 19.6, is expected to take 0.81 of the time; no GPU has run it.
+Measured on an H200 (examples/benchmarks/fusion.py, 2026-11-23, torch 2.11, 8192 x 4096, everything
+fused), fused over unfused:
+
+                          P     Inductor's  R    expected   measured
+    residual_cast_both    5.0   5.0         6.0  0.66       0.74
+    rmsnorm_backward_both 10.1  10.1        4.0  0.78       0.80
+    swiglu_backward_both  17.6  29.6        6.0  0.80       0.80
+    rope_backward_both    11.8  11.8        2.0  0.88       0.89
+    silu_mul_quest        11.0  23.0        4.0  0.79       0.78
+    gelu_backward_both    26.3  42.3        4.0  0.90       0.80
 
 i is from data sheets, but for the H200's, which is measured
 (examples/benchmarks/instructions.py), Q from machine code for sm_90a (KERNEL_LOG.md there), but for

@@ -215,9 +215,9 @@ quantiser fills, with coins and without, of the bandwidth, and what is constant 
 Of a linear everything is predicted, BF16's time too: the share of the peak that its GEMM reaches is
 set by `linear_4096_4096`, BF16. Of a Llama's step the prediction is BF16's step as measured, and
 what its linears take more, on the GPU or on the host, whichever is more; under CUDA graphs on the
-GPU. Nothing was set by these rows. Those of 64 x 512 tokens without CUDA graphs were measured before
-quantisers were launched together, as they are predicted: a step has some five launches a linear
-less now.
+GPU. Nothing was set by these rows. Those of 64 x 512 tokens without CUDA graphs were measured
+before quantisers were launched together, as they are predicted: a step has some five launches a
+linear less now.
 
 In the step of 8 x 512 tokens the host is the limit, and what a linear takes of it is more than the
 calls that `host_us_per_call` was measured on: buffers, and what autograd keeps for the backward,

@@ -30,6 +30,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -201,4 +202,10 @@ class Producer:
     def number(text: str, names: dict[str, Any]) -> Any:
         """The value of an index, or of `rows`: for ints an int, for tensors a tensor."""
         # Builtins stay: torch may import something in the middle of a first quotient.
-        return eval(text, {"floordiv": operator.floordiv, "mod": operator.mod}, names)
+        return eval(_code(text), {"floordiv": operator.floordiv, "mod": operator.mod}, names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(text: str) -> CodeType:
+    """Parsed once, and not for every place that an index is asked for."""
+    return compile(text, "<index>", "eval")

@@ -176,6 +176,7 @@ def rows_ahead(producer: Producer) -> int:
     return ahead
 
 
+@functools.lru_cache(maxsize=256)
 def bytes_read(producer: Producer) -> float:
     """An element: each input as often as it has numbers for the operand's; what is read of it again
     (for another head, or from a shifted place), and vectors, a cache holds."""
