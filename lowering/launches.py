@@ -222,7 +222,7 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
     gemms = list(itertools.islice(emulated_after(V.current_node), 1 + REACH))
     found: list[Dequantised] = []
     for i, member in enumerate(members):
-        made = _MADE.get(V.graph, {}).get(member.node)
+        made: Any = _MADE.get(V.graph, {}).get(member.node)
         for codes_node in member.node.users if made else ():
             first: Any = codes_node.args[1]
             if first % 3 or not any(map(is_tensor, made[first : first + 1])):

@@ -19,8 +19,8 @@ the same in one kernel. What it expects is in `expected`, a ratio for each kerne
 `fuses`: with it all are fused, too. `differ`: how many results are not the same in both. And of
 whole steps, with the rule:
 
-    llama                   the step of models.py with the option fuse_rotations over without it,
-                            and its first step with warm caches of kernels
+    llama                   fused_llama_step, that of models.py with the option fuse_rotations over
+                            without it, and fused_llama_first_step, with warm caches of kernels
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ def llama() -> list[dict[str, Any]]:
     unit = "of that without fuse_rotations"
     begin = {how: seconds[-1] for how, seconds in first.items()}
     return [
-        {"name": "llama_step", "ratio": round(times["fused"] / times["unfused"], 3)}
+        {"name": "fused_llama_step", "ratio": round(times["fused"] / times["unfused"], 3)}
         | {"unit": unit, "milliseconds": times},
-        {"name": "llama_first_step", "ratio": round(begin["fused"] / begin["unfused"], 3)}
+        {"name": "fused_llama_first_step", "ratio": round(begin["fused"] / begin["unfused"], 3)}
         | {"unit": unit, "seconds": begin, "cold": {how: s[0] for how, s in first.items()}},
     ]
 

@@ -128,8 +128,7 @@ class PostGradPasses(CustomGraphPass):
         """Whether rotating quantisers may compute their operand."""
         if self.config.fuse_rotations != "auto":
             return bool(self.config.fuse_rotations)
-        node = next(q2_nodes(graph), None)
-        device = node and device_of(node.all_input_nodes[0])
+        device = next((device_of(node.all_input_nodes[0]) for node in q2_nodes(graph)), None)
         if device is None or device.type != "cuda" or self.config.inner == "eager":
             return False
         return torch.cuda.get_device_capability(device)[0] == _MEASURED

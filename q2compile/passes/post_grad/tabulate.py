@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +50,7 @@ def tabulate_pass(graph: fx.Graph) -> int:
         with graph.inserting_after(table):
             kept = graph.call_function(in_memory(), (table, value.stride()))
         kept.meta["val"] = value
-        table.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+        table.replace_all_uses_with(kept, delete_user_cb=functools.partial(operator.is_not, kept))
         matches += 1
     return matches
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -237,7 +237,10 @@ def _predicted_product(
         return None
     layer = Layer(*shape, emulated=name not in CANDIDATES)
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
-    asked = [s for s in steps if s.what == "gemm" or s.what.startswith("dequantise")]
+    asked = [s for s in steps if s.what == "gemm"]
+    # By a launch of their own: no quantiser is there whose last one could.
+    widened = [s for s in steps if s.what.startswith("dequantise")]
+    asked += [replace(s, launches=int(i == 0)) for i, s in enumerate(widened)]
     # Called by itself, cuBLASLt's has the product of the global scales ahead of it.
     alone = LAUNCH_SECONDS * (format == "nvfp4" and name == CUBLASLT_FP4)
     return 1e6 * (sum(step.seconds(sheet) for step in asked) + alone)
