@@ -128,6 +128,8 @@ class PostGradPasses(CustomGraphPass):
         """Whether rotating quantisers may compute their operand."""
         if self.config.fuse_rotations != "auto":
             return bool(self.config.fuse_rotations)
+        if self.config.telemetry is not None:
+            return False  # a recorded step reads the operand, and is to round as the others do
         device = next((device_of(node.all_input_nodes[0]) for node in q2_nodes(graph)), None)
         if device is None or device.type != "cuda" or self.config.inner == "eager":
             return False
@@ -138,7 +140,7 @@ class PostGradPasses(CustomGraphPass):
         rewrite. Without the sources, a stale graph is served after an edit of a pass. None, which
         turns the cache off, when a pass that runs first gives no uuid of its own."""
         own = f"{source_hash()}:{','.join(self.config.disable_passes)}"
-        own += f":fuse_rotations={self.config.fuse_rotations}"
+        own += f":fuse_rotations={self.config.fuse_rotations},{self.config.telemetry is None}"
         if self.put_in is not None:
             own += f":{self.put_in.key}"
         if self.first is None:

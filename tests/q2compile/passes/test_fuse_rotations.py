@@ -154,11 +154,12 @@ def test_only_with_the_option_and_with_inductor() -> None:
 @pytest.mark.parametrize(
     ("option", "device", "capability", "fuses"),
     [
-        ("auto", "cuda", (9, 0), True),
-        ("auto", "cuda", (10, 0), False),
-        ("auto", "cpu", (9, 0), False),
-        (True, "cuda", (10, 0), True),
-        (False, "cuda", (9, 0), False),
+        ({}, "cuda", (9, 0), True),
+        ({"telemetry": {"every": 10}}, "cuda", (9, 0), False),
+        ({}, "cuda", (10, 0), False),
+        ({}, "cpu", (9, 0), False),
+        ({"fuse_rotations": True}, "cuda", (10, 0), True),
+        ({"fuse_rotations": False}, "cuda", (9, 0), False),
     ],
 )
 def test_where_it_runs_by_itself(option, device, capability, fuses, monkeypatch) -> None:
@@ -168,6 +169,6 @@ def test_where_it_runs_by_itself(option, device, capability, fuses, monkeypatch)
     build = Builder()
     x, seed = build.placeholder("x", 128, 128), build.placeholder("seed", dtype=torch.int64)
     build.done(build.call(q2.rht_quantize.default, x, seed, EDEN, "rht128", False, 0))
-    passes = post_grad_passes.PostGradPasses(Config(fuse_rotations=option))
+    passes = post_grad_passes.PostGradPasses(Config(**option))
     passes.run(build.graph, "backward")
     assert fuses == any(record.name == "fuse_rotations" for record in passes.records)
