@@ -340,7 +340,9 @@ class _Writer(DefaultHandler):
         return _Number(self._known[step])
 
     def _built(self, tree: Any) -> _Number:
-        """A step whose arguments are steps in their turn."""
+        """A step whose arguments are steps in their turn, or the number of one."""
+        if not isinstance(tree, tuple):
+            return _Number(tree)
         name, *args = tree
         return self._step(name, *(self._built(a) if isinstance(a, tuple) else a for a in args))
 

@@ -21,10 +21,11 @@ _NOTHING: Step = ("",)
 
 
 def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
-    """What is to be computed for operation `name` of earlier steps, or None for just that: a step
-    whose arguments are numbers of steps, or such steps.
+    """What is to be computed for operation `name` of earlier steps, or None for just that: the
+    number of a step, or a step whose arguments are numbers of steps, or such steps.
 
     before                                      after
+        x * 1                                   x, which torch 2.11's sigmoid is multiplied by
         1 + erf(x)                                  erf_plus_one(x)
         y / (1 + exp(-x))                           y * sigmoid(x)
         1 / (1 + exp(-x))                           sigmoid(x)
@@ -32,8 +33,8 @@ def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
         (a + where(i < n, v, 0))                    (a + where(i < n, v, w)) + 0
            + where(i >= n, w, 0)
 
-    The last two, of RoPE's halves, have the same bits: a sum with 0 is what it was, but for -0,
-    which becomes 0 in both. The others are some ulp apart (produced.cuh).
+    The first has the same bits, and the last two, of RoPE's halves: a sum with 0 is what it was,
+    but for -0, which becomes 0 in both. The others are some ulp apart (produced.cuh).
     """
     if name == "where":
         inner, *of = steps[args[1]]
@@ -41,6 +42,8 @@ def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
         return ("where", args[0], of[1], args[2]) if same else None
     if name in ("truediv", "reciprocal"):
         return _by_sigmoid(steps, name, args)
+    if name == "mul":
+        return next((other for other, one in (args, args[::-1]) if steps[one] == _ONE), None)
     if name != "add":
         return None
     what, *of = _beside_one(steps, args)

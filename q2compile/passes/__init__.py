@@ -53,7 +53,7 @@ PASSES: dict[str, Pass] = {
     "part_directions": part_directions_pass,  # looks at sizes, which those change
     "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
     "gather_quantisers": gather_quantisers_pass,  # after all that make quantisers, or part them
-    "tabulate": tabulate_pass,
+    "tabulate": tabulate_pass,  # before the next, whose kernels have no sine but read a table
     "fuse_rotations": fuse_rotations_pass,  # marks what the others leave, and pairs it
 }
 

@@ -40,7 +40,8 @@ Step = tuple[Any, ...]
 
 class Operation(NamedTuple):
     """kind: of the result; "" for that of the arguments.  instructions: about how many it takes.
-    cuda: in C++.  torch: the reference.  inductor: how many more it takes in Triton's code."""
+    cuda: in C++.  torch: the reference.  inductor: how many more it takes in Triton's code, by its
+    machine code for sm_90a beside ours (examples/benchmarks/KERNEL_LOG.md)."""
 
     kind: str
     instructions: float
