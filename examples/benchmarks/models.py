@@ -177,7 +177,7 @@ BENCHMARKS: dict[str, Callable[[], Any]] = {
 
 def record(script: str, description: str, benchmarks: dict[str, Callable[[], Any]]) -> None:
     """The command line of a script of this folder: runs its benchmarks, or those named by --only,
-    prints their rows, and writes them to results/."""
+    prints their rows, and writes those of each to results/ when it is done."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--only", default=",".join(benchmarks))
     parser.add_argument("--out", type=Path, default=RESULTS / f"{script}.json")
@@ -190,12 +190,11 @@ def record(script: str, description: str, benchmarks: dict[str, Callable[[], Any
         "date": datetime.date.today().isoformat(),
         "command": f"python examples/benchmarks/{script}.py --only {args.only}",
     }
-    results = []
     for name in args.only.split(","):
-        for result in benchmarks[name]():
-            results.append({**result, **about})
-            print(result, flush=True)
-    write(args.out, results)
+        rows = list(benchmarks[name]())
+        for row in rows:
+            print(row, flush=True)
+        write(args.out, [{**row, **about} for row in rows])
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are withi
                               llama_8b_peak_memory, llama_8b_first_step (empty caches) beside it
     llama_8b_step_kept        the same with recompute_weights=False, llama_8b_kept_peak_memory and
                               llama_8b_kept_first_step beside it
+    llama_8b_step_unfused     the same with fuse_rotations=False, and likewise
     host_us_per_call          microseconds of the host for a call of an op of two launches in a
                               compiled graph, its buffers included: not a ratio
     host_us_per_linear        likewise for one linear more in a forward and backward, with what
@@ -111,6 +112,7 @@ def large() -> list[dict[str, Any]]:
         "bf16": {},
         "llama_8b_step": {"backend": "quartet2"},
         "llama_8b_step_kept": {"backend": "quartet2", "options": {"recompute_weights": False}},
+        "llama_8b_step_unfused": {"backend": "quartet2", "options": {"fuse_rotations": False}},
     }
     steps, first, peaks = {}, {}, {}
     for name, compile_with in variants.items():
@@ -128,11 +130,10 @@ def large() -> list[dict[str, Any]]:
         _row(name, times[name], times["bf16"], "BF16 times") for name in variants if name != "bf16"
     ]
     for name, values, unit in (("peak_memory", peaks, "BF16 peaks"), ("first_step", first, "BF16")):
-        for row, variant in (
-            ("llama_8b", "llama_8b_step"),
-            ("llama_8b_kept", "llama_8b_step_kept"),
-        ):
-            rows.append(_row(f"{row}_{name}", values[variant], values["bf16"], unit))
+        for variant in steps:
+            if variant != "bf16":
+                row = variant.replace("_step", "", 1) + f"_{name}"
+                rows.append(_row(row, values[variant], values["bf16"], unit))
     return rows
 
 
