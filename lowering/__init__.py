@@ -15,6 +15,7 @@ fused_launches.py    rotating quantisers that compute their operand: producers.p
                      Inductor's an expression for our kernel (index_ways.py how it reads,
                      shorter_steps.py what is computed otherwise), fusion_rule.py says when
 inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
+old_garbage.py       Python's collections of garbage, put off while a graph is compiled
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
 
 An op without a lowering is an extern kernel: the registry's.
@@ -30,6 +31,7 @@ def register() -> None:
         inductor_repeats,
         launches,
         nan_asserts,
+        old_garbage,
         quantize,  # noqa: F401
     )
 
@@ -37,3 +39,4 @@ def register() -> None:
     fused_launches.register()
     nan_asserts.register()
     inductor_repeats.register()
+    old_garbage.register()

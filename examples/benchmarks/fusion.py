@@ -232,11 +232,12 @@ def llama() -> list[dict[str, Any]]:
     model.to(GPU)
     steps: dict[str, Step] = {}
     first: dict[str, list[float]] = {"unfused": [], "fused": []}
-    for how in ("unfused", "fused") * 2:  # the second time with warm caches of kernels
-        options = {"fuse_rotations": how == "fused"}
-        step = training_step(model, tokens, backend="quartet2", options=options)
-        first[how].append(first_seconds(step))
-        steps[how] = step
+    for _ in range(2):  # the second time with warm caches of kernels
+        torch._dynamo.reset()
+        for how in first:
+            options = {"fuse_rotations": how == "fused"}
+            steps[how] = training_step(model, tokens, backend="quartet2", options=options)
+            first[how].append(first_seconds(steps[how]))
     times = in_turns(steps, calls=2)
     unit = "of that without fuse_rotations"
     begin = {how: seconds[-1] for how, seconds in first.items()}

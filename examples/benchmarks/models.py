@@ -84,6 +84,7 @@ def _ratio(values: dict[str, float], unit: str) -> dict[str, Any]:
 def llama() -> list[dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch._dynamo.reset()
     steps: dict[str, Step] = {}
     peaks, first = {}, {}
     tokens = torch.randint(LLAMA["vocab_size"], (BATCH, SEQUENCE), device=GPU)

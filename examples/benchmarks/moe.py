@@ -58,8 +58,8 @@ def model() -> list[dict[str, Any]]:
     tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQUENCE), device=GPU)
     steps: dict[str, Step] = {}
     peaks, allocated = {}, {}
+    torch._dynamo.reset()
     for backend in BACKENDS:
-        torch._dynamo.reset()
         compiled = torch.compile(mixture, backend=backend)
 
         def step(compiled=compiled) -> None:
@@ -98,8 +98,8 @@ def grouped_gemm() -> list[dict[str, Any]]:
     x = torch.randn(CHOSEN * tokens, WIDTH, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(CHOSEN * tokens, 2 * INNER, device=GPU, dtype=torch.bfloat16)
     steps: dict[str, Step] = {}
+    torch._dynamo.reset()
     for backend in BACKENDS:
-        torch._dynamo.reset()
         compiled = torch.compile(stack, backend=backend)
 
         def step(compiled=compiled) -> None:

@@ -71,18 +71,16 @@ def small(names: Mapping[str, tuple[str, int, str | None]]) -> list[dict[str, An
     one mode, in turns with BF16."""
     (sequences, mode), *others = {row[1:] for row in names.values()}
     assert not others
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model: torch.nn.Module = build_model(SIZES["30m"], VOCABULARY, SEQUENCE)
     model.to(GPU)
     tokens = torch.randint(VOCABULARY, (sequences, SEQUENCE), device=GPU)
     in_mode = {} if mode is None else {"mode": mode}
     steps = {"bf16": training_step(model, tokens, **in_mode)}
-    steps["bf16"]()  # compiles, before Dynamo is reset
     for name, (recipe, *_) in names.items():
         options = {"recipe": recipe, **in_mode}
         steps[name] = training_step(model, tokens, backend="quartet2", options=options)
-        for _ in range(3):
-            steps[name]()
     times = in_turns(steps, rounds=10, calls=4)
     rows = []
     for name in names:
@@ -104,6 +102,7 @@ def _row(name: str, own: float, bf16: float, unit: str) -> dict[str, Any]:
 
 def large() -> list[dict[str, Any]]:
     """The rows of the 8B Llama."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     tokens = torch.randint(EIGHT_B["vocab_size"], (1, 4096), device=GPU)
     with torch.device(GPU):

@@ -15,6 +15,7 @@ from q2compile.compiler.partitioner import Partitioner
 from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
+from q2compile.lowering.old_garbage import old_garbage_left
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,
     backward_at_once,
@@ -50,7 +51,8 @@ def compile_graph(
     instrument  has the graph compiled a second time, to record what it computes
     """
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
-    with checkpoints_left_on_error(), backward_at_once(config.on_error == "bf16"):
+    at_once = backward_at_once(config.on_error == "bf16")
+    with old_garbage_left(), checkpoints_left_on_error(), at_once:
         if not config.cache_weights:
             return _variants(gm, example_inputs, one, watcher, instrument)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
