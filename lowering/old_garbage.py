@@ -29,8 +29,8 @@ def old_garbage_left() -> Iterator[None]:
     global _inside, _usual
     with _lock:
         if _inside == 0:
-            *young, _usual = gc.get_threshold()
-            gc.set_threshold(*young, _NEVER)
+            first, second, _usual = gc.get_threshold()
+            gc.set_threshold(first, second, _NEVER)
         _inside += 1
     try:
         yield
