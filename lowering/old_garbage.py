@@ -1,11 +1,11 @@
 """Python's collections of old garbage, put off while a graph is compiled.
 
 A compilation makes millions of objects and keeps most of them to its end, so each time that there
-are a quarter more Python goes through all of them again and finds little: 11.6 of the 67 seconds of
-a Llama of 32 layers, 4.3 of 58 without (examples/benchmarks/first_step.py, torch 2.11, Python 3.11,
-one core, 2026-11-23). It costs memory of the host, 950 MiB and not 835 with 16 layers. Young
-garbage, as what is timed for max_autotune may be, is collected as ever: with 50,000 objects at a
-time and not 700 that took twice as long.
+are a quarter more Python goes through all of them again and finds little: 9.7 of the 57.9 seconds
+of a Llama of 32 layers, 2.4 of 50.3 with this (the sample of examples/benchmarks/first_step.py,
+torch 2.13, Python 3.11, one core, 2026-11-23). It costs memory of the host, 950 MiB and not 835
+with 16 layers. Young garbage, as what is timed for max_autotune may be, is collected as ever: with
+50,000 objects at a time and not 700 that took twice as long.
 
 Torch 2.15 does this itself (gc_gen2_threshold_during_compile of torch._dynamo.config); here it is
 for those before.
