@@ -8,8 +8,7 @@ sample is a process of its own without compiler caches; variants take turns. Sec
 the process, since a busy machine changes those least, and those of a phase are without the phases
 inside of it. What counts is the slope: the seconds of one layer more.
 
-Weights' codes are made again in the backward, as "auto" decides for a model of 8B parameters; where
-it keeps some, the graph is cut a second time.
+Weights' codes are made again in the backward, as "auto" decides for a model of 8B parameters.
 
 Prints a table and writes results/first_step.json beside this file.
 """

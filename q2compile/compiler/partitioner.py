@@ -8,17 +8,18 @@ from torch import fx
 
 from q2compile.compiler.cache_key import source_hash
 from q2compile.compiler.watcher import Watcher
-from q2compile.passes.joint.recompute_weights import keep, packed_weights
+from q2compile.passes.joint.keep_weights import keep_weights
+from q2compile.passes.joint.recompute_weights import packed_weights
 from q2compile.passes.joint.weights_kept import weights_kept
-from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkpointed
+from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkpointed, module_of
 
 
 class Partitioner(CustomPartitionerFn):
     """Cuts as another partitioner does, with the weights that `weights_kept` names kept.
 
-    It cuts a first time with all of them made again, as `recompute_weights_pass` has marked them,
-    to see what is alive when. Where some are kept after that, it cuts a second time. A graph with
-    checkpoints has no such marks, and is cut as they say.
+    It cuts with all of them made again, as `recompute_weights_pass` has marked them, to see what is
+    alive when, and has some saved after that. A graph with checkpoints has no such marks, and is
+    cut as they say.
 
     base        cuts
     parameters  how many the model trains, if the graph holds them all; else 0
@@ -51,8 +52,8 @@ class Partitioner(CustomPartitionerFn):
         chosen = weights_kept(forward.graph, backward.graph, names, parameters, whole)
         kept = {name for name, choice in chosen.items() if choice.kept}
         if kept:
-            keep(gm.graph, kept)
-            forward, backward = self.base(gm, joint_inputs, **kwargs)
+            keep_weights(forward.graph, backward.graph, kept, kwargs["num_fwd_outputs"])
+            forward, backward = (module_of(cut, cut.graph) for cut in (forward, backward))
         self._say({name: choice.why for name, choice in chosen.items()})
         return forward, backward
 

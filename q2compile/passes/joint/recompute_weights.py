@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -34,7 +33,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
     What it costs is the second quantisation, in every micro-batch. Of the time of a 4096x4096
     linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at 16384 and 0.6% at
     65536. `weights_kept` says where it is worth that; under recompute_weights="auto" this pass
-    marks all, and the partitioner takes back the marks of those that are kept.
+    marks all, and `keep_weights` saves some after the cut.
 
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
     global scale, is one number and stays saved.
@@ -50,16 +49,6 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
         for node in nodes:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return len(weights)
-
-
-def keep(graph: fx.Graph, names: Collection[str]) -> None:
-    """Take back the marks of some weights, by the names of the nodes that quantise them."""
-    weights = packed_weights(graph)
-    again = {n for weight, nodes in weights.items() if weight.name not in names for n in nodes}
-    for weight, nodes in weights.items():
-        if weight.name in names:
-            for node in set(nodes) - again:  # two weights may share a cast
-                node.meta.pop("recompute", None)
 
 
 def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -1,6 +1,8 @@
 """recompute_weights="auto": which codes of weights wait for the backward, and why."""
 
+import copy
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -97,15 +99,70 @@ def test_what_no_gpu_is_short_of_is_kept(monkeypatch):
     assert kept(said(SOME)) == 3 * ["kept"]
 
 
+@pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet"])
 @pytest.mark.parametrize("tokens", [FEW, SOME])
-def test_the_same_bits_whatever_is_kept(tokens):
-    results = [gradients(tokens, recompute_weights=value) for value in ("auto", True, False)]
+def test_the_same_bits_whatever_is_kept(tokens, recipe):
+    """QuEST's mask of w is read by the backward alone."""
+    results = [
+        gradients(tokens, recompute_weights=value, recipe=recipe) for value in ("auto", True, False)
+    ]
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
 
+class Looking(MinCut):
+    """Cuts as it is told, and also as if nothing were made again."""
+
+    def __call__(self, gm, joint_inputs, **kwargs):
+        unmarked = copy.deepcopy(gm)
+        for node in unmarked.graph.nodes:
+            node.meta.pop("recompute", None)
+        self.with_all, self.cut = (
+            [module.graph for module in super(Looking, self).__call__(one, joint_inputs, **kwargs)]
+            for one in (unmarked, gm)
+        )
+        self.results = kwargs["num_fwd_outputs"]
+        return tuple(graph.owning_module for graph in self.cut)
+
+    def saved(self, forward):
+        return [node.name for node in forward.output_node().args[0][self.results :]]
+
+
+def seen(tokens):
+    """What a cut of the stack was, when all was chosen."""
+    looking = Looking()
+    with inductor_config.patch({PARTITIONER_SLOT: looking}):
+        said(tokens)
+    return looking
+
+
+def ops(graph):
+    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def test_what_is_kept_is_not_made_again():
+    look = seen(SOME)
+    forward, backward = look.cut
+    taken = [n.name for n in backward.find_nodes(op="placeholder") if "tangents" not in n.name]
+    assert look.saved(forward) == taken
+    assert len(set(taken)) == len(taken)
+    backward.lint()
+    made = ops(backward)["q2.quantize.default"]
+    assert made == 2  # of three weights
+    assert sum(name.startswith("primals") for name in taken) == made
+    descriptors = forward.output_node().meta["desc"][look.results :]
+    assert [one.idx for one in descriptors] == list(range(len(taken)))
+
+
+def test_where_all_are_kept_the_graphs_are_those_without_marks():
+    look = seen(FEW)
+    for graph, other in zip(look.cut, look.with_all, strict=True):
+        assert ops(graph) == ops(other)
+    assert sorted(look.saved(look.cut[0])) == sorted(look.saved(look.with_all[0]))
+
+
 @pytest.mark.parametrize("middle", [None, again])
-def test_a_graph_that_is_cut_twice_draws_what_it_drew(middle):
+def test_dropout_draws_what_it_drew_whatever_is_kept(middle):
     """Dropout's generator state is threaded through both graphs by the partitioner."""
     results, dropout = [], nn.Dropout(0.5)
     for value in ("auto", True, False):
@@ -183,9 +240,9 @@ class Counting(MinCut):
         return super().__call__(gm, joint_inputs, **kwargs)
 
 
-@pytest.mark.parametrize(("middle", "cuts"), [(again, 1), (None, 2)])
-def test_a_partitioner_of_the_users_cuts(middle, cuts):
-    """Once to look, and again where weights are kept; from either place that names it."""
+@pytest.mark.parametrize("middle", [again, None])
+def test_a_partitioner_of_the_users_cuts(middle):
+    """Once, also where weights are kept; from either place that names it."""
     one, other = Counting(), Counting()
     model = Stack(middle) if middle else Stack()
     with inductor_config.patch({PARTITIONER_SLOT: one}):
@@ -193,7 +250,7 @@ def test_a_partitioner_of_the_users_cuts(middle, cuts):
     torch._dynamo.reset()
     options = {"inductor": {PARTITIONER_SLOT: other}}
     torch.compile(model, backend="quartet2", options=options)(torch.randn(FEW, WIDTH))
-    assert (one.cuts, other.cuts) == (cuts, cuts)
+    assert (one.cuts, other.cuts) == (1, 1)
 
 
 def test_what_torchs_caches_know_of_it():
