@@ -11,7 +11,7 @@ of that kind, with a KernelWarning, and the next one serves them.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,6 +245,16 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 def serving(op: str, args: Sequence) -> Kernel:
     """The kernel that runs op on these arguments (tensors may be fake): the first to serve them."""
     return next(k for k in _in_order(kernels(op), args) if k.why_not(*args) is None)
+
+
+def serves(op: str, args: Sequence, names: Collection[str]) -> bool:
+    """Whether one of the kernels of these names runs op on these arguments. The others are asked
+    after them, if at all: a kernel that takes a call is checked on its GPU when it is first asked,
+    for what it may never run.
+    """
+    if all(k.why_not(*args) is not None for k in kernels(op) if k.name in names):
+        return False
+    return serving(op, args).name in names
 
 
 def warm_up(op: str, args: Sequence) -> None:

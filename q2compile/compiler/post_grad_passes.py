@@ -97,6 +97,7 @@ class PostGradPasses(CustomGraphPass):
         check_spec(graph, kind, f"{kind} graph before the passes", random_forward)
         if self.watcher is not None:
             self.watcher.before_passes(_module(graph), kind)
+        before = op_counts(graph)
         for name, one_pass in PASSES.items():
             if name == "fuse_rotations" and not self._fuses(graph):
                 continue
@@ -104,7 +105,7 @@ class PostGradPasses(CustomGraphPass):
                 self.records.append(PassRecord(kind, name, 0, 0.0, note="disabled"))
                 continue
             self.running = f"pass {name!r}"
-            before, start = op_counts(graph), time.perf_counter()
+            start = time.perf_counter()
             matches = one_pass(graph)
             seconds = time.perf_counter() - start
             after = op_counts(graph)
@@ -112,6 +113,7 @@ class PostGradPasses(CustomGraphPass):
             changed = {op: n for op, n in change.items() if n}
             details = fusion_notes(graph) if name == "fuse_rotations" else []
             self.records.append(PassRecord(kind, name, matches, seconds, changed, details=details))
+            before = after
         self.running = "the check after the passes"
         graph.lint()
         check_spec(graph, kind, f"{kind} graph after the passes", random_forward)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.runtime_kernels.registry import serving
+from q2compile.runtime_kernels.registry import serves, serving
 
 Q2 = "q2"
 # Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
@@ -45,7 +45,8 @@ def q2_nodes(graph: fx.Graph, *names: str) -> Iterator[fx.Node]:
 
 def op_counts(graph: fx.Graph) -> Counter[str]:
     """How often each function is called."""
-    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+    counts = Counter(n.target for n in graph.nodes if n.op == "call_function")
+    return Counter({str(target): n for target, n in counts.items()})
 
 
 def device_of(node: fx.Node) -> torch.device:
@@ -56,6 +57,12 @@ def serving_kernel(op: Any, args: Any) -> str:
     """Name of the kernel that would run ``op``, a q2 OpOverload, on these arguments."""
     name = op.name().partition("::")[2]
     return serving(name, map_arg(args, lambda n: n.meta["val"])).name
+
+
+def is_served_by(op: Any, args: Any, *names: str) -> bool:
+    """Whether a kernel of one of these names would run ``op``."""
+    name = op.name().partition("::")[2]
+    return serves(name, map_arg(args, lambda n: n.meta["val"]), names)
 
 
 def update_outputs(node: fx.Node) -> None:

@@ -38,20 +38,23 @@ def part_directions_pass(graph: fx.Graph) -> int:
 
     Exact: rht_quantize_both is defined as the two single ops, bit for bit, and its sister too.
     """
-    if not any(True for _ in q2_nodes(graph, *BOTH_ROTATED)):
+    pairs = [pair for pair in q2_nodes(graph, *BOTH_ROTATED) if _is_read(pair)]
+    if not pairs:
         return 0
     resident = held_outside(graph)
     held = sum(resident.values())
     parted = 0
-    while pairs := [pair for pair in q2_nodes(graph, *BOTH_ROTATED) if _served_alike(pair)]:
+    while pairs:
         live = LiveBytes(graph, resident.keys())
         peak = max(live.alive)
         lower = {pair: max(_alive_parted(live, pair)) for pair in pairs}
         best = min(lower, key=lambda pair: lower[pair])
         if peak - lower[best] < worth_time(held + peak):
             break
-        _part(graph, best)
-        parted += 1
+        pairs.remove(best)
+        if _served_alike(best):  # asked last: kernels are checked on their GPU when first asked for
+            _part(graph, best)
+            parted += 1
     return parted
 
 
@@ -93,11 +96,14 @@ def _single_ops(pair: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(ops.rht_quantize.default, row), (ops.rht_quantize_groups.default, groups)]
 
 
-def _served_alike(pair: fx.Node) -> bool:
-    """Whether both directions are read, and one kernel serves the pair and its single ops."""
+def _is_read(pair: fx.Node) -> bool:
+    """Whether both directions are."""
     row, column = ([n for n in pair.users if n.args[1] in at] for at in ((0, 1, 2), (3, 4, 5)))
-    if not _readers(row) or not _readers(column):
-        return False
+    return bool(_readers(row) and _readers(column))
+
+
+def _served_alike(pair: fx.Node) -> bool:
+    """Whether one kernel serves the pair and its single ops."""
     kernel = serving_kernel(pair.target, pair.args)
     return all(serving_kernel(op, args) == kernel for op, args in _single_ops(pair))
 

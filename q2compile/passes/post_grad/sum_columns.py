@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import is_q2, serving_kernel
+from q2compile.passes.graph_queries import is_q2, is_served_by
 from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.ops.summed import DTYPES
 from q2compile.runtime_kernels.registry import CUDA
@@ -95,7 +95,7 @@ def _summed(node: fx.Node, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]] | 
         return None
     of_rows, of_columns = args[0].meta["val"].stride()  # type: ignore[union-attr]
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
-    if seed is None or in_columns or serving_kernel(op, args) != CUDA:
+    if seed is None or in_columns or not is_served_by(op, args, CUDA):
         return None
     return op, args
 

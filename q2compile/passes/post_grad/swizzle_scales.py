@@ -13,8 +13,8 @@ from q2compile.passes.graph_queries import (
     ONE_ROTATED,
     depending_on_tangents,
     is_q2,
+    is_served_by,
     q2_nodes,
-    serving_kernel,
     update_outputs,
 )
 from q2compile.passes.verify import named_arguments
@@ -82,9 +82,9 @@ def _swizzle(nodes: Iterable[fx.Node]) -> int:
         if swizzled is None or not any(is_q2(reader, "gemm") for reader, _ in readers):
             continue
         args, scheme = swizzled
-        if serving_kernel(node.target, args) != CUDA:
-            continue
         if not all(_served(*reader, scheme) for reader in readers):
+            continue
+        if not is_served_by(node.target, args, CUDA):
             continue
         node.args = args
         update_outputs(node)
@@ -134,4 +134,4 @@ def _with_swizzled(reader: fx.Node, places: dict[int, int], scheme: str) -> tupl
 def _served(reader: fx.Node, scales: fx.Node, scheme: str) -> bool:
     places, kernels = _schemes_of(reader, scales)
     args = _with_swizzled(reader, places, scheme)
-    return bool(places) and serving_kernel(reader.target, args) in kernels
+    return bool(places) and is_served_by(reader.target, args, *kernels)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import is_q2, q2_nodes, serving_kernel
+from q2compile.passes.graph_queries import is_q2, is_served_by, q2_nodes
 from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.registry import TRITON_FP4
 
@@ -37,11 +37,11 @@ def unrotate_in_gemm_pass(graph: fx.Graph) -> int:
         if not isinstance(y, fx.Node) or not is_q2(y, "gemm") or len(y.users) > 1:
             continue
         of_gemm: dict[str, Any] = named_arguments(y)
-        if of_gemm["bias"] is not None or serving_kernel(y.target, y.args) != TRITON_FP4:
+        if of_gemm["bias"] is not None or not is_served_by(y.target, y.args, TRITON_FP4):
             continue
         operands, (*schemes, dtype) = y.args[:6], y.args[7:]
         args: Any = (*operands, mask, *schemes, transform, dtype)
-        if serving_kernel(_OP, args) != TRITON_FP4:
+        if not is_served_by(_OP, args, TRITON_FP4):
             continue
         with graph.inserting_before(back):
             both = graph.call_function(_OP, args)

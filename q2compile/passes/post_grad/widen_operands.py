@@ -11,8 +11,8 @@ from q2compile.passes.graph_queries import (
     GEMM_OPS,
     ONE_ROTATED,
     is_q2,
+    is_served_by,
     q2_nodes,
-    serving_kernel,
     update_outputs,
 )
 from q2compile.passes.verify import named_arguments
@@ -50,7 +50,7 @@ def widen_operands_pass(graph: fx.Graph) -> int:
         if "@" in scheme or not readers or not all(_is_bf16(gemm) for gemm in readers):
             continue
         args = (*node.args[:at], scheme + WIDENED, *node.args[at + 1 :])
-        if serving_kernel(node.target, args) != CUDA:
+        if not is_served_by(node.target, args, CUDA):
             continue
         node.args = args
         update_outputs(node)
@@ -64,4 +64,4 @@ def widen_operands_pass(graph: fx.Graph) -> int:
 
 
 def _is_bf16(node: fx.Node) -> bool:
-    return is_q2(node, *GEMM_OPS) and serving_kernel(node.target, node.args) == CUDA_BF16
+    return is_q2(node, *GEMM_OPS) and is_served_by(node.target, node.args, CUDA_BF16)

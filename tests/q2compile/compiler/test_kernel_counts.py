@@ -346,8 +346,8 @@ swizzle_saved_scales (joint)
             q2.rht_quantize_both 3, triton 2
 
 turn_in_backward (joint)
-  forward   q2.transpose 3 -> 0, aten.randint 1, inputs 5, mm 4, q2.dequantize 6, q2.quantize 1,
-            q2.rht_quantize 2, q2.split_scales 5, triton 10
+  forward   aten.randint 1, inputs 5, mm 4, q2.dequantize 6, q2.quantize 1, q2.rht_quantize 2,
+            q2.split_scales 5, triton 10
   backward  aten.randint 1, inputs 20, mm 7, q2.dequantize 5, q2.quantize 3, q2.rht_quantize 4,
             triton 2
 

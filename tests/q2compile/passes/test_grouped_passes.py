@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.passes import graph_queries
 from q2compile.passes.graph_queries import op_counts, q2_nodes
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_rotations import share_rotations_pass
@@ -19,6 +18,7 @@ from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
 from tests.support.graph_builder import EDEN, SOURCE, q2
+from tests.support.serving import serve_by
 
 E, T, N, K = 3, 200, 64, 48
 
@@ -108,7 +108,7 @@ def test_operands_are_widened_for_grouped_products(monkeypatch: pytest.MonkeyPat
     def serving(op, args):
         return SimpleNamespace(name="cuda_bf16" if op == "grouped_gemm" else "cuda")
 
-    monkeypatch.setattr(graph_queries, "serving", serving)
+    serve_by(monkeypatch, serving)
     gm = traced()
     pair_directions_pass(gm.graph)
     before = result(gm)

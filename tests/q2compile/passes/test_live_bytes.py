@@ -7,6 +7,7 @@ import torch._inductor.memory as inductor_memory
 import torch.nn.functional as F
 from torch import nn
 
+from q2compile.compiler.partitioner import Partitioner
 from q2compile.passes import PASSES
 from q2compile.passes.live_bytes import SMALL, LiveBytes, held_outside, worth_time
 from q2compile.torch_internals import partitioner
@@ -99,7 +100,8 @@ def test_as_inductor_sees_it(monkeypatch, backend, tokens):
     fp32 sigmoid of one layer, a fifth of all, that the model takes as computed where it is read.
     """
     ours, theirs = [], []
-    cut = partitioner.MinCut.__call__
+    cuts = Partitioner if backend == "quartet2" else partitioner.MinCut
+    cut = cuts.__call__
 
     def cutting(self, gm, *args, **kwargs):
         graphs = cut(self, gm, *args, **kwargs)
@@ -117,7 +119,7 @@ def test_as_inductor_sees_it(monkeypatch, backend, tokens):
         theirs.append(inductor_memory.estimate_peak_memory(order, free, outputs))
         return order
 
-    monkeypatch.setattr(partitioner.MinCut, "__call__", cutting)
+    monkeypatch.setattr(cuts, "__call__", cutting)
     monkeypatch.setattr(inductor_memory, "reorder_for_peak_memory", reordering)
     emulate(monkeypatch, 100)
     serve_as_on(monkeypatch, 100)

@@ -17,7 +17,6 @@ import q2compile.linear.dense  # noqa: F401  registers q2::linear
 from q2compile import Config
 from q2compile.compiler.joint_passes import JointPasses
 from q2compile.compiler.post_grad_passes import PostGradPasses
-from q2compile.passes import graph_queries
 from q2compile.passes.graph_queries import q2_nodes
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
 from q2compile.passes.verify import check_spec, named_arguments
@@ -28,6 +27,7 @@ from q2compile.runtime_kernels.cuda.quantize import grouped_ops, quantize_masked
 from q2compile.runtime_kernels.registry import kernels
 from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once, graph_kind
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
+from tests.support.serving import serve_by
 
 SR = "nvfp4_sr_pow2"
 AT = "@32x4x4"
@@ -40,7 +40,7 @@ def blackwell(monkeypatch) -> None:
     def serving(op, args):
         return next(k for k in kernels(op) if k.refuses(*args) is None)
 
-    monkeypatch.setattr(graph_queries, "serving", serving)
+    serve_by(monkeypatch, serving)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
     for module in (
         cublaslt_fp4,
@@ -104,7 +104,7 @@ def test_what_others_read_stays_plain() -> None:
 
 def test_another_kernel_gets_plain_scales(monkeypatch) -> None:
     gm, _ = traced()
-    monkeypatch.setattr(graph_queries, "serving", lambda *a: SimpleNamespace(name="cuda_bf16"))
+    serve_by(monkeypatch, lambda *a: SimpleNamespace(name="cuda_bf16"))
     assert swizzle_scales_pass(gm.graph) == 0
 
 

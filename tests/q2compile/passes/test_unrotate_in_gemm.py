@@ -9,13 +9,13 @@ import pytest
 import torch
 from expecttest import TestCase
 
-from q2compile.passes import graph_queries
 from q2compile.passes.graph_queries import op_counts
 from q2compile.passes.post_grad.unrotate_in_gemm import unrotate_in_gemm_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16, REFERENCE, TRITON_FP4
 from tests.support.graph_builder import q2, run, traced
+from tests.support.serving import serve_by
 
 SCHEME = "mxfp4_rtn34"
 
@@ -25,7 +25,7 @@ def kernels(monkeypatch) -> dict[str, str]:
     """By which each op would be served on a Blackwell."""
     served = {"gemm": TRITON_FP4, "gemm_masked_unrotate": TRITON_FP4}
     by_name = lambda op, args: SimpleNamespace(name=served.get(op, CUDA))  # noqa: E731
-    monkeypatch.setattr(graph_queries, "serving", by_name)
+    serve_by(monkeypatch, by_name)
     return served
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from expecttest import TestCase
 
-from q2compile.passes import graph_queries
 from q2compile.passes.graph_queries import q2_nodes
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 from q2compile.passes.verify import check_spec
@@ -17,6 +16,7 @@ from q2compile.report.graph_text import readable
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from tests.support.graph_builder import EDEN, SOURCE, q2, run, traced
+from tests.support.serving import serve_by
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def hopper(monkeypatch) -> None:
         scheme, transform = (a for a in args if isinstance(a, str) and a != SOURCE)
         return SimpleNamespace(name="reference" if not_served(scheme, transform) else "cuda")
 
-    monkeypatch.setattr(graph_queries, "serving", serving)
+    serve_by(monkeypatch, serving)
 
 
 class TestGolden(TestCase):
@@ -100,7 +100,7 @@ def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
 @pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])
 def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
     gm, _ = traced()
-    monkeypatch.setattr(graph_queries, "serving", lambda *a: SimpleNamespace(name=gemm))
+    serve_by(monkeypatch, lambda *a: SimpleNamespace(name=gemm))
     assert widen_operands_pass(gm.graph) == 0
 
 

@@ -1,0 +1,18 @@
+"""Kernels of a GPU that is not there, for passes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from q2compile.passes import graph_queries
+
+
+def serve_by(monkeypatch: pytest.MonkeyPatch, serving: Callable[[str, Any], Any]) -> None:
+    """Passes are told that ``serving(op, args)`` would run an op."""
+    monkeypatch.setattr(graph_queries, "serving", serving)
+    monkeypatch.setattr(
+        graph_queries, "serves", lambda op, args, names: serving(op, args).name in names
+    )
