@@ -6,17 +6,21 @@ backend="quartet2")`` needs no import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
 from q2compile.compiler.compile_graph import compile_graph, compile_plain
+from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
+from q2compile.linear.checks_ahead import begin_checks
 from q2compile.report.graph_log import GraphLog
+from q2compile.report.row import Row
 from q2compile.rewrite.rewrite_graph import rewrite
 from q2compile.telemetry.begin import recorder_of
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
@@ -62,6 +66,7 @@ def quartet2(
         rows = rewrite(gm, config, names)
         log.rewritten("1_rewritten", gm, rows, names)
         stage = COMPILE
+        _begin_checks(rows, example_inputs, config)
         recorder = recorder_of(gm, config.telemetry_options, rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
@@ -74,3 +79,11 @@ def quartet2(
         log.left_in_bf16(faults.raise_or_warn(stage, original, error), names)
         return compile_plain(original, example_inputs, config)
     return log.checked(compiled)
+
+
+def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Config) -> None:
+    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
+    device = next((x.device for x in tensors if x.device.type == "cuda"), None)
+    texts = [(row.fprop, row.dgrad, row.wgrad) for row in rows if row.taken]
+    if device is not None and texts:
+        begin_checks(texts, device, fuses_rotations(config, device))

@@ -40,7 +40,7 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 # all it holds; a module belongs to the room with the longest name that fits.
 MAY_IMPORT = {
     "": ["config", "telemetry", "tools", "weight_cache"],  # the public names, loaded on first use
-    "backend": ["capture", "compiler", "config", "failures", "report", "rewrite"]
+    "backend": ["capture", "compiler", "config", "failures", "linear", "report", "rewrite"]
     + ["telemetry", "torch_internals"],
     "config": ["passes", "recipes", "telemetry.options", "torch_internals"],
     "tools": ["backend", "capture", "compiler", "config", "cost_model", "linear", "lowering"]

@@ -128,14 +128,8 @@ class PostGradPasses(CustomGraphPass):
 
     def _fuses(self, graph: fx.Graph) -> bool:
         """Whether rotating quantisers may compute their operand."""
-        if self.config.fuse_rotations != "auto":
-            return bool(self.config.fuse_rotations)
-        if self.config.telemetry is not None:
-            return False  # a recorded step reads the operand, and is to round as the others do
         device = next((device_of(node.all_input_nodes[0]) for node in q2_nodes(graph)), None)
-        if device is None or device.type != "cuda" or self.config.inner == "eager":
-            return False
-        return torch.cuda.get_device_capability(device)[0] == _MEASURED
+        return fuses_rotations(self.config, device)
 
     def uuid(self) -> Any:
         """What Inductor's cache keys on: our sources, and the options that change graphs after the
@@ -149,6 +143,17 @@ class PostGradPasses(CustomGraphPass):
             return own
         other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
         return None if other is None else (own, other)
+
+
+def fuses_rotations(config: Config, device: torch.device | None) -> bool:
+    """Whether rotating quantisers on a device may compute their operand."""
+    if config.fuse_rotations != "auto":
+        return bool(config.fuse_rotations)
+    if config.telemetry is not None:
+        return False  # a recorded step reads the operand, and is to round as the others do
+    if device is None or device.type != "cuda" or config.inner == "eager":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _MEASURED
 
 
 def _module(graph: fx.Graph) -> fx.GraphModule:

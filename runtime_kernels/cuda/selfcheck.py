@@ -16,18 +16,22 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cuda import agreements
 from q2compile.runtime_kernels.cuda.agreements import Check
-from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, unsupported
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, architecture, unsupported
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import pack_bits
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import (
+    CUDA,
     FAILED,
     REFERENCE,
     failure_text,
+    kernels,
     kernels_own,
     select,
     warn_of_failure,
@@ -78,10 +82,31 @@ def refusal(
     reason = unsupported(index)
     if reason is not None:
         return reason
+    check = _check(op, name, index, scheme, form)
+    return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
+
+
+def begin(op: str, index: int, scheme: str) -> None:
+    """Has threads compile what the self-check of an op's kernel CUDA launches on this device, if
+    the check is still to come: it waits for what is left of that."""
+    check = _check(op, CUDA, index, scheme)
+    if check in _VERDICTS or agreements.is_kept(check):
+        return
+    *_, device, scheme, _ = check
+    launching = next(k.launching for k in kernels(op) if k.name == CUDA)
+    with apart(torch.device("cpu")):
+        arguments = ARGUMENTS[op](scheme)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for launch in launching.launches(*_on(device, arguments)):
+                nvrtc.begin(launch.variant, architecture(index))
+
+
+def _check(
+    op: str, name: str, index: int, scheme: str, form: Form | GroupedForm | None = None
+) -> Check:
     if op in _BY_FORMAT:
         scheme = _OF_FORMAT[get_scheme(scheme).format]
-    check = (op, name, torch.device("cuda", index), scheme, form)
-    return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
+    return op, name, torch.device("cuda", index), scheme, form
 
 
 def _refusal(check: Check) -> str | None:

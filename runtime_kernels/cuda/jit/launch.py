@@ -225,6 +225,11 @@ def architecture(index: int) -> str:
     return found
 
 
+def multiplies_codes(index: int) -> bool:
+    """Whether the device has fp4 tensor cores, and so GEMMs that read codes."""
+    return dict(nvrtc.conversions(architecture(index)))["Q2_HW_FP4"] == 1
+
+
 @functools.cache
 def unsupported(index: int) -> str | None:
     """None when kernels can be compiled for this CUDA device, otherwise the reason in words."""

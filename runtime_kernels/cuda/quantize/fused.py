@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from q2compile.runtime_kernels.cuda.agreements import Check, is_kept
 from q2compile.runtime_kernels.cuda.calls import At, Call, Ready, empty, tensors_of
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
@@ -144,11 +145,24 @@ def refusal(op: str, index: int, args: Sequence[Any], operands: int = 1) -> str 
 
     operands: that one kernel computes and quantises.
     """
-    device = torch.device("cuda", index)
-    check = (op, NAME, device, *scheme_and_transform(op, args), _turned(op, args), operands)
+    check = _check(op, index, args, operands)
     if check not in _VERDICTS:
+        device = torch.device("cuda", index)
         judge(_VERDICTS, check, functools.partial(disagreement, op, device, args, operands))
     return _VERDICTS[check]
+
+
+def begin(op: str, index: int, args: Sequence[Any], operands: int = 1) -> None:
+    """Has threads compile what that check launches, if it is still to come."""
+    check, producer = _check(op, index, args, operands), representative(operands)
+    known = check in _VERDICTS or is_kept(check)
+    if not known and (operands == 1 or no_pair(op, producer, args, index) is None):
+        prepare(op, producer, args, index)
+
+
+def _check(op: str, index: int, args: Sequence[Any], operands: int) -> Check:
+    how = (*scheme_and_transform(op, args), _turned(op, args))
+    return op, NAME, torch.device("cuda", index), *how, operands
 
 
 def disagreement(
