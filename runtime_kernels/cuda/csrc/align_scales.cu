@@ -25,6 +25,8 @@
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
 // Q2_NUMBERS: and the bf16 numbers that the codes stand for (dequantize.cu), where a side has a place
 //     for them; half as many scales a thread block then, for whose numbers all of its threads work.
+//     Where phase 1 has made them, with scales of the worths alone (widened.cuh), those of blocks
+//     whose scale turns out to be another are made again.
 
 #include "scales.cuh"
 #if Q2_SUMS
@@ -34,7 +36,8 @@
 #if Q2_NUMBERS
 struct Numbers {
   const u32* codes;
-  uint4* out;  // or null
+  uint4* out;       // or null
+  long long there;  // whether phase 1 has made them
 };
 #endif
 
@@ -174,6 +177,28 @@ Q2_INLINE void load_codes(const Side& side, const Numbers& numbers, Codes& codes
   }
 }
 
+// Numbers of eight codes.
+Q2_INLINE void store_eight_numbers(const Numbers& numbers, long long at, u32 codes, u32 byte,
+                                   float global_scale) {
+  float x[8];
+  dequantized(codes, from_e4m3(byte), global_scale, x);
+  numbers.out[at] = {to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]),
+                     to_bf16x2(x[6], x[7])};
+}
+
+// Those of the blocks of an octet whose bit is set in `others`.
+Q2_INLINE void make_again(const Numbers& numbers, const Octet& octet, u32 others,
+                          const u32 (&bytes)[2], float global_scale) {
+#pragma unroll 1
+  for (int i = 0; i < 2 * octet.n; ++i) {
+    int j = i / 2;
+    if (!(others >> j & 1)) continue;
+    u32 byte = (j < 4 ? bytes[0] : bytes[1]) >> (8 * (j % 4)) & 0xFF;
+    long long at = 2 * octet.i + i;
+    store_eight_numbers(numbers, at, numbers.codes[at], byte, global_scale);
+  }
+}
+
 // bytes: the thread block's scales.
 Q2_INLINE void store_numbers(const Side& side, const Numbers& numbers, const Codes& codes,
                              const u8* bytes, float global_scale) {
@@ -181,27 +206,30 @@ Q2_INLINE void store_numbers(const Side& side, const Numbers& numbers, const Cod
   for (int k = 0; k < kTurns; ++k) {
     long long at = first_codes() + k * kThreads;
     if (at >= 2 * side.count) break;
-    float x[8];
-    dequantized(codes.of[k], from_e4m3(bytes[(k * kThreads + threadIdx.x) / 2]), global_scale, x);
-    numbers.out[at] = {to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]),
-                       to_bf16x2(x[6], x[7])};
+    store_eight_numbers(numbers, at, codes.of[k], bytes[(k * kThreads + threadIdx.x) / 2],
+                        global_scale);
   }
 }
 #endif
 
-// The scales of an octet, as bytes.
-Q2_INLINE void make_eight(const Side& side, const Octet& octet, float factor, float global_scale,
-                          [[maybe_unused]] const uint4 (&coins)[2], u32 (&bytes)[2]) {
+// The scales of an octet, as bytes. Returns which of its blocks have another scale than widened.cuh
+// took: bit j of block j.
+Q2_INLINE u32 make_eight(const Side& side, const Octet& octet, float factor, float global_scale,
+                         [[maybe_unused]] const uint4 (&coins)[2], u32 (&bytes)[2]) {
   float x[8];
+  u32 others = 0;
   load_eight(side, octet, x);
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
+    float worth = x[j] * factor;
 #if Q2_POW2
-    x[j] = x[j] * factor * inverse;  // exact, as the quotient would be
+    x[j] = worth * inverse;  // exact, as the quotient would be
 #else
-    x[j] = __fdiv_rn(x[j] * factor, global_scale);
+    x[j] = __fdiv_rn(worth, global_scale);
 #endif
+    bool same = worth == 0.0f ? x[j] == x[j] : x[j] >= 0x1p-6f && worth >= 0x1p-100f;
+    others |= (u32)!same << j;
     x[j] = fminf(x[j], 448.0f);
   }
 #pragma unroll
@@ -221,6 +249,7 @@ Q2_INLINE void make_eight(const Side& side, const Octet& octet, float factor, fl
       if (j < octet.n) side.scales[octet.i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
   }
 #endif
+  return others;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -242,17 +271,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if Q2_NUMBERS
   if (threadIdx.x >= kMakers) octet.n = 0;
   const Numbers& numbers = p.numbers[blockIdx.y];
+  const bool makes = numbers.out && !numbers.there;
   Codes codes;
-  if (numbers.out) load_codes(side, numbers, codes);
+  if (makes) load_codes(side, numbers, codes);
 #endif
   float factor = factor_of(side), global_scale = global_scale_of(side, factor);
   if (blockIdx.x == 0) write_global_scales(p, side, global_scale);
   u32 bytes[2] = {};
+  [[maybe_unused]] u32 others = 0;
   if (Q2_SWIZZLED ? octet.row < octet.rows : octet.n > 0)
-    make_eight(side, octet, factor, global_scale, coins, bytes);
+    others = make_eight(side, octet, factor, global_scale, coins, bytes);
 #if Q2_NUMBERS
+  if (numbers.there && others) make_again(numbers, octet, others, bytes, global_scale);
+  if (!makes) return;
   __shared__ uint2 made[kMakers];
-  if (!numbers.out) return;
   if (threadIdx.x < kMakers) made[threadIdx.x] = {bytes[0], bytes[1]};
   __syncthreads();
   store_numbers(side, numbers, codes, (const u8*)made, global_scale);

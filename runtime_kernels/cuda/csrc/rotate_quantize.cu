@@ -18,8 +18,9 @@
 //   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
 //   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
 //   Q2_BATCH     of several matrices, which blockIdx.y counts, each by thread blocks of its own
-//   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
+//   Q2_WIDENED   1: instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
+//               2: those numbers beside codes and worths, along rows
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -170,7 +171,7 @@ Q2_INLINE u32 coins_at(const Output& out, int row, int block) {
 // One block, `ahead` of the target's.
 Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
   if (ahead >= target.left) return;
-  if constexpr (!kValues) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+  if constexpr (kCodes) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
   if constexpr (kSwizzled) return;  // store_swizzled
   if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
   else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
@@ -181,7 +182,7 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32
 Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
-  if constexpr (!kValues)
+  if constexpr (kCodes)
     *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
   if constexpr (kSwizzled) return;  // store_swizzled
   if constexpr (kWorths) ((uint2*)target.scales)[ahead / 2] = {stored_first, stored_second};
@@ -223,7 +224,7 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
-    for (int half = 0; half < 2 && !kValues; ++half)
+    for (int half = 0; half < 2 && kCodes; ++half)
       *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {
           made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
           made.codes[1][half][1]};
@@ -249,11 +250,11 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
 }
 
 // Q2_WIDENED: what quantize_along_rows has rounded.
-Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Rows& rows,
-                                    const Pair (&x)[2][16], const Results& made,
+Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile tile,
+                                    const Rows& rows, const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
   int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;
-  Staged staged(shared_tiles, out, common);
+  Staged staged(shared_tiles, values_of(p, out), out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN)
     coins_along_row(out, row_of_result(out, rows, row), block, coins);
@@ -272,7 +273,7 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
                                     const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
   int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, block = tile.row / kBlock;
-  Staged staged(shared_tiles, out, common);
+  Staged staged(shared_tiles, out.codes, out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN) coins_along_cols(out, first, second, block, coins);
 #pragma unroll
@@ -335,8 +336,8 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
   Results made;
   round_groups<false>(x, common, out, coins, coins + 16, 4, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_rows(out, tile, rows, x, made, common);
-  if constexpr (!kValues || kWorths) store_along_rows(p, out, tile, rows, made);
+  if constexpr (kValues) store_values_of_rows(p, out, tile, rows, x, made, common);
+  if constexpr (kCodes || kWorths) store_along_rows(p, out, tile, rows, made);
 }
 
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
@@ -394,7 +395,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
     if constexpr (kInterleaved) {
       if (target.left <= 0) continue;
 #pragma unroll
-      for (int group = 0; group < 2 && !kValues; ++group)
+      for (int group = 0; group < 2 && kCodes; ++group)
         *(uint2*)(target.codes + (quarter + 4 * group) * 8) = {made.codes[group][column][0],
                                                                made.codes[group][column][1]};
       ((uint2*)target.scales)[quarter] = {made.stored[0][column], made.stored[1][column]};

@@ -14,7 +14,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
 _MOST_COLUMNS = 32  # whose sums a thread block adds up at once
 _SIDE = "PPPPPPPPqIifii"
-_NUMBERS = "PP"
+_NUMBERS = "PPq"
 _SUMS = "PPiiii"
 
 Address = At | int  # 0: there is no such tensor
@@ -40,11 +40,12 @@ class Side(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The codes of a side, and where the numbers go that they stand for, if anywhere:
-    align_scales.cu has the same struct."""
+    """The codes of a side, and where the numbers go that they stand for, if anywhere; there: they
+    have been made with the codes. align_scales.cu has the same struct."""
 
     codes: Address = 0
     out: Address = 0
+    there: int = 0
 
 
 class Sums(NamedTuple):

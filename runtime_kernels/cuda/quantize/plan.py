@@ -41,6 +41,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
     SOURCES,
     TILE,
+    numbered_launch,
     rotate_launch,
     several_launch,
     shared_memory,
@@ -243,7 +244,9 @@ def quantizer_call(
         sums=bool(sums),
     )
     several = several_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
-    steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk), several)]
+    numbered = numbered_launch(launched[0], shared_memory(index))
+    values = (*operand, *fields.outputs, *walk)
+    steps = [Step(launched[0], (parts, 1), values, several, numbered)]
     ending = None
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)

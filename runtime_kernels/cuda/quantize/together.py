@@ -9,6 +9,7 @@ together   dequantise both, GEMM
 
 apart      rotate x, rotate w, align both, dequantise both, GEMM of bf16 numbers
 together   rotate x, rotate w, align and dequantise both, GEMM
+           or rotate x and w and write their numbers, too, ... where they are read along rows
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def together(
     all, then the products.
     """
     places = _Places(calls, len(products), others)
+    numbers = {of: places.output(by, 0) for by, (of, _) in dequantised}
     steps = _merged(
-        step._replace(values=[places.of(i, value) for value in step.values])
+        _numbered(_moved(step, i, places), numbers.get(i))
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
     )
@@ -105,6 +107,19 @@ def compile_ahead(calls: Iterable[Iterable[Launch]], more: Iterable[Launch], ind
     for launch in (*several, *more):
         if launch is not None:
             nvrtc.begin(launch.variant, architecture(index))
+
+
+def _moved(step: Step, i: int, places: _Places) -> Step:
+    return step._replace(values=[places.of(i, value) for value in step.values])
+
+
+def _numbered(step: Step, numbers: At | None) -> Step:
+    """A step that also writes the numbers of its codes, if they are wanted and it can."""
+    launch = step.numbered
+    if launch is None or numbers is None:
+        return step
+    several = step.several and several_launch(launch)
+    return Step(launch, step.grid, [*step.values, numbers], several)
 
 
 def _merged(steps: Iterable[Step]) -> list[Step]:
@@ -162,7 +177,8 @@ def _dequantising(
         of: Any = calls[by].ending
         assert of.launch is dequantize_launch(torch.bfloat16, False, True)
         (matrix,) = places.of_all(by, of.sides)
-        numbers[of_scales[places.output(*scales)]] = Numbers(matrix.codes, matrix.out)
+        there = any(step.numbered for step in calls[scales[0]].steps)
+        numbers[of_scales[places.output(*scales)]] = Numbers(matrix.codes, matrix.out, int(there))
     return replace(ending, numbers=tuple(numbers), widening=widening_launch(ending.launch))
 
 

@@ -19,7 +19,7 @@ Q2_INLINE void finish(const Output& out, Extent extent) {
   if constexpr (kRule == EXACT) return;
   extent.largest = block_largest<kThreads>(extent.largest);
   if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
-  if constexpr (kValues && kWorths) {
+  if constexpr (!kCodes && kWorths) {
     extent.smallest = ~block_largest<kThreads>(~extent.smallest);
     if (threadIdx.x == 0) out.largest[thread_blocks(out) + blockIdx.x] = extent.smallest;
   }

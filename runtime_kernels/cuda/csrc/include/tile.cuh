@@ -31,8 +31,9 @@ constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's place, or none
 constexpr int kStageBytes = kOperands * kTileBytes;  // of an operand each, side by side
 constexpr int kBlock = 16;
-// What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
-constexpr bool kValues = Q2_WIDENED;
+// What leaves: codes, or the bf16 numbers that they stand for, for a GEMM that wants those, or both.
+constexpr bool kCodes = Q2_WIDENED != 1;
+constexpr bool kValues = Q2_WIDENED != 0;
 
 #if Q2_PRODUCED
 #include "produced.cuh"
@@ -40,10 +41,10 @@ constexpr bool kValues = Q2_WIDENED;
 
 // Where codes of one direction go, and what rounding them takes (rounding.cuh).
 struct Output {
-  u8* codes;            // kValues: bf16
+  u8* codes;            // without codes: bf16
   void* scales;         // MS_EDEN, POW2: worths, fp32; EXACT: e4m3; MX: e8m0
-  u32* largest;         // one a thread block, written; EXACT: `parts` of them, read. kValues: the
-                        // smallest follow
+  u32* largest;         // one a thread block, written; EXACT: `parts` of them, read. Without
+                        // codes the smallest follow
   float* global_scale;  // EXACT
   const u64* sign_seed;  // Q2_SIGNED = 1
   const u64* seed;  // of the coins
@@ -83,12 +84,16 @@ struct Params {
 #if Q2_PRODUCED
   Producer producer;
 #endif
+#if Q2_WIDENED == 2
+  u8* values;
+#endif
 };
 // A launch of several matrices: blockIdx.y says which.
 struct Batch {
   Params of[kBatch ? kBatch : 1];
 };
 static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+static_assert(!(kCodes && kValues) || (kRows && !kCols), "there is one place for numbers");
 static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on their way along");
 static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not written for two");
 

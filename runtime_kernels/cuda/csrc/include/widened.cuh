@@ -4,7 +4,7 @@
 // With worths (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
 // wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the worth alone
 // gives. So the numbers are made with those (numbers.cuh, provisional), and settle_widened.cu mends
-// the others.
+// the others; where there are codes as well, align_scales.cu does.
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers
 // into shared memory first. Piece `piece` (16 bytes) of row r lies at r * 256 + 16 * (piece ^
@@ -21,16 +21,27 @@ constexpr Q2_INLINE u32 spread(int row) {
   return 16 * (((row ^ row >> 2) & 1) | (row & 2) | (row >> 3 & 1) << 2);
 }
 
+// Where the numbers along rows go.
+Q2_INLINE u8* values_of([[maybe_unused]] const Params& p, [[maybe_unused]] const Output& out) {
+#if Q2_WIDENED == 2
+  return p.values;
+#else
+  return out.codes;
+#endif
+}
+
 // What a warp makes of its 16 rows of the result, on its way through shared memory.
 struct Staged {
   u8* shared;
   u32 base;  // of the warp's rows, after the tiles
+  u8* values;
   const Output& out;
   const Common& common;
 
-  Q2_INLINE Staged(u8* shared, const Output& out, const Common& common)
+  Q2_INLINE Staged(u8* shared, u8* values, const Output& out, const Common& common)
       : shared(shared),
         base(kStages * kStageBytes + threadIdx.x / 32 * kStagedBytes),
+        values(values),
         out(out),
         common(common) {}
 
@@ -78,7 +89,7 @@ struct Staged {
       uint4 v = *(const uint4*)(shared + (at ^ spread(i)) + i * kStagedRowBytes);
       int row = row_of_result(out, rows, place_in_tile + first + i);
       if (inside && row < out.rows)
-        *(uint4*)(out.codes + ((long long)row * out.blocks + block) * 32 + piece * 16) = v;
+        *(uint4*)(values + ((long long)row * out.blocks + block) * 32 + piece * 16) = v;
     }
     __syncwarp();
   }
@@ -89,7 +100,7 @@ struct Staged {
     int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
     u32 at = place(first, 16 * piece);
     bool inside = block + piece / 2 < out.blocks;
-    u8* target = out.codes + ((long long)(row + first) * out.blocks + block) * 32 + piece * 16;
+    u8* target = values + ((long long)(row + first) * out.blocks + block) * 32 + piece * 16;
 #pragma unroll
     for (int i = 0; i < kStagedRows; i += 2) {
       uint4 v = *(const uint4*)(shared + (at ^ spread(i)) + i * kStagedRowBytes);
