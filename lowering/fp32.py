@@ -73,6 +73,15 @@ class Fp32:
     def mul(self, a: Value, b: Value) -> Value:
         return _ptx("mul.rn.f32 $0, $1, $2;", a, b) if self.ptx else ops.mul(a, b)
 
+    def square_plus(self, a: Value, b: float) -> Value:
+        """a * a + b with one rounding, for a * a < b, a power of two from 1 on."""
+        if self.ptx:
+            return _ptx("fma.rn.f32 $0, $1, $1, $2;", a, number(b))
+        double = ops.to_dtype(a, torch.float64)
+        last_bit = ops.constant(b * 2.0**29, torch.float64)  # weighs as much as that of an fp32 b
+        rounded = ops.sub(ops.add(ops.mul(double, double), last_bit), last_bit)
+        return ops.to_dtype(ops.add(rounded, ops.constant(b, torch.float64)), torch.float32)
+
     def div(self, a: Value, b: Value) -> Value:
         return _ptx("div.rn.f32 $0, $1, $2;", a, b) if self.ptx else ops.truediv(a, b)
 

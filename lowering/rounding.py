@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.numerics.nvfp4 import ERROR_OFFSET
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 Quantized = tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]
-_ERROR_OFFSET_BITS = 0x43000000  # of the fp32 128
+_ERROR_OFFSET_BITS = 0x44000000  # of the fp32 512
 
 
 class Scales(Protocol):
@@ -111,11 +111,12 @@ class FourOverSix(Rounding):
         return ops.where(self._four(place), self._second_code(place), self._code(place))
 
     def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
-        """The error of x in units of the scale, in fixed point: the bits of an fp32 in [128, 256).
+        """The error of x in units of the scale, in fixed point: the bits of an fp32 in [512, 1024).
         A block's sum of them wraps around, and is right again when its offset is taken off."""
         error = ops.sub(*self._rounded(x, reciprocal(place)))
-        error = self.fp.mul(error, error) if self.scheme.select == "mse" else ops.abs(error)
-        return fp32.bits_of(ops.add(error, number(ERROR_OFFSET)))
+        if self.scheme.select == "mse":
+            return fp32.bits_of(self.fp.square_plus(error, ERROR_OFFSET))
+        return fp32.bits_of(ops.add(ops.abs(error), number(ERROR_OFFSET)))
 
     def _takes_four(self, place: Index, *errors: PerBlock) -> Value:
         """Whether the scale for vmax / 1.5 leaves the smaller error."""

@@ -34,7 +34,8 @@ from q2compile.runtime_kernels.numerics.formats import (
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 _TINY = torch.finfo(torch.float32).tiny
-ERROR_OFFSET = 128.0  # the last bit of an fp32 in [128, 256) weighs 2^-16
+ERROR_OFFSET = 512.0  # the last bit of an fp32 in [512, 1024) weighs 2^-14
+_LAST_BIT = 2.0**38  # as much as that of an fp64 there
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -79,14 +80,16 @@ def _candidate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e2m1 values under one scale, and each block's error in units of that scale.
 
-    An element's error is rounded to a multiple of 2^-16, so that the sum over a block is exact and
-    a kernel may add in any order, as wide as its loads are.
+    An element's error, of squares the exact one, is rounded to a multiple of 2^-14, so that the sum
+    over a block is exact and a kernel may add in any order, as wide as its loads are.
     """
     scaled = blocks.x * reciprocal
     values = blocks.to_e2m1(scaled, purpose)
     error = scaled.sub_(values)
-    error = error.square_() if blocks.scheme.select == "mse" else error.abs_()
-    error = error.add_(ERROR_OFFSET).sub_(ERROR_OFFSET)
+    if blocks.scheme.select == "mse":
+        error = error.double().square_().add_(_LAST_BIT).sub_(_LAST_BIT).float()
+    else:
+        error = error.abs_().add_(ERROR_OFFSET).sub_(ERROR_OFFSET)
     return values, blocks.shared(sum_neighbours(error), total=True)
 
 

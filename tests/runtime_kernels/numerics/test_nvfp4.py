@@ -64,16 +64,20 @@ def test_four_over_six_keeps_the_better_scale(name):
         each = difference.abs() if scheme.select == "mae" else difference.square()
         return each.sum(2).view(64 // scheme.block[0], scheme.block[0], 32).sum(1)
 
-    candidates = []
+    candidates, off = [], 0.0
     for vmax in (6.0, 4.0):
         largest = target.abs().amax(2)
         if scheme.block[0] > 1:
             largest = largest.view(4, 16, 32).amax(1).repeat_interleave(16, 0)
         scale = nearest(largest / vmax / g, E4M3).unsqueeze(2) * g
         candidates.append(error(nearest(target / scale, E2M1) * scale))
+        # In units of the scale an element's error is rounded to a multiple of 2^-14.
+        unit = scale.squeeze(2).square() if scheme.select == "mse" else scale.squeeze(2)
+        off += unit[:: scheme.block[0]] * (16 * scheme.block[0] * 2**-15)
     six, four = candidates
-    kept = error(values * scales * g)
-    torch.testing.assert_close(kept, torch.minimum(six, four), rtol=1e-5, atol=0)
+    kept, better = error(values * scales * g), torch.minimum(six, four)
+    assert (kept - better <= off).all()
+    assert (kept <= better * (1 + 1e-12)).double().mean() > 0.99, "sums so near are rare"
     assert 0.02 < (four < six).double().mean() < 0.6, "both candidates are in use"
 
 
