@@ -1,8 +1,10 @@
-"""The lowering of `q2::gemm` where bf16 tensor cores multiply for fp4 ones: torch's own product,
-which Inductor allocates, chooses a kernel for and fuses behind as for any other.
+"""The lowerings of `q2::gemm` and `q2::grouped_gemm` where bf16 tensor cores multiply for fp4 ones:
+torch's own product, which Inductor allocates, chooses a kernel for and fuses behind as for any
+other.
 
     gemm(a.., b.., bias, ...)   ->   numbers of a @ numbers of bᵀ (+ bias)             scales fold
                                      (fp32 product * alpha + bias) to dtype            otherwise
+    grouped_gemm(a.., b.., ...) ->   grouped_mm(numbers of a, numbers of b, ends)      scales fold
 
 The numbers of an operand are what its quantiser wrote, where that writes them (scheme@bf16), or
 dequantised from its codes, once however many GEMMs read them: by the launch that makes their scales
@@ -25,10 +27,12 @@ import torch
 from torch import fx
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from q2compile.lowering import launches
 from q2compile.lowering.gemm_operands import (
     GEMM,
+    GROUPED,
     OPERANDS,
     REACH,
     TRANSPOSE,
@@ -79,6 +83,37 @@ def gemm(
     if bias is not None:
         out = add(out, bias)
     return lowerings[torch.ops.prims.convert_element_type.default](out, dtype)
+
+
+@register_lowering(GROUPED, type_promotion_kind=None)
+def grouped_gemm(
+    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
+) -> Any:
+    """See runtime_kernels/ops/grouped_gemm.py."""
+    args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs)
+    if not is_emulated(V.current_node):
+        return launches.call(GROUPED, *args, a_scheme, b_scheme, gemm, dtype)
+    first, second = V.current_node.args[0], V.current_node.args[3]
+    (a, _), (b, is_turned) = _numbers((*args[:3], a_scheme, first), (*args[3:6], b_scheme, second))
+    multiply = fallback_handler(torch.ops.q2.grouped_mm.default, add_to_fallback_set=False)
+    out = multiply(a, _as_grouped(b, gemm, offs.get_size()[0], is_turned), offs)
+    if gemm != "wgrad":
+        return out
+    groups, rows, columns = out.get_size()
+    return lowerings[_aten.view.default](out, [groups * rows, columns])
+
+
+def _as_grouped(b: Any, gemm: str, groups: Any, is_turned: bool) -> Any:
+    """The second operand's numbers as q2::grouped_mm takes them (ops/grouped_gemm.py, as_grouped)."""
+    view, permute = lowerings[_aten.view.default], lowerings[_aten.permute.default]
+    rows, columns = b.get_size()
+    if gemm == "wgrad":
+        return permute(b, [1, 0])
+    if gemm == "fprop":
+        return permute(view(b, [groups, FloorDiv(rows, groups), columns]), [0, 2, 1])
+    if is_turned:
+        return view(b, [groups, FloorDiv(rows, groups), columns])
+    return permute(view(b, [rows, groups, FloorDiv(columns, groups)]), [1, 2, 0])
 
 
 @register_lowering(TRANSPOSE, type_promotion_kind=None)

@@ -18,7 +18,8 @@ from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import CUDA_BF16, serving
 
 GEMM, TRANSPOSE = torch.ops.q2.gemm.default, torch.ops.q2.transpose.default
-OPERANDS = ((0, 7), (3, 8))  # of q2::gemm: where three arguments begin, and their scheme
+GROUPED = torch.ops.q2.grouped_gemm.default
+OPERANDS = ((0, 7), (3, 8))  # of both GEMMs: where three arguments begin, and their scheme
 REACH = 2  # GEMMs: numbers that are made early wait for no more than those
 _SMALL = 16 * 2**20  # bytes of codes, four times as many of their numbers
 _NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
@@ -31,19 +32,24 @@ def numbers() -> dict[Any, Any]:
 
 
 def is_emulated(node: fx.Node) -> bool:
-    """Whether a node is a GEMM by bf16 tensor cores, of operands that were made for them."""
-    if node.target is not GEMM or any(
-        get_scheme(str(node.args[at])).swizzled for _, at in OPERANDS
-    ):
+    """Whether a node is a GEMM by bf16 tensor cores, of operands that were made for them. A grouped
+    one is an op of its own where global scales are not in the numbers: it multiplies in place."""
+    if node.target not in (GEMM, GROUPED):
+        return False
+    schemes = [get_scheme(str(node.args[at])) for _, at in OPERANDS]
+    if any(scheme.swizzled for scheme in schemes):
+        return False
+    if node.target is GROUPED and not all(scheme.folds for scheme in schemes):
         return False
     args = map_arg(node.args, lambda n: n.meta["val"])
-    return serving("gemm", args).name == CUDA_BF16
+    op = "gemm" if node.target is GEMM else "grouped_gemm"
+    return serving(op, args).name == CUDA_BF16
 
 
 def emulated_after(node: fx.Node) -> Iterator[fx.Node]:
     """GEMMs behind a node, as long as they are emulated."""
     for later in itertools.takewhile(lambda n: n.op != "output", _after(node)):
-        if later.target is GEMM:
+        if later.target in (GEMM, GROUPED):
             if not is_emulated(later):
                 return
             yield later

@@ -404,7 +404,9 @@ class Launches(Enqueued):
         device = _device(members[0])
         if device.type == "cuda" and len(members) > 1:
             more = [_widening(members[0])] * bool(dequantised)
-            compile_ahead([_launched(m.op, m.args) for m in members], more, device.index)
+            widened = {of for _, (of, _) in dequantised}
+            launched = [_launched(m.op, m.args) for m in members]
+            compile_ahead(launched, more, device.index, widened)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
         buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]

@@ -104,6 +104,43 @@ def test_the_bits_are_the_reference_s(bias, request) -> None:
     assert len(sources) == 2 and not any("torch.ops.q2." in s for s in sources)
 
 
+class Experts(nn.Module):
+    """Three of them, [E, N, K], whose N needs no padding: stubs of Triton's would not pad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(3, 128, WIDTH).bfloat16())
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.w.mT, offs=offs)
+
+
+def step_of_experts(recipe: str) -> list[torch.Tensor]:
+    """y, dx and dw; the last rows are no expert's."""
+    torch._dynamo.reset()
+    experts, x = Experts(), rows(200).requires_grad_()
+    options = {"recipe": recipe, "policy": {"*": recipe}}
+    compiled = torch.compile(experts, backend="quartet2", options=options)
+    torch.manual_seed(1)
+    with inductor_config.patch(force_disable_caches=True):
+        y = compiled(x, torch.tensor([7, 150, 190], dtype=torch.int32))
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, experts.w.grad]
+
+
+@pytest.mark.parametrize("recipe, ops", [("quartet2", 0), ("tetrajet2", 0), ("quartet", 2)])
+def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, request) -> None:
+    """In place of an op that dequantises first, which the launches of the quantisers do. Where numbers
+    are without their global scale, those of quartet's backward, it is that op."""
+    want = step_of_experts(recipe)
+    sources = request.getfixturevalue("pretended")
+    assert all(map(torch.equal, step_of_experts(recipe), want))
+    code = "".join(sources)
+    assert code.count("= torch.ops.q2.grouped_gemm.default(") == ops
+    assert code.count("= torch.ops.q2.grouped_mm.default(") == 3 - ops
+
+
 @pytest.mark.parametrize("capability", [100])
 @pytest.mark.parametrize("recipe", ["quartet2", "tetrajet2"])
 def test_products_of_global_scales_come_with_them(recipe, request, capability) -> None:
@@ -245,17 +282,19 @@ def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> 
     again."""
     asked: list[tuple[Any, ...]] = []
 
-    def compile_ahead(calls, more, index) -> None:
+    def compile_ahead(calls, more, index, dequantised) -> None:
         of_calls = [[launch.variant.entry for launch in each] for each in calls]
-        asked.append((index, of_calls, [dict(launch.variant.defines) for launch in more]))
+        ends = [dict(launch.variant.defines) for launch in more]
+        asked.append((index, of_calls, ends, dequantised))
 
     monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
     monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
     step_of("quartet2")(rows(100))
     forward, backward = ["rotate_quantize", "align_scales"], ["rotate_quantize", "settle_widened"]
-    (one, of_forward, (ending,)), last = asked
+    (one, of_forward, (ending,), numbered), last = asked
     assert one == 1 and of_forward == 2 * [forward] + 2 * [["dequantize"]]
-    assert ending["Q2_NUMBERS"] == 1 and last == (1, 3 * [backward], [])
+    assert ending["Q2_NUMBERS"] == 1 and numbered == {0, 1}
+    assert last == (1, 3 * [backward], [], set())
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:

@@ -15,7 +15,7 @@ together   rotate x, rotate w, align and dequantise both, GEMM
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,7 +38,11 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Side,
     widening_launch,
 )
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    numbered_launch,
+    several_launch,
+    shared_memory,
+)
 
 
 class Product(NamedTuple):
@@ -97,16 +101,30 @@ def together(
     return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
 
 
-def compile_ahead(calls: Iterable[Iterable[Launch]], more: Iterable[Launch], index: int) -> None:
+def compile_ahead(
+    calls: Iterable[Iterable[Launch]],
+    more: Iterable[Launch],
+    index: int,
+    dequantised: Container[int] = (),
+) -> None:
     """Has NVRTC begin with what `together` will launch beyond what the calls do by themselves.
 
     calls: what each may launch (Launching.launches).  more: what is launched for all of them.
+    dequantised: which of the calls make what others dequantise, by number.
     """
-    alike = Counter(launch for launches in calls for launch in launches)
+    room = shared_memory(index) if dequantised else 0
+    alike: Counter[Launch] = Counter()
+    numbered: dict[Launch, None] = {}
+    for i, launches in enumerate(calls):
+        for launch in launches:
+            also = numbered_launch(launch, room) if i in dequantised else None
+            alike[also or launch] += 1
+            if also is not None:
+                numbered[also] = None
     several = [several_launch(launch) for launch, count in alike.items() if count > 1]
-    for launch in (*several, *more):
-        if launch is not None:
-            nvrtc.begin(launch.variant, architecture(index))
+    for each in (*numbered, *several, *more):
+        if each is not None:
+            nvrtc.begin(each.variant, architecture(index))
 
 
 def _moved(step: Step, i: int, places: _Places) -> Step:

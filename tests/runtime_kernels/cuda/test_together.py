@@ -261,6 +261,33 @@ def test_what_is_quantised_is_dequantised_at_once(scheme, emulated) -> None:
     assert_same_bits(outputs, [*(o for each in want for o in each), *numbers])
 
 
+@pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
+@pytest.mark.parametrize("scheme", [RTN, "nvfp4_pow2", SR])
+@pytest.mark.parametrize("poison", [None, float("inf")])
+def test_numbers_leave_with_the_codes(scheme, poison, emulated) -> None:
+    """Made with the scale that a block alone gives; those of blocks whose scale turns out to be an
+    e4m3 subnormal, or zero, are made again, and all where there is no global scale."""
+    x = matrix(9, 200).clamp(-4, 4)
+    x *= 2.0 ** torch.tensor([0, -10, -15, -17, -20, -60, -110, -125, 0]).unsqueeze(1)
+    x[8] = 0
+    if poison is not None:
+        x[3, 40] = poison
+    args = x, None, SEEDS[1], scheme, 0
+    *packed, unit = rotating_ops.quantize(*args)
+    again = *packed, unit, scheme, 2 * packed[0].shape[1], torch.bfloat16
+    members = [(rotating_ops.quantize, args), (dequantize.dequantize, again)]
+    call = together([op.call(*a) for op, a in members], (), 0, [Dequantised(1, (0, 1))])
+    rotating, _ = (dict(step.launch.variant.defines) for step in call.steps)
+    assert rotating["Q2_WIDENED"] == 2
+    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
+    Ready(call, 0)([x, SEEDS[1], *outputs[:3], *outputs])
+    numbers = q2.dequantize(*again)
+    assert_same_bits(outputs[:3], [*packed, unit])
+    if poison is None:
+        assert_same_bits(outputs[3:], [numbers])
+    assert torch.allclose(outputs[3], numbers, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, "nvfp4_ms_eden", "mxfp4_rtn34"])
 def test_products_of_global_scales(scheme, emulated) -> None:
     """Of two made here, of one with one that is known, of either direction."""

@@ -97,28 +97,15 @@ Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
   else return {fabsf(x.a) * inverse.a, fabsf(x.b) * inverse.b};
 }
 
-// The errors of a block in units of its scale, each rounded to a multiple of 2^-14, and their sum.
-// Squares: a sum in [512, 1024) has that as its last bit, and an fma rounds a square once, as it is
-// added. No square lies halfway between two multiples, since 2^-15 times an odd number is none; so
-// the order does not matter. Magnitudes, which can, are rounded one by one, and the bits are summed.
-struct ErrorSum {
-  static constexpr float kStart = kSelect == BY_SQUARES ? 512.0f * kUnit * kUnit : 512.0f;
-  float squares = kStart;
-  u32 magnitudes = 0;
-  Q2_INLINE void add(float error) {
-    if constexpr (kSelect == BY_SQUARES) squares = __fmaf_rn(error, error, squares);
-    else magnitudes += __float_as_uint(__fmaf_rn(fabsf(error), 1.0f / kUnit, kStart));
-  }
-  Q2_INLINE float total() const {
-    if constexpr (kSelect == BY_SQUARES) return squares - kStart;
-    else return (float)(int)(magnitudes - 16u * 0x44000000u);
-  }
-};
-
-// Those of two blocks.
+// The errors of two blocks in units of their scales, each rounded to a multiple of 2^-14, and their
+// sums. Squares: a sum in [512, 1024) has that as its last bit, and an fma rounds a square once, as
+// it is added. No square lies halfway between two multiples, since 2^-15 times an odd number is
+// none; so the order does not matter. Magnitudes, which can, are rounded one by one, and their bits
+// are summed.
 Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse) {
-  Pair scaled[16], within[16], rounded[16];
-  u32 codes[2][2];
+  constexpr float kStart = kSelect == BY_SQUARES ? 512.0f * kUnit * kUnit : 512.0f;
+  Pair scaled[16], within[16], rounded[16], squares = both(kStart);
+  u32 codes[2][2], a = 0, b = 0;
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -127,13 +114,18 @@ Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse) {
                           : Pair{within_6(scaled[i].a, kUnit), within_6(scaled[i].b, kUnit)};
   }
   round_block(within, x, rounded, codes);
-  ErrorSum a, b;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     Pair error = sub(scaled[i], rounded[i]);
-    a.add(error.a), b.add(error.b);
+    if constexpr (kSelect == BY_SQUARES) {
+      squares = fma(error, error, squares);
+    } else {
+      Pair fixed = fma({fabsf(error.a), fabsf(error.b)}, both(1.0f / kUnit), both(kStart));
+      a += __float_as_uint(fixed.a), b += __float_as_uint(fixed.b);
+    }
   }
-  return {a.total(), b.total()};
+  if constexpr (kSelect == BY_SQUARES) return sub(squares, both(kStart));
+  return {(float)(int)(a - 16u * 0x44000000u), (float)(int)(b - 16u * 0x44000000u)};
 }
 
 Q2_INLINE bool takes_four(BlockScale six, BlockScale four, float error_six, float error_four) {
