@@ -1,12 +1,14 @@
 // Rounding to e2m1 of blocks of 16 in registers, two at a time, one in each half of the pairs: the
 // arithmetic of numerics/formats.py, to the bit.
 //
-// What is rounded has been divided by its block's scale, and is below 7 in magnitude. Without fp4
-// conversions it is held as a magnitude times 2^-6 (kUnit), beside the numbers whose signs count.
+// What is rounded has been divided by its block's scale, and is below 7 in magnitude, or with kClips
+// below 16. Without fp4 conversions it is held as a magnitude times 2^-6 (kUnit), beside the numbers
+// whose signs count.
 #pragma once
 #include "numbers.cuh"
 
 constexpr float kUnit = Q2_HW_FP4 ? 1.0f : 0x1p-6f;
+constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
 
 #if Q2_HW_FP4
 // Eight floats to eight codes, and back to floats.
@@ -74,22 +76,8 @@ Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
 #endif
 
 #if !Q2_HW_FP4
-// Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does
-// `rounded`.
-//
-// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1 + 2^-21)
-// times 2^22 is a whole number of steps, and |x| less that has a last mantissa bit that weighs one
-// step: the float adder rounds |x| to the grid, and adding m * 2^22 back is exact. (Of |x| just above
-// 2 or 4 the bit weighs half a step, but then it lies next to a point of the grid. Just below them
-// m * 2^22 + |x| would leave its binade, which is why it is taken off first.) In a tie m * 2^22 is
-// even: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip.
-Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
-                           u32 (&codes)[2][2]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    Pair m = {fmaxf(scaled[i].a, 0x1.000008p-6f), fmaxf(scaled[i].b, 0x1.000008p-6f)};
-    rounded[i] = fma(m, both(0x1p22f), fma(m, both(-0x1p22f), scaled[i]));
-  }
+// The codes of 16 pairs of magnitudes on the e2m1 grid, with the signs of x.
+Q2_INLINE void pack_block(const Pair (&rounded)[16], const Pair (&x)[16], u32 (&codes)[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float magnitude[8], sign[8];
@@ -100,6 +88,28 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (
     for (int i = 0; i < 8; ++i) magnitude[i] = rounded[8 * half + i].b, sign[i] = x[8 * half + i].b;
     codes[1][half] = pack_codes(magnitude, sign);
   }
+}
+
+// Rounds 16 pairs to e2m1. `scaled` holds magnitudes times 2^-6, none above 7 * 2^-6; so does
+// `rounded`.
+//
+// The step of the grid around |x| is 2^(e-1), e = max(exponent of |x|, 0). m = max(|x|, 1 + 2^-21)
+// times 2^22 is a whole number of steps, and |x| less that has a last mantissa bit that weighs one
+// step: the float adder rounds |x| to the grid, and adding m * 2^22 back is exact. (Of |x| just above
+// 2 or 4 the bit weighs half a step, but then it lies next to a point of the grid. Just below them
+// m * 2^22 + |x| would leave its binade, which is why it is taken off first.) In a tie m * 2^22 is
+// even: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip;
+// and what is clipped may be so afterwards, since 6 is a point of the grid.
+Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
+                           u32 (&codes)[2][2]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    Pair m = {fmaxf(scaled[i].a, 0x1.000008p-6f), fmaxf(scaled[i].b, 0x1.000008p-6f)};
+    rounded[i] = fma(m, both(0x1p22f), fma(m, both(-0x1p22f), scaled[i]));
+    if constexpr (kClips)
+      rounded[i] = {fminf(rounded[i].a, 6.0f * kUnit), fminf(rounded[i].b, 6.0f * kUnit)};
+  }
+  pack_block(rounded, x, codes);
 }
 #endif
 
@@ -133,6 +143,11 @@ Q2_INLINE float stochastic(float a, u32 coin) {
   float fraction = (a - (__uint_as_float(below) - d)) *
                    __uint_as_float((160u << 23) - ((below & 0x7F800000u) - (127u << 23)));
   return (__uint_as_float(below + (coin < (u32)fraction ? 0x400000u : 0)) - d) * kUnit;
+}
+
+// A magnitude, clipped if that is needed.
+Q2_INLINE float within_6(float magnitude) {
+  return kClips ? fminf(magnitude, 6.0f) : magnitude;
 }
 
 // Codes of eight magnitudes with the signs of others, and the rounded magnitudes in kUnit; coins:

@@ -23,7 +23,6 @@ constexpr Rule kRule = (Rule)Q2_RULE;
 constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
 constexpr bool kStochastic = Q2_STOCHASTIC;
 constexpr bool kMasked = Q2_MASKED;
-constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
 constexpr float kShrink = Q2_SHRINKS ? 0.75f : 1.0f;
 // Where a block's largest lands on the grid (schemes.py, SR_HEADROOM).
 constexpr double kVmax = Q2_HEADROOM ? 6.0 * (16.0 / 17.0) : 6.0;
@@ -86,12 +85,7 @@ Q2_INLINE Pair largest_of_block(const Pair (&x)[16]) {
   return largest;
 }
 
-// A magnitude times unit, clipped if that is needed.
-Q2_INLINE float within_6(float magnitude, float unit = 1.0f) {
-  return kClips ? fminf(magnitude, 6.0f * unit) : magnitude;
-}
-
-// x times inverse, in kUnit, as round_block wants it but for what it must not exceed.
+// x times inverse, in kUnit, as round_block wants it.
 Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
   if constexpr (Q2_HW_FP4) return mul(x, inverse);  // these conversions take the sign along
   else return {fabsf(x.a) * inverse.a, fabsf(x.b) * inverse.b};
@@ -101,19 +95,16 @@ Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
 // sums. Squares: a sum in [512, 1024) has that as its last bit, and an fma rounds a square once, as
 // it is added. No square lies halfway between two multiples, since 2^-15 times an odd number is
 // none; so the order does not matter. Magnitudes, which can, are rounded one by one, and their bits
-// are summed.
-Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse) {
+// are summed. rounded, codes: as round_block has them.
+Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
+                         u32 (&codes)[2][2]) {
   constexpr float kStart = kSelect == BY_SQUARES ? 512.0f * kUnit * kUnit : 512.0f;
-  Pair scaled[16], within[16], rounded[16], squares = both(kStart);
-  u32 codes[2][2], a = 0, b = 0;
+  Pair scaled[16], squares = both(kStart);
+  u32 a = 0, b = 0;
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    scaled[i] = scaled_by(x[i], inverse);
-    within[i] = Q2_HW_FP4 ? scaled[i]
-                          : Pair{within_6(scaled[i].a, kUnit), within_6(scaled[i].b, kUnit)};
-  }
-  round_block(within, x, rounded, codes);
+  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], inverse);
+  round_block(scaled, x, rounded, codes);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     Pair error = sub(scaled[i], rounded[i]);
@@ -137,29 +128,40 @@ Q2_INLINE bool takes_four(BlockScale six, BlockScale four, float error_six, floa
   return error_four * (kSelect == BY_SQUARES ? ratio * ratio : ratio) < error_six;
 }
 
-// The scales of two blocks.
-Q2_INLINE void choose_scales(const Pair (&x)[16], Pair largest, const Common& common, Pair folded,
-                             BlockScale& a, BlockScale& b) {
-  a = block_scale(largest.a, common), b = block_scale(largest.b, common);
-  if constexpr (kSelect != ONE_SCALE) {
-    BlockScale four_a = block_scale(largest.a, common, kVmax / 1.5);
-    BlockScale four_b = block_scale(largest.b, common, kVmax / 1.5);
-    Pair six = errors_of(x, mul({a.inverse, b.inverse}, folded));
-    Pair four = errors_of(x, mul({four_a.inverse, four_b.inverse}, folded));
-    if (takes_four(a, four_a, six.a, four.a)) a = four_a;
-    if (takes_four(b, four_b, six.b, four.b)) b = four_b;
+// Two blocks by the one of their two scales each that has the smaller error; `scales` come as the
+// first. What they have been rounded to is kept, since to round again takes more.
+Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common, Pair folded,
+                               BlockScale (&scales)[2], u32 (&codes)[2][2]) {
+  BlockScale fours[2] = {block_scale(largest.a, common, kVmax / 1.5),
+                         block_scale(largest.b, common, kVmax / 1.5)};
+  Pair rounded[16], by_fours[16];
+  u32 codes_by_fours[2][2];
+  Pair six = errors_of(x, mul({scales[0].inverse, scales[1].inverse}, folded), rounded, codes);
+  Pair four = errors_of(x, mul({fours[0].inverse, fours[1].inverse}, folded), by_fours,
+                        codes_by_fours);
+  bool takes[2] = {takes_four(scales[0], fours[0], six.a, four.a),
+                   takes_four(scales[1], fours[1], six.b, four.b)};
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    rounded[i] = {takes[0] ? by_fours[i].a : rounded[i].a, takes[1] ? by_fours[i].b : rounded[i].b};
+#pragma unroll
+  for (int member = 0; member < 2; ++member) {
+    if (takes[member]) scales[member] = fours[member];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (takes[member]) codes[member][half] = codes_by_fours[member][half];
   }
+#if !Q2_HW_FP4
+  pack_block(rounded, x, codes);  // once, instead of both and a choice
+#endif
+  with_signs(rounded, x);
 }
 
 Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2]) {
   Pair scaled[16], rounded[16];
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    scaled[i] = scaled_by(x[i], inverse);
-    if constexpr (!Q2_HW_FP4)  // those conversions clip
-      scaled[i] = {within_6(scaled[i].a, kUnit), within_6(scaled[i].b, kUnit)};
-  }
+  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], inverse);
   round_block(scaled, x, rounded, codes);
   with_signs(rounded, x);
 }
@@ -200,12 +202,12 @@ Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, 
 #pragma unroll
     for (Pair& v : x) v = mul(v, both(common.factor));
   }
-  BlockScale a, b;
-  choose_scales(x, largest, common, folded, a, b);
-  Pair inverse = mul({a.inverse, b.inverse}, folded);
+  BlockScale scales[2] = {block_scale(largest.a, common), block_scale(largest.b, common)};
+  Pair inverse = mul({scales[0].inverse, scales[1].inverse}, folded);
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
-  else round_to_nearest(x, inverse, codes);
-  return {a.stored, b.stored};
+  else if constexpr (kSelect == ONE_SCALE) round_to_nearest(x, inverse, codes);
+  else round_by_errors(x, largest, common, folded, scales, codes);
+  return {scales[0].stored, scales[1].stored};
 }
 
 // Byte of QuEST's scale of a block of 32 from its mean square, scaled by 2^(127 - top) twice
