@@ -25,8 +25,8 @@
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
 // Q2_NUMBERS: and the bf16 numbers that the codes stand for (dequantize.cu), where a side has a place
 //     for them; half as many scales a thread block then, for whose numbers all of its threads work.
-//     Where phase 1 has made them, with scales of the worths alone (widened.cuh), those of blocks
-//     whose scale turns out to be another are made again.
+//     Where phase 1 has made them, with scales of the worths alone (widened.cuh), a thread makes
+//     those of blocks again whose scale turns out to be another.
 
 #include "scales.cuh"
 #if Q2_SUMS
@@ -264,14 +264,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
   const Side& side = p.sides[blockIdx.y];
 #endif
-  Octet octet = octet_at(side, blockIdx.x * (long long)kMakers + threadIdx.x);
+#if Q2_NUMBERS
+  const Numbers& numbers = p.numbers[blockIdx.y];
+  const bool makes = numbers.out && !numbers.there;
+  const int makers = makes ? kMakers : kThreads;
+  if (blockIdx.x && blockIdx.x * 8ll * makers >= side.count) return;
+#else
+  constexpr int makers = kMakers;
+#endif
+  Octet octet = octet_at(side, blockIdx.x * (long long)makers + threadIdx.x);
   [[maybe_unused]] uint4 coins[2];
   if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
 #if Q2_NUMBERS
-  if (threadIdx.x >= kMakers) octet.n = 0;
-  const Numbers& numbers = p.numbers[blockIdx.y];
-  const bool makes = numbers.out && !numbers.there;
+  if (threadIdx.x >= makers) octet.n = 0;
   Codes codes;
   if (makes) load_codes(side, numbers, codes);
 #endif

@@ -178,15 +178,14 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32
   else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
 }
 
-// Two neighbours, where there are both or none; ahead is even.
+// Two neighbours, where there are both or none; ahead is even. Worths: store_four_worths.
 Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
   if constexpr (kCodes)
     *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
-  if constexpr (kSwizzled) return;  // store_swizzled
-  if constexpr (kWorths) ((uint2*)target.scales)[ahead / 2] = {stored_first, stored_second};
-  else if constexpr (kRule == EXACT)
+  if constexpr (kSwizzled || kWorths) return;  // store_swizzled
+  if constexpr (kRule == EXACT)
     ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
   else target.scales[ahead / 2] = (u8)stored_first;
 }
@@ -216,6 +215,22 @@ Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, i
 #endif
 }
 
+// The worths of a row of a tile, where rows have them in fours: its lanes swap two of them each, so that
+// each has four side by side.
+Q2_INLINE void store_four_worths(const Target& target, const Results& made) {
+  int side = threadIdx.x % 2;
+  u32 four[4];
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    u32 lower = made.stored[group][0], upper = made.stored[group][1];
+    u32 got = __shfl_xor_sync(~0u, side ? lower : upper, 1);
+    four[group] = side ? got : lower;
+    four[2 + group] = side ? upper : got;
+  }
+  if (4 * side < target.left)
+    ((uint4*)target.scales)[side] = {four[0], four[1], four[2], four[3]};
+}
+
 // Codes, scales and masks that quantize_along_rows made.
 Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, const Rows& rows,
                                 const Results& made) {
@@ -231,10 +246,15 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
     ((uint4*)target.scales)[side] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
                                      made.stored[1][1]};
   } else {
+    // Blocks of a row in fours, so that whole sectors are written.
+    bool fours = out.blocks % 4 == 0;
+    if constexpr (kWorths) {
+      if (fours) store_four_worths(target, made);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int ahead = 2 * side + 4 * half;
-      if constexpr (kEven) {
+      if (fours) {
         store_two(target, ahead, made.codes[0][half], made.codes[1][half], made.stored[0][half],
                   made.stored[1][half]);
       } else {
