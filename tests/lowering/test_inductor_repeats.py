@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import nn
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ir import ComputedBuffer
 from torch._inductor.utils import op_dtype_propagation_rules
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from q2compile import lowering
 from q2compile.lowering import launches
@@ -71,6 +74,8 @@ def test_code_is_that_without_it(dynamic, sources, monkeypatch) -> None:
     )
     find = ComputedBuffer.get_free_symbol_uses
     monkeypatch.setattr(ComputedBuffer, "get_free_symbol_uses", find.__wrapped__)  # type: ignore[attr-defined]
+    for cls, name in ((ValueRanges, "__and__"), (OrderedSet, "__or__")):
+        monkeypatch.setattr(cls, name, getattr(cls, name).__wrapped__)
     monkeypatch.setattr(launches, "_KINDS", Forgetful())
     compile_layers(2, dynamic)
     assert len(with_it) == 2 and with_it == generated(sources)
@@ -108,3 +113,33 @@ def test_rules_are_made_when_there_are_new_ones(monkeypatch) -> None:
     monkeypatch.setitem(op_dtype_propagation_rules, "q2_test", rule)
     made = DtypePropagationOpsHandler().q2_test
     assert DtypePropagationOpsHandler().q2_test is made  # and not again
+
+
+BOUNDS = [
+    ValueRanges(*bounds)
+    for bounds in ((0, 7), (0, 7), (3, 3), (3.0, 3.0), (-1.5, 3.0), (sympy.false, sympy.true))
+] + [ValueRanges.unknown(), ValueRanges.unknown_int(), ValueRanges.unknown_bool()]
+
+
+@pytest.mark.parametrize("one", range(len(BOUNDS)))
+def test_bounds_in_common(one) -> None:
+    lowering.register()
+    intersect = ValueRanges.__and__.__wrapped__  # type: ignore[attr-defined]
+    for other in BOUNDS:
+        try:
+            want = intersect(BOUNDS[one], other)
+        except AssertionError:  # of numbers and truths there are none
+            with pytest.raises(AssertionError):
+                BOUNDS[one] & other
+        else:
+            assert BOUNDS[one] & other == want
+
+
+def test_sets_are_united_in_order() -> None:
+    lowering.register()
+    one, other = OrderedSet("qwert"), OrderedSet("trbaq")
+    assert list(one | other) == list("qwertba")
+    assert list(other | one) == list("trbaqwe")
+    assert list(one) == list("qwert") and list(other) == list("trbaq")
+    assert list(one | set("q")) == list("qwert")
+    assert isinstance(one | set("q"), OrderedSet)
