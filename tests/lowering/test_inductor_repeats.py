@@ -20,7 +20,8 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from q2compile import lowering
-from q2compile.lowering import launches
+from q2compile.lowering import fusion_rule, launches
+from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -46,13 +47,14 @@ def sources(monkeypatch) -> list[str]:
     return found
 
 
-def compile_layers(count: int, dynamic: bool = False) -> None:
+def compile_layers(count: int, dynamic: bool = False, **options: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(count)))
     x = torch.zeros(256, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     with inductor_config.patch(INDUCTOR_OPTIONS):
-        torch.compile(model, backend="quartet2", dynamic=dynamic)(x).sum().backward()
+        compiled = torch.compile(model, backend="quartet2", dynamic=dynamic, options=options)
+        compiled(x).sum().backward()
 
 
 def generated(sources: list[str]) -> list[str]:
@@ -86,9 +88,12 @@ class Forgetful(dict):
         return default
 
 
-def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     """Kernels are looked up once for each kind of call, so the second and the third layer ask for
     nothing; of the first and of the last something may be different."""
+    monkeypatch.setattr(FusedSite, "_call", lambda site, given: None)
+    monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     asked: Counter[str] = Counter()
     serving = launches.serving
 
@@ -100,7 +105,8 @@ def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
     counts = []
     for layers in (3, 4):
         asked.clear()
-        compile_layers(layers)
+        compile_layers(layers, fuse_rotations=fuse)
+        assert fuse == any("q2_fused_1" in source for source in generated(sources))
         counts.append(dict(asked))
     assert counts[0] == counts[1], counts
     assert counts[0]["requantize"] == 2  # of x and of w
