@@ -141,7 +141,8 @@ def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, .
 
 def _second_of_pair(node: fx.Node) -> Asked | None:
     """The quantiser behind this one that one kernel may serve with it."""
-    pair, other = node.meta.get(PAIR), node.next
+    other: Any = node.next
+    pair = node.meta.get(PAIR)
     while pair is not None and other.op != "root":
         if other.meta.get(PAIR) == pair:
             x, *args = (V.graph.env[a] if isinstance(a, fx.Node) else a for a in other.args)
