@@ -33,10 +33,11 @@ from torch._inductor.virtualized import V
 
 from q2compile.lowering import fusion_rule, launches
 from q2compile.lowering.launches import (
-    fakes,
     given_as,
     is_tensor,
+    launching,
     output_buffer,
+    results_of,
     wanted_outputs,
 )
 from q2compile.lowering.producers import (
@@ -50,7 +51,6 @@ from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
 from q2compile.runtime_kernels.ops.summed import SUMMED
-from q2compile.runtime_kernels.registry import serving
 
 _IMPORTS = (
     "from q2compile.runtime_kernels.cuda.fused_site import FusedSite as q2_FusedSite",
@@ -141,11 +141,13 @@ def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, .
 
 def _second_of_pair(node: fx.Node) -> Asked | None:
     """The quantiser behind this one that one kernel may serve with it."""
+    other: Any = node.next
     pair = node.meta.get(PAIR)
-    for other in node.graph.nodes if pair is not None else ():
-        if other.meta.get(PAIR) == pair and node < other:
+    while pair is not None and other.op != "root":
+        if other.meta.get(PAIR) == pair:
             x, *args = (V.graph.env[a] if isinstance(a, fx.Node) else a for a in other.args)
             return Asked(other, x, args)
+        other = other.next
     return None
 
 
@@ -185,11 +187,9 @@ def _quantised(
 ) -> Quantised:
     """Without buffers as yet."""
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
-    with V.graph.fake_mode:
-        shaped = [*fakes([x, *realized])]
-        if serving(op.name().partition("::")[2], shaped).launching is None:
-            raise NotProduced("no CUDA kernel of q2compile serves it here")
-        results = op(*shaped)
+    if launching(op.name().partition("::")[2], [x, *realized]) is None:
+        raise NotProduced("no CUDA kernel of q2compile serves it here")
+    results = results_of(op, [x, *realized])
     return Quantised(node, realized, results, wanted_outputs(op, len(results), node), [])
 
 

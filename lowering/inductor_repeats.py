@@ -14,8 +14,13 @@ from typing import Any
 
 @functools.cache
 def register() -> None:
-    """Spare the Inductor of this process both. One that is not built so works as it does."""
-    for spare in (_make_dtype_rules_once, _look_for_no_symbols_in_static_graphs):
+    """Spare the Inductor of this process all of it. One that is not built so works as it does."""
+    for spare in (
+        _make_dtype_rules_once,
+        _look_for_no_symbols_in_static_graphs,
+        _keep_bounds_that_are_the_same,
+        _unite_sets_as_dicts,
+    ):
         with suppress(ImportError, AttributeError):
             spare()
 
@@ -58,3 +63,37 @@ def _look_for_no_symbols_in_static_graphs() -> None:
         return OrderedSet()
 
     ComputedBuffer.get_free_symbol_uses = find_in_dynamic_graphs  # type: ignore[method-assign]
+
+
+def _keep_bounds_that_are_the_same() -> None:
+    """Each time that an operation of a kernel is one that it has already, a constant most often,
+    Inductor intersects what is known of the bounds of the one with those of the other, by Max and
+    Min of sympy (110 us). Where both are the same, so is what they have in common.
+    """
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    intersect = ValueRanges.__and__
+
+    @functools.wraps(intersect)
+    def intersect_others(self: Any, other: Any) -> Any:
+        return self if self == other else intersect(self, other)
+
+    ValueRanges.__and__ = intersect_others  # type: ignore[method-assign]
+
+
+def _unite_sets_as_dicts() -> None:
+    """The scheduler unites all operations before a loop with all that are done, for every loop: the
+    work is quadratic in the number of layers, and Python's of each element, since the union of
+    OrderedSet is the one that collections.abc has for all sets. It is that of its two dicts.
+    """
+    from torch.utils._ordered_set import OrderedSet
+
+    unite = OrderedSet.__or__
+
+    @functools.wraps(unite)
+    def unite_dicts(self: Any, other: Any) -> Any:
+        if type(self) is type(other) is OrderedSet:
+            return OrderedSet._from_dict({**self._dict, **other._dict})
+        return unite(self, other)
+
+    OrderedSet.__or__ = unite_dicts  # type: ignore[method-assign]

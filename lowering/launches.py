@@ -127,12 +127,12 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
     if V.graph.cpp_wrapper:
         return None
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
-    launching = _launching(name, realized)
-    if launching is None:
+    by = launching(name, realized)
+    if by is None:
         return None
-    for i, form in launching.forms.items():
+    for i, form in by.forms.items():
         realized[i] = _formed(realized[i], form)
-    results = _results(op, realized)
+    results = results_of(op, realized)
     several = isinstance(results, tuple)
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
@@ -167,13 +167,13 @@ def _described(x: Any) -> tuple[Any, ...]:
 
 
 @_once_a_kind
-def _launching(name: str, args: Sequence[Any]) -> Any:
+def launching(name: str, args: Sequence[Any]) -> Any:
     """Of the kernel that serves a call; None where it is more than launches."""
     return serving(name, fakes(args)).launching
 
 
 @_once_a_kind
-def _results(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
+def results_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
     """Fakes of what an op returns, to be looked at alone."""
     with V.graph.fake_mode:
         return op(*fakes(args))
@@ -182,7 +182,7 @@ def _results(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
 @_once_a_kind
 def _launched(name: str, args: Sequence[Any]) -> list[Any]:
     """What a call of that kernel may launch."""
-    return list(_launching(name, args).launches(*fakes(args)))
+    return list(launching(name, args).launches(*fakes(args)))
 
 
 def _enqueue(member: Member) -> None:

@@ -16,12 +16,14 @@ from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.lowering.old_garbage import old_garbage_left
+from q2compile.runtime_kernels.registry import LIBRARY
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,
     backward_at_once,
     checkpoints_left_on_error,
 )
 from q2compile.torch_internals.dynamo import copied
+from q2compile.torch_internals.fake_tensors import remember_fakes
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     inductor_compile,
@@ -50,6 +52,7 @@ def compile_graph(
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
     """
+    remember_fakes(LIBRARY.ns)
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     at_once = backward_at_once(config.on_error == "bf16")
     with old_garbage_left(), checkpoints_left_on_error(), at_once:

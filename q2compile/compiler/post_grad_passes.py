@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,13 +84,13 @@ class PostGradPasses(CustomGraphPass):
         if self.fault is None:
             self._run(graph, kind)
             return
-        came = copied(_module(graph))
+        came = copy.deepcopy(graph)  # a module of it, with its code, is made when it is asked for
         try:
             self._run(graph, kind)
         except BackendError:
             raise
         except Exception as error:
-            raise self.fault(self.running, kind, came, error) from error
+            raise self.fault(self.running, kind, copied(_module(graph), came), error) from error
 
     def _run(self, graph: fx.Graph, kind: str) -> None:
         random_forward = self.config.resolved_policy.random_forward

@@ -199,10 +199,13 @@ def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
         copy._param_name_to_source = dynamo._param_name_to_source
 
 
-def copied(gm: fx.GraphModule | None) -> fx.GraphModule:
-    """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared."""
+def copied(gm: fx.GraphModule | None, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """``gm`` with new graphs, inside it (checkpoint bodies) too; tensors are shared.
+
+    graph: a copy of its own graph that was made before, in the place of one that is made now.
+    """
     assert gm is not None
-    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    new = fx.GraphModule(gm, graph or copy.deepcopy(gm.graph), type(gm).__name__)
     new.meta.update(gm.meta)
     carry_sources(gm, new)
     for name, inner in list(new.named_children()):

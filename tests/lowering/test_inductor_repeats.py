@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
@@ -15,9 +16,12 @@ from torch import nn
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ir import ComputedBuffer
 from torch._inductor.utils import op_dtype_propagation_rules
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from q2compile import lowering
-from q2compile.lowering import launches
+from q2compile.lowering import fusion_rule, launches
+from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -43,13 +47,14 @@ def sources(monkeypatch) -> list[str]:
     return found
 
 
-def compile_layers(count: int, dynamic: bool = False) -> None:
+def compile_layers(count: int, dynamic: bool = False, **options: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(count)))
     x = torch.zeros(256, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     with inductor_config.patch(INDUCTOR_OPTIONS):
-        torch.compile(model, backend="quartet2", dynamic=dynamic)(x).sum().backward()
+        compiled = torch.compile(model, backend="quartet2", dynamic=dynamic, options=options)
+        compiled(x).sum().backward()
 
 
 def generated(sources: list[str]) -> list[str]:
@@ -71,6 +76,8 @@ def test_code_is_that_without_it(dynamic, sources, monkeypatch) -> None:
     )
     find = ComputedBuffer.get_free_symbol_uses
     monkeypatch.setattr(ComputedBuffer, "get_free_symbol_uses", find.__wrapped__)  # type: ignore[attr-defined]
+    for cls, name in ((ValueRanges, "__and__"), (OrderedSet, "__or__")):
+        monkeypatch.setattr(cls, name, getattr(cls, name).__wrapped__)
     monkeypatch.setattr(launches, "_KINDS", Forgetful())
     compile_layers(2, dynamic)
     assert len(with_it) == 2 and with_it == generated(sources)
@@ -81,9 +88,12 @@ class Forgetful(dict):
         return default
 
 
-def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     """Kernels are looked up once for each kind of call, so the second and the third layer ask for
     nothing; of the first and of the last something may be different."""
+    monkeypatch.setattr(FusedSite, "_call", lambda site, given: None)
+    monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     asked: Counter[str] = Counter()
     serving = launches.serving
 
@@ -95,7 +105,8 @@ def test_equal_layers_have_equal_calls(sources, monkeypatch) -> None:
     counts = []
     for layers in (3, 4):
         asked.clear()
-        compile_layers(layers)
+        compile_layers(layers, fuse_rotations=fuse)
+        assert fuse == any("q2_fused_1" in source for source in generated(sources))
         counts.append(dict(asked))
     assert counts[0] == counts[1], counts
     assert counts[0]["requantize"] == 2  # of x and of w
@@ -108,3 +119,33 @@ def test_rules_are_made_when_there_are_new_ones(monkeypatch) -> None:
     monkeypatch.setitem(op_dtype_propagation_rules, "q2_test", rule)
     made = DtypePropagationOpsHandler().q2_test
     assert DtypePropagationOpsHandler().q2_test is made  # and not again
+
+
+BOUNDS = [
+    ValueRanges(*bounds)
+    for bounds in ((0, 7), (0, 7), (3, 3), (3.0, 3.0), (-1.5, 3.0), (sympy.false, sympy.true))
+] + [ValueRanges.unknown(), ValueRanges.unknown_int(), ValueRanges.unknown_bool()]
+
+
+@pytest.mark.parametrize("one", range(len(BOUNDS)))
+def test_bounds_in_common(one) -> None:
+    lowering.register()
+    intersect = ValueRanges.__and__.__wrapped__  # type: ignore[attr-defined]
+    for other in BOUNDS:
+        try:
+            want = intersect(BOUNDS[one], other)
+        except AssertionError:  # of numbers and truths there are none
+            with pytest.raises(AssertionError):
+                BOUNDS[one] & other
+        else:
+            assert BOUNDS[one] & other == want
+
+
+def test_sets_are_united_in_order() -> None:
+    lowering.register()
+    one, other = OrderedSet("qwert"), OrderedSet("trbaq")
+    assert list(one | other) == list("qwertba")
+    assert list(other | one) == list("trbaqwe")
+    assert list(one) == list("qwert") and list(other) == list("trbaq")
+    assert list(one | set("q")) == list("qwert")
+    assert isinstance(one | set("q"), OrderedSet)

@@ -104,6 +104,19 @@ def _cases() -> Iterator[tuple[str, str, int, dict[str, Any]]]:
     yield "90_experts", "experts", 90, {"policy": {"*": "quartet2"}}
 
 
+def _multiply_on_cpu(library: Any) -> None:
+    """Products of bf16 numbers in fp32, which code for GPUs calls, are CUDA's alone in torch."""
+    import torch
+
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "CPU"):
+        return
+
+    def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return a.to(dtype) @ b.to(dtype)
+
+    library.impl("mm.dtype", product, "CPU")
+
+
 def collect(tree: Path, out: Path) -> None:
     """Dump every case into ``out``, with the package that this process imports."""
     sys.path[:0] = [str(tree / part) for part in ("installed", "tests/support", "tests", "")]
@@ -120,6 +133,8 @@ def collect(tree: Path, out: Path) -> None:
 
     assert Path(str(lowering.__file__)).is_relative_to(tree.resolve()), "not this commit's package"
     torch.set_num_threads(1)
+    library = torch.library.Library("aten", "IMPL")  # as long as this lives
+    _multiply_on_cpu(library)
     for name, model_name, capability, options in _cases():
         torch._dynamo.reset()
         torch.manual_seed(0)

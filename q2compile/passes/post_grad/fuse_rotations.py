@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,17 +42,17 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     """
     notes: list[str] = []
     found = list(q2_nodes(graph, *_OPS))
-    sources = {node: _made_from(node) for node in found}
-    for node in found:
+    sources = [_made_from(node) for node in found]
+    near = _with_a_source_in_common(sources)
+    for node, own, others in zip(found, sources, near, strict=True):
         node.meta[MAY_FUSE] = notes
-        others = (sources[other] for other in found if other is not node)
-        node.meta[READS_THE_SAME] = any(_mostly_in(sources[node], other) for other in others)
+        node.meta[READS_THE_SAME] = any(_mostly_in(own, sources[other]) for other in others)
     for i, first in enumerate(found):
-        for second in found[i + 1 :]:
+        for j in (other for other in near[i] if other > i):
+            second = found[j]
             if PAIR in first.meta or PAIR in second.meta or not _are_alike(first, second):
                 continue
-            one, two = sources[first], sources[second]
-            together = _mostly_in(one, two) and _mostly_in(two, one)
+            together = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
             if together and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
     return len(found)
@@ -87,6 +89,16 @@ def _made_from(node: fx.Node) -> dict[Storage, int]:
         else:
             found |= storages(at)
     return found
+
+
+def _with_a_source_in_common(sources: Sequence[dict[Storage, int]]) -> list[list[int]]:
+    """For each of these the others that may have half of it: in a deep model few of many."""
+    readers: defaultdict[Storage, set[int]] = defaultdict(set)
+    for i, own in enumerate(sources):
+        for storage in own:
+            readers[storage].add(i)
+    found = (set[int]().union(*(readers[storage] for storage in own)) for own in sources)
+    return [sorted(others - {i}) for i, others in enumerate(found)]
 
 
 def _mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:

@@ -15,6 +15,7 @@ from q2compile.compiler import post_grad_passes
 from q2compile.config import Config
 from q2compile.errors import ConfigError
 from q2compile.lowering import fusion_rule
+from q2compile.passes.post_grad import fuse_rotations
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.quantize import fused
@@ -115,6 +116,29 @@ def test_operands_of_one_read_are_known_to_the_first() -> None:
     assert calls == [du, cut, dg, first, codes, second]
     assert first.meta[PAIR] == second.meta[PAIR]
     assert first.meta[READS_THE_SAME] and second.meta[READS_THE_SAME]
+
+
+def test_quantisers_with_no_source_in_common_are_not_compared(monkeypatch) -> None:
+    """Of the layers of a model each has sources of its own, and all read one small table."""
+    build = Builder()
+    seed = build.placeholder("seed", dtype=torch.int64)
+    table = build.placeholder("table", 1, 128)
+    made = []
+    for i in range(8):
+        dh, g = (build.placeholder(f"{name}{i}", 128, 128) for name in ("dh", "g"))
+        for x in (build.call(torch.ops.aten.mul.Tensor, dh, g), g):
+            if i == 0:
+                x = build.call(torch.ops.aten.mul.Tensor, x, table)
+            made.append(build.call(q2.rht_quantize_both.default, x, seed, seed, EDEN, "rht128", 0))
+    build.done(*made)
+    compared = []
+    mostly_in = fuse_rotations._mostly_in
+    monkeypatch.setattr(
+        fuse_rotations, "_mostly_in", lambda *two: compared.append(two) or mostly_in(*two)
+    )
+    assert fuse_rotations_pass(build.graph) == 16
+    assert len(compared) <= 4 * 8  # not 16 * 15 / 2
+    assert [node.meta[PAIR] for node in made] == [i - i % 2 for i in range(16)]
 
 
 def test_an_operand_that_waits_for_a_product_stays() -> None:
