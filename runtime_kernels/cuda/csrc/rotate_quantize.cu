@@ -256,7 +256,7 @@ Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Rows& ro
   Staged staged(shared_tiles, out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN)
-    coins_along_row(out, row_of_result(out, rows, row), block, coins);
+    coins_along_row(staged, row_of_result(out, rows, row), block, coins);
   u32 at = staged.place(row % kStagedRows, 64 * side);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -271,17 +271,27 @@ Q2_INLINE void store_values_of_rows(const Output& out, Tile tile, const Rows& ro
 Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
                                     const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
-  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, block = tile.row / kBlock;
+  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, pair = threadIdx.x % 8;
+  int block = tile.row / kBlock;
   Staged staged(shared_tiles, out, common);
   u32 coins[2][2] = {};
-  if constexpr (kRule == MS_EDEN) coins_along_cols(out, first, second, block, coins);
+  if constexpr (kRule == MS_EDEN) coins_along_cols(staged, first, second, block, coins);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, column = i % 2;
-    u32 at = staged.place((column ? second : first) % kStagedRows, 32 * quarter);
+    u32 at = staged.place(pair + 8 * column, 32 * quarter);
     staged.put(at, 8 * group, x[group], column, made.stored[group][column], coins[group][column]);
   }
-  staged.store(tile.col + kStagedRows * warp, block);
+  staged.store<true>(tile.col + kStagedRows * warp, block);
+}
+
+// A word of elements in shared memory with its signs, and what it holds.
+Q2_INLINE u32 with_mask(u32 word, u32 mask) {
+  return kSignsMultiply ? mul_bf16x2(word, mask) : word ^ mask;
+}
+Q2_INLINE Pair two_of(u32 word) {
+  if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u);
+  return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
@@ -304,15 +314,14 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
         uint4 m = kSigned ? ((const uint4*)masks.along_rows)[2 * side * kPieces + piece]
                           : uint4{0, 0, 0, 0};
-        words[half][0] = v.x ^ m.x, words[half][1] = v.y ^ m.y;
-        words[half][2] = v.z ^ m.z, words[half][3] = v.w ^ m.w;
+        words[half][0] = with_mask(v.x, m.x), words[half][1] = with_mask(v.y, m.y);
+        words[half][2] = with_mask(v.z, m.z), words[half][3] = with_mask(v.w, m.w);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         Pair* to = x[group] + i * kPerPiece + j * kPerPiece / 4;
         if constexpr (kBytes == 2) {
-          Pair a = kSource == BF16 ? from_bf16x2(words[0][j]) : from_f16x2(words[0][j]);
-          Pair b = kSource == BF16 ? from_bf16x2(words[1][j]) : from_f16x2(words[1][j]);
+          Pair a = two_of(words[0][j]), b = two_of(words[1][j]);
           to[0] = {a.a, b.a};
           to[1] = {a.b, b.b};
         } else {
@@ -364,8 +373,8 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
     for (int i = 0; i < 16; ++i) {
       const u8* at = shared + (source ^ twist(i)) + (64 * group + i) * kRowBytes;
       if constexpr (kBytes == 2) {
-        u32 word = *(const u32*)at ^ signs[i];
-        x[group][i] = kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
+        u32 word = *(const u32*)at;
+        x[group][i] = kSignsMultiply ? signed_bf16x2(word, signs[i]) : two_of(word ^ signs[i]);
       } else {
         uint2 two = *(const uint2*)at;
         x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
@@ -440,27 +449,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
   u32 turn = 0;  // of the tile that is worked on
-  if (kPacked) fetch_codes(p, tile, rows_of(p, tile, 0), share);
-  else fetch_elements(p, tile, rows_of(p, tile, 0), shared_tiles);
+  if (kPacked) fetch_codes(p, tile, rows_of(p, tile), share);
+  else fetch_elements(p, tile, rows_of(p, tile), shared_tiles);
+  look_up(p, tile, 0);
+  look_up(p, walk.after(tile), 1);
 #pragma unroll 1
   for (int i = 0; kSigned && i < kOperands; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
   if (kRows) rows = common_of(p, p.of[0].along_rows);
   if (kCols) cols = common_of(p, p.of[0].along_cols);
-  if (kPacked) __syncthreads();  // expand_codes reads the masks
+  if (kPacked) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += step, tile = next, ++turn) {
     bool more = index + step < p.tiles;
     next = walk.after(tile);
     u8* current = shared_tiles + stage * kStageBytes;
     if (kStages == 2) stage ^= 1;
+    look_up(p, walk.after(next), turn + 2);
     if (kPacked) expand_codes(share, current);
-    if (more && kPacked) fetch_codes(p, next, rows_of(p, next, turn + 1), share);
+    if (more && kPacked) fetch_codes(p, next, rows_now(p, next, turn + 1), share);
     if (!kPacked) await_copies();
     __syncthreads();
     if (more && !kPacked && kStages == 2)
-      fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kStageBytes);
+      fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes);
 #if Q2_PRODUCED
     if (kPrefetched && index + 2 * step < p.tiles) prefetch_elements(p, walk.after(next));
 #endif
@@ -479,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     }
     if (kStages == 1) {
       __syncthreads();
-      if (more && !kPacked) fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles);
+      if (more && !kPacked) fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles);
     }
   }
   finish(p.of[0], extents);

@@ -33,6 +33,11 @@ constexpr int kStageBytes = kOperands * kTileBytes;  // of an operand each, side
 constexpr int kBlock = 16;
 // What leaves is no codes but the bf16 numbers that they stand for, for a GEMM that wants those.
 constexpr bool kValues = Q2_WIDENED;
+enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
+constexpr Rule kRule = (Rule)Q2_RULE;
+// Signs are multiplied in: where all that comes of an infinity is NaN anyway.
+constexpr bool kSignsMultiply =
+    kSource == BF16 && kSigned && kValues && kRule == MS_EDEN && !kSums && !Q2_HW_FP4;
 
 #if Q2_PRODUCED
 #include "produced.cuh"
@@ -93,8 +98,9 @@ static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on
 static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
-  u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
-  u32 along_cols[128];
+  // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply).
+  u32 along_rows[kBytes == 2 ? 64 : 128];
+  u32 along_cols[128];  // kSignsMultiply: in the upper half
 #if Q2_SUMS
   float signs[128];  // along columns: 1 or -1, which make what was signed as it was
 #endif
@@ -196,26 +202,32 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 }
 #endif
 
-// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ...
+// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ..., which are
+// kShareRows rows apart.
 constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
+constexpr int kShareRows = kThreads / kTileBlocks;
+static_assert(kShareRows % 16 == 0, "the next of a share is that many copies or scales further");
 struct Share {
   uint2 codes[kShare];
   u32 scales[kShare];
 };
 
 Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& share) {
+  int place = threadIdx.x / kTileBlocks, row = rows.at(place), step = kShareRows >> rows.shift,
+      block = tile.col / kBlock + threadIdx.x % kTileBlocks,
+      scale = kSource == MXFP4 ? block / 2 : block;
+  // How many rows of x there are from `row` on, in steps of `step`.
+  int left = scale < p.source_blocks && rows.has(place) ? rows.first + rows.count - row : 0;
+  const u8* codes = (const u8*)p.x + row * p.pitch + block * 8;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int place = (s * kThreads + threadIdx.x) / kTileBlocks, row = rows.at(place),
-        block = tile.col / kBlock + threadIdx.x % kTileBlocks,
-        scale = kSource == MXFP4 ? block / 2 : block;
-    bool inside = rows.has(place) && scale < p.source_blocks;
-    long long at = kSourceSwizzled
-                       ? swizzled_at(row, scale, (p.source_blocks + 3) / 4)
-                       : (long long)(row >> p.scale_shift) * p.source_blocks + scale;
-    share.codes[s] =
-        inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
-    share.scales[s] = inside ? p.scales[at] : 0;
+    u32 down = s * step, at = row + down;
+    bool inside = (int)down < left;
+    share.codes[s] = inside ? *(const uint2*)(codes + mul_wide(down, p.pitch)) : uint2{0, 0};
+    const u8* of = kSourceSwizzled
+                       ? p.scales + swizzled_at(at, scale, (p.source_blocks + 3) / 4)
+                       : p.scales + scale + mul_wide(at >> p.scale_shift, p.source_blocks);
+    share.scales[s] = inside ? *of : 0;
   }
 }
 
@@ -282,10 +294,13 @@ Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
     masks.along_rows[i] = kBytes == 2
                               ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
                               : negative(random, i) << 31;
+    if (kSignsMultiply) masks.along_rows[i] |= 0x3F803F80u;
   }
   if (kCols && i < 128) {
     uint4 random = sign_bits(sign_seed_of(of.along_cols));
-    masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+    masks.along_cols[i] =
+        kSignsMultiply ? 0x3F800000u | negative(random, i) << 31
+                       : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
 #if Q2_SUMS
     masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
 #endif
