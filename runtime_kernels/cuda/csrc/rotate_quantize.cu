@@ -282,7 +282,7 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
     u32 at = staged.place(pair + 8 * column, 32 * quarter);
     staged.put(at, 8 * group, x[group], column, made.stored[group][column], coins[group][column]);
   }
-  staged.store<true>(tile.col + kStagedRows * warp, block);
+  staged.store_cols(tile.col + kStagedRows * warp, block);
 }
 
 // A word of elements in shared memory with its signs, and what it holds.

@@ -74,39 +74,16 @@ struct Staged {
   // The warp's rows of a tile, from `place_in_tile` on, go to the rows of the output that they come
   // from, from block `block` on.
   Q2_INLINE void store_rows(const Rows& rows, int place_in_tile, int block) const {
-    if (!kGrouped || (rows.shift == 0 && place_in_tile + kStagedRows <= rows.count))
-      return store<false>(rows.first + place_in_tile, block);
-    __syncwarp();
-    int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
-    bool inside = block + piece / 2 < out.blocks;
-#pragma unroll 1
-    for (int i = first; i < kStagedRows; i += 2) {
-      int row = row_of_result(out, rows, place_in_tile + i);
-      if (inside && row < out.rows) *target(row, block, piece) = *staged(i, piece);
-    }
-    __syncwarp();
+    int row = rows.first + place_in_tile;
+    bool in_order = !kGrouped || (rows.shift == 0 && place_in_tile + kStagedRows <= rows.count);
+    store<false>(row, block, in_order, [&](int j) {
+      return kGrouped ? row_of_result(out, rows, place_in_tile + j) : row + j;
+    });
   }
 
-  // The warp's rows go to rows `row` ... of the output, from block `block` on.
-  template <bool kAcross>
-  Q2_INLINE void store(int row, int block) const {
-    __syncwarp();
-    int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
-    const uint4* from = staged(first, piece);
-    uint4* to = target(row + row_of_staged<kAcross>(first), block, piece);
-    if (row + kStagedRows <= out.rows && block + kStagedRowBytes / 32 <= out.blocks) {
-#pragma unroll
-      for (int i = 0; i < kStagedRows; i += 2)
-        to[(u64)(2 * row_of_staged<kAcross>(i)) * (u32)out.blocks] =
-            from[(i % 8 * kStagedPitch + i / 8 * kStagedRowBytes) / 16];
-    } else if (block + piece / 2 < out.blocks) {
-#pragma unroll 1
-      for (int i = first; i < kStagedRows; i += 2) {
-        int at = row + row_of_staged<kAcross>(i);
-        if (at < out.rows) *target(at, block, piece) = *staged(i, piece);
-      }
-    }
-    __syncwarp();
+  // The warp's columns of a tile go to rows `row` ... of the output, from block `block` on.
+  Q2_INLINE void store_cols(int row, int block) const {
+    store<true>(row, block, true, [&](int j) { return row + row_of_staged<true>(j); });
   }
 
   // Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
@@ -120,6 +97,27 @@ struct Staged {
   }
 
  private:
+  // Row j goes to row_of(j); in_order: to `row` and row_of_staged(j) more.
+  template <bool kAcross, typename RowOf>
+  Q2_INLINE void store(int row, int block, bool in_order, RowOf row_of) const {
+    __syncwarp();
+    int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
+    if (in_order && row + kStagedRows <= out.rows && block + kStagedRowBytes / 32 <= out.blocks) {
+      const uint4* from = staged(first, piece);
+      uint4* to = target(row + row_of_staged<kAcross>(first), block, piece);
+#pragma unroll
+      for (int i = 0; i < kStagedRows; i += 2)
+        to[(u64)(2 * row_of_staged<kAcross>(i)) * (u32)out.blocks] =
+            from[(i % 8 * kStagedPitch + i / 8 * kStagedRowBytes) / 16];
+    } else if (block + piece / 2 < out.blocks) {
+#pragma unroll 1
+      for (int i = first; i < kStagedRows; i += 2) {
+        int at = row_of(i);
+        if (at < out.rows) *target(at, block, piece) = *staged(i, piece);
+      }
+    }
+    __syncwarp();
+  }
   Q2_INLINE const uint4* staged(int row, int piece) const {
     return (const uint4*)(shared + place(row, 16 * piece));
   }
