@@ -218,15 +218,16 @@ Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& 
       scale = kSource == MXFP4 ? block / 2 : block;
   // How many rows of x there are from `row` on, in steps of `step`.
   int left = scale < p.source_blocks && rows.has(place) ? rows.first + rows.count - row : 0;
-  const u8* codes = (const u8*)p.x + row * p.pitch + block * 8;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    u32 down = s * step, at = row + down;
-    bool inside = (int)down < left;
-    share.codes[s] = inside ? *(const uint2*)(codes + mul_wide(down, p.pitch)) : uint2{0, 0};
+    int down = s * step;
+    u32 at = row + down;
+    bool inside = down < left;
+    const u8* codes = (const u8*)p.x + block * 8 + mul_wide(at, p.pitch);
     const u8* of = kSourceSwizzled
                        ? p.scales + swizzled_at(at, scale, (p.source_blocks + 3) / 4)
                        : p.scales + scale + mul_wide(at >> p.scale_shift, p.source_blocks);
+    share.codes[s] = inside ? *(const uint2*)codes : uint2{0, 0};
     share.scales[s] = inside ? *of : 0;
   }
 }
@@ -251,16 +252,18 @@ Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
 
 // Widens a thread's share into the tile.
 Q2_INLINE void expand_codes(const Share& share, u8* shared) {
+  int place = threadIdx.x / kTileBlocks, block = threadIdx.x % kTileBlocks;
+  u32 target = place * kRowBytes + (slot(2 * block) ^ twist(place));
+  const u32* signs = masks[0].along_cols + place;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
-    u32 target = row * kRowBytes + (slot(2 * block) ^ twist(row));
-    u32 signs = kSigned ? masks[0].along_cols[row] : 0;
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s], signs, words);
-      *(uint4*)(shared + (target ^ slot(half))) = {words[0], words[1], words[2], words[3]};
+      widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s],
+            kSigned ? signs[s * kShareRows] : 0, words);
+      u8* to = shared + (target ^ twist(s * kShareRows) ^ slot(half)) + s * kShareRows * kRowBytes;
+      *(uint4*)to = {words[0], words[1], words[2], words[3]};
     }
   }
 }
