@@ -294,14 +294,26 @@ Q2_INLINE Pair two_of(u32 word) {
   return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
 }
 
+// Where a thread's elements of a tile begin: along rows, and in the upper half along columns. Of lanes
+// that a shuffle names, since what it gave is not computed again for each tile.
+Q2_INLINE u32 places_in_tile() {
+  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
+  int row = threadIdx.x / 2, side = threadIdx.x % 2;
+  u32 along_rows = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
+  int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
+  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
+  u32 along_cols = 16 * quarter * kRowBytes + (slot(piece) ^ twist(16 * quarter)) + within;
+  return __shfl_xor_sync(~0u, (kRows ? along_rows : 0) | along_cols << 16, 0);
+}
+
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
-                                   const Common& common, Extent& extent) {
+                                   u32 places, const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
-  u32 source = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
+  u32 source = places & 0xFFFF;
   Pair x[2][16];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -352,11 +364,9 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
 Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
-                                   const Common& common, Extent& extent) {
+                                   u32 places, const Common& common, Extent& extent) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
-  constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
-  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
-  u32 source = 16 * quarter * kRowBytes + (slot(piece) ^ twist(16 * quarter)) + within;
+  u32 source = places >> 16;
   Pair x[2][16];
   [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
@@ -446,6 +456,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   int index = blockIdx.x;
   const u32 step = thread_blocks(p);
   const Walk walk(p);
+  const u32 places = places_in_tile();
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
   u32 turn = 0;  // of the tile that is worked on
@@ -483,10 +494,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       const Directions& of = p.of[i];
       const u8* x = current + i * kTileBytes;
       if (kRows)
-        quantize_along_rows(p, of.along_rows, masks[i], tile, held, x, rows, extents.along_rows);
+        quantize_along_rows(p, of.along_rows, masks[i], tile, held, x, places, rows,
+                            extents.along_rows);
       if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, tile, cols);
       else if (kCols)
-        quantize_along_cols(p, of.along_cols, masks[i], tile, held, x, cols, extents.along_cols);
+        quantize_along_cols(p, of.along_cols, masks[i], tile, held, x, places, cols,
+                            extents.along_cols);
       if (kOperands == 2) exchange(extents, others);
     }
     if (kStages == 1) {
