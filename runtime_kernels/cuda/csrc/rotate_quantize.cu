@@ -285,35 +285,14 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
   staged.store_cols(tile.col + kStagedRows * warp, block);
 }
 
-// A word of elements in shared memory with its signs, and what it holds.
-Q2_INLINE u32 with_mask(u32 word, u32 mask) {
-  return kSignsMultiply ? mul_bf16x2(word, mask) : word ^ mask;
-}
-Q2_INLINE Pair two_of(u32 word) {
-  if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u);
-  return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
-}
-
-// Where a thread's elements of a tile begin: along rows, and in the upper half along columns. Of lanes
-// that a shuffle names, since what it gave is not computed again for each tile.
-Q2_INLINE u32 places_in_tile() {
-  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
-  int row = threadIdx.x / 2, side = threadIdx.x % 2;
-  u32 along_rows = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
-  int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
-  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
-  u32 along_cols = 16 * quarter * kRowBytes + (slot(piece) ^ twist(16 * quarter)) + within;
-  return __shfl_xor_sync(~0u, (kRows ? along_rows : 0) | along_cols << 16, 0);
-}
-
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
-                                   u32 places, const Common& common, Extent& extent) {
+                                   Places places, const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
-  u32 source = places & 0xFFFF;
+  u32 source = places.along_rows();
   Pair x[2][16];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -364,9 +343,9 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
 Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
-                                   u32 places, const Common& common, Extent& extent) {
+                                   Places places, const Common& common, Extent& extent) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
-  u32 source = places >> 16;
+  u32 source = places.along_cols();
   Pair x[2][16];
   [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
@@ -456,12 +435,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   int index = blockIdx.x;
   const u32 step = thread_blocks(p);
   const Walk walk(p);
-  const u32 places = places_in_tile();
+  const Places places = places_in_tile();
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
   u32 turn = 0;  // of the tile that is worked on
   if (kPacked) fetch_codes(p, tile, rows_of(p, tile), share);
-  else fetch_elements(p, tile, rows_of(p, tile), shared_tiles);
+  else fetch_elements(p, tile, rows_of(p, tile), shared_tiles, places);
   look_up(p, tile, 0);
   look_up(p, walk.after(tile), 1);
 #pragma unroll 1
@@ -478,12 +457,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     u8* current = shared_tiles + stage * kStageBytes;
     if (kStages == 2) stage ^= 1;
     look_up(p, walk.after(next), turn + 2);
-    if (kPacked) expand_codes(share, current);
+    if (kPacked) expand_codes(share, current, places);
     if (more && kPacked) fetch_codes(p, next, rows_now(p, next, turn + 1), share);
     if (!kPacked) await_copies();
     __syncthreads();
     if (more && !kPacked && kStages == 2)
-      fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes);
+      fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes,
+                     places);
 #if Q2_PRODUCED
     if (kPrefetched && index + 2 * step < p.tiles) prefetch_elements(p, walk.after(next));
 #endif
@@ -504,7 +484,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     }
     if (kStages == 1) {
       __syncthreads();
-      if (more && !kPacked) fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles);
+      if (more && !kPacked)
+        fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles, places);
     }
   }
   finish(p.of[0], extents);

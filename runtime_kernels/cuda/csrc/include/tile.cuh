@@ -107,6 +107,15 @@ struct __align__(16) Masks {
 };
 __shared__ Masks masks[kOperands];
 
+// A word of elements in shared memory with its signs, and what it holds.
+Q2_INLINE u32 with_mask(u32 word, u32 mask) {
+  return kSignsMultiply ? mul_bf16x2(word, mask) : word ^ mask;
+}
+Q2_INLINE Pair two_of(u32 word) {
+  if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u);
+  return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
+}
+
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
 // loading; along rows one piece of every other pair of blocks of four rows; along columns 2 (of
@@ -118,6 +127,27 @@ constexpr Q2_INLINE u32 twist(int row) {
 }
 constexpr Q2_INLINE u32 slot(int piece) {
   return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
+}
+
+// Where a thread's part of a tile begins: of what it fetches, and of what it rounds. A shuffle gives
+// them, since what it gave stays in a register instead of being computed again for each tile.
+struct Places {
+  u32 fetched, rounded;
+  Q2_INLINE u32 along_rows() const { return rounded & 0xFFFF; }
+  Q2_INLINE u32 along_cols() const { return rounded >> 16; }
+};
+
+Q2_INLINE Places places_in_tile() {
+  constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
+  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
+  auto at = [](int row, int piece) { return row * kRowBytes + (slot(piece) ^ twist(row)); };
+  u32 fetched = at(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
+  u32 along_rows = kRows ? at(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
+  int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
+  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
+  u32 along_cols = at(16 * quarter, piece) + within;
+  return {__shfl_xor_sync(~0u, fetched, 0),
+          __shfl_xor_sync(~0u, along_rows | along_cols << 16, 0)};
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -174,10 +204,11 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 #include "fetch_produced.cuh"
 #else
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared) {
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,
+                              Places places) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
+  u32 target = places.fetched;
   const u8* source =
       (const u8*)p.x + ((rows.first + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
   long long step = kRowStep * p.pitch * kBytes;
@@ -191,7 +222,7 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
       int n = rows.has(row + r) ? cols_left : 0;
-      u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
+      u8* to = shared + (places.fetched ^ twist(r)) + r * kRowBytes;
       const u8* from = kGrouped ? source + (rows.at(row + r) - rows.first - row - r) * p.pitch * kBytes
                                 : source;
       if (kVectors && n == kPerPiece) copy_async(to, from);
@@ -251,10 +282,8 @@ Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
 }
 
 // Widens a thread's share into the tile.
-Q2_INLINE void expand_codes(const Share& share, u8* shared) {
-  int place = threadIdx.x / kTileBlocks, block = threadIdx.x % kTileBlocks;
-  u32 target = place * kRowBytes + (slot(2 * block) ^ twist(place));
-  const u32* signs = masks[0].along_cols + place;
+Q2_INLINE void expand_codes(const Share& share, u8* shared, Places places) {
+  const u32* signs = masks[0].along_cols + threadIdx.x / kTileBlocks;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
     u32 words[4];
@@ -262,7 +291,7 @@ Q2_INLINE void expand_codes(const Share& share, u8* shared) {
     for (int half = 0; half < 2; ++half) {
       widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s],
             kSigned ? signs[s * kShareRows] : 0, words);
-      u8* to = shared + (target ^ twist(s * kShareRows) ^ slot(half)) + s * kShareRows * kRowBytes;
+      u8* to = shared + (places.fetched ^ twist(s * kShareRows) ^ slot(half)) + s * kShareRows * kRowBytes;
       *(uint4*)to = {words[0], words[1], words[2], words[3]};
     }
   }
