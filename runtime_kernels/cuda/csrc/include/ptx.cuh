@@ -128,14 +128,16 @@ Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
 }
 
 // Two bf16 as fp32, each times the bf16 in the upper half of `sign`, 1 or -1; its lower half is 0. By
-// multiply-adds, whose pipe has more room than that of shifts and masks; infinities become NaN.
-__constant__ u32 zeros = 0x80000000u;
+// multiply-adds, whose pipe has more room than that of shifts and masks; infinities become NaN. -0 is
+// added, which keeps the sign of 0, and 0 below it: of a constant that ptxas knows it would make
+// those anew each time.
+__constant__ u32 zero_below_minus_zero = 0x80000000u;
 Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
   u32 a, b;
   asm("{ .reg .b16 l, h; .reg .b32 ll, hh; mov.b32 {l, h}, %2; mov.b32 ll, {l, l}; mov.b32 hh, {h, "
       "h}; fma.rn.bf16x2 %0, ll, %3, %4; fma.rn.bf16x2 %1, hh, %3, %4; }"
       : "=r"(a), "=r"(b)
-      : "r"(word), "r"(sign), "r"(zeros));  // -0 keeps the sign of 0
+      : "r"(word), "r"(sign), "r"(zero_below_minus_zero));
   return {__uint_as_float(a), __uint_as_float(b)};
 }
 

@@ -129,6 +129,10 @@ constexpr Q2_INLINE u32 slot(int piece) {
   return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
 }
 
+constexpr Q2_INLINE u32 place_in_tile(int row, int piece) {
+  return row * kRowBytes + (slot(piece) ^ twist(row));
+}
+
 // Where a thread's part of a tile begins: of what it fetches, and of what it rounds. A shuffle gives
 // them, since what it gave stays in a register instead of being computed again for each tile.
 struct Places {
@@ -140,14 +144,12 @@ struct Places {
 Q2_INLINE Places places_in_tile() {
   constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
   constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
-  auto at = [](int row, int piece) { return row * kRowBytes + (slot(piece) ^ twist(row)); };
-  u32 fetched = at(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
-  u32 along_rows = kRows ? at(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
+  u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
+  u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
   int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
-  u32 along_cols = at(16 * quarter, piece) + within;
-  return {__shfl_xor_sync(~0u, fetched, 0),
-          __shfl_xor_sync(~0u, along_rows | along_cols << 16, 0)};
+  u32 cols = place_in_tile(16 * quarter, piece) + within;
+  return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -291,8 +293,8 @@ Q2_INLINE void expand_codes(const Share& share, u8* shared, Places places) {
     for (int half = 0; half < 2; ++half) {
       widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s],
             kSigned ? signs[s * kShareRows] : 0, words);
-      u8* to = shared + (places.fetched ^ twist(s * kShareRows) ^ slot(half)) + s * kShareRows * kRowBytes;
-      *(uint4*)to = {words[0], words[1], words[2], words[3]};
+      u8* to = shared + (places.fetched ^ twist(s * kShareRows) ^ slot(half));
+      *(uint4*)(to + s * kShareRows * kRowBytes) = {words[0], words[1], words[2], words[3]};
     }
   }
 }
