@@ -26,6 +26,16 @@ constexpr Q2_INLINE int row_of_staged(int j) {
   return kPacked ? j % 8 / 4 * 8 + j % 4 + j / 8 * 4 : j % 8 * 2 + j / 8;
 }
 
+// What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with its own coin.
+Q2_INLINE float scale_value(const Common& common, u32 stored, u32 coin) {
+  if constexpr (kRule == MX) return from_e8m0(stored);
+  if constexpr (kRule == EXACT) return from_e4m3(stored);
+  float worth = __uint_as_float(stored);
+  if constexpr (kRule == MS_EDEN)  // 0 becomes 1, which serves as well for codes that are all 0
+    return provisional(stochastic_4_bits(worth * common.factor, coin));
+  return stored == 0 ? 0.0f : provisional(worth);
+}
+
 // What a warp makes of its 16 rows of the result, on its way through shared memory.
 struct Staged {
   u8* shared;
@@ -44,21 +54,11 @@ struct Staged {
     return base + row % 8 * kStagedPitch + row / 8 * kStagedRowBytes + byte;
   }
 
-  // What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with its own coin.
-  Q2_INLINE float scale_value(u32 stored, u32 coin) const {
-    if constexpr (kRule == MX) return from_e8m0(stored);
-    if constexpr (kRule == EXACT) return from_e4m3(stored);
-    float worth = __uint_as_float(stored);
-    if constexpr (kRule == MS_EDEN)  // 0 becomes 1, which serves as well for codes that are all 0
-      return provisional(stochastic_4_bits(worth * common.factor, coin));
-    return stored == 0 ? 0.0f : provisional(worth);
-  }
-
   // One block, which is one member of the pairs (kUnit), times its scale, as pieces `piece` and
   // piece + 1 from `at`.
   Q2_INLINE void put(u32 at, int piece, const Pair (&block)[16], int member, u32 stored,
                      u32 coin) const {
-    float scale = scale_value(stored, coin) * (1.0f / kUnit);
+    float scale = scale_value(common, stored, coin) * (1.0f / kUnit);
     u32 two = to_bf16x2(scale, scale), words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -68,7 +68,7 @@ struct Staged {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       *(uint4*)(shared + at + 16 * (piece + half)) = {words[4 * half], words[4 * half + 1],
-                                                        words[4 * half + 2], words[4 * half + 3]};
+                                                      words[4 * half + 2], words[4 * half + 3]};
   }
 
   // The warp's rows of a tile, from `place_in_tile` on, go to the rows of the output that they come
@@ -84,16 +84,6 @@ struct Staged {
   // The warp's columns of a tile go to rows `row` ... of the output, from block `block` on.
   Q2_INLINE void store_cols(int row, int block) const {
     store<true>(row, block, true, [&](int j) { return row + row_of_staged<true>(j); });
-  }
-
-  // Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
-  Q2_INLINE const u8* exchanged_coins(u64 index) const {
-    uint4 drawn[1];
-    philox(*out.seed, index, out.stream, COINS, drawn);
-    uint4* at = (uint4*)(shared + base) + threadIdx.x % 32;
-    *at = drawn[0];
-    __syncwarp();
-    return (const u8*)at;
   }
 
  private:
@@ -126,12 +116,23 @@ struct Staged {
   }
 };
 
+// Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
+Q2_INLINE const u8* exchanged_coins(const Staged& staged, u64 index) {
+  uint4 drawn[1];
+  const Output& out = staged.out;
+  philox(*out.seed, index, out.stream, COINS, drawn);
+  uint4* at = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
+  *at = drawn[0];
+  __syncwarp();
+  return (const u8*)at;
+}
+
 // Coins of the scales of the four blocks that a lane has along a row, [group][half]: the lanes of a
 // row make a Philox block each, and hand them on through the warp's shared memory.
 Q2_INLINE void coins_along_row(const Staged& staged, int row, int block, u32 (&coins)[2][2]) {
   int side = threadIdx.x % 2;
   u64 index = ((u64)row * staged.out.blocks + block) / 4 + side;
-  const u8* drawn = staged.exchanged_coins(index) - 16 * side + 8 * side;
+  const u8* drawn = exchanged_coins(staged, index) - 16 * side + 8 * side;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint2 two = *(const uint2*)(drawn + 16 * half);
@@ -145,7 +146,7 @@ Q2_INLINE void coins_along_cols(const Staged& staged, int first, int second, int
                                 u32 (&coins)[2][2]) {
   int quarter = threadIdx.x / 8 % 4;
   u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
-  const u8* drawn = staged.exchanged_coins(index) - 16 * 8 * quarter + 4 * quarter;
+  const u8* drawn = exchanged_coins(staged, index) - 16 * 8 * quarter + 4 * quarter;
 #pragma unroll
   for (int i = 0; i < 4; ++i) coins[i % 2][i / 2] = *(const u32*)(drawn + 16 * 8 * i);
   __syncwarp();
