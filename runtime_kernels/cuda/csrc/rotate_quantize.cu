@@ -42,7 +42,7 @@
 #include "tile_sums.cuh"
 #include "widened.cuh"
 
-extern __shared__ __align__(128) u8 shared_tiles[];
+extern __shared__ __align__(16) u8 shared_tiles[];
 
 // -------------------------------------------------------------------------------------------------
 // Rotation and quantisation of what a thread holds

@@ -99,7 +99,7 @@ static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not writt
 
 struct __align__(16) Masks {
   // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply).
-  u32 along_rows[kBytes == 2 ? 64 : 128];
+  u32 along_rows[kRows ? (kBytes == 2 ? 64 : 128) : 4];
   u32 along_cols[128];  // kSignsMultiply: in the upper half
 #if Q2_SUMS
   float signs[128];  // along columns: 1 or -1, which make what was signed as it was
@@ -149,6 +149,7 @@ Q2_INLINE Places places_in_tile() {
   int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
   u32 cols = place_in_tile(16 * quarter, piece) + within;
+  if (kValues && kRule == MX) return {fetched, rows | cols << 16};  // coins leave no registers
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
 }
 

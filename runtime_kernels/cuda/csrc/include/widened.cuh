@@ -16,7 +16,7 @@
 constexpr int kStagedRows = 16;
 constexpr int kStagedRowBytes = 256;
 constexpr int kStagedPitch = 2 * kStagedRowBytes + 16;  // of two rows
-constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch;  // of a warp
+constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch - 16;  // of a warp
 
 // Along columns a lane's first column is row `pair` of those, and its second row pair + 8. Of the
 // result row j is then this one of 16: neighbours, or columns 4 apart in expand_codes' order.
