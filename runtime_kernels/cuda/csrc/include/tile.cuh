@@ -149,7 +149,8 @@ Q2_INLINE Places places_in_tile() {
   int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
   int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
   u32 cols = place_in_tile(16 * quarter, piece) + within;
-  if (kValues && kRule == MX) return {fetched, rows | cols << 16};  // coins leave no registers
+  constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4);
+  if (kNoRegisters) return {fetched, rows | cols << 16};
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
 }
 
