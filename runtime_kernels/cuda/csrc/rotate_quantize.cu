@@ -39,11 +39,12 @@
 // values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
 #include "extents.cuh"
+#include "stores.cuh"
 #include "tail.cuh"
 #include "tile_sums.cuh"
 #include "widened.cuh"
 
-extern __shared__ __align__(128) u8 shared_tiles[];
+extern __shared__ __align__(16) u8 shared_tiles[];
 
 // -------------------------------------------------------------------------------------------------
 // Rotation and quantisation of what a thread holds
@@ -88,13 +89,6 @@ Q2_INLINE Pair larger(Pair x, Pair y) {
 Q2_INLINE u32 largest_of(Pair x) {
   return max(__float_as_uint(x.a), __float_as_uint(x.b));
 }
-
-// What a thread has made: groups, and members of the pairs.
-struct Results {
-  u32 codes[2][2][2];
-  u32 stored[2][2];
-  u32 trusted[2];  // kMasked: of a member's two blocks
-};
 
 // first: index of the first coin's Philox block, for each member of group 0; step: from there to
 // group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one. x becomes what the
@@ -144,91 +138,9 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
   }
 }
 
-// Where the results for one row of the output go, from block `block` on. The worths of a chunk of
-// 128 lie in the order 0 4 1 5 2 6 3 7, so that what a lane has of them lies side by side, and
-// lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
-// here.
-struct Target {
-  u8* codes;
-  u8* scales;
-  int left;  // blocks that exist from here on
-};
-constexpr bool kInterleaved = kWorths && kSize == 128;
-constexpr bool kEven = kSize >= 32 || kRule == MX;  // a row of results has an even number of blocks
-constexpr bool kSwizzled = Q2_SWIZZLED;
-
-Q2_INLINE Target target_at(const Output& out, int row, int block) {
-  long long at = (long long)row * out.blocks + block;
-  long long scales_at = kWorths ? 4 * at : (kRule == MX ? at / 2 : at);
-  return {out.codes + at * 8, (u8*)out.scales + scales_at, row < out.rows ? out.blocks - block : 0};
-}
-
 // Philox block of the first coin of a block of 16 (plan.py refuses operands too large for 32 bits).
 Q2_INLINE u32 coins_at(const Output& out, int row, int block) {
   return 4 * ((u32)row * out.blocks + block);
-}
-
-// One block, `ahead` of the target's.
-Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
-  if (ahead >= target.left) return;
-  if constexpr (kCodes) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
-  if constexpr (kSwizzled) return;  // store_swizzled
-  if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
-  else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
-  else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
-}
-
-// Two neighbours, where there are both or none; ahead is even. Worths: store_four_worths.
-Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
-                         const u32 (&second)[2], u32 stored_first, u32 stored_second) {
-  if (ahead >= target.left) return;
-  if constexpr (kCodes)
-    *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
-  if constexpr (kSwizzled || kWorths) return;  // store_swizzled
-  if constexpr (kRule == EXACT)
-    ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
-  else target.scales[ahead / 2] = (u8)stored_first;
-}
-
-// Scales of one row of the result, from block `block` of 16 on: one as u8, or two as u16.
-template <typename Bytes>
-Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) {
-  constexpr int kShift = kRule == MX;  // blocks of 32
-  int across = ((out.blocks >> kShift) + 3) / 4;
-  block >>= kShift;
-  if (block / 4 < across && row / 128 * 128 < out.rows)
-    *(Bytes*)((u8*)out.scales + swizzled_at(row, block, across)) =
-        (Bytes)(row < out.rows ? bytes : 0);
-}
-
-// Those of two neighbours: one scale of MX.
-Q2_INLINE void store_two_swizzled(const Output& out, int row, int block, u32 first, u32 second) {
-  if constexpr (kRule == MX) store_swizzled<u8>(out, row, block, first);
-  else store_swizzled<u16>(out, row, block, first | second << 8);
-}
-
-// The mask of two neighbours.
-Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, int row, int block,
-                          u32 trusted) {
-#if Q2_MASKED
-  p.mask[((long long)row * out.blocks + block) / 2] = trusted;
-#endif
-}
-
-// The worths of a row of a tile, where rows have them in fours: its lanes swap two of them each, so that
-// each has four side by side.
-Q2_INLINE void store_four_worths(const Target& target, const Results& made) {
-  int side = threadIdx.x % 2;
-  u32 four[4];
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    u32 lower = made.stored[group][0], upper = made.stored[group][1];
-    u32 got = __shfl_xor_sync(~0u, side ? lower : upper, 1);
-    four[group] = side ? got : lower;
-    four[2 + group] = side ? upper : got;
-  }
-  if (4 * side < target.left)
-    ((uint4*)target.scales)[side] = {four[0], four[1], four[2], four[3]};
 }
 
 // Codes, scales and masks that quantize_along_rows made.
@@ -277,7 +189,7 @@ Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile til
   Staged staged(shared_tiles, values_of(p, out), out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN)
-    coins_along_row(out, row_of_result(out, rows, row), block, coins);
+    coins_along_row(staged, row_of_result(out, rows, row), block, coins);
   u32 at = staged.place(row % kStagedRows, 64 * side);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -292,27 +204,28 @@ Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile til
 Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
                                     const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
-  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, block = tile.row / kBlock;
+  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, pair = threadIdx.x % 8;
+  int block = tile.row / kBlock;
   Staged staged(shared_tiles, out.codes, out, common);
   u32 coins[2][2] = {};
-  if constexpr (kRule == MS_EDEN) coins_along_cols(out, first, second, block, coins);
+  if constexpr (kRule == MS_EDEN) coins_along_cols(staged, first, second, block, coins);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, column = i % 2;
-    u32 at = staged.place((column ? second : first) % kStagedRows, 32 * quarter);
+    u32 at = staged.place(pair + 8 * column, 32 * quarter);
     staged.put(at, 8 * group, x[group], column, made.stored[group][column], coins[group][column]);
   }
-  staged.store(tile.col + kStagedRows * warp, block);
+  staged.store_cols(tile.col + kStagedRows * warp, block);
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
 // 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
 Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
-                                   const Common& common, Extent& extent) {
+                                   Places places, const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
   int row = threadIdx.x / 2, side = threadIdx.x % 2;
-  u32 source = row * kRowBytes + (slot(2 * side * kPieces) ^ twist(row));
+  u32 source = places.along_rows();
   Pair x[2][16];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -325,15 +238,14 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
         uint4 m = kSigned ? ((const uint4*)masks.along_rows)[2 * side * kPieces + piece]
                           : uint4{0, 0, 0, 0};
-        words[half][0] = v.x ^ m.x, words[half][1] = v.y ^ m.y;
-        words[half][2] = v.z ^ m.z, words[half][3] = v.w ^ m.w;
+        words[half][0] = with_mask(v.x, m.x), words[half][1] = with_mask(v.y, m.y);
+        words[half][2] = with_mask(v.z, m.z), words[half][3] = with_mask(v.w, m.w);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         Pair* to = x[group] + i * kPerPiece + j * kPerPiece / 4;
         if constexpr (kBytes == 2) {
-          Pair a = kSource == BF16 ? from_bf16x2(words[0][j]) : from_f16x2(words[0][j]);
-          Pair b = kSource == BF16 ? from_bf16x2(words[1][j]) : from_f16x2(words[1][j]);
+          Pair a = two_of(words[0][j]), b = two_of(words[1][j]);
           to[0] = {a.a, b.a};
           to[1] = {a.b, b.b};
         } else {
@@ -364,11 +276,9 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
 Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
-                                   const Common& common, Extent& extent) {
+                                   Places places, const Common& common, Extent& extent) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
-  constexpr int kPieces = kBlock * kBytes / 16;  // 16-byte pieces of a warp's 16 columns
-  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
-  u32 source = 16 * quarter * kRowBytes + (slot(piece) ^ twist(16 * quarter)) + within;
+  u32 source = places.along_cols();
   Pair x[2][16];
   [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
@@ -385,8 +295,8 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
     for (int i = 0; i < 16; ++i) {
       const u8* at = shared + (source ^ twist(i)) + (64 * group + i) * kRowBytes;
       if constexpr (kBytes == 2) {
-        u32 word = *(const u32*)at ^ signs[i];
-        x[group][i] = kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
+        u32 word = *(const u32*)at;
+        x[group][i] = kSignsMultiply ? signed_bf16x2(word, signs[i]) : two_of(word ^ signs[i]);
       } else {
         uint2 two = *(const uint2*)at;
         x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
@@ -458,30 +368,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   int index = blockIdx.x;
   const u32 step = thread_blocks(p);
   const Walk walk(p);
+  const Places places = places_in_tile();
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
   u32 turn = 0;  // of the tile that is worked on
-  if (kPacked) fetch_codes(p, tile, rows_of(p, tile, 0), share);
-  else fetch_elements(p, tile, rows_of(p, tile, 0), shared_tiles);
+  if (kPacked) fetch_codes(p, tile, rows_of(p, tile), share);
+  else fetch_elements(p, tile, rows_of(p, tile), shared_tiles, places);
+  look_up(p, tile, 0);
+  look_up(p, walk.after(tile), 1);
 #pragma unroll 1
   for (int i = 0; kSigned && i < kOperands; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
   if (kRows) rows = common_of(p, p.of[0].along_rows);
   if (kCols) cols = common_of(p, p.of[0].along_cols);
-  if (kPacked) __syncthreads();  // expand_codes reads the masks
+  if (kPacked) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += step, tile = next, ++turn) {
     bool more = index + step < p.tiles;
     next = walk.after(tile);
     u8* current = shared_tiles + stage * kStageBytes;
     if (kStages == 2) stage ^= 1;
-    if (kPacked) expand_codes(share, current);
-    if (more && kPacked) fetch_codes(p, next, rows_of(p, next, turn + 1), share);
+    look_up(p, walk.after(next), turn + 2);
+    if (kPacked) expand_codes(share, current, places);
+    if (more && kPacked) fetch_codes(p, next, rows_now(p, next, turn + 1), share);
     if (!kPacked) await_copies();
     __syncthreads();
     if (more && !kPacked && kStages == 2)
-      fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles + stage * kStageBytes);
+      fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes,
+                     places);
 #if Q2_PRODUCED
     if (kPrefetched && index + 2 * step < p.tiles) prefetch_elements(p, walk.after(next));
 #endif
@@ -492,15 +407,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       const Directions& of = p.of[i];
       const u8* x = current + i * kTileBytes;
       if (kRows)
-        quantize_along_rows(p, of.along_rows, masks[i], tile, held, x, rows, extents.along_rows);
+        quantize_along_rows(p, of.along_rows, masks[i], tile, held, x, places, rows,
+                            extents.along_rows);
       if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, tile, cols);
       else if (kCols)
-        quantize_along_cols(p, of.along_cols, masks[i], tile, held, x, cols, extents.along_cols);
+        quantize_along_cols(p, of.along_cols, masks[i], tile, held, x, places, cols,
+                            extents.along_cols);
       if (kOperands == 2) exchange(extents, others);
     }
     if (kStages == 1) {
       __syncthreads();
-      if (more && !kPacked) fetch_elements(p, next, rows_of(p, next, turn + 1), shared_tiles);
+      if (more && !kPacked)
+        fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles, places);
     }
   }
   finish(p.of[0], extents);

@@ -20,10 +20,11 @@ SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
 _FP32 = SOURCES[torch.float32]
 TILE = 128
 _FILE = "rotate_quantize.cu"
-_STAGED = 16 * 256  # bytes of a warp (widened.cuh)
+_STAGED = 8 * (2 * 256 + 16) - 16  # bytes of a warp (widened.cuh)
 _SIGNS = 4 * TILE  # more of those, where columns are summed
 _MASKS = 8 * TILE  # and of another operand
-_BESIDES = 1024 + 896  # bytes of a thread block: what CUDA keeps of it, and static variables
+_BESIDES = 1024 + 864  # bytes of a thread block: what CUDA keeps of it, and static variables
+_FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, where they are not needed
 # Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
 _KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 # The parameter structs, for Python's struct module.
@@ -89,7 +90,7 @@ def rotate_launch(
     operands = len(producer.results) if producer else 1
     tile = operands * _tile_bytes(source, threads)
     staged = _staged_bytes(widened, threads)
-    besides = staged + sums * _SIGNS
+    besides = staged + sums * _SIGNS - (not rows) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
     one = source == _FP32 or operands > 1
     stages = 1 if one else stages_in(room, blocks_per_multiprocessor, tile, besides)
     return _rotate_launch(

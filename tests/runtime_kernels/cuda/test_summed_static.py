@@ -37,8 +37,8 @@ CASES = [
     *[("mxfp4", "sm_100a"), ("mxfp4", "sm_120a"), ("quartet", "sm_90a"), ("quartet", "sm_100a")],
 ]
 # A few loads and stores for 8192 elements of a warp: as many as without sums (test_cuda_static.py),
-# and at most 22 of some 4000 instructions where there were none.
-SPILLS = {("tetrajet2", "sm_90a"): 59, ("quartet2", "sm_80"): 12, ("quartet2", "sm_89"): 22}
+# and at most 18 of some 3600 instructions where there were none.
+SPILLS = {("tetrajet2", "sm_90a"): 59, ("quartet2", "sm_80"): 18, ("quartet2", "sm_89"): 18}
 if nvrtc.version() >= (13, 2):  # that of torch 2.15
     SPILLS |= {("quartet2", architecture): 2 for architecture in ("sm_120a", "sm_121a")}
 

@@ -82,8 +82,8 @@ def _folder() -> tempfile.TemporaryDirectory:
 def _kernel(variant: nvrtc.Variant, threads: int, converts: tuple) -> ctypes.CDLL:
     source = (nvrtc.SOURCES / variant.file).read_text()
     # Dynamic shared memory is one array; a multiprocessor has no more than this.
-    dynamic = "extern __shared__ __align__(128) u8 shared_tiles[];"
-    source = source.replace(dynamic, "static __align__(128) u8 shared_tiles[228 * 1024];")
+    dynamic = "extern __shared__ __align__(16) u8 shared_tiles[];"
+    source = source.replace(dynamic, "static __align__(16) u8 shared_tiles[228 * 1024];")
     main = _MAIN.format(entry=variant.entry, threads=threads)
     return library(source + main, (*variant.defines, *converts), variant.headers)
 

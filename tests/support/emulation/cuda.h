@@ -17,6 +17,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __shared__ static
+#define __constant__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __grid_constant__

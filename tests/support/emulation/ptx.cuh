@@ -28,6 +28,9 @@ Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
   return {fmaf(x.a, y.a, w.a), fmaf(x.b, y.b, w.b)};
 }
 
+Q2_INLINE u64 mul_wide(u32 x, u32 y) {
+  return (u64)x * y;
+}
 // One ulp off to either side by a hash of x: a kernel must not depend on how good the approximation
 // is.
 Q2_INLINE float approximate_reciprocal(float x) {
@@ -103,6 +106,10 @@ Q2_INLINE u32 to_bf16x2(float low, float high) {
 Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
   return to_bf16x2(__uint_as_float(x << 16) * __uint_as_float(y << 16),
                    __uint_as_float(x & 0xFFFF0000u) * __uint_as_float(y & 0xFFFF0000u));
+}
+Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
+  float s = __uint_as_float(sign & 0xFFFF0000u);
+  return {__uint_as_float(word << 16) * s, __uint_as_float(word & 0xFFFF0000u) * s};
 }
 
 Q2_INLINE float decode_e4m3(u32 byte) {

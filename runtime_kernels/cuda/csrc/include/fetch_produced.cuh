@@ -10,10 +10,11 @@ Q2_INLINE void put_pieces(u8* to, const uint4 (&made)[kOperands]) {
 // As fetch_elements of tile.cuh, whose place it takes. The loads of kRowsAhead rows are on their way
 // together; a thread waits for them, and the other warps of the multiprocessor round meanwhile. All
 // columns of a piece exist or none (lowering/producers.py).
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared) {
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,
+                              Places places) {
   constexpr int kPieces = kRowBytes / 16, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
+  u32 target = places.fetched;
   int col = tile.col + piece * kPerPiece;
   if (rows.count >= kTileRows && tile.col + kTileCols <= p.cols) {
 #pragma unroll 1

@@ -4,9 +4,9 @@
 // has rows of one group alone, and those of no group come after the last. Along rows nothing is
 // grouped: a tile's rows go where they came from, copies once.
 //
-// What a tile holds is looked up when it is fetched, by all lanes of a warp at once, from the ends
-// in memory, which the cache has. It waits in shared memory until the tile is worked on: four places,
-// since warps are at most one barrier apart.
+// What a tile holds one thread looks up, in the ends in memory, which the cache has, and puts it into
+// shared memory a barrier before others fetch the tile, two before it is worked on. Four places, since
+// warps are at most one barrier apart.
 #pragma once
 #include "tile.cuh"
 
@@ -14,30 +14,33 @@ constexpr bool kSpread = Q2_SPREAD;  // chunks of at most 64 rows are filled wit
 
 __shared__ Rows looked_up[4];
 
-// Of tile number `turn` of this thread block.
-Q2_INLINE Rows rows_of(const Params& p, Tile tile, [[maybe_unused]] u32 turn) {
+Q2_INLINE Rows rows_of(const Params& p, Tile tile) {
 #if Q2_GROUPED
-  u32 group = 0;  // as many as end before the tile
-  for (int g = threadIdx.x % 32; g < p.groups; g += 32)
-    if (p.padded_ends[g] <= tile.row) group = g + 1;
-  group = __reduce_max_sync(~0u, group);
-  bool tail = (int)group == p.groups;
+  int group = 0;  // as many as end before the tile
+  for (int end = p.groups; group < end;) {
+    int middle = (group + end) / 2;
+    if (p.padded_ends[middle] <= tile.row) group = middle + 1;
+    else end = middle;
+  }
+  bool tail = group == p.groups;
   int first = tile.row + (group ? p.ends[group - 1] - p.padded_ends[group - 1] : 0),
       end = tail ? (kRows ? p.rows : 0) : min(p.ends[group], p.rows),
       count = min(max(end - first, 0), kTileRows), shift = 0;
   if (kSpread && !tail) shift = (count <= 64) + (count <= 32) + (count <= 16) + (count <= 8);
-  Rows rows = {first, count, shift, tail};
-  if (threadIdx.x == 0) looked_up[turn % 4] = rows;
-  return rows;
+  return {first, count, shift, tail};
 #else
   return {tile.row, p.rows - tile.row, 0, false};
 #endif
 }
 
-// The same again, behind the barrier that ends the fetch.
-Q2_INLINE Rows rows_now(const Params& p, Tile tile, [[maybe_unused]] u32 turn) {
-  if constexpr (kGrouped) return looked_up[turn % 4];
-  else return {tile.row, p.rows - tile.row, 0, false};
+// Has a thread of one warp in turn look up tile number `turn` of this thread block.
+Q2_INLINE void look_up(const Params& p, Tile tile, u32 turn) {
+  if (kGrouped && threadIdx.x == turn % (kThreads / 32) * 32) looked_up[turn % 4] = rows_of(p, tile);
+}
+
+// What it found, behind a barrier.
+Q2_INLINE Rows rows_now(const Params& p, Tile tile, u32 turn) {
+  return kGrouped ? looked_up[turn % 4] : rows_of(p, tile);
 }
 
 // Where row j of a tile goes along rows; out.rows where there is none, or a copy.

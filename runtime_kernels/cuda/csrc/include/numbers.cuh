@@ -13,19 +13,23 @@
 
 #include "ptx.cuh"
 
+// 2^n, which ptxas does not know: multiply-adds have a pipe with more room than shifts and sums have.
+__constant__ u32 power_of_two[13] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
+
 Q2_INLINE Pair from_bf16x2(u32 word) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
 }
 
 // Eight e2m1 codes to four words of two f16, each value times 2^-14. Word i holds codes i and i +
-// 4, which lie 16 bits apart, so that one shift and mask serves both. e2m1 is sign, two exponent
+// 4, which lie 16 bits apart, so that one product and mask serves both. e2m1 is sign, two exponent
 // bits, one mantissa bit: its low three bits go to the lowest exponent bits and the highest
 // mantissa bit of the f16, whose subnormals stand for e2m1's.
 Q2_INLINE void e2m1x8_to_f16x2(u32 codes, u32 (&words)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 top = codes << (12 - 4 * i);
-    words[i] = (top & 0x80008000u) | ((top >> 3) & 0x0E000E00u);
+    u32 top = i == 3 ? codes : codes * power_of_two[12 - 4 * i];
+    u32 low = i == 3 ? codes >> 3 : codes * power_of_two[9 - 4 * i];
+    words[i] = (top & 0x80008000u) | (low & 0x0E000E00u);
   }
 }
 
@@ -87,10 +91,10 @@ Q2_INLINE float keep_4_bits(float x) {
   return __uint_as_float((bits + 0x7FFFFu + ((bits >> 20) & 1)) & 0xFFF00000u);
 }
 
-// x >= 0, normal, to the 4 significant bits below or above it: up when coin < fraction * 2^32.
+// x >= 0, normal, to the 4 significant bits below or above it: up when coin < fraction * 2^32, of which
+// the fraction's 20 bits and the coin's first 20 decide. ~coin, added, then carries.
 Q2_INLINE float stochastic_4_bits(float x, u32 coin) {
-  u32 bits = __float_as_uint(x);
-  return __uint_as_float((bits & 0xFFF00000u) + (coin < bits << 12 ? 0x100000u : 0));
+  return __uint_as_float((__float_as_uint(x) + 0xFFFFFu - (coin >> 12)) & 0xFFF00000u);
 }
 
 // What stands for a scale until its global scale is known: 1 where code * scale could be too small
@@ -147,6 +151,8 @@ enum Purpose { SIGNS = 1, COINS = 2 };
 // Blocks first, first + 1, ... of one stream: their rounds share a key schedule.
 template <int n, typename Index>
 Q2_INLINE void philox(u64 seed, Index first, u32 stream, Purpose purpose, uint4 (&c)[n]) {
+  // Of one block alone a product in C++ gets a sum with 0; of two mul_wide takes registers.
+  auto product = [](u32 x, u32 y) { return n == 1 ? mul_wide(x, y) : (u64)x * y; };
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
@@ -157,12 +163,12 @@ Q2_INLINE void philox(u64 seed, Index first, u32 stream, Purpose purpose, uint4 
   for (int round = 0; round < 10; ++round) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      u64 product0 = (u64)c[i].x * 0xD2511F53u, product1 = (u64)c[i].z * 0xCD9E8D57u;
+      u64 product0 = product(c[i].x, 0xD2511F53u), product1 = product(c[i].z, 0xCD9E8D57u);
       c[i] = {(u32)(product1 >> 32) ^ c[i].y ^ k0, (u32)product1,
               (u32)(product0 >> 32) ^ c[i].w ^ k1, (u32)product0};
     }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 = k0 * power_of_two[0] + 0x9E3779B9u;
+    k1 = k1 * power_of_two[0] + 0xBB67AE85u;
   }
 }
 

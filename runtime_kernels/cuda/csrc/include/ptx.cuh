@@ -65,6 +65,13 @@ Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
 }
 #endif
 
+// One instruction, which C++ with numbers of 64 bits does not always become.
+Q2_INLINE u64 mul_wide(u32 x, u32 y) {
+  u64 z;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 // About 1 / x, to 1 ulp or so; subnormals count as 0.
 Q2_INLINE float approximate_reciprocal(float x) {
   float z;
@@ -118,6 +125,20 @@ Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
   u32 z;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
   return z;
+}
+
+// Two bf16 as fp32, each times the bf16 in the upper half of `sign`, 1 or -1; its lower half is 0. By
+// multiply-adds, whose pipe has more room than that of shifts and masks; infinities become NaN. -0 is
+// added, which keeps the sign of 0, and 0 below it: of a constant that ptxas knows it would make
+// those anew each time.
+__constant__ u32 zero_below_minus_zero = 0x80000000u;
+Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
+  u32 a, b;
+  asm("{ .reg .b16 l, h; .reg .b32 ll, hh; mov.b32 {l, h}, %2; mov.b32 ll, {l, l}; mov.b32 hh, {h, "
+      "h}; fma.rn.bf16x2 %0, ll, %3, %4; fma.rn.bf16x2 %1, hh, %3, %4; }"
+      : "=r"(a), "=r"(b)
+      : "r"(word), "r"(sign), "r"(zero_below_minus_zero));
+  return {__uint_as_float(a), __uint_as_float(b)};
 }
 
 Q2_INLINE u32 to_f16x2(float low, float high) {

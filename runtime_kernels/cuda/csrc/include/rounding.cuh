@@ -17,9 +17,6 @@
 #include "ms_eden.cuh"
 #include "groups.cuh"
 
-enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };
-
-constexpr Rule kRule = (Rule)Q2_RULE;
 constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
 constexpr bool kStochastic = Q2_STOCHASTIC;
 constexpr bool kMasked = Q2_MASKED;

@@ -34,6 +34,11 @@ constexpr int kBlock = 16;
 // What leaves: codes, or the bf16 numbers that they stand for, for a GEMM that wants those, or both.
 constexpr bool kCodes = Q2_WIDENED != 1;
 constexpr bool kValues = Q2_WIDENED != 0;
+enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
+constexpr Rule kRule = (Rule)Q2_RULE;
+// Signs are multiplied in: where all that comes of an infinity is NaN anyway.
+constexpr bool kSignsMultiply =
+    kSource == BF16 && kSigned && kValues && kRule == MS_EDEN && !kSums && !Q2_HW_FP4;
 
 #if Q2_PRODUCED
 #include "produced.cuh"
@@ -98,13 +103,23 @@ static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on
 static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
-  u32 along_rows[kBytes == 2 ? 64 : 128];  // signs of element pairs (2 bytes each) or of elements
-  u32 along_cols[128];
+  // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply).
+  u32 along_rows[kRows ? (kBytes == 2 ? 64 : 128) : 4];
+  u32 along_cols[128];  // kSignsMultiply: in the upper half
 #if Q2_SUMS
   float signs[128];  // along columns: 1 or -1, which make what was signed as it was
 #endif
 };
 __shared__ Masks masks[kOperands];
+
+// A word of elements in shared memory with its signs, and what it holds.
+Q2_INLINE u32 with_mask(u32 word, u32 mask) {
+  return kSignsMultiply ? mul_bf16x2(word, mask) : word ^ mask;
+}
+Q2_INLINE Pair two_of(u32 word) {
+  if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u);
+  return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
+}
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
@@ -117,6 +132,31 @@ constexpr Q2_INLINE u32 twist(int row) {
 }
 constexpr Q2_INLINE u32 slot(int piece) {
   return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
+}
+
+constexpr Q2_INLINE u32 place_in_tile(int row, int piece) {
+  return row * kRowBytes + (slot(piece) ^ twist(row));
+}
+
+// Where a thread's part of a tile begins: of what it fetches, and of what it rounds. A shuffle gives
+// them, since what it gave stays in a register instead of being computed again for each tile.
+struct Places {
+  u32 fetched, rounded;
+  Q2_INLINE u32 along_rows() const { return rounded & 0xFFFF; }
+  Q2_INLINE u32 along_cols() const { return rounded >> 16; }
+};
+
+Q2_INLINE Places places_in_tile() {
+  constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
+  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
+  u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
+  u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
+  int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
+  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
+  u32 cols = place_in_tile(16 * quarter, piece) + within;
+  constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4);
+  if (kNoRegisters) return {fetched, rows | cols << 16};
+  return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -173,10 +213,11 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
 #include "fetch_produced.cuh"
 #else
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
-Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared) {
+Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,
+                              Places places) {
   constexpr int kPieces = kRowBytes / 16, kPerPiece = 16 / kBytes, kRowStep = kThreads / kPieces;
   int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  u32 target = row * kRowBytes + (slot(piece) ^ twist(row));
+  u32 target = places.fetched;
   const u8* source =
       (const u8*)p.x + ((rows.first + row) * p.pitch + tile.col + piece * kPerPiece) * kBytes;
   long long step = kRowStep * p.pitch * kBytes;
@@ -190,7 +231,7 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep, source += step) {
       int n = rows.has(row + r) ? cols_left : 0;
-      u8* to = shared + (target ^ twist(r)) + r * kRowBytes;
+      u8* to = shared + (places.fetched ^ twist(r)) + r * kRowBytes;
       const u8* from = kGrouped ? source + (rows.at(row + r) - rows.first - row - r) * p.pitch * kBytes
                                 : source;
       if (kVectors && n == kPerPiece) copy_async(to, from);
@@ -201,26 +242,33 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 }
 #endif
 
-// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ...
+// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ..., which are
+// kShareRows rows apart.
 constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
+constexpr int kShareRows = kThreads / kTileBlocks;
+static_assert(kShareRows % 16 == 0, "the next of a share is that many copies or scales further");
 struct Share {
   uint2 codes[kShare];
   u32 scales[kShare];
 };
 
 Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& share) {
+  int place = threadIdx.x / kTileBlocks, row = rows.at(place), step = kShareRows >> rows.shift,
+      block = tile.col / kBlock + threadIdx.x % kTileBlocks,
+      scale = kSource == MXFP4 ? block / 2 : block;
+  // How many rows of x there are from `row` on, in steps of `step`.
+  int left = scale < p.source_blocks && rows.has(place) ? rows.first + rows.count - row : 0;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int place = (s * kThreads + threadIdx.x) / kTileBlocks, row = rows.at(place),
-        block = tile.col / kBlock + threadIdx.x % kTileBlocks,
-        scale = kSource == MXFP4 ? block / 2 : block;
-    bool inside = rows.has(place) && scale < p.source_blocks;
-    long long at = kSourceSwizzled
-                       ? swizzled_at(row, scale, (p.source_blocks + 3) / 4)
-                       : (long long)(row >> p.scale_shift) * p.source_blocks + scale;
-    share.codes[s] =
-        inside ? *(const uint2*)((const u8*)p.x + row * p.pitch + block * 8) : uint2{0, 0};
-    share.scales[s] = inside ? p.scales[at] : 0;
+    int down = s * step;
+    u32 at = row + down;
+    bool inside = down < left;
+    const u8* codes = (const u8*)p.x + block * 8 + mul_wide(at, p.pitch);
+    const u8* of = kSourceSwizzled
+                       ? p.scales + swizzled_at(at, scale, (p.source_blocks + 3) / 4)
+                       : p.scales + scale + mul_wide(at >> p.scale_shift, p.source_blocks);
+    share.codes[s] = inside ? *(const uint2*)codes : uint2{0, 0};
+    share.scales[s] = inside ? *of : 0;
   }
 }
 
@@ -243,17 +291,17 @@ Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
 }
 
 // Widens a thread's share into the tile.
-Q2_INLINE void expand_codes(const Share& share, u8* shared) {
+Q2_INLINE void expand_codes(const Share& share, u8* shared, Places places) {
+  const u32* signs = masks[0].along_cols + threadIdx.x / kTileBlocks;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
-    int row = (s * kThreads + threadIdx.x) / kTileBlocks, block = threadIdx.x % kTileBlocks;
-    u32 target = row * kRowBytes + (slot(2 * block) ^ twist(row));
-    u32 signs = kSigned ? masks[0].along_cols[row] : 0;
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s], signs, words);
-      *(uint4*)(shared + (target ^ slot(half))) = {words[0], words[1], words[2], words[3]};
+      widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s],
+            kSigned ? signs[s * kShareRows] : 0, words);
+      u8* to = shared + (places.fetched ^ twist(s * kShareRows) ^ slot(half));
+      *(uint4*)(to + s * kShareRows * kRowBytes) = {words[0], words[1], words[2], words[3]};
     }
   }
 }
@@ -287,10 +335,13 @@ Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
     masks.along_rows[i] = kBytes == 2
                               ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
                               : negative(random, i) << 31;
+    if (kSignsMultiply) masks.along_rows[i] |= 0x3F803F80u;
   }
   if (kCols && i < 128) {
     uint4 random = sign_bits(sign_seed_of(of.along_cols));
-    masks.along_cols[i] = negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+    masks.along_cols[i] =
+        kSignsMultiply ? 0x3F800000u | negative(random, i) << 31
+                       : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
 #if Q2_SUMS
     masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
 #endif

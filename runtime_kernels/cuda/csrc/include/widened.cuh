@@ -7,18 +7,33 @@
 // the others; where there are codes as well, align_scales.cu does.
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers
-// into shared memory first. Piece `piece` (16 bytes) of row r lies at r * 256 + 16 * (piece ^
-// spread(r)): eight lanes meet no bank twice, whether they store along rows (four rows, pieces 4
-// apart) or along columns (one piece of every other row, or in expand_codes' order).
+// into shared memory first. Rows j and j + 8 lie side by side, and the next two 16 bytes further than
+// they would: eight lanes meet no bank twice, whether they store along rows (four rows, pieces of 16
+// bytes 4 apart) or along columns (one piece of eight rows), and addresses differ by constants.
 #pragma once
 #include "rounding.cuh"
 
 constexpr int kStagedRows = 16;
 constexpr int kStagedRowBytes = 256;
-constexpr int kStagedBytes = kStagedRows * kStagedRowBytes;  // of a warp
+constexpr int kStagedPitch = 2 * kStagedRowBytes + 16;  // of two rows
+constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch - 16;  // of a warp
 
-constexpr Q2_INLINE u32 spread(int row) {
-  return 16 * (((row ^ row >> 2) & 1) | (row & 2) | (row >> 3 & 1) << 2);
+// Along columns a lane's first column is row `pair` of those, and its second row pair + 8. Of the
+// result row j is then this one of 16: neighbours, or columns 4 apart in expand_codes' order.
+template <bool kAcross>
+constexpr Q2_INLINE int row_of_staged(int j) {
+  if (!kAcross) return j;
+  return kPacked ? j % 8 / 4 * 8 + j % 4 + j / 8 * 4 : j % 8 * 2 + j / 8;
+}
+
+// What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with its own coin.
+Q2_INLINE float scale_value(const Common& common, u32 stored, u32 coin) {
+  if constexpr (kRule == MX) return from_e8m0(stored);
+  if constexpr (kRule == EXACT) return from_e4m3(stored);
+  float worth = __uint_as_float(stored);
+  if constexpr (kRule == MS_EDEN)  // 0 becomes 1, which serves as well for codes that are all 0
+    return provisional(stochastic_4_bits(worth * common.factor, coin));
+  return stored == 0 ? 0.0f : provisional(worth);
 }
 
 // Where the numbers along rows go.
@@ -47,23 +62,14 @@ struct Staged {
 
   // Where byte `byte` of a row goes, for put.
   Q2_INLINE u32 place(int row, int byte) const {
-    return base + row * kStagedRowBytes + (byte ^ spread(row));
-  }
-
-  // What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with its own coin.
-  Q2_INLINE float scale_value(u32 stored, u32 coin) const {
-    if constexpr (kRule == MX) return from_e8m0(stored);
-    if constexpr (kRule == EXACT) return from_e4m3(stored);
-    float worth = __uint_as_float(stored);
-    if constexpr (kRule == MS_EDEN) worth = stochastic_4_bits(worth * common.factor, coin);
-    return stored == 0 ? 0.0f : provisional(worth);
+    return base + row % 8 * kStagedPitch + row / 8 * kStagedRowBytes + byte;
   }
 
   // One block, which is one member of the pairs (kUnit), times its scale, as pieces `piece` and
   // piece + 1 from `at`.
   Q2_INLINE void put(u32 at, int piece, const Pair (&block)[16], int member, u32 stored,
                      u32 coin) const {
-    float scale = scale_value(stored, coin) * (1.0f / kUnit);
+    float scale = scale_value(common, stored, coin) * (1.0f / kUnit);
     u32 two = to_bf16x2(scale, scale), words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -72,80 +78,87 @@ struct Staged {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      *(uint4*)(shared + (at ^ 16 * (piece + half))) = {words[4 * half], words[4 * half + 1],
-                                                        words[4 * half + 2], words[4 * half + 3]};
+      *(uint4*)(shared + at + 16 * (piece + half)) = {words[4 * half], words[4 * half + 1],
+                                                      words[4 * half + 2], words[4 * half + 3]};
   }
 
   // The warp's rows of a tile, from `place_in_tile` on, go to the rows of the output that they come
   // from, from block `block` on.
   Q2_INLINE void store_rows(const Rows& rows, int place_in_tile, int block) const {
-    if constexpr (!kGrouped) return store(rows.first + place_in_tile, block);
+    int row = rows.first + place_in_tile;
+    bool in_order = !kGrouped || (rows.shift == 0 && place_in_tile + kStagedRows <= rows.count);
+    store<false>(row, block, in_order, [&](int j) {
+      return kGrouped ? row_of_result(out, rows, place_in_tile + j) : row + j;
+    });
+  }
+
+  // The warp's columns of a tile go to rows `row` ... of the output, from block `block` on.
+  Q2_INLINE void store_cols(int row, int block) const {
+    store<true>(row, block, true, [&](int j) { return row + row_of_staged<true>(j); });
+  }
+
+ private:
+  // Row j goes to row_of(j); in_order: to `row` and row_of_staged(j) more.
+  template <bool kAcross, typename RowOf>
+  Q2_INLINE void store(int row, int block, bool in_order, RowOf row_of) const {
     __syncwarp();
     int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
-    u32 at = place(first, 16 * piece);
-    bool inside = block + piece / 2 < out.blocks;
+    if (in_order && row + kStagedRows <= out.rows && block + kStagedRowBytes / 32 <= out.blocks) {
+      const uint4* from = staged(first, piece);
+      uint4* to = target(row + row_of_staged<kAcross>(first), block, piece);
 #pragma unroll
-    for (int i = 0; i < kStagedRows; i += 2) {
-      uint4 v = *(const uint4*)(shared + (at ^ spread(i)) + i * kStagedRowBytes);
-      int row = row_of_result(out, rows, place_in_tile + first + i);
-      if (inside && row < out.rows)
-        *(uint4*)(values + ((long long)row * out.blocks + block) * 32 + piece * 16) = v;
+      for (int i = 0; i < kStagedRows; i += 2)
+        to[(u64)(2 * row_of_staged<kAcross>(i)) * (u32)out.blocks] =
+            from[(i % 8 * kStagedPitch + i / 8 * kStagedRowBytes) / 16];
+    } else if (block + piece / 2 < out.blocks) {
+#pragma unroll 1
+      for (int i = first; i < kStagedRows; i += 2) {
+        int at = row_of(i);
+        if (at < out.rows) *target(at, block, piece) = *staged(i, piece);
+      }
     }
     __syncwarp();
   }
-
-  // The warp's rows go to rows `row` ... of the output, from block `block` on.
-  Q2_INLINE void store(int row, int block) const {
-    __syncwarp();
-    int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
-    u32 at = place(first, 16 * piece);
-    bool inside = block + piece / 2 < out.blocks;
-    u8* target = values + ((long long)(row + first) * out.blocks + block) * 32 + piece * 16;
-#pragma unroll
-    for (int i = 0; i < kStagedRows; i += 2) {
-      uint4 v = *(const uint4*)(shared + (at ^ spread(i)) + i * kStagedRowBytes);
-      if (inside && row + first + i < out.rows)
-        *(uint4*)(target + (long long)i * out.blocks * 32) = v;
-    }
-    __syncwarp();
+  Q2_INLINE const uint4* staged(int row, int piece) const {
+    return (const uint4*)(shared + place(row, 16 * piece));
+  }
+  Q2_INLINE uint4* target(int row, int block, int piece) const {
+    return (uint4*)(values + ((long long)row * out.blocks + block) * 32) + piece;
   }
 };
 
-// Coins of the scales of the four blocks that a lane has along a row, [group][half]: the lanes of a
-// row make a Philox block each, and swap halves.
-Q2_INLINE void coins_along_row(const Output& out, int row, int block, u32 (&coins)[2][2]) {
-  int side = threadIdx.x % 2;
+// Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
+Q2_INLINE const u8* exchanged_coins(const Staged& staged, u64 index) {
   uint4 drawn[1];
-  philox(*out.seed, ((u64)row * out.blocks + block) / 4 + side, out.stream, COINS, drawn);
-  uint4 c = drawn[0];
-  u32 keep[2] = {side ? c.z : c.x, side ? c.w : c.y};
-  u32 give[2] = {side ? c.x : c.z, side ? c.y : c.w};
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    u32 got = __shfl_xor_sync(~0u, give[group], 1);
-    coins[group][0] = side ? got : keep[group];
-    coins[group][1] = side ? keep[group] : got;
-  }
+  const Output& out = staged.out;
+  philox(*out.seed, index, out.stream, COINS, drawn);
+  uint4* at = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
+  *at = drawn[0];
+  __syncwarp();
+  return (const u8*)at;
 }
 
-// The same along a pair of columns, [group][column], whose four lanes make a Philox block each and
-// transpose them.
-Q2_INLINE void coins_along_cols(const Output& out, int first, int second, int block,
+// Coins of the scales of the four blocks that a lane has along a row, [group][half]: the lanes of a
+// row make a Philox block each, and hand them on through the warp's shared memory.
+Q2_INLINE void coins_along_row(const Staged& staged, int row, int block, u32 (&coins)[2][2]) {
+  int side = threadIdx.x % 2;
+  u64 index = ((u64)row * staged.out.blocks + block) / 4 + side;
+  const u8* drawn = exchanged_coins(staged, index) - 16 * side + 8 * side;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint2 two = *(const uint2*)(drawn + 16 * half);
+    coins[0][half] = two.x, coins[1][half] = two.y;
+  }
+  __syncwarp();
+}
+
+// The same along a pair of columns, [group][column], whose four lanes make a Philox block each.
+Q2_INLINE void coins_along_cols(const Staged& staged, int first, int second, int block,
                                 u32 (&coins)[2][2]) {
   int quarter = threadIdx.x / 8 % 4;
-  uint4 drawn[1];
-  u64 index = ((u64)(quarter < 2 ? first : second) * out.blocks + block) / 4 + quarter % 2;
-  philox(*out.seed, index, out.stream, COINS, drawn);
-  u32 w[4] = {drawn[0].x, drawn[0].y, drawn[0].z, drawn[0].w};
+  u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
+  const u8* drawn = exchanged_coins(staged, index) - 16 * 8 * quarter + 4 * quarter;
 #pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    bool upper = quarter & bit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      u32 got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + bit], 8 * bit);
-      (upper ? w[i] : w[i + bit]) = got;
-    }
-  }
-  coins[0][0] = w[0], coins[1][0] = w[1], coins[0][1] = w[2], coins[1][1] = w[3];
+  for (int i = 0; i < 4; ++i) coins[i % 2][i / 2] = *(const u32*)(drawn + 16 * 8 * i);
+  __syncwarp();
 }

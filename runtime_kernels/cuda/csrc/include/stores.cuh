@@ -1,0 +1,92 @@
+// Where codes, scales, worths and masks of one thread go, for rotate_quantize.cu.
+#pragma once
+#include "rounding.cuh"
+
+// What a thread has made: groups, and members of the pairs.
+struct Results {
+  u32 codes[2][2][2];
+  u32 stored[2][2];
+  u32 trusted[2];  // kMasked: of a member's two blocks
+};
+
+// Where the results for one row of the output go, from block `block` on. The worths of a chunk of
+// 128 lie in the order 0 4 1 5 2 6 3 7, so that what a lane has of them lies side by side, and
+// lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
+// here.
+struct Target {
+  u8* codes;
+  u8* scales;
+  int left;  // blocks that exist from here on
+};
+constexpr bool kInterleaved = kWorths && kSize == 128;
+constexpr bool kEven = kSize >= 32 || kRule == MX;  // a row of results has an even number of blocks
+constexpr bool kSwizzled = Q2_SWIZZLED;
+
+Q2_INLINE Target target_at(const Output& out, int row, int block) {
+  long long at = (long long)row * out.blocks + block;
+  long long scales_at = kWorths ? 4 * at : (kRule == MX ? at / 2 : at);
+  return {out.codes + at * 8, (u8*)out.scales + scales_at, row < out.rows ? out.blocks - block : 0};
+}
+
+// One block, `ahead` of the target's.
+Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
+  if (ahead >= target.left) return;
+  if constexpr (kCodes) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+  if constexpr (kSwizzled) return;  // store_swizzled
+  if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
+  else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
+  else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
+}
+
+// Two neighbours, where there are both or none; ahead is even. Worths: store_four_worths.
+Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
+                         const u32 (&second)[2], u32 stored_first, u32 stored_second) {
+  if (ahead >= target.left) return;
+  if constexpr (kCodes)
+    *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
+  if constexpr (kSwizzled || kWorths) return;  // store_swizzled
+  if constexpr (kRule == EXACT)
+    ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
+  else target.scales[ahead / 2] = (u8)stored_first;
+}
+
+// Scales of one row of the result, from block `block` of 16 on: one as u8, or two as u16.
+template <typename Bytes>
+Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) {
+  constexpr int kShift = kRule == MX;  // blocks of 32
+  int across = ((out.blocks >> kShift) + 3) / 4;
+  block >>= kShift;
+  if (block / 4 < across && row / 128 * 128 < out.rows)
+    *(Bytes*)((u8*)out.scales + swizzled_at(row, block, across)) =
+        (Bytes)(row < out.rows ? bytes : 0);
+}
+
+// Those of two neighbours: one scale of MX.
+Q2_INLINE void store_two_swizzled(const Output& out, int row, int block, u32 first, u32 second) {
+  if constexpr (kRule == MX) store_swizzled<u8>(out, row, block, first);
+  else store_swizzled<u16>(out, row, block, first | second << 8);
+}
+
+// The mask of two neighbours.
+Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, int row, int block,
+                          u32 trusted) {
+#if Q2_MASKED
+  p.mask[((long long)row * out.blocks + block) / 2] = trusted;
+#endif
+}
+
+// The worths of a row of a tile, where rows have them in fours: its lanes swap two of them each, so that
+// each has four side by side.
+Q2_INLINE void store_four_worths(const Target& target, const Results& made) {
+  int side = threadIdx.x % 2;
+  u32 four[4];
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    u32 lower = made.stored[group][0], upper = made.stored[group][1];
+    u32 got = __shfl_xor_sync(~0u, side ? lower : upper, 1);
+    four[group] = side ? got : lower;
+    four[2 + group] = side ? upper : got;
+  }
+  if (4 * side < target.left)
+    ((uint4*)target.scales)[side] = {four[0], four[1], four[2], four[3]};
+}
