@@ -150,9 +150,7 @@ BENCHMARKS: dict[str, Callable[[], Any]] = {
         | {f"{recipe}_30m_64x512": (recipe, 64, None) for recipe in OTHERS},
     ),
     "30m_graphs": partial(small, {"llama_30m_64x512_graphs": ("quartet2", 64, "reduce-overhead")}),
-    "8b": partial(
-        large, {"llama_8b_step": {}, "llama_8b_step_kept": {"recompute_weights": False}}
-    ),
+    "8b": partial(large, {"llama_8b_step": {}, "llama_8b_step_kept": {"recompute_weights": False}}),
     "8b_unfused": partial(large, {"llama_8b_step_unfused": {"fuse_rotations": False}}),
 }
 

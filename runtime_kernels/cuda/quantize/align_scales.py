@@ -80,7 +80,8 @@ class Alignment(Ending):
         if self.widening is not None:
             assert self.summing is None, "no launch does both"
             values = [*in_places(self.sides), *in_places(self.numbers)]
-            return Step(self.widening, (2 * self.thread_blocks, len(self.sides)), values)
+            makes = any(numbers.out and not numbers.there for numbers in self.numbers)
+            return Step(self.widening, ((1 + makes) * self.thread_blocks, len(self.sides)), values)
         if self.summing is None:
             grid = self.thread_blocks, len(self.sides)
             return Step(self.launch, grid, in_places(self.sides))

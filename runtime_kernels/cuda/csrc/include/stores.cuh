@@ -19,7 +19,6 @@ struct Target {
   int left;  // blocks that exist from here on
 };
 constexpr bool kInterleaved = kWorths && kSize == 128;
-constexpr bool kEven = kSize >= 32 || kRule == MX;  // a row of results has an even number of blocks
 constexpr bool kSwizzled = Q2_SWIZZLED;
 
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
