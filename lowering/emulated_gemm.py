@@ -104,7 +104,7 @@ def grouped_gemm(
 
 
 def _as_grouped(b: Any, gemm: str, groups: Any, is_turned: bool) -> Any:
-    """The second operand's numbers as q2::grouped_mm takes them (ops/grouped_gemm.py, as_grouped)."""
+    """The second operand's numbers as q2::grouped_mm takes them: as_grouped of the op."""
     view, permute = lowerings[_aten.view.default], lowerings[_aten.permute.default]
     rows, columns = b.get_size()
     if gemm == "wgrad":

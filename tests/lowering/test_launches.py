@@ -131,8 +131,8 @@ def step_of_experts(recipe: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recipe, ops", [("quartet2", 0), ("tetrajet2", 0), ("quartet", 2)])
 def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, request) -> None:
-    """In place of an op that dequantises first, which the launches of the quantisers do. Where numbers
-    are without their global scale, those of quartet's backward, it is that op."""
+    """In place of an op that dequantises first, which the launches of the quantisers do. Where
+    numbers are without their global scale, those of quartet's backward, it is that op."""
     want = step_of_experts(recipe)
     sources = request.getfixturevalue("pretended")
     assert all(map(torch.equal, step_of_experts(recipe), want))
