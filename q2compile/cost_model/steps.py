@@ -40,6 +40,7 @@ from q2compile.cost_model.devices import (
     ISSUE_SHARE_OF_COINS,
     LAUNCH_SECONDS,
     MEMORY_SHARE,
+    TURNING_REACH,
     Device,
 )
 from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits, written_bits
@@ -63,8 +64,8 @@ FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 class Step:
     """A call: one kernel, or several that belong together.
 
-    bits moved; bits_before: by a launch of its own ahead of the others; flops at the rate of
-    ``kind``; elements that ``quantiser`` works on; how many matmuls share the result; the last of
+    bits moved; reach: at which share of the bandwidth that others reach; bits_before: by a launch
+    of its own ahead of the others; flops at the rate of ``kind``; elements that ``quantiser`` works on; how many matmuls share the result; the last of
     the launches, where it may be another step's as well; and who launches, for the host's time:
     FUSED into another kernel (with launches behind it), a CALL of ours in generated code, TORCH, or
     an op that is DISPATCHED.
@@ -82,13 +83,14 @@ class Step:
     by: str = CALL
     shared_by: int = 1
     last: Launch | None = None
+    reach: float = 1.0
 
     def seconds(self, device: Device) -> float:
         """Of the GPU."""
         bandwidth = 8 * device.bandwidth * MEMORY_SHARE
         times = [
             self.flops / (device.flops[self.kind] * device.gemm_share[self.kind]),
-            self.bits / bandwidth,
+            self.bits / (bandwidth * self.reach),
         ]
         if self.quantiser is not None:
             coins = self.quantiser.spec.rounding == "sr"
@@ -326,17 +328,18 @@ def _read_bits(operand: Operand) -> Fraction:
 
 def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
     """Codes made bf16 numbers for a GEMM of those, by the launch that ends their quantiser, or both
-    operands by one of their own."""
+    operands by one of their own. Those of w, which no loop of Inductor's quantises, leave with the
+    codes."""
     packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
     specs = [get_scheme(o.scheme) for o in packed.values()]
     together = len(packed) > 1 and len({(s.format, s.block[0] == 1) for s in specs}) == 1
-    fresh = not layer.grouped and all(o.source == "fresh" for o in packed.values())
+    fresh = all(o.source == "fresh" for o in packed.values())
     ended = fresh and all(map(dequantises, specs))
     return [
         Step(
             name,
             f"dequantise {role}",
-            (packed_bits(o.scheme) + HIGH) * layer.elements(role),
+            (HIGH + (0 if ended and role == "w" else packed_bits(o.scheme))) * layer.elements(role),
             launches=0 if ended or (together and role == next(iter(packed))) else 1,
             shared_by=layer.users(role),
         )
@@ -385,13 +388,19 @@ def _both_directions(layer: Layer, operand: Operand) -> Step:
     return quantising("dgrad", "quantise dy both ways", made, layer.elements("dy"), last=last)
 
 
+def turning(gemm: str, what: str, scheme: str, elements: Any) -> Step:
+    """q2::transpose of so many elements."""
+    bits = (packed_bits(scheme) + TURNED_BITS) * elements
+    return Step(gemm, what, bits, reach=TURNING_REACH)
+
+
 def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Operand) -> list[Step]:
     """One operand's way from where it lies to codes."""
     elements, users = layer.elements(role), layer.users(role)
     if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
         if layer.emulated:  # dequantised where they are, and read by columns
             return []
-        return [Step(name, f"turn {role}", (packed_bits(operand.scheme) + TURNED_BITS) * elements)]
+        return [turning(name, f"turn {role}", operand.scheme, elements)]
     spec = get_scheme(operand.scheme)
     if spec.block[0] != 1:
         return [_square_blocks(layer, name, role, operand, elements)]

@@ -10,7 +10,7 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits
-from q2compile.cost_model.steps import TURNED_BITS, Step, quantising
+from q2compile.cost_model.steps import Step, quantising, turning
 from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
@@ -112,7 +112,7 @@ def step_of(name: str, elements: int) -> Step:
     if name == "dequantize":
         return Step("", name, (packed_bits(DEQUANTIZED) + HIGH) * elements)
     if name == "transpose":
-        return Step("", name, (packed_bits(TURNED) + TURNED_BITS) * elements)
+        return turning("", name, TURNED, elements)
     return quantising("", name, CASES[name], elements)
 
 
