@@ -116,26 +116,43 @@ class Experts(nn.Module):
         return torch._grouped_mm(x, self.w.mT, offs=offs)
 
 
-def step_of_experts(recipe: str) -> list[torch.Tensor]:
-    """y, dx and dw; the last rows are no expert's."""
+def steps_of_experts(recipe: str, *counts: int) -> list[torch.Tensor]:
+    """y, dx and dw for so many rows, of which the last are no expert's; by one graph for several
+    numbers of them."""
     torch._dynamo.reset()
-    experts, x = Experts(), rows(200).requires_grad_()
+    experts = Experts()
     options = {"recipe": recipe, "policy": {"*": recipe}}
     compiled = torch.compile(experts, backend="quartet2", options=options)
-    torch.manual_seed(1)
-    with inductor_config.patch(force_disable_caches=True):
-        y = compiled(x, torch.tensor([7, 150, 190], dtype=torch.int32))
-        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
-    return [y.detach(), x.grad, experts.w.grad]
+    made = []
+    for count in counts:
+        x = rows(count).requires_grad_()
+        if len(counts) > 1:
+            torch._dynamo.mark_dynamic(x, 0)
+        torch.manual_seed(1)
+        experts.zero_grad()
+        with inductor_config.patch(force_disable_caches=True):
+            y = compiled(x, torch.tensor([7, 150, count - 10], dtype=torch.int32))
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+        made += [y.detach(), x.grad, experts.w.grad]
+    return made
 
 
-@pytest.mark.parametrize("recipe, ops", [("quartet2", 0), ("tetrajet2", 0), ("quartet", 2)])
-def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, request) -> None:
+@pytest.mark.parametrize(
+    "recipe, ops, counts",
+    [
+        ("quartet2", 0, [200]),
+        ("quartet2", 0, [200, 333]),
+        ("tetrajet2", 0, [200]),
+        ("quartet", 2, [200]),
+    ],
+)
+def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, counts, request) -> None:
     """In place of an op that dequantises first, which the launches of the quantisers do. Where
     numbers are without their global scale, those of quartet's backward, it is that op."""
-    want = step_of_experts(recipe)
+    want = steps_of_experts(recipe, *counts)
     sources = request.getfixturevalue("pretended")
-    assert all(map(torch.equal, step_of_experts(recipe), want))
+    assert all(map(torch.equal, steps_of_experts(recipe, *counts), want))
+    assert len(sources) == 2
     code = "".join(sources)
     assert code.count("= torch.ops.q2.grouped_gemm.default(") == ops
     assert code.count("= torch.ops.q2.grouped_mm.default(") == 3 - ops
