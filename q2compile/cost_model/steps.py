@@ -65,10 +65,10 @@ class Step:
     """A call: one kernel, or several that belong together.
 
     bits moved; reach: at which share of the bandwidth that others reach; bits_before: by a launch
-    of its own ahead of the others; flops at the rate of ``kind``; elements that ``quantiser`` works on; how many matmuls share the result; the last of
-    the launches, where it may be another step's as well; and who launches, for the host's time:
-    FUSED into another kernel (with launches behind it), a CALL of ours in generated code, TORCH, or
-    an op that is DISPATCHED.
+    of its own ahead of the others; flops at the rate of ``kind``; elements that ``quantiser`` works
+    on; how many matmuls share the result; the last of the launches, where it may be another step's
+    as well; and who launches, for the host's time: FUSED into another kernel (with launches behind
+    it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED.
     """
 
     gemm: str

@@ -125,10 +125,10 @@ def test_compiles_without_local_memory(name, architecture) -> None:
 )
 def test_spills_no_more_than_its_sister(scheme, directions) -> None:
     """But for what the addresses of four rows of loads push out, where the sister spills already:
-    6 instructions more than its 53."""
+    30 instructions more than its 32."""
     sister = spills(code_of(None, "sm_90a", scheme, directions))
     for made in (SWIGLU, GATED):
-        assert spills(code_of(made, "sm_90a", scheme, directions)) <= (sister + 6 if sister else 0)
+        assert spills(code_of(made, "sm_90a", scheme, directions)) <= (sister + 30 if sister else 0)
 
 
 @pytest.mark.parametrize("widened", ["", "@bf16"])

@@ -262,7 +262,7 @@ def test_what_is_quantised_is_dequantised_at_once(scheme, emulated) -> None:
 
 
 @pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
-@pytest.mark.parametrize("scheme", [RTN, "nvfp4_pow2", SR])
+@pytest.mark.parametrize("scheme", [RTN, "nvfp4_pow2"])
 @pytest.mark.parametrize("poison", [None, float("inf")])
 def test_numbers_leave_with_the_codes(scheme, poison, emulated) -> None:
     """Made with the scale that a block alone gives; those of blocks whose scale turns out to be an
@@ -272,7 +272,7 @@ def test_numbers_leave_with_the_codes(scheme, poison, emulated) -> None:
     x[8] = 0
     if poison is not None:
         x[3, 40] = poison
-    args = x, None, SEEDS[1], scheme, 0
+    args = x, None, None, scheme, 0
     *packed, unit = rotating_ops.quantize(*args)
     again = *packed, unit, scheme, 2 * packed[0].shape[1], torch.bfloat16
     members = [(rotating_ops.quantize, args), (dequantize.dequantize, again)]
@@ -280,7 +280,7 @@ def test_numbers_leave_with_the_codes(scheme, poison, emulated) -> None:
     rotating, _ = (dict(step.launch.variant.defines) for step in call.steps)
     assert rotating["Q2_WIDENED"] == 2
     outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
-    Ready(call, 0)([x, SEEDS[1], *outputs[:3], *outputs])
+    Ready(call, 0)([x, *outputs[:3], *outputs])
     numbers = q2.dequantize(*again)
     assert_same_bits(outputs[:3], [*packed, unit])
     if poison is None:
