@@ -124,8 +124,8 @@ def test_compiles_without_local_memory(name, architecture) -> None:
     ],
 )
 def test_spills_no_more_than_its_sister(scheme, directions) -> None:
-    """But for what the addresses of four rows of loads push out, where the sister spills already: 62
-    instructions where it has 32, by NVRTC 13.2 85 and 44."""
+    """But for what the addresses of four rows of loads push out, where the sister spills already:
+    62 instructions where it has 32, by NVRTC 13.2 85 and 44."""
     sister = spills(code_of(None, "sm_90a", scheme, directions))
     for made in (SWIGLU, GATED):
         assert spills(code_of(made, "sm_90a", scheme, directions)) <= 2 * sister
