@@ -68,7 +68,7 @@ def _look_for_no_symbols_in_static_graphs() -> None:
 def _keep_bounds_that_are_the_same() -> None:
     """Each time that an operation of a kernel is one that it has already, a constant most often,
     Inductor intersects what is known of the bounds of the one with those of the other, by Max and
-    Min of sympy (110 us). Where both are the same, so is what they have in common.
+    Min of sympy (71 us). Where both are the same, so is what they have in common.
     """
     from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -88,12 +88,12 @@ def _unite_sets_as_dicts() -> None:
     """
     from torch.utils._ordered_set import OrderedSet
 
-    unite = OrderedSet.__or__
+    unite, of_dict = OrderedSet.__or__, OrderedSet._from_dict
 
     @functools.wraps(unite)
     def unite_dicts(self: Any, other: Any) -> Any:
         if type(self) is type(other) is OrderedSet:
-            return OrderedSet._from_dict({**self._dict, **other._dict})
+            return of_dict({**self._dict, **other._dict})
         return unite(self, other)
 
     OrderedSet.__or__ = unite_dicts  # type: ignore[method-assign]
