@@ -45,27 +45,35 @@ Q2_INLINE Scales scales_of(const Side& side, long long block, float worth, float
   }
 }
 
-Q2_INLINE u32 made_again(u32 word, Scales scales, float global_scale) {
+// Two numbers, code * made, as code * settled * g. The quotient of the two scales is rounded, but what a
+// code times it is close to has 6 bits, and comes out of the rounding to bf16.
+Q2_INLINE u32 made_again(u32 word, float quotient, u32 two_global_scales) {
   Pair v = from_bf16x2(word);
-  return to_bf16x2(__fdiv_rn(v.a, scales.made) * scales.settled * global_scale,
-                   __fdiv_rn(v.b, scales.made) * scales.settled * global_scale);
+  return mul_bf16x2(to_bf16x2(v.a * quotient, v.b * quotient), two_global_scales);
 }
 
-// Makes the numbers of the block again whose worth lies at `at`; worth: times factor.
-Q2_INLINE void mend(const Side& side, long long at, float worth, float inverse,
+constexpr int kLoads = 4;                     // of four worths each, on their way at once
+constexpr int kOfWarp = 32 * 4 * kLoads;      // worths
+constexpr int kWarps = kThreads / 32;
+
+// The blocks of a warp's worths that are to be made again: two lanes make one, since a store of half a
+// sector of memory takes as long as one of a whole, and all lanes have some where few have found them.
+struct Found {
+  u16 place[kWarps][kOfWarp];  // lane * 4 * kLoads + which of that lane's worths
+  float worth[kWarps][kOfWarp];
+};
+
+// Half of a block. worth: times factor.
+Q2_INLINE void mend(const Side& side, long long block, int half, float worth, float inverse,
                     float global_scale) {
-  long long block = Q2_INTERLEAVED ? (at & ~7ll) | (at >> 1 & 3) | (at & 1) << 2 : at;
   Scales scales = scales_of(side, block, worth, worth * inverse);
-  uint4* values = (uint4*)side.scales + block * 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint4 v = values[half];
-    values[half] = {made_again(v.x, scales, global_scale), made_again(v.y, scales, global_scale),
-                    made_again(v.z, scales, global_scale), made_again(v.w, scales, global_scale)};
-  }
+  float quotient = __fdiv_rn(scales.settled, scales.made);
+  u32 two = to_bf16x2(global_scale, global_scale);
+  uint4* values = (uint4*)side.scales + block * 2 + half;
+  uint4 v = *values;
+  *values = {made_again(v.x, quotient, two), made_again(v.y, quotient, two),
+             made_again(v.z, quotient, two), made_again(v.w, quotient, two)};
 }
-
-constexpr int kLoads = 4;  // of four worths each, on their way at once: at most 7, bits in a word
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     settle_widened(const __grid_constant__ Params p) {
@@ -91,27 +99,51 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   auto mended = [&](float worth) -> u32 {
     return poisoned || (worth != 0.0f && !stands(worth * factor));
   };
+  __shared__ Found found;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   long long stride = (long long)gridDim.x * kThreads;
-  for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; 4 * i < side.count;
-       i += kLoads * stride) {
+  for (long long first = blockIdx.x * (long long)kThreads + 32 * warp; 4 * first < side.count;
+       first += kLoads * stride) {
     float4 worths[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      long long quad = i + k * stride;
+      long long quad = first + lane + k * stride;
       bool inside = 4 * quad < side.count;
       worths[k] = inside ? ((const float4*)side.worth)[quad] : float4{0, 0, 0, 0};
     }
-    u32 found = 0;  // bit 4 k + j: of worth j of quad k
+    u32 own = 0;  // bit 4 k + j: of worth j of quad k
 #pragma unroll
     for (int k = 0; k < kLoads; ++k)
-      found |= (mended(worths[k].x) | mended(worths[k].y) << 1 | mended(worths[k].z) << 2 |
-                mended(worths[k].w) << 3)
-               << (4 * k);
-#pragma unroll 1
-    for (int bit = 0; found >> bit; ++bit) {
-      long long at = 4 * (i + bit / 4 * stride) + bit % 4;
-      if ((found >> bit & 1) && at < side.count)
-        mend(side, at, side.worth[at] * factor, inverse, global_scale);
+      own |= (mended(worths[k].x) | mended(worths[k].y) << 1 | mended(worths[k].z) << 2 |
+              mended(worths[k].w) << 3)
+             << (4 * k);
+    if (__reduce_max_sync(~0u, own) == 0) continue;
+    u32 before = __popc(own), all = before;  // of the lanes up to this one; of all
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) {
+      u32 others = __shfl_xor_sync(~0u, all, bit);
+      if (lane & bit) before += others;
+      all += others;
     }
+    before -= __popc(own);
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const float of[4] = {worths[k].x, worths[k].y, worths[k].z, worths[k].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (!(own >> (4 * k + j) & 1)) continue;
+        found.place[warp][before] = (u16)(lane * 4 * kLoads + 4 * k + j);
+        found.worth[warp][before++] = of[j] * factor;
+      }
+    }
+    __syncwarp();
+    for (u32 number = lane / 2; number < all; number += 16) {
+      u32 place = found.place[warp][number], which = place % (4 * kLoads);
+      long long at = 4 * (first + place / (4 * kLoads) + which / 4 * stride) + which % 4;
+      if (at >= side.count) continue;
+      long long block = Q2_INTERLEAVED ? (at & ~7ll) | (at >> 1 & 3) | (at & 1) << 2 : at;
+      mend(side, block, lane % 2, found.worth[warp][number], inverse, global_scale);
+    }
+    __syncwarp();
   }
 }

@@ -324,6 +324,6 @@ class _Fields:
         sizes = [(side.rows, side.blocks) if side.worths else (0, 0) for side in self._present]
         made_by = thread_blocks_of(self._spec, *sizes)
         if self._spec.widened:  # thread blocks of settle_widened.cu stay, or mostly leave at once
-            made_by = min(made_by, 2 * multiprocessors(self._index))
+            made_by = min(made_by, 4 * multiprocessors(self._index))
         sides = (s._replace(source_global=source_global, norm=factor) for s in self._ends)
         return Alignment(launch, tuple(sides), made_by)

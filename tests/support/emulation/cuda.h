@@ -106,6 +106,10 @@ inline ucontext_t scheduler;
 inline unsigned exchanged[2][1024];
 inline std::function<void()> kernel_body;
 
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
+
 inline void hand_over() {
   swapcontext(&coroutines[threadIdx.x].context, &scheduler);
 }
