@@ -5,7 +5,7 @@ each of its elements and chooses, since each part has no other reader. Of SwiGLU
 two exponentials and two quotients an element, and six loads where three would do:
 
     before   triton_poi_cat(dh, u, g, buf0)       62 instructions an element of [T, 2 I]
-    after    triton_poi(dh, u, g, buf0, buf0')    18, over [T, I]; each part goes to its place
+    after    triton_poi(dh, u, g, buf0, buf0')    21, over [T, I]; each part goes to its place
 
 (sm_90a, examples/benchmarks/KERNEL_LOG.md).
 """
@@ -21,6 +21,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
+from q2compile.lowering.fused_halves import in_the_quantiser
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 
 _aten = torch.ops.aten
@@ -30,6 +31,7 @@ _CALLED = frozenset(
     getattr(torch.ops.q2, name).default
     for name in ("rht_quantize_both", "rht_quantize_groups", "rht_quantize_groups_both")
 )
+_FUSED = (torch.ops.q2.rht_quantize_both.default,)
 
 
 @functools.cache
@@ -39,6 +41,9 @@ def register() -> None:
 
     @functools.wraps(own, assigned=())
     def cat(inputs: Any, dim: int = 0) -> Any:
+        computed = in_the_quantiser(V.current_node, inputs)
+        if computed is not None:
+            return computed
         if _is_called_with(V.current_node) and _are_one_loop(inputs):
             rank = len(inputs[0].get_size())
             return ir.TensorBox(ir.ConcatKernel.create(inputs, dim % rank))
@@ -49,11 +54,11 @@ def register() -> None:
 
 def _is_called_with(node: fx.Node) -> bool:
     """Whether the tensor is read, through views, by such quantisers alone, and none of them may
-    compute it itself."""
+    compute it itself as Inductor's loop (fused_launches.py)."""
     return bool(node.users) and all(
         _is_called_with(user)
         if user.target in _VIEWS
-        else user.target in _CALLED and MAY_FUSE not in user.meta
+        else user.target in _CALLED and (user.target not in _FUSED or MAY_FUSE not in user.meta)
         for user in node.users
     )
 
