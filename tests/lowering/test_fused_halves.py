@@ -95,6 +95,15 @@ def test_several_tiles_across(monkeypatch) -> None:
     torch.testing.assert_close(by_torch, by_eager, rtol=2.0**-7, atol=2.0**-20)
 
 
+def test_any_number_of_tokens(monkeypatch) -> None:
+    args = operands("every filling")
+    for x in args[3:]:
+        torch._dynamo.mark_dynamic(x, 0)
+    done = run_fused(monkeypatch, quantised(masked, EDEN + "@bf16"), *args)
+    assert done.calls and done.calls[0][0].sizes, done.notes
+    assert_same_bits(done.results, of_the_same_operand(done, args, EDEN + "@bf16"))
+
+
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
     args = operands("every filling")
     done = run_fused(monkeypatch, quantised(swiglu), *args)
