@@ -13,7 +13,9 @@ launches.py          the other ops: calls of our kernels, past the dispatcher
 together.py          which of them are launched together
 fused_launches.py    rotating quantisers that compute their operand: producers.py makes a loop of
                      Inductor's an expression for our kernel (index_ways.py how it reads,
-                     shorter_steps.py what is computed otherwise), fusion_rule.py says when
+                     shorter_steps.py what is computed otherwise), fusion_rule.py says when;
+                     fused_halves.py those of experts, whose operand is two side by side
+concatenated.py      concatenations that a quantiser reads: one loop writes all parts
 inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
 old_garbage.py       Python's collections of garbage, put off while a graph is compiled
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
@@ -26,7 +28,9 @@ def register() -> None:
     """Tell Inductor how to lower the q2 ops. Apart from the import of this package, because it
     imports Inductor."""
     from q2compile.lowering import (
+        concatenated,
         emulated_gemm,  # noqa: F401
+        fused_halves,
         fused_launches,
         inductor_repeats,
         launches,
@@ -37,6 +41,8 @@ def register() -> None:
 
     launches.register()
     fused_launches.register()
+    fused_halves.register()
+    concatenated.register()
     nan_asserts.register()
     inductor_repeats.register()
     old_garbage.register()

@@ -97,6 +97,10 @@ class Quantised(NamedTuple):
     wanted: list[bool]
     buffers: list[Any]
 
+    def make_buffers(self) -> None:
+        pairs = zip(self.results, self.wanted, strict=True)
+        self.buffers.extend(output_buffer(r) if w else None for r, w in pairs)
+
     @property
     def outputs(self) -> tuple[Any, ...]:
         return tuple(
@@ -168,24 +172,22 @@ def _call(op: torch._ops.OpOverload, calls: Sequence[Asked]) -> list[tuple[Any, 
         readers = other_readers(node)
         if readers:
             raise NotProduced(f"{', '.join(readers)} read the operand, too")
-    quantised = [_quantised(op, *each) for each in calls]
+    made = [quantised(op, each) for each in calls]
     found = producer_of(*(x for _, x, _ in calls))
     node, x, args = calls[0]
     device = x.get_device_or_error()
-    _refuse(name, found.producer, device, args, node)
+    refuse(name, found.producer, device, args, node)
     if device.type == "cuda":
         fused.prepare(name, found.producer, args, device.index)
-    for each in quantised:
-        pairs = zip(each.results, each.wanted, strict=True)
-        each.buffers.extend(output_buffer(r) if w else None for r, w in pairs)
-    FusedLaunches(name, found, quantised)
-    return [each.outputs for each in quantised]
+    for each in made:
+        each.make_buffers()
+    FusedLaunches(name, found, made)
+    return [each.outputs for each in made]
 
 
-def _quantised(
-    op: torch._ops.OpOverload, node: fx.Node, x: ir.TensorBox, args: Sequence[Any]
-) -> Quantised:
+def quantised(op: torch._ops.OpOverload, asked: Asked) -> Quantised:
     """Without buffers as yet."""
+    node, x, args = asked
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
     if launching(op.name().partition("::")[2], [x, *realized]) is None:
         raise NotProduced("no CUDA kernel of q2compile serves it here")
@@ -193,14 +195,14 @@ def _quantised(
     return Quantised(node, realized, results, wanted_outputs(op, len(results), node), [])
 
 
-def _refuse(
+def refuse(
     name: str, producer: Producer, device: torch.device, args: Sequence[Any], node: fx.Node
 ) -> None:
     """Raises NotProduced where the kernel would not pay, or does not do what it should."""
     operands = len(producer.results)
     index = device.index or 0
     scheme = get_scheme(fused.scheme_and_transform(name, args)[0])
-    directions = 2 if name == "rht_quantize_both" else 1
+    directions = fused.directions(name)
     capability = torch.cuda.get_device_capability(device)[0]
     reason = fused.no_pair(name, producer, args, index) if operands > 1 else None
     if reason is None:

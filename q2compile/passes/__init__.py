@@ -23,6 +23,7 @@ from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
+from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass
 from q2compile.passes.post_grad.gather_quantisers import gather_quantisers_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
@@ -53,6 +54,7 @@ PASSES: dict[str, Pass] = {
     "part_directions": part_directions_pass,  # looks at sizes, which those change
     "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
     "gather_quantisers": gather_quantisers_pass,  # after all that make quantisers, or part them
+    "concatenate_last": concatenate_last_pass,  # looks at the quantisers that are left
     "tabulate": tabulate_pass,  # before the next, whose kernels have no sine but read a table
     "fuse_rotations": fuse_rotations_pass,  # marks what the others leave, and pairs it
 }

@@ -105,7 +105,7 @@ class FusedSite:
     ) -> Ready | None:
         """None where our kernels do not serve: Inductor's caches remember what another process
         could run."""
-        like = inputs[0].new_empty((0, self._producer.cols), dtype=self._producer.dtype)
+        like = inputs[0].new_empty((0, self._producer.width), dtype=self._producer.dtype)
         if serving(self._op, [like, *calls[0]]).launching is None:
             return None
         call = fused.fused_call(self._op, self._producer, inputs, sizes, calls)

@@ -42,6 +42,14 @@ def test_small_ones_agree_with_the_reference(op, scheme, transform) -> None:
             assert fused.disagreement(op, device, args, 2) is None
 
 
+@pytest.mark.parametrize("scheme", [EDEN, EDEN + "@bf16", EDEN + "@32x4x4", "nvfp4_sr_pow2"])
+def test_halves_of_groups_agree_with_the_reference(scheme) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    op, args = "rht_quantize_groups_both", (..., ..., ..., ..., scheme, "rht128", 0)
+    if fused.no_pair(op, fused.representative(2, True), args, device.index) is None:
+        assert fused.disagreement(op, device, args, 2) is None
+
+
 def test_quest_agrees_with_the_reference() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert fused.disagreement("quantize_masked", device, ("mxfp4_quest", "h32")) is None

@@ -73,6 +73,21 @@ ROPE = producer(
     *(("mul", 5, 6), ("constant", "0x0.0p+0", "float"), ("neg", 7), ("where", 4, 7, 9)),
     *(("fma", 0, 1, 10), ("add", 11, 8)),
 )
+# As GATED, of gate and up side by side and a mask of tokens: the halves of one matrix.
+GATE, TOKEN = "(c + (1536 * r))", ("load", 2, "r", "one", -1)
+HALVES = Producer(
+    BF16,
+    *("65536", 768, (BF16, BF16, torch.bool), (), False),
+    (
+        *(("load", 0, "(c + (768 * r))", "lanes", -1), ("load", 1, f"(768 + {GATE})", "lanes", -1)),
+        ("load", 1, GATE, "lanes", -1),
+        *SWIGLU.steps[3:],
+        *(("mul", 0, 7), TOKEN, ("constant", "0x0.0p+0", "float")),
+        *(("where", 11, 12, 9), ("where", 11, 12, 10)),
+    ),
+    results=(13, 14),
+    halves=True,
+)
 DROPOUT = producer((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
 CAST = producer((torch.float32,), *loads(0))
 ALL = {
@@ -92,7 +107,10 @@ def code_of(
     made: Producer | None, architecture: str, scheme: str, directions: tuple[bool, bool]
 ) -> disassemble.Code:
     spec, rotation = get_scheme(scheme), get_transform("rht128")
-    launch = rotate_launch(SOURCES[BF16], rotation, spec, *directions, producer=made)
+    grouped = made is not None and made.halves
+    launch = rotate_launch(
+        SOURCES[BF16], rotation, spec, *directions, producer=made, grouped=grouped
+    )
     return disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
 
 
@@ -129,6 +147,21 @@ def test_spills_no_more_than_its_sister(scheme, directions) -> None:
     sister = spills(code_of(None, "sm_90a", scheme, directions))
     for made in (SWIGLU, GATED):
         assert spills(code_of(made, "sm_90a", scheme, directions)) <= 2 * sister
+
+
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
+@pytest.mark.parametrize("widened", ["", "@bf16"])
+def test_halves_of_rows_in_groups(widened, architecture) -> None:
+    """Spill nothing, and one of both is rounded in no more instructions than a matrix that is read
+    (test_cuda_static.py), its mask and signs being those of the other."""
+    code = code_of(HALVES, architecture, "nvfp4_ms_eden_pow2" + widened, (True, True))
+    assert spills(code) == 0
+    # Three inputs: four rows at a time, in whole tiles and in a group's last; for the first tile
+    # and the next.
+    assert code.count("LDG.E.128") == 2 * 3 * (4 + 4)
+    if architecture == "sm_90a":
+        of_half = sorted((end + 1 - first for first, end in code.loops), reverse=True)[1]
+        assert of_half <= (3600 if widened else 3100)
 
 
 @pytest.mark.parametrize("widened", ["", "@bf16"])

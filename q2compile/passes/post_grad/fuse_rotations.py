@@ -15,6 +15,7 @@ from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
 
 _IN_PAIRS = ("rht_quantize", "rht_quantize_both")
+_OF_HALVES = "rht_quantize_groups_both"
 _OPS = (*_IN_PAIRS, "quantize_masked", *ONE_SUMMED, *BOTH_SUMMED)
 
 
@@ -36,6 +37,11 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     The lowering of the first knows both operands then. Where it makes no use of that nothing comes
     of the order: Inductor computes an expression where it is read.
 
+    Of experts both are halves of one operand, which a quantiser of rows in groups may compute:
+
+        before   rht_quantize_groups_both(cat([dg, du], 1), ...)
+        after    the same, marked
+
     Precondition: it is the last pass, since the others replace such nodes.
 
     Exact: nothing is computed otherwise.
@@ -55,12 +61,19 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
             together = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
             if together and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
-    return len(found)
+    halved = [n for n in q2_nodes(graph, _OF_HALVES) if _is_concatenation(n.all_input_nodes[0])]
+    for node in halved:
+        node.meta[MAY_FUSE] = notes
+    return len(found) + len(halved)
 
 
 def fusion_notes(graph: fx.Graph) -> list[str]:
     """The list that lowerings add to; empty where the pass has not run."""
     return next((node.meta[MAY_FUSE] for node in graph.nodes if MAY_FUSE in node.meta), [])
+
+
+def _is_concatenation(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.cat.default and len(node.users) == 1
 
 
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:

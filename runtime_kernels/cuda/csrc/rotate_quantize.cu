@@ -17,6 +17,7 @@
 //                that of the padded layout, which `tiles` covers
 //   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
 //   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
+//   Q2_HALVES    or the halves of one, of whole tiles each
 //   Q2_BATCH     of several matrices, which blockIdx.y counts, each by thread blocks of its own
 //   Q2_WIDENED   1: instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
@@ -377,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   look_up(p, tile, 0);
   look_up(p, walk.after(tile), 1);
 #pragma unroll 1
-  for (int i = 0; kSigned && i < kOperands; ++i) make_masks(p.of[i], masks[i]);
+  for (int i = 0; kSigned && i < kMatrices; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
   if (kRows) rows = common_of(p, p.of[0].along_rows);
@@ -398,22 +399,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes,
                      places);
 #if Q2_PRODUCED
-    if (kPrefetched && index + 2 * step < p.tiles) prefetch_elements(p, walk.after(next));
+    if (kPrefetched && index + 2 * step < p.tiles) {
+      Tile later = walk.after(next);
+      prefetch_elements(p, later, rows_now(p, later, turn + 2));
+    }
 #endif
     const Rows held = rows_now(p, tile, turn);
     // One body for both operands: twice as much code would not fit into the instruction cache.
 #pragma unroll 1
     for (int i = 0; i < kOperands; ++i) {
-      const Directions& of = p.of[i];
+      const int matrix = kHalves ? 0 : i;
+      const Directions& of = p.of[matrix];
+      const Tile at = kHalves ? Tile{tile.row, tile.col + i * p.cols} : tile;
       const u8* x = current + i * kTileBytes;
       if (kRows)
-        quantize_along_rows(p, of.along_rows, masks[i], tile, held, x, places, rows,
+        quantize_along_rows(p, of.along_rows, masks[matrix], at, held, x, places, rows,
                             extents.along_rows);
-      if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, tile, cols);
+      if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, at, cols);
       else if (kCols)
-        quantize_along_cols(p, of.along_cols, masks[i], tile, held, x, places, cols,
+        quantize_along_cols(p, of.along_cols, masks[matrix], at, held, x, places, cols,
                             extents.along_cols);
-      if (kOperands == 2) exchange(extents, others);
+      if (kMatrices == 2) exchange(extents, others);
     }
     if (kStages == 1) {
       __syncthreads();
@@ -422,5 +428,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     }
   }
   finish(p.of[0], extents);
-  if (kOperands == 2) finish(p.of[kOperands - 1], others);
+  if (kMatrices == 2) finish(p.of[kMatrices - 1], others);
 }

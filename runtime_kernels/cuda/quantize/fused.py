@@ -1,6 +1,7 @@
 """Calls of the rotating quantisers whose operand is computed in the kernel: of
 q2::rht_quantize, q2::rht_quantize_both and q2::quantize_masked, x aside. Two calls of one op whose
-operands are made from the same tensors can be one, which reads those once.
+operands are made from the same tensors can be one, which reads those once. The same kernel computes
+and quantises both halves of the operand of q2::rht_quantize_groups_both.
 
 Of GPUs only an H200 has run them, so everywhere the first use of a scheme is preceded by a check
 against the reference (`refusal`).
@@ -20,6 +21,7 @@ from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Direction,
+    Groups,
     Produced,
     launches,
     quantizer_call,
@@ -27,18 +29,23 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
+    TILE,
     has_room_for_two,
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
+from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 NAME = "fused"
 # Where the scheme and the transform are among the arguments after x.
 _HOW = {"rht_quantize": 1, "rht_quantize_both": 2, "quantize_masked": 0}
+_HOW |= {"rht_quantize_groups_both": 4}
 _OUTPUTS = {"rht_quantize": 3, "rht_quantize_both": 6, "quantize_masked": 4}
+_OUTPUTS |= {"rht_quantize_groups_both": 6}
+_BOTH = ("rht_quantize_both", "rht_quantize_groups_both")
 _VERDICTS: dict[tuple, str | None] = {}
 
 
@@ -74,6 +81,7 @@ def fused_call(
     calls: for each of its matrices the args of the op, after x; two have the same scheme and the
         same transform. Tensors of the call: inputs, then those of calls.
     """
+    assert not producer.halves or producer.cols % TILE == 0, "a tile lies in one half"
     scheme, transform = scheme_and_transform(op, calls[0])
     count = len(inputs)
     operands = count + sum(len(tensors_of(args)) for args in calls)
@@ -84,6 +92,9 @@ def fused_call(
         tensor += len(tensors_of(args))
         output += _OUTPUTS[op]
     fields: tuple[At | int, ...] = (*(At(i) for i in range(count)), *map(int, sizes))
+    groups = None
+    if _is_grouped(op):  # its first two arguments
+        groups = Groups(At(count), At(count + 1), calls[0][0].shape[0])
     return quantizer_call(
         inputs[0].device.index,
         SOURCES[producer.dtype],
@@ -93,6 +104,7 @@ def fused_call(
         directions,
         operands,
         operand=(0, 0, 0),
+        groups=groups,
         produced=Produced(producer, fields),
     )
 
@@ -108,6 +120,9 @@ def _directions(
         along = Direction(0 if seed is None else At(tensor), stream, output)
         return (None, along) if transpose else (along, None)
     row_seed, col_seed, *_, stream = args
+    if _is_grouped(op):
+        row_seed, col_seed = args[2:4]
+        tensor += 2
     seeds = [0 if row_seed is None else At(tensor), 0]
     if col_seed is not None:
         seeds[1] = At(tensor + (row_seed is not None))
@@ -118,7 +133,7 @@ def prepare(op: str, producer: Producer, args: Sequence[Any], index: int) -> Non
     """Has NVRTC begin with the kernels of such a call, while other things are compiled."""
     scheme, transform = scheme_and_transform(op, args)
     turned = _turned(op, args)
-    along = (not turned, turned or op == "rht_quantize_both")
+    along = (not turned, turned or op in _BOTH)
     for launch in launches(
         SOURCES[producer.dtype],
         get_scheme(scheme),
@@ -127,9 +142,19 @@ def prepare(op: str, producer: Producer, args: Sequence[Any], index: int) -> Non
         room=shared_memory(index),
         vectors=True,
         amax_known=False,
+        grouped=_is_grouped(op),
         producer=producer,
     ):
         nvrtc.begin(launch.variant, architecture(index))
+
+
+def _is_grouped(op: str) -> bool:
+    return "_groups" in op
+
+
+def directions(op: str) -> int:
+    """Along which a call quantises."""
+    return 2 if op in _BOTH else 1
 
 
 def _turned(op: str, args: Sequence[Any]) -> bool:
@@ -154,7 +179,7 @@ def refusal(op: str, index: int, args: Sequence[Any], operands: int = 1) -> str 
 
 def begin(op: str, index: int, args: Sequence[Any], operands: int = 1) -> None:
     """Has threads compile what that check launches, if it is still to come."""
-    check, producer = _check(op, index, args, operands), representative(operands)
+    check, producer = _check(op, index, args, operands), representative(operands, _is_grouped(op))
     known = check in _VERDICTS or is_kept(check)
     if not known and (operands == 1 or no_pair(op, producer, args, index) is None):
         prepare(op, producer, args, index)
@@ -173,12 +198,15 @@ def disagreement(
     are counts."""
     with apart(device):
         inputs = representative_inputs()
-        producer = representative(operands)
+        producer = representative(operands, _is_grouped(op))
+        matrices = producer.evaluate(inputs)
         calls = [
             [torch.tensor(10 * n + i) if _is_tensor(a) else a for i, a in enumerate(args, 7)]
-            for n in range(operands)
+            for n in range(len(matrices))
         ]
-        matrices = producer.evaluate(inputs)
+        if _is_grouped(op):
+            ends = torch.tensor([0, 70, 120], dtype=torch.int32)  # and rows of no group
+            calls[0][:2] = ends, padded_ends(ends)
         quantise = getattr(torch.ops.q2, op)
         want = [r for x, given in zip(matrices, calls, strict=True) for r in quantise(x, *given)]
         on_device = [t.to(device) for t in inputs]
@@ -199,9 +227,9 @@ _ROWS, _COLS = 130, 264
 
 
 @functools.cache
-def representative(operands: int = 1) -> Producer:
+def representative(operands: int = 1, halves: bool = False) -> Producer:
     """((a + b) * row + c * column) where a mask holds, else 0; with additions and products alone,
-    whose bits every device has. The second is the difference of the two."""
+    whose bits every device has. The second is the difference of the two. halves: of whole tiles."""
     index = f"{_COLS}*r + c"
     steps = (
         ("load", 0, index, "lanes", -1),
@@ -223,7 +251,8 @@ def representative(operands: int = 1) -> Producer:
     )
     inputs = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bool)
     results = (14, 15)[:operands]
-    return Producer(torch.bfloat16, str(_ROWS), _COLS, inputs, (), False, steps, results)
+    cols = 2 * TILE if halves else _COLS
+    return Producer(torch.bfloat16, str(_ROWS), cols, inputs, (), False, steps, results, halves)
 
 
 def representative_inputs() -> list[torch.Tensor]:

@@ -69,8 +69,8 @@ class Groups(NamedTuple):
 
 
 class Produced(NamedTuple):
-    """What x is computed from, or two of them: the fields of the producer's struct, inputs and
-    sizes."""
+    """What x is computed from, or two of them, or its halves: the fields of the producer's struct,
+    inputs and sizes."""
 
     producer: Producer
     fields: tuple[Address, ...]
@@ -197,8 +197,8 @@ def quantizer_call(
 ) -> Call:
     """For CUDA device `index`.
 
-    extents: pitch, rows and columns of x, and for codes the scales a row of theirs and the
-        logarithm of the rows that share one.
+    extents: pitch, rows and columns of x, or of a half of it, and for codes the scales a row of
+        theirs and the logarithm of the rows that share one.
     directions: along rows, along columns; of two operands that are computed at once, of each.
     operands: how many tensors the op is given.
     operand: x or its codes, its scales, its global scale.
@@ -217,7 +217,8 @@ def quantizer_call(
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
-    results = (m, padded(k, spec, rotation)), (k, height)
+    width = produced.producer.width if produced else k
+    results = (m, padded(width, spec, rotation)), (width, height)
     sides = [each and _side(each, *results[i % 2], spec) for i, each in enumerate(directions)]
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
@@ -250,8 +251,7 @@ def quantizer_call(
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
         source_global = operand[2] if rule == Rule.MS_EDEN else 0
-        last = align_launch(spec, rotation.size == 128)
-        ending = fields.alignment(last, source_global, factor)
+        ending = fields.alignment(align_launch(spec, rotation.size == 128), source_global, factor)
         if sums:
             most = max(ending.thread_blocks, thread_blocks_of_sums(k))
             ending = replace(ending, thread_blocks=most, sums=sums, summing=launched[1])

@@ -132,6 +132,7 @@ class Producer:
     inputs: their types.  sizes: names that indices and rows may contain.
     wide: an index may be 2^31 or more.
     results: the step of each matrix, one or two.
+    halves: the two are the left and the right half of one, of `cols` columns each.
     """
 
     dtype: torch.dtype
@@ -142,6 +143,12 @@ class Producer:
     wide: bool
     steps: tuple[Step, ...]
     results: tuple[int, ...]
+    halves: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a matrix that is quantised."""
+        return 2 * self.cols if self.halves else self.cols
 
     @property
     def piece(self) -> int:
@@ -163,7 +170,8 @@ class Producer:
     def evaluate(
         self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
     ) -> list[torch.Tensor]:
-        """The matrices, by torch. inputs: tensors at whose addresses the indices begin."""
+        """The matrices that are quantised, by torch. inputs: tensors at whose addresses the indices
+        begin."""
         names = dict(zip(self.sizes, sizes, strict=True))
         device = inputs[0].device
         height = self.height(sizes)
@@ -188,7 +196,8 @@ class Producer:
                 value = OPERATIONS[name].torch(*(values[arg] for arg in args))
                 values.append(value.float() if value.is_floating_point() else value)
         made = (values[step].to(self.dtype) for step in self.results)
-        return [matrix.expand(height, self.cols).contiguous() for matrix in made]
+        matrices = [matrix.expand(height, self.cols).contiguous() for matrix in made]
+        return [torch.cat(matrices, 1)] if self.halves else matrices
 
     def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
         _, index, _, mask = args

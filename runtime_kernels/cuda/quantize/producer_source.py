@@ -178,17 +178,23 @@ def rows_ahead(producer: Producer) -> int:
 
 @functools.lru_cache(maxsize=256)
 def bytes_read(producer: Producer) -> float:
-    """An element: each input as often as it has numbers for the operand's; what is read of it again
-    (for another head, or from a shifted place), and vectors, a cache holds."""
+    """An element: each input as often as it has numbers for the operand's, and as it is loaded;
+    what is read of it again (for another head, or from a shifted place), and vectors, a cache
+    holds."""
     sizes = [256] * len(producer.sizes)
     height = producer.height(sizes)
     own = dict(zip(producer.sizes, sizes, strict=True))
     rows, cols = ([(n - 1) * i // 16 for i in range(17)] for n in (height, producer.cols))
     places = [{**own, "r": r, "c": c} for r in rows for c in cols]
     extents = [0] * len(producer.inputs)
+    loads = [set[str]() for _ in producer.inputs]
     for name, *args in producer.steps:
         if name == "load":
+            loads[args[0]].add(args[1])
             last = max(producer.number(args[1], place) for place in places)
             extents[args[0]] = max(extents[args[0]], last + 1)
-    shares = (min(extent / (height * producer.cols), 1.0) for extent in extents)
+    shares = (
+        min(extent / (height * producer.cols), len(indices))
+        for extent, indices in zip(extents, loads, strict=True)
+    )
     return sum(share * x.itemsize for share, x in zip(shares, producer.inputs, strict=True))

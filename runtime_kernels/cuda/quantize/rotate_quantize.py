@@ -131,7 +131,7 @@ def _rotate_launch(
     headers: tuple[tuple[str, str], ...] = ()
     fields = (
         _SOURCE
-        + 2 * _OUTPUT * defines["Q2_OPERANDS"]
+        + 2 * _OUTPUT * (1 if producer and producer.halves else defines["Q2_OPERANDS"])
         + _WALK
         + "P" * defines["Q2_MASKED"]
         + "P" * defines["Q2_SUMS"]
@@ -139,6 +139,8 @@ def _rotate_launch(
     )
     if producer is not None:
         defines["Q2_PRODUCED"] = 1
+        if producer.halves:
+            defines["Q2_HALVES"] = 1
         fields += layout(producer)
         headers = ((FILE, cuda_source(producer)),)
     return launch(

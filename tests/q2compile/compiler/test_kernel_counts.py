@@ -166,8 +166,9 @@ def test_every_pass_has_a_row() -> None:
     """cache_weights is no pass over a graph, but has the effect of one. fuse_rotations adds
     nothing to a graph (test_fuse_rotations.py counts what the lowering makes of it), anchor_seeds
     changes none without a gradient that is a constant (test_joint_passes.py), tabulate none without
-    a rotary embedding (test_tabulate.py)."""
-    elsewhere = ("gather_quantisers", "tabulate", "fuse_rotations")
+    a rotary embedding (test_tabulate.py), concatenate_last none without experts
+    (test_concatenate_last.py)."""
+    elsewhere = ("gather_quantisers", "concatenate_last", "tabulate", "fuse_rotations")
     passes = [name for name in PASSES if name not in elsewhere]
     joint = [name for name in JOINT_PASSES if name != "anchor_seeds"]
     assert [row.name for row in ROWS] == [*passes, *joint, "cache_weights"]

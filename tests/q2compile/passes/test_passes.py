@@ -234,7 +234,7 @@ def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PostGradPasses(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert [r.note for r in manager.records] == ["", "disabled"] + 9 * [""]
+    assert [r.note for r in manager.records] == ["", "disabled"] + 10 * [""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -254,7 +254,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
     first = ["share_operands", "merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "widen_operands", "unrotate_in_gemm"]
-    last = ["part_directions", "sum_columns", "gather_quantisers", "tabulate"]
+    last = ["part_directions", "sum_columns", "gather_quantisers", "concatenate_last", "tabulate"]
     assert list(PASSES) == [*first, *forms, *last, "fuse_rotations"]
     assert plain != PostGradPasses(Config(fuse_rotations=True)).uuid()
 

@@ -173,6 +173,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "part_directions", 0),
         ("forward", "sum_columns", 0),
         ("forward", "gather_quantisers", 0),
+        ("forward", "concatenate_last", 0),
         ("forward", "tabulate", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
@@ -184,6 +185,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "part_directions", 0),
         ("backward", "sum_columns", 0),
         ("backward", "gather_quantisers", 1),
+        ("backward", "concatenate_last", 0),
         ("backward", "tabulate", 0),
     ]
 

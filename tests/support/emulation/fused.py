@@ -12,6 +12,7 @@ import torch
 import torch._inductor.config as inductor_config
 
 from q2compile.lowering import fusion_rule
+from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.jit import nvrtc
@@ -71,6 +72,7 @@ def run_fused(
         call(site, given)
 
     def marked(graph: torch.fx.Graph) -> None:
+        concatenate_last_pass(graph)
         fuse_rotations_pass(graph)
         nonlocal notes
         notes = fusion_notes(graph)

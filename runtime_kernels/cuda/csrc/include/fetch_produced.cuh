@@ -7,41 +7,60 @@ Q2_INLINE void put_pieces(u8* to, const uint4 (&made)[kOperands]) {
   for (int i = 0; i < kOperands; ++i) *(uint4*)(to + i * kTileBytes) = made[i];
 }
 
-// As fetch_elements of tile.cuh, whose place it takes. The loads of kRowsAhead rows are on their way
-// together; a thread waits for them, and the other warps of the multiprocessor round meanwhile. All
-// columns of a piece exist or none (lowering/producers.py).
+// The rows that a tile holds, of which the loads of kRowsAhead are on their way together.
+template <bool kWhole>
+Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared, u32 target) {
+  constexpr int kRowStep = kThreads / (kRowBytes / 16);
+  int row = threadIdx.x / (kRowBytes / 16);
+#pragma unroll 1
+  for (int first = 0; first < kTileRows; first += kRowsAhead * kRowStep) {
+    uint4 made[kRowsAhead][kOperands];
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+      int r = row + first + i * kRowStep;
+      if constexpr (kWhole) {
+        produce(p.producer, rows.first + r, col, made[i]);
+      } else {  // without a branch, which loads would not go ahead of; the first row is there
+        bool there = rows.has(r) && col < p.cols;
+        produce(p.producer, there ? rows.at(r) : rows.first, there ? col : 0, made[i]);
+#pragma unroll
+        for (uint4& piece : made[i]) piece = there ? piece : uint4{0, 0, 0, 0};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+      int r = first + i * kRowStep;
+      put_pieces(shared + (target ^ twist(r)) + r * kRowBytes, made[i]);
+    }
+  }
+}
+
+// As fetch_elements of tile.cuh, whose place it takes. A thread waits for its loads, and the other
+// warps of the multiprocessor round meanwhile. All columns of a piece exist or none
+// (lowering/producers.py).
 Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,
                               Places places) {
   constexpr int kPieces = kRowBytes / 16, kRowStep = kThreads / kPieces;
-  int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  u32 target = places.fetched;
-  int col = tile.col + piece * kPerPiece;
+  int col = tile.col + threadIdx.x % kPieces * kPerPiece;
   if (rows.count >= kTileRows && tile.col + kTileCols <= p.cols) {
-#pragma unroll 1
-    for (int first = 0; first < kTileRows; first += kRowsAhead * kRowStep) {
-      uint4 made[kRowsAhead][kOperands];
-#pragma unroll
-      for (int i = 0; i < kRowsAhead; ++i)
-        produce(p.producer, rows.first + row + first + i * kRowStep, col, made[i]);
-#pragma unroll
-      for (int i = 0; i < kRowsAhead; ++i) {
-        int r = first + i * kRowStep;
-        put_pieces(shared + (target ^ twist(r)) + r * kRowBytes, made[i]);
-      }
-    }
+    fetch_rows<true>(p, rows, col, shared, places.fetched);
+  } else if (kGrouped && rows.count > 0) {  // one tile of each group
+    fetch_rows<false>(p, rows, col, shared, places.fetched);
   } else {
+    int row = threadIdx.x / kPieces;
 #pragma unroll 1
     for (int r = 0; r < kTileRows; r += kRowStep) {
       uint4 made[kOperands] = {};
-      if (row + r < rows.count && col < p.cols) produce(p.producer, rows.first + row + r, col, made);
-      put_pieces(shared + (target ^ twist(r)) + r * kRowBytes, made);
+      if (!kGrouped && row + r < rows.count && col < p.cols)
+        produce(p.producer, rows.first + row + r, col, made);
+      put_pieces(shared + (places.fetched ^ twist(r)) + r * kRowBytes, made);
     }
   }
 }
 
 // Has L2 fetch what a tile will be computed from (kPrefetched). A thread: 64 columns of a row.
-Q2_INLINE void prefetch_elements(const Params& p, Tile tile) {
+Q2_INLINE void prefetch_elements(const Params& p, Tile tile, const Rows& rows) {
   constexpr int kColumns = 64, kAcross = kTileCols / kColumns;
-  int row = tile.row + threadIdx.x / kAcross, col = tile.col + threadIdx.x % kAcross * kColumns;
-  if (row < p.rows && col < p.cols) prefetch_lines(p.producer, row, col);
+  int row = threadIdx.x / kAcross, col = tile.col + threadIdx.x % kAcross * kColumns;
+  if (rows.has(row) && col < p.cols) prefetch_lines(p.producer, rows.at(row), col);
 }

@@ -17,6 +17,12 @@ constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (group
 constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantised alike
+#if Q2_HALVES
+constexpr bool kHalves = true;  // those are the left and the right half of one matrix
+#else
+constexpr bool kHalves = false;
+#endif
+constexpr int kMatrices = kHalves ? 1 : kOperands;  // that have results of their own
 constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks of its own; or 0
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 
@@ -68,9 +74,9 @@ struct Params {
   const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]; or
                      // both swizzled (numbers.cuh, swizzled_at)
   const float* source_global;  // or null for 1
-  Directions of[kOperands];
+  Directions of[kMatrices];
   long long pitch;    // elements (packed: bytes) from row to row of x
-  int rows, cols;     // M, K
+  int rows, cols;     // M, K; kHalves: of a half
   int source_blocks;  // packed: scales a row of the source
   int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
   int tiles, tiles_across;
@@ -110,7 +116,7 @@ struct __align__(16) Masks {
   float signs[128];  // along columns: 1 or -1, which make what was signed as it was
 #endif
 };
-__shared__ Masks masks[kOperands];
+__shared__ Masks masks[kMatrices];
 
 // A word of elements in shared memory with its signs, and what it holds.
 Q2_INLINE u32 with_mask(u32 word, u32 mask) {

@@ -1,0 +1,82 @@
+"""Concatenations that are written for a quantiser: one loop that writes all parts.
+
+On a GPU Inductor makes of `cat([dg, du], 1)` a loop over the result, which computes both parts for
+each of its elements and chooses, since each part has no other reader. Of SwiGLU's backward that is
+two exponentials and two quotients an element, and six loads where three would do:
+
+    before   triton_poi_cat(dh, u, g, buf0)       62 instructions an element of [T, 2 I]
+    after    triton_poi(dh, u, g, buf0, buf0')    21, over [T, I]; each part goes to its place
+
+(sm_90a, examples/benchmarks/KERNEL_LOG.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import V
+
+from q2compile.lowering.fused_halves import in_the_quantiser
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.reshape.default, _aten.view.default)
+# Quantisers that are calls and no loops, wherever they have a kernel.
+_CALLED = frozenset(
+    getattr(torch.ops.q2, name).default
+    for name in ("rht_quantize_both", "rht_quantize_groups", "rht_quantize_groups_both")
+)
+_FUSED = (torch.ops.q2.rht_quantize_both.default,)
+
+
+@functools.cache
+def register() -> None:
+    """Before Inductor's own lowering of cat, which serves all others."""
+    own = lowerings[_aten.cat.default]
+
+    @functools.wraps(own, assigned=())
+    def cat(inputs: Any, dim: int = 0) -> Any:
+        computed = in_the_quantiser(V.current_node, inputs)
+        if computed is not None:
+            return computed
+        if _is_called_with(V.current_node) and _are_one_loop(inputs):
+            rank = len(inputs[0].get_size())
+            return ir.TensorBox(ir.ConcatKernel.create(inputs, dim % rank))
+        return own(inputs, dim)
+
+    register_lowering(_aten.cat.default, type_promotion_kind=None)(cat)
+
+
+def _is_called_with(node: fx.Node) -> bool:
+    """Whether the tensor is read, through views, by such quantisers alone, and none of them may
+    compute it itself as Inductor's loop (fused_launches.py)."""
+    return bool(node.users) and all(
+        _is_called_with(user)
+        if user.target in _VIEWS
+        else user.target in _CALLED and (user.target not in _FUSED or MAY_FUSE not in user.meta)
+        for user in node.users
+    )
+
+
+def _are_one_loop(inputs: Any) -> bool:
+    """Whether all parts are expressions of one type and size that read something in common, so that
+    the scheduler makes one kernel of them."""
+    first = inputs[0]
+    alike = all(
+        x.get_dtype() == first.get_dtype() and list(x.get_size()) == list(first.get_size())
+        for x in inputs
+    )
+    if len(inputs) < 2 or not alike or not all(map(_is_expression, inputs)):
+        return False
+    return bool(set.intersection(*(set(x.get_read_names()) for x in inputs)))
+
+
+def _is_expression(x: Any) -> bool:
+    while isinstance(x, ir.MutableBox | ir.BaseView):
+        x = x.data
+    return isinstance(x, ir.Pointwise)

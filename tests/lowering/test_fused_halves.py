@@ -1,0 +1,205 @@
+"""Quantisers of rows in groups that compute both halves of their operand, the gradient of gate and
+up in a mixture of experts. The kernels run on a CPU (tests/support/emulation)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from q2compile.lowering import fusion_rule
+from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
+from tests.support.emulation.fused import Fused, made_by, run_fused
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
+from tests.support.producers import BF16, normal
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+q2, aten = torch.ops.q2, torch.ops.aten
+EDEN = "nvfp4_ms_eden_pow2"
+SEEDS = torch.tensor([11, 12])
+HALF = 128
+# Sizes of groups, and rows of none: every filling of a chunk, whole tiles, no group at all.
+ROUTINGS = {
+    "every filling": ([0, 1, 8, 9, 17, 0, 33, 65, 130, 0], 20),
+    "whole tiles": ([128, 256], 0),
+    "nothing but rows of no group": ([0, 0], 150),
+}
+
+
+def operands(routing: str, half: int = HALF) -> list[torch.Tensor]:
+    """Seeds, the ends of groups, dh, gate and up side by side, which rows are of no group."""
+    sizes, more = ROUTINGS[routing]
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    rows = sum(sizes) + more
+    both = normal(rows, 2 * half, seed=2)
+    return [SEEDS, ends, q2.padded_ends(ends), normal(rows, half), both, torch.arange(rows) >= 300]
+
+
+def halves(dh: torch.Tensor, both: torch.Tensor) -> list[torch.Tensor]:
+    g, u = both.chunk(2, -1)
+    return [aten.silu_backward(dh * u, g), dh * torch.nn.functional.silu(g)]
+
+
+def quantised(function: Callable, scheme: str = EDEN) -> Callable:
+    def experts(seeds, ends, padded, dh, both, tail):
+        x = function(dh, both, tail)
+        return q2.rht_quantize_groups_both(
+            *(x, ends, padded, seeds[0], seeds[1], scheme, "rht128", 3)
+        )
+
+    return experts
+
+
+def swiglu(dh, both, tail):
+    return torch.cat(halves(dh, both), 1)
+
+
+def masked(dh, both, tail):
+    zero = torch.zeros((), dtype=dh.dtype)
+    return torch.where(tail[:, None], zero, torch.cat(halves(dh, both), 1))
+
+
+def of_the_same_operand(done: Fused, args: list[torch.Tensor], scheme: str) -> tuple:
+    """What two kernels make, of the numbers that the one computes."""
+    ((producer, given),) = done.calls
+    x = torch.cat(made_by(producer, given), 1)
+    return q2.rht_quantize_groups_both(x, *args[1:3], *SEEDS, scheme, "rht128", 3)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("scheme", [EDEN + "@bf16", EDEN, EDEN + "@32x4x4", "nvfp4_sr_pow2"])
+def test_the_bits_are_those_of_two_kernels(scheme, routing, monkeypatch) -> None:
+    function = masked if "@" in scheme else swiglu
+    args = operands(routing)
+    done = run_fused(monkeypatch, quantised(function, scheme), *args)
+    assert "fused with both halves of cat" in done.notes[0]
+    assert "triton_" not in done.source.partition("def call")[2]
+    assert_same_bits(done.results, of_the_same_operand(done, args, scheme))
+
+
+def test_several_tiles_across(monkeypatch) -> None:
+    args = operands("every filling", 3 * HALF)
+    done = run_fused(monkeypatch, quantised(masked, EDEN + "@bf16"), *args)
+    assert_same_bits(done.results, of_the_same_operand(done, args, EDEN + "@bf16"))
+    ((producer, given),) = done.calls
+    (by_torch,) = producer.evaluate(given[: len(producer.inputs)])
+    by_eager = masked(*args[3:])
+    assert by_torch.shape == by_eager.shape == (283, 6 * HALF)
+    torch.testing.assert_close(by_torch, by_eager, rtol=2.0**-7, atol=2.0**-20)
+
+
+def test_any_number_of_tokens(monkeypatch) -> None:
+    args = operands("every filling")
+    for x in args[3:]:
+        torch._dynamo.mark_dynamic(x, 0)
+    done = run_fused(monkeypatch, quantised(masked, EDEN + "@bf16"), *args)
+    assert done.calls and done.calls[0][0].sizes, done.notes
+    assert_same_bits(done.results, of_the_same_operand(done, args, EDEN + "@bf16"))
+
+
+def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
+    args = operands("every filling")
+    done = run_fused(monkeypatch, quantised(swiglu), *args)
+    ((producer, given),) = done.calls
+    dh, both = given[:2]
+    shifted = torch.empty(dh.numel() + 1, dtype=BF16)[1:].view(dh.shape).copy_(dh)
+    call = (..., ..., ..., ..., EDEN, "rht128", 3), (1,) * 6
+    outputs = [torch.empty_like(t) for t in done.results]
+    site = FusedSite("rht_quantize_groups_both", producer, [call])
+    site(shifted, both, *args[1:3], *SEEDS, *outputs)
+    by_torch = producer.evaluate((dh, both))
+    want = q2.rht_quantize_groups_both(*by_torch, *args[1:3], *SEEDS, EDEN, "rht128", 3)
+    assert_same_bits(outputs, want)
+
+
+def in_three(dh, both, tail):
+    return torch.cat([*halves(dh, both), dh + 1], 1)
+
+
+def of_two_widths(dh, both, tail):
+    return torch.cat([dh + 1, both + 1], 1)
+
+
+def narrow(dh, both, tail):
+    return torch.cat([dh[:, :64] + 1, both[:, :64] + 1], 1)
+
+
+def in_memory(dh, both, tail):
+    return torch.cat([dh, both[:, :HALF] + 1], 1)
+
+
+def with_another_reader(dh, both, tail):
+    dg, du = halves(dh, both)
+    return torch.cat([dg, du], 1), dg
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (in_three, "its columns are no two halves"),
+        (of_two_widths, "its columns are no two halves"),
+        (narrow, "halves of 64 columns are no multiple of 128"),
+        (in_memory, "the operand is in memory already"),
+    ],
+)
+def test_what_is_not_fused_and_why(function, why, monkeypatch) -> None:
+    done = run_fused(monkeypatch, quantised(function), *operands("whole tiles"))
+    assert not done.calls and why in done.notes[0]
+
+
+def test_a_half_with_another_reader_is_written(monkeypatch) -> None:
+    def experts(seeds, ends, padded, dh, both, tail):
+        x, dg = with_another_reader(dh, both, tail)
+        made = q2.rht_quantize_groups_both(x, ends, padded, seeds[0], seeds[1], EDEN, "rht128", 3)
+        return (*made, dg * 2)
+
+    done = run_fused(monkeypatch, experts, *operands("whole tiles"))
+    assert not done.calls and "a half has other readers" in done.notes[0]
+
+
+@pytest.mark.parametrize(("scheme", "why"), [("mxfp4_sr", "two operands of mxfp4_sr")])
+def test_schemes_that_have_no_kernel_of_two(scheme, why, monkeypatch) -> None:
+    done = run_fused(monkeypatch, quantised(swiglu, scheme), *operands("whole tiles"))
+    assert not done.calls and why in done.notes[0]
+
+
+def test_the_rule_is_that_of_two_operands(monkeypatch) -> None:
+    """Of two numbers six bytes are read: gate and up are in one tensor, and no longer one read."""
+    asked = []
+
+    def why_not(*args):
+        asked.append(args)
+        return "it would not pay"
+
+    monkeypatch.setattr(fusion_rule, "why_not", why_not)
+    args = operands("whole tiles")
+    done = run_fused(monkeypatch, quantised(swiglu), *args, always=False)
+    assert not done.calls and "it would not pay" in done.notes[0]
+    ((producer, spec, directions, capability, shared),) = asked
+    assert (spec.name, directions, capability, shared) == (EDEN, 2, 9, False)
+    assert len(producer.results) == 2 and producer.halves
+    assert producer_source.bytes_read(producer) == pytest.approx(6.0, rel=0.01)
+
+
+def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, "sm_90a")
+    monkeypatch.setattr(fused, "apart", lambda device: nullcontext())
+    monkeypatch.setattr(
+        fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
+    )
+    args = (..., ..., ..., ..., EDEN, "rht128", 0)
+    check = "rht_quantize_groups_both", torch.device("cpu"), args, 2
+    assert fused.disagreement(*check) is None
+    text = producer_source.cuda_source(fused.representative(2, True))
+    wrong = text.replace(" + v1)", " - v1)")
+    monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)
+    rotate_quantize._rotate_launch.cache_clear()
+    assert "differ from the reference" in str(fused.disagreement(*check))
+    rotate_quantize._rotate_launch.cache_clear()
