@@ -54,6 +54,8 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
             yield "split_scales", scheme
         if not codes:
             yield "dequantize", operand.scheme
+        if not codes and operand is fprop.b and not_served(_named(operand, codes), "none") is None:
+            yield "quantize", _named(operand, codes)  # of a large weight
     for op, operand in _of_gradients(recipe):
         yield op, _named(operand, codes)
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):

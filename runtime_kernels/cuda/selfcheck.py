@@ -470,7 +470,10 @@ _SUMMED = _with_swizzled(
 _WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str, tuple[str, ...]] = {
-    "quantize": _with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
+    "quantize": (
+        *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
+        *("nvfp4_46_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED),
+    ),
     "rht_quantize": _ROTATED + _WIDENED,
     "rht_quantize_both": _ROTATED + _WIDENED,
     "rht_quantize_summed": _SUMMED + _WIDENED,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from q2compile.passes.graph_queries import (
@@ -20,6 +21,8 @@ from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+_LARGE = 2**24  # elements
 
 
 def widen_operands_pass(graph: fx.Graph) -> int:
@@ -35,8 +38,10 @@ def widen_operands_pass(graph: fx.Graph) -> int:
     Preconditions: all that comes out of the op is read by q2.gemm (or q2.grouped_gemm) nodes alone,
     which the CUDA kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such
     numbers of this scheme and transform; a pair of directions has one scheme, so both must be so.
-    Of q2.quantize only the schemes that draw coins: the others may be loops, which fuse with what
-    makes x.
+    Of q2.quantize only the schemes that draw coins, and what the graph is given, as it is: others
+    may be loops, which fuse with what makes x. Those are weights whose codes no backward reads,
+    since it makes them again (recompute_weights); a kernel that writes codes as well takes a tenth
+    longer. Small ones end in one launch with the codes of x, which is worth more.
 
     Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
     """
@@ -45,7 +50,8 @@ def widen_operands_pass(graph: fx.Graph) -> int:
         at = list(named_arguments(node)).index("scheme")
         scheme: Any = node.args[at]
         readers = {gemm for output in node.users for gemm in output.users}
-        if is_q2(node, "quantize") and not get_scheme(scheme).stochastic:
+        draws = get_scheme(scheme).stochastic
+        if is_q2(node, "quantize") and not draws and not _is_large_input(node.args[0]):
             continue
         if "@" in scheme or not readers or not all(_is_bf16(gemm) for gemm in readers):
             continue
@@ -61,6 +67,14 @@ def widen_operands_pass(graph: fx.Graph) -> int:
                     gemm.update_arg(of_scheme, scheme + WIDENED)
         matches += 1
     return matches
+
+
+def _is_large_input(x: Any) -> bool:
+    """Whether x is an input of the graph, or one with other sizes."""
+    size = x.meta["val"].numel()
+    while x.target in _VIEWS:
+        x = x.args[0]
+    return x.op == "placeholder" and isinstance(size, int) and size >= _LARGE
 
 
 def _is_bf16(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expecttest import TestCase
+from torch import fx
 
 from q2compile.passes.graph_queries import q2_nodes
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
@@ -15,7 +16,7 @@ from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
-from tests.support.graph_builder import EDEN, SOURCE, q2, run, traced
+from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from tests.support.serving import serve_by
 
 
@@ -24,7 +25,7 @@ def hopper(monkeypatch) -> None:
     """The kernels that a GPU without fp4 tensor cores would be served by."""
 
     def serving(op, args):
-        if op == "gemm":
+        if op in ("gemm", "grouped_gemm"):
             return SimpleNamespace(name="cuda_bf16")
         if op not in ("rht_quantize", "rht_quantize_both", "requantize"):
             return SimpleNamespace(name="cuda")
@@ -95,6 +96,47 @@ def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
 
     gm, _ = traced(function)
     assert widen_operands_pass(gm.graph) == 0
+
+
+def weight_of(*shape: int, computed: bool = False, kept: bool = False) -> tuple[Builder, fx.Node]:
+    """A forward's graph: x and a weight [E, N, K] or [N, K], quantised, and their product."""
+    builder = Builder()
+    x = builder.placeholder("primals_1", 256, shape[-1])
+    w = builder.placeholder("primals_2", *shape)
+    if computed:
+        w = builder.call(torch.ops.aten.mul.Tensor, w, 2.0)
+    if len(shape) == 3:
+        w = builder.call(torch.ops.aten.view.default, w, [-1, shape[-1]])
+    a, b = (
+        builder.outputs(builder.call(q2.quantize.default, m, None, None, SOURCE, 0)) for m in (x, w)
+    )
+    if len(shape) == 3:
+        offs = builder.placeholder("primals_3", shape[0], dtype=torch.int32)
+        schemes = (SOURCE, SOURCE, "fprop", torch.bfloat16)
+        gemm = builder.call(q2.grouped_gemm.default, *a, *b, offs, *schemes)
+    else:
+        gemm = builder.call(q2.gemm.default, *a, *b, None, SOURCE, SOURCE, torch.bfloat16)
+    builder.done(gemm, *(b if kept else ()))
+    return builder, gemm
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (8, 2048, 1024)])
+def test_of_a_large_weight_that_no_backward_reads_numbers_are_enough(shape) -> None:
+    builder, gemm = weight_of(*shape)
+    assert widen_operands_pass(builder.graph) == 1
+    schemes = [arg for arg in gemm.args if isinstance(arg, str)]
+    assert schemes[:2] == [SOURCE, SOURCE + WIDENED]
+    assert gemm.args[3].meta["val"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "shape, how",
+    [((4096, 4095), {}), ((4096, 4096), {"computed": True}), ((4096, 4096), {"kept": True})],
+)
+def test_other_weights_keep_their_codes(shape, how) -> None:
+    """Of one that is small, that a loop quantises where it computes it, or whose codes are saved."""
+    builder, _ = weight_of(*shape, **how)
+    assert widen_operands_pass(builder.graph) == 0
 
 
 @pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])

@@ -394,7 +394,7 @@ def test_values_instead_of_codes(scheme, transform, shape) -> None:
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("scheme", [POW2, "nvfp4_pow2", "nvfp4_sr_pow2"])
+@pytest.mark.parametrize("scheme", [POW2, "nvfp4_pow2", "nvfp4_46_pow2", "nvfp4_sr_pow2"])
 def test_values_of_subnormal_scales(scheme, transpose) -> None:
     """Rows of the result from 1e-38 to 1e-3: scales in e4m3's subnormals, and products below bf16's
     normals."""
