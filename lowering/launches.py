@@ -1,15 +1,11 @@
 """Calls of kernels that are launches alone: buffers that Inductor plans, and a line of generated
 code that enqueues the launches into them, past torch's dispatcher (runtime_kernels/cuda/site.py).
-
-The node is one that changes buffers made for it, as a Triton kernel of a user's does, which all
-versions of torch that are supported have. (An out variant of each op would need a second schema.)
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +17,7 @@ from torch._inductor.lowering import empty_strided, fallback_handler, register_l
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import together
+from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.gemm_operands import REACH, emulated_after, is_read, is_small, numbers
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
@@ -342,48 +339,6 @@ def output_buffer(like: torch.Tensor) -> Any:
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
 
 
-class Enqueued(ir.ExternKernel):
-    """A call of a site that stands at the top of generated code, and enqueues launches into buffers
-    that were made for them.
-
-    tensors: what it reads; buffers: what it writes. Both as inputs of an extern kernel.
-    """
-
-    _imports: tuple[str, ...]  # lines of generated code
-    _called: str  # sites of this kind there, with a number
-
-    def __init__(self, tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
-        inputs = [*tensors, *buffers]
-        self._device = inputs[-1].get_device()
-        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
-        self._tensors, self._buffers = list(tensors), list(buffers)
-        self.mutation_outputs = [
-            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in buffers
-        ]
-        V.graph.register_operation(self)
-
-    def get_outputs(self) -> list[ir.Buffer]:
-        return list(self.mutation_outputs)
-
-    def get_device(self) -> torch.device | None:
-        return self._device
-
-    def _write(self, wrapper: Any, site: str, given: Sequence[str]) -> None:
-        """A site at the top of the generated code, and its call; given: for what it reads."""
-        root = wrapper
-        while hasattr(root, "parent_wrapper"):
-            root = root.parent_wrapper
-        for line in self._imports:
-            root.add_import_once(line)
-        root.q2_sites = counts = getattr(root, "q2_sites", Counter())
-        name = f"{self._called}_{counts[self._called]}"
-        counts[self._called] += 1
-        root.header.writeline(f"{name} = {site}")
-        self.codegen_comment(wrapper, name)
-        given = [*given, *(b.codegen_reference() for b in self._buffers)]
-        wrapper.writeline(f"{name}({', '.join(given)})")
-
-
 class Launches(Enqueued):
     """Enqueues the launches of one call of an op, or of several that end in one launch."""
 
@@ -464,14 +419,3 @@ class Launches(Enqueued):
 
 def _unwrapped(x: Any) -> Any:
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(x))
-
-
-def given_as(x: Any, fixed: bool) -> tuple[str, str]:
-    """What a Site has for an operand, and what its calls are given: of a view of known sizes the
-    tensor that it is a view of, since a view takes the host as long as a launch's addresses."""
-    if fixed and isinstance(x, ir.ReinterpretView):
-        name = x.get_name()
-        if V.graph.get_dtype(name) == x.get_dtype():
-            size, stride = (tuple(map(int, numbers)) for numbers in (x.get_size(), x.get_stride()))
-            return f"q2_View({size}, {stride}, {int(x.layout.offset)})", name
-    return "...", x.codegen_reference()
