@@ -18,7 +18,14 @@ from torch._inductor.virtualized import V
 
 from q2compile.lowering import together
 from q2compile.lowering.enqueued import Enqueued, given_as
-from q2compile.lowering.gemm_operands import REACH, emulated_after, is_read, is_small, numbers
+from q2compile.lowering.gemm_operands import (
+    REACH,
+    by_loops,
+    emulated_after,
+    is_read,
+    is_small,
+    numbers,
+)
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
@@ -89,12 +96,19 @@ def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
         results = lowering(*args)
         if together.is_quantiser(V.current_node):
-            _MADE.setdefault(V.graph, {})[V.current_node] = results
+            remembered(results)
         if not (together.is_quantiser(V.current_node) and together.waits(V.current_node)):
             _enqueue_waiting()
         return results
 
     return lower
+
+
+def remembered(results: Any) -> Any:
+    """What a quantiser makes, the node that is lowered: what is enqueued next may make its
+    numbers."""
+    _MADE.setdefault(V.graph, {})[V.current_node] = results
+    return results
 
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -118,8 +132,13 @@ def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> li
     return [outputs for _, outputs in made]
 
 
-def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
-    """A call that is still to be enqueued, and what it makes; None where it is not launches."""
+def _member(
+    op: torch._ops.OpOverload, args: Sequence[Any], into: Any = None
+) -> tuple[Member, Any] | None:
+    """A call that is still to be enqueued, and what it makes; None where it is not launches.
+
+    into: the buffer [rows, blocks, width] of its only output, if there is one.
+    """
     name = op.name().partition("::")[2]
     if V.graph.cpp_wrapper:
         return None
@@ -131,6 +150,9 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
         realized[i] = _formed(realized[i], form)
     results = results_of(op, realized)
     several = isinstance(results, tuple)
+    if into is not None:
+        rows, blocks, width = into.get_size()
+        return Member(V.current_node, name, realized, [into]), view(into, [rows, blocks * width])
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
@@ -205,10 +227,11 @@ def _enqueue_waiting() -> None:
 
 class Dequantised(NamedTuple):
     """A call that is left to the last launch of others: it dequantises what one of them quantises,
-    whose scales are output scales[1] of member scales[0]."""
+    whose scales are output scales[1] of member scales[0]. there: loops have made the numbers."""
 
     by: Member
     scales: tuple[int, int]
+    there: bool
 
 
 def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
@@ -230,11 +253,13 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
                 continue
             cols = 2 * codes.get_size()[1]
             args = codes, scales, unit, member.scheme.name, cols, torch.bfloat16
-            dequantising = _member(torch.ops.q2.dequantize.default, args)
+            make = by_loops().get(member.node)
+            made_by_loop = make and make()
+            dequantising = _member(torch.ops.q2.dequantize.default, args, made_by_loop)
             if dequantising is not None:
                 by, numbers()[codes_node, cols] = dequantising
                 number = 0 if member.op == "split_scales" else first + 1
-                found.append(Dequantised(by, (i, number)))
+                found.append(Dequantised(by, (i, number), make is not None))
     return found
 
 
@@ -352,14 +377,15 @@ class Launches(Enqueued):
         dequantised: Sequence[Dequantised] = (),
     ) -> None:
         self._dequantised = [
-            (len(members) + i, scales) for i, (_, scales) in enumerate(dequantised)
+            (len(members) + i, scales, *([True] if there else []))
+            for i, (_, scales, there) in enumerate(dequantised)
         ]
-        members = [*members, *(by for by, _ in dequantised)]
+        members = [*members, *(each.by for each in dequantised)]
         self._members, self._products = members, products
         device = _device(members[0])
         if device.type == "cuda" and len(members) > 1:
             more = [_widening(members[0])] * bool(dequantised)
-            widened = {of for _, (of, _) in dequantised}
+            widened = {of for _, (of, _), _ in dequantised}
             launched = [_launched(m.op, m.args) for m in members]
             compile_ahead(launched, more, device.index, widened)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
