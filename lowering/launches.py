@@ -237,12 +237,12 @@ class Dequantised(NamedTuple):
 def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
     """The numbers that the last launch of these can make of their codes: those that the next GEMM
     reads, and of what is small those that the next few do."""
-    if any(_widening(member) is None for member in members):
-        return []
+    if any(member.op.endswith("_summed") for member in members):
+        return []  # no launch does both
     gemms = list(itertools.islice(emulated_after(V.current_node), 1 + REACH))
     found: list[Dequantised] = []
     for i, member in enumerate(members):
-        made: Any = _MADE.get(V.graph, {}).get(member.node)
+        made: Any = _widening(member) and _MADE.get(V.graph, {}).get(member.node)
         for codes_node in member.node.users if made else ():
             first: Any = codes_node.args[1]
             if first % 3 or not any(map(is_tensor, made[first : first + 1])):
@@ -266,7 +266,7 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
 def _widening(member: Member) -> Any:
     """The last launch of a member, if there is one that also dequantises."""
     last = member.last_launch
-    if last is None or member.op.endswith("_summed") or not dequantises(member.scheme):
+    if last is None or not dequantises(member.scheme):
         return None
     return widening_launch(last)
 
@@ -384,7 +384,7 @@ class Launches(Enqueued):
         self._members, self._products = members, products
         device = _device(members[0])
         if device.type == "cuda" and len(members) > 1:
-            more = [_widening(members[0])] * bool(dequantised)
+            more = [_widening(members[of]) for _, (of, _), _ in dequantised[:1]]
             widened = {of for _, (of, _), _ in dequantised}
             launched = [_launched(m.op, m.args) for m in members]
             compile_ahead(launched, more, device.index, widened)
