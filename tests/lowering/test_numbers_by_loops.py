@@ -14,6 +14,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch.nn.functional import rms_norm, silu
 
+from q2compile import lowering
 from q2compile.lowering import gemm_operands, launches
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -179,6 +180,19 @@ def test_what_is_recorded(sources) -> None:
     assert ", True)" in sources[0]
 
 
+def of_experts(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = q2.quantize(x * -2.0, None, None, FOUR_SIX, 0)
+    b = q2.quantize(w, None, None, FOUR_SIX, 0)
+    return *a, q2.grouped_gemm(*a, *b, ends, FOUR_SIX, FOUR_SIX, "fprop", torch.bfloat16)
+
+
+def test_of_experts(sources) -> None:
+    """Whose weights lie below each other."""
+    args = rows(70, 64), sixes(64).repeat(3, 1), torch.tensor([7, 50, 70], dtype=torch.int32)
+    assert_equal(torch.compile(of_experts)(*args), of_experts(*args))
+    assert ", True)" in sources[0] and "torch.ops.q2.grouped_mm.default(" in sources[0]
+
+
 class GatedMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -296,3 +310,13 @@ def test_the_loops_buffer_is_what_the_gemm_reads(monkeypatch) -> None:
     (written,) = re.findall(r"triton_\w+\.run\((.*?), stream", source)
     (mended,) = re.findall(r"^ +q2_site_0\((.*)\)", source, re.M)
     assert read in written.split(", ") and read in mended.split(", ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(70, 64), (517, 1000)])
+def test_on_a_gpu(shape) -> None:
+    lowering.register()
+    x, w = rows(*shape), sixes(shape[1])
+    with inductor_config.patch(force_disable_caches=True):
+        got = torch.compile(product)(x.cuda(), w.cuda(), FOUR_SIX)
+    assert_equal([result.cpu() for result in got], product(x, w, FOUR_SIX))
