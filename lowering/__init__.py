@@ -10,6 +10,7 @@ blocks.py            a matrix in blocks: reduction_blocks.py as a reduction, reg
 tile_config.py       how many blocks a program takes
 fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 launches.py          the other ops: calls of our kernels, past the dispatcher
+enqueued.py          the node of such a call
 together.py          which of them are launched together
 fused_launches.py    rotating quantisers that compute their operand: producers.py makes a loop of
                      Inductor's an expression for our kernel (index_ways.py how it reads,

@@ -32,8 +32,8 @@ from torch._inductor.lowering import register_lowering, view
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import fusion_rule, launches
+from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.launches import (
-    given_as,
     is_tensor,
     launching,
     output_buffer,
@@ -238,7 +238,7 @@ def _origins(x: ir.TensorBox) -> str:
     return ", ".join(sorted(names)) or "its producer"
 
 
-class FusedLaunches(launches.Enqueued):
+class FusedLaunches(Enqueued):
     """Enqueues the launches of a quantiser that computes its operand, or of two."""
 
     _imports = _IMPORTS

@@ -4,7 +4,7 @@ lowers."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,12 +23,20 @@ OPERANDS = ((0, 7), (3, 8))  # of both GEMMs: where three arguments begin, and t
 REACH = 2  # GEMMs: numbers that are made early wait for no more than those
 _SMALL = 16 * 2**20  # bytes of codes, four times as many of their numbers
 _NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_BY_LOOPS: WeakKeyDictionary[Any, dict[fx.Node, Callable[[], Any]]] = WeakKeyDictionary()
 
 
 def numbers() -> dict[Any, Any]:
     """Of the graph that is lowered: numbers by the node of their codes and how many columns; what
     is not turned by the node that would have."""
     return _NUMBERS.setdefault(V.graph, {})
+
+
+def by_loops() -> dict[fx.Node, Callable[[], Any]]:
+    """Of the graph that is lowered: by quantisers that are loops, what has the same loops write the
+    numbers of their codes, too. They are right but for blocks that the launch which makes the
+    scales makes again (align_scales.cu)."""
+    return _BY_LOOPS.setdefault(V.graph, {})
 
 
 def is_emulated(node: fx.Node) -> bool:

@@ -1,15 +1,11 @@
 """Calls of kernels that are launches alone: buffers that Inductor plans, and a line of generated
 code that enqueues the launches into them, past torch's dispatcher (runtime_kernels/cuda/site.py).
-
-The node is one that changes buffers made for it, as a Triton kernel of a user's does, which all
-versions of torch that are supported have. (An out variant of each op would need a second schema.)
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +17,15 @@ from torch._inductor.lowering import empty_strided, fallback_handler, register_l
 from torch._inductor.virtualized import V
 
 from q2compile.lowering import together
-from q2compile.lowering.gemm_operands import REACH, emulated_after, is_read, is_small, numbers
+from q2compile.lowering.enqueued import Enqueued, given_as
+from q2compile.lowering.gemm_operands import (
+    REACH,
+    by_loops,
+    emulated_after,
+    is_read,
+    is_small,
+    numbers,
+)
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
@@ -92,12 +96,19 @@ def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
         results = lowering(*args)
         if together.is_quantiser(V.current_node):
-            _MADE.setdefault(V.graph, {})[V.current_node] = results
+            remembered(results)
         if not (together.is_quantiser(V.current_node) and together.waits(V.current_node)):
             _enqueue_waiting()
         return results
 
     return lower
+
+
+def remembered(results: Any) -> Any:
+    """What a quantiser makes, the node that is lowered: what is enqueued next may make its
+    numbers."""
+    _MADE.setdefault(V.graph, {})[V.current_node] = results
+    return results
 
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -121,8 +132,13 @@ def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> li
     return [outputs for _, outputs in made]
 
 
-def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
-    """A call that is still to be enqueued, and what it makes; None where it is not launches."""
+def _member(
+    op: torch._ops.OpOverload, args: Sequence[Any], into: Any = None
+) -> tuple[Member, Any] | None:
+    """A call that is still to be enqueued, and what it makes; None where it is not launches.
+
+    into: the buffer [rows, blocks, width] of its only output, if there is one.
+    """
     name = op.name().partition("::")[2]
     if V.graph.cpp_wrapper:
         return None
@@ -134,6 +150,9 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
         realized[i] = _formed(realized[i], form)
     results = results_of(op, realized)
     several = isinstance(results, tuple)
+    if into is not None:
+        rows, blocks, width = into.get_size()
+        return Member(V.current_node, name, realized, [into]), view(into, [rows, blocks * width])
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
@@ -208,21 +227,22 @@ def _enqueue_waiting() -> None:
 
 class Dequantised(NamedTuple):
     """A call that is left to the last launch of others: it dequantises what one of them quantises,
-    whose scales are output scales[1] of member scales[0]."""
+    whose scales are output scales[1] of member scales[0]. there: loops have made the numbers."""
 
     by: Member
     scales: tuple[int, int]
+    there: bool
 
 
 def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
     """The numbers that the last launch of these can make of their codes: those that the next GEMM
     reads, and of what is small those that the next few do."""
-    if any(_widening(member) is None for member in members):
-        return []
+    if any(member.op.endswith("_summed") for member in members):
+        return []  # no launch does both
     gemms = list(itertools.islice(emulated_after(V.current_node), 1 + REACH))
     found: list[Dequantised] = []
     for i, member in enumerate(members):
-        made: Any = _MADE.get(V.graph, {}).get(member.node)
+        made: Any = _widening(member) and _MADE.get(V.graph, {}).get(member.node)
         for codes_node in member.node.users if made else ():
             first: Any = codes_node.args[1]
             if first % 3 or not any(map(is_tensor, made[first : first + 1])):
@@ -233,18 +253,20 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
                 continue
             cols = 2 * codes.get_size()[1]
             args = codes, scales, unit, member.scheme.name, cols, torch.bfloat16
-            dequantising = _member(torch.ops.q2.dequantize.default, args)
+            make = by_loops().get(member.node)
+            made_by_loop = make and make()
+            dequantising = _member(torch.ops.q2.dequantize.default, args, made_by_loop)
             if dequantising is not None:
                 by, numbers()[codes_node, cols] = dequantising
                 number = 0 if member.op == "split_scales" else first + 1
-                found.append(Dequantised(by, (i, number)))
+                found.append(Dequantised(by, (i, number), make is not None))
     return found
 
 
 def _widening(member: Member) -> Any:
     """The last launch of a member, if there is one that also dequantises."""
     last = member.last_launch
-    if last is None or member.op.endswith("_summed") or not dequantises(member.scheme):
+    if last is None or not dequantises(member.scheme):
         return None
     return widening_launch(last)
 
@@ -342,48 +364,6 @@ def output_buffer(like: torch.Tensor) -> Any:
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
 
 
-class Enqueued(ir.ExternKernel):
-    """A call of a site that stands at the top of generated code, and enqueues launches into buffers
-    that were made for them.
-
-    tensors: what it reads; buffers: what it writes. Both as inputs of an extern kernel.
-    """
-
-    _imports: tuple[str, ...]  # lines of generated code
-    _called: str  # sites of this kind there, with a number
-
-    def __init__(self, tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
-        inputs = [*tensors, *buffers]
-        self._device = inputs[-1].get_device()
-        super().__init__(None, ir.NoneLayout(device=self._device), inputs)
-        self._tensors, self._buffers = list(tensors), list(buffers)
-        self.mutation_outputs = [
-            ir.MutationOutput(ir.NoneLayout(device=self._device), b, self) for b in buffers
-        ]
-        V.graph.register_operation(self)
-
-    def get_outputs(self) -> list[ir.Buffer]:
-        return list(self.mutation_outputs)
-
-    def get_device(self) -> torch.device | None:
-        return self._device
-
-    def _write(self, wrapper: Any, site: str, given: Sequence[str]) -> None:
-        """A site at the top of the generated code, and its call; given: for what it reads."""
-        root = wrapper
-        while hasattr(root, "parent_wrapper"):
-            root = root.parent_wrapper
-        for line in self._imports:
-            root.add_import_once(line)
-        root.q2_sites = counts = getattr(root, "q2_sites", Counter())
-        name = f"{self._called}_{counts[self._called]}"
-        counts[self._called] += 1
-        root.header.writeline(f"{name} = {site}")
-        self.codegen_comment(wrapper, name)
-        given = [*given, *(b.codegen_reference() for b in self._buffers)]
-        wrapper.writeline(f"{name}({', '.join(given)})")
-
-
 class Launches(Enqueued):
     """Enqueues the launches of one call of an op, or of several that end in one launch."""
 
@@ -397,14 +377,15 @@ class Launches(Enqueued):
         dequantised: Sequence[Dequantised] = (),
     ) -> None:
         self._dequantised = [
-            (len(members) + i, scales) for i, (_, scales) in enumerate(dequantised)
+            (len(members) + i, scales, *([True] if there else []))
+            for i, (_, scales, there) in enumerate(dequantised)
         ]
-        members = [*members, *(by for by, _ in dequantised)]
+        members = [*members, *(each.by for each in dequantised)]
         self._members, self._products = members, products
         device = _device(members[0])
         if device.type == "cuda" and len(members) > 1:
-            more = [_widening(members[0])] * bool(dequantised)
-            widened = {of for _, (of, _) in dequantised}
+            more = [_widening(members[of]) for _, (of, _), _ in dequantised[:1]]
+            widened = {of for _, (of, _), _ in dequantised}
             launched = [_launched(m.op, m.args) for m in members]
             compile_ahead(launched, more, device.index, widened)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
@@ -464,14 +445,3 @@ class Launches(Enqueued):
 
 def _unwrapped(x: Any) -> Any:
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(x))
-
-
-def given_as(x: Any, fixed: bool) -> tuple[str, str]:
-    """What a Site has for an operand, and what its calls are given: of a view of known sizes the
-    tensor that it is a view of, since a view takes the host as long as a launch's addresses."""
-    if fixed and isinstance(x, ir.ReinterpretView):
-        name = x.get_name()
-        if V.graph.get_dtype(name) == x.get_dtype():
-            size, stride = (tuple(map(int, numbers)) for numbers in (x.get_size(), x.get_stride()))
-            return f"q2_View({size}, {stride}, {int(x.layout.offset)})", name
-    return "...", x.codegen_reference()

@@ -58,13 +58,22 @@ class Rounding:
     def code(self, x: Value, place: Index, coin: Value | None) -> Value:
         """The e2m1 code of x."""
         if coin is None:
-            return self.fp.e2m1_code(*self._rounded(x, self._reciprocal(place)), x)
+            return self.fp.e2m1_code(*self._nearest(x, place), x)
         magnitude = fp32.stochastic_e2m1(self._scaled(x, self._reciprocal(place)), coin)
         return self.fp.e2m1_code(magnitude, magnitude, x)
+
+    def value(self, x: Value, place: Index) -> Value:
+        """What the code of x stands for, to nearest, in units of its scale and with its sign."""
+        _, magnitude = self._nearest(x, place)
+        return fp32.with_sign_of(x, magnitude)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
         return self._code(place)
+
+    def _nearest(self, x: Value, place: Index) -> tuple[Value, Value]:
+        """|x| in units of the scale that its block takes, and what that rounds to."""
+        return self._rounded(x, self._reciprocal(place))
 
     def _candidate(self, vmax: float) -> tuple[PerBlock, PerBlock]:
         """The scale that maps a block's largest to vmax, and its reciprocal."""
@@ -97,18 +106,17 @@ class FourOverSix(Rounding):
         ]
         self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
 
-    def code(self, x: Value, place: Index, coin: None) -> Value:
-        """The e2m1 code of x."""
+    def scale(self, place: Index) -> Value:
+        """The scale that the block takes, as an int32."""
+        return ops.where(self._four(place), self._second_code(place), self._code(place))
+
+    def _nearest(self, x: Value, place: Index) -> tuple[Value, Value]:
+        """|x| in units of the scale that its block takes, and what that rounds to."""
         scaled, magnitude = self._rounded(x, self._reciprocal(place))
         second_scaled, second_magnitude = self._rounded(x, self._second_reciprocal(place))
         four = self._four(place)
         scaled = ops.where(four, second_scaled, scaled)
-        magnitude = ops.where(four, second_magnitude, magnitude)
-        return self.fp.e2m1_code(scaled, magnitude, x)
-
-    def scale(self, place: Index) -> Value:
-        """The scale that the block takes, as an int32."""
-        return ops.where(self._four(place), self._second_code(place), self._code(place))
+        return scaled, ops.where(four, second_magnitude, magnitude)
 
     def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
         """The error of x in units of the scale, in fixed point: the bits of an fp32 in [512, 1024).

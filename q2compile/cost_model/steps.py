@@ -18,7 +18,8 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
                w are read as the codes that fprop saved, x once for all that share it
     a scale    found afterwards: fp32 block scales are written, and read again to be rounded
     emulated   without fp4 tensor cores GEMMs are BF16's, of the bf16 numbers that the codes stand
-               for: those of the forward are dequantised for them, those of the backward written so
+               for: those of the backward are written so, and of the forward beside the codes, but
+               for those of 16x16 blocks and of mxfp4, which are dequantised
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
     a bias     is added inside of the GEMM, as BF16's is; its gradient is a sum in both
@@ -327,20 +328,20 @@ def _read_bits(operand: Operand) -> Fraction:
 
 
 def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
-    """Codes made bf16 numbers for a GEMM of those, by the launch that ends their quantiser, or both
-    operands by one of their own. Those of w, which no loop of Inductor's quantises, leave with the
-    codes."""
+    """Codes made bf16 numbers for a GEMM of those. What was quantised for it leaves its quantiser
+    with codes and numbers, where the launch that makes the scales can mend those; others one launch
+    dequantises, or one for each."""
     packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
-    specs = [get_scheme(o.scheme) for o in packed.values()]
-    together = len(packed) > 1 and len({(s.format, s.block[0] == 1) for s in specs}) == 1
-    fresh = all(o.source == "fresh" for o in packed.values())
-    ended = fresh and all(map(dequantises, specs))
+    specs = {role: get_scheme(o.scheme) for role, o in packed.items()}
+    there = {r for r, o in packed.items() if o.source == "fresh" and dequantises(specs[r])}
+    read = [role for role in packed if role not in there]
+    alike = len({(specs[role].format, specs[role].block[0] == 1) for role in read}) == 1
     return [
         Step(
             name,
             f"dequantise {role}",
-            (HIGH + (0 if ended and role == "w" else packed_bits(o.scheme))) * layer.elements(role),
-            launches=0 if ended or (together and role == next(iter(packed))) else 1,
+            (HIGH + (0 if role in there else packed_bits(o.scheme))) * layer.elements(role),
+            launches=0 if role in there or (alike and role != read[-1]) else 1,
             shared_by=layer.users(role),
         )
         for role, o in packed.items()

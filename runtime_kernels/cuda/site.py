@@ -141,7 +141,7 @@ class Together:
         others: tuple[Any, ...],
         *,
         fixed: bool,
-        dequantised: tuple[tuple[int, tuple[int, int]], ...] = (),
+        dequantised: tuple[tuple[Any, ...], ...] = (),
     ) -> None:
         self._sites, self._fixed, self._others = sites, fixed, others
         self._products = tuple(Product(*product) for product in products)

@@ -10,6 +10,7 @@ together   dequantise both, GEMM
 apart      rotate x, rotate w, align both, dequantise both, GEMM of bf16 numbers
 together   rotate x, rotate w, align and dequantise both, GEMM
            or rotate x and w and write their numbers, too, ... where they are read along rows
+           or with x by loops of Inductor's that do so
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ class Dequantised(NamedTuple):
 
     by: the call that dequantises, by number.
     scales: the call that makes the scales, and which of its outputs they are.
+    there: what made the codes has made the numbers, too (align_scales.Numbers).
     """
 
     by: int
     scales: tuple[int, int]
+    there: bool = False
 
 
 def together(
@@ -79,13 +82,13 @@ def together(
     all, then the products.
     """
     places = _Places(calls, len(products), others)
-    numbers = {of: places.output(by, 0) for by, (of, _) in dequantised}
+    numbers = {of: places.output(by, 0) for by, (of, _), _ in dequantised}
     steps = _merged(
         _numbered(_moved(step, i, places), numbers.get(i))
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
     )
-    last = {by for by, _ in dequantised}
+    last = {each.by for each in dequantised}
     endings = {i: call.ending for i, call in enumerate(calls) if i not in last}
     assert None not in endings.values() and len({e.launch for e in endings.values() if e}) == 1
     sides = [s for i, each in endings.items() if each for s in places.of_all(i, each.sides)]
@@ -191,11 +194,11 @@ def _dequantising(
         return ending
     of_scales = {side.scales: number for number, side in enumerate(sides)}
     numbers = [Numbers()] * len(sides)
-    for by, scales in dequantised:
+    for by, scales, there in dequantised:
         of: Any = calls[by].ending
         assert of.launch is dequantize_launch(torch.bfloat16, False, True)
         (matrix,) = places.of_all(by, of.sides)
-        there = any(step.numbered for step in calls[scales[0]].steps)
+        there = there or any(step.numbered for step in calls[scales[0]].steps)
         numbers[of_scales[places.output(*scales)]] = Numbers(matrix.codes, matrix.out, int(there))
     return replace(ending, numbers=tuple(numbers), widening=widening_launch(ending.launch))
 
