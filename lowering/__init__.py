@@ -16,7 +16,7 @@ fused_launches.py    rotating quantisers that compute their operand: producers.p
                      shorter_steps.py what is computed otherwise), fusion_rule.py says when
 inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
 old_garbage.py       Python's collections of garbage, put off while a graph is compiled
-emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
+emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads, gathered.py rows
 
 An op without a lowering is an extern kernel: the registry's.
 """
@@ -28,6 +28,7 @@ def register() -> None:
     from q2compile.lowering import (
         emulated_gemm,  # noqa: F401
         fused_launches,
+        gathered,  # noqa: F401
         inductor_repeats,
         launches,
         nan_asserts,
