@@ -196,7 +196,8 @@ class _Rewritten:
             )
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+        name = getattr(target, "overloadpacket", target).__name__  # as AOTAutograd names them
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
         values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
         dropped = ("val", "tensor_meta")
         node.meta = {k: v for k, v in self.node.meta.items() if k not in dropped}

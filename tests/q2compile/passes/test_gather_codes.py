@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from q2compile.passes.graph_queries import op_counts, q2_nodes
 from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
@@ -202,7 +203,7 @@ def test_the_graph() -> None:
     assert gemm.args[2].args[0] is gather.args[0].args[0], "the global scale of all"
     assert op_counts(g)["aten.index.Tensor"] == 0, "nothing of x is left"
     assert gathering_notes(g) == [
-        "quantize_default_2: 32 rows are quantised for the 64 that are gathered from them"
+        "quantize: 32 rows are quantised for the 64 that are gathered from them"
     ]
     assert gather_codes_pass(g) == 0 and gathering_notes(g) == []
 
@@ -265,6 +266,59 @@ def test_another_reader_of_the_rows_keeps_them(tmp_path) -> None:
         y.float().square().mean().backward()
         results.append([y.detach(), h.grad, model.up.grad])
     assert all(map(equal, *results))
+
+
+class Layer(nn.Module):
+    """torchtitan's: two stacks read the same rows, and a shared expert the tokens themselves."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.w1, self.w3, shared = (
+            nn.Parameter(torch.randn(E, N, K, generator=generator).bfloat16()) for _ in range(3)
+        )
+        self.shared = nn.Parameter(shared[0])
+        self.checkpointed = checkpointed
+
+    def forward(self, h: Tensor, ids: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self.run, h, ids, use_reentrant=False)
+        return self.run(h, ids)
+
+    def run(self, h: Tensor, ids: Tensor) -> Tensor:
+        ids, order = ids.flatten().sort(stable=True)
+        offs = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0).to(torch.int32)
+        x = spread(h, order, ids)
+        a, b = (torch._grouped_mm(x, w.mT, offs=offs) for w in (self.w1, self.w3))
+        shared = nn.functional.linear(h, self.shared)
+        return nn.functional.silu(a) * b + shared.repeat(TOP, 1)
+
+
+def layers_step(checkpointed: bool, **options: Any) -> list[Tensor]:
+    torch._dynamo.reset()
+    model = Layer(checkpointed)
+    h, ids = inputs(spread)
+    torch.manual_seed(2)
+    y = torch.compile(model, backend="quartet2", options=options)(h, ids)
+    y.float().square().mean().backward()
+    assert h.grad is not None
+    return [y.detach(), h.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("keep_packed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_bits_of_a_layer(checkpointed, keep_packed) -> None:
+    options = {"inner": "eager", "keep_packed": keep_packed}
+    ours = layers_step(checkpointed, **options)
+    plain = layers_step(checkpointed, disable_passes=["gather_codes"], **options)
+    assert all(map(equal, ours, plain))
+
+
+def test_who_shares_the_rows_shares_the_codes(tmp_path) -> None:
+    layers_step(False, dump=str(tmp_path))
+    forward = (tmp_path / "graph_0" / "2_forward.txt").read_text()
+    assert forward.count("= q2.quantize(") == 1 + 3, "h, and three weights"
+    assert forward.count("= q2.gather_rows(") == 1
 
 
 def test_an_amax_from_elsewhere_stays() -> None:
