@@ -3,6 +3,7 @@ every recipe, and not one bit is another."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from q2compile.passes.graph_queries import op_counts, q2_nodes
 from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
 from q2compile.passes.verify import check_spec
+from q2compile.recipes.recipe import GEMMS
+from q2compile.telemetry.folder import flush
 from tests.support.graph_builder import SOURCE, Builder, q2
 
 E, TOP, TOKENS, K, N = 4, 4, 40, 64, 48
@@ -116,8 +119,6 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def matches(folder: Any) -> dict[str, Any]:
-    import json
-
     records = json.loads((folder / "graph_0" / "passes.json").read_text())
     return {r["graph"]: r for r in records if r["name"] == "gather_codes"}
 
@@ -319,6 +320,20 @@ def test_who_shares_the_rows_shares_the_codes(tmp_path) -> None:
     forward = (tmp_path / "graph_0" / "2_forward.txt").read_text()
     assert forward.count("= q2.quantize(") == 1 + 3, "h, and three weights"
     assert forward.count("= q2.gather_rows(") == 1
+
+
+def test_telemetry_records_the_rows_that_are_quantised(tmp_path) -> None:
+    """Bits stay, and every operand is there; x's statistics are the tokens', each once."""
+    recorded = step(sentinels, inner="eager", telemetry={"every": 1, "to": str(tmp_path)})
+    flush()
+    assert all(map(equal, recorded, step(sentinels, inner="eager")))
+    rows = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    found = [(r["gemm"], r["operand"]) for r in rows if "gemm" in r]
+    assert found == [(gemm, role) for gemm, roles in GEMMS.items() for role in roles]
+    assert rows[1]["scale_zero"] == pytest.approx(ZERO_ROWS / (TOKENS + 1))
+
+
+ZERO_ROWS = 3  # one of zeros, one whose experts are elsewhere, and the one behind all
 
 
 def test_an_amax_from_elsewhere_stays() -> None:
