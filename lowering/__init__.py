@@ -19,7 +19,7 @@ fused_launches.py    rotating quantisers that compute their operand: producers.p
 concatenated.py      concatenations that a quantiser reads: one loop writes all parts
 inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
 old_garbage.py       Python's collections of garbage, put off while a graph is compiled
-emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads
+emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads, gathered.py rows
 
 An op without a lowering is an extern kernel: the registry's.
 """
@@ -33,6 +33,7 @@ def register() -> None:
         emulated_gemm,  # noqa: F401
         fused_halves,
         fused_launches,
+        gathered,  # noqa: F401
         inductor_repeats,
         launches,
         nan_asserts,

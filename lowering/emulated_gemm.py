@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -30,6 +30,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from q2compile.lowering import launches
+from q2compile.lowering.gathered import gathered
 from q2compile.lowering.gemm_operands import (
     GEMM,
     GROUPED,
@@ -37,11 +38,13 @@ from q2compile.lowering.gemm_operands import (
     REACH,
     TRANSPOSE,
     emulated_after,
+    gather_of,
     is_emulated,
     is_small,
     numbers,
     reads_unturned,
     turned,
+    ungathered,
 )
 from q2compile.lowering.together import products
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
@@ -62,9 +65,9 @@ def gemm(
         if product is not None:
             args = (a_codes, a_scales, product, b_codes, b_scales, None, bias)
         return launches.call(GEMM, *args, a_scheme, b_scheme, dtype)
-    first, second = V.current_node.args[0], V.current_node.args[3]
-    (a, _), (b, is_turned) = _numbers((*args[:3], a_scheme, first), (*args[3:6], b_scheme, second))
-    if not is_turned:
+    left, right = operands(V.current_node)
+    a, b = left.gathered(), right.gathered()
+    if not right.is_turned:
         b = lowerings[_aten.permute.default](b, [1, 0])
     # Of the operands whose global scale is not in their numbers.
     scales = [
@@ -93,10 +96,10 @@ def grouped_gemm(
     args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs)
     if not is_emulated(V.current_node):
         return launches.call(GROUPED, *args, a_scheme, b_scheme, gemm, dtype)
-    first, second = V.current_node.args[0], V.current_node.args[3]
-    (a, _), (b, is_turned) = _numbers((*args[:3], a_scheme, first), (*args[3:6], b_scheme, second))
+    a, b = operands(V.current_node)
     multiply = fallback_handler(torch.ops.q2.grouped_mm.default, add_to_fallback_set=False)
-    out = multiply(a, _as_grouped(b, gemm, offs.get_size()[0], is_turned), offs)
+    second = _as_grouped(b.gathered(), gemm, offs.get_size()[0], b.is_turned)
+    out = multiply(a.gathered(), second, offs)
     if gemm != "wgrad":
         return out
     groups, rows, columns = out.get_size()
@@ -126,12 +129,43 @@ def transpose(codes, scales, scheme: str, rows: Any, swizzled: bool = False) -> 
     return launches.call(TRANSPOSE, codes, scales, scheme, rows, swizzled)
 
 
-def _numbers(*operands: tuple) -> list[tuple[Any, bool]]:
-    """Operands as bf16 [rows, contraction], or turned, and whether they are. Of each its codes,
-    scales, global scale and scheme, and the node of the codes."""
+class Numbers(NamedTuple):
+    """An operand of a GEMM as bf16.
+
+    box        [rows, contraction], or turned
+    is_turned  whether it is
+    rows       an index of those of its rows that the GEMM multiplies; None if it is all as they are
+    known_by   the key of what is gathered in `numbers`
+    """
+
+    box: Any
+    is_turned: bool
+    rows: Any
+    known_by: Any
+
+    def gathered(self) -> Any:
+        """What the GEMM multiplies, made once however many read it."""
+        if self.rows is None:
+            return self.box
+        if self.known_by not in numbers():
+            numbers()[self.known_by] = gathered(self.box, self.rows)
+        return numbers()[self.known_by]
+
+
+class _Source(NamedTuple):
+    """What an operand's numbers are made of: by what they are known, the arguments of
+    q2::dequantize, and whether that makes it turned."""
+
+    key: Any
+    args: tuple
+    is_turned: bool
+
+
+def operands(gemm: fx.Node) -> list[Numbers]:
+    """Both operands of an emulated GEMM, which is lowered: each made once, and not gathered."""
     known = numbers()
-    sources = [_source(V.current_node, *operand) for operand in operands]
-    missing = {key: args for key, args, _ in sources if key not in known}
+    sources = [_source(gemm, first, at) for first, at in OPERANDS]
+    missing = {s.key: s.args for s in sources if s is not None and s.key not in known}
     op = torch.ops.q2.dequantize.default
     if len({_variant(args) for args in missing.values()}) == 1:
         missing |= _soon(missing)
@@ -139,7 +173,13 @@ def _numbers(*operands: tuple) -> list[tuple[Any, bool]]:
     else:
         made = [launches.call(op, *args) for args in missing.values()]
     known.update(zip(missing, made, strict=True))
-    return [(known[key], is_turned) for key, _, is_turned in sources]
+    found = []
+    for (first, _), source in zip(OPERANDS, sources, strict=True):
+        assert source is not None, "what a GEMM reads has been lowered"
+        gather = gather_of(gemm.args[first])
+        *_, rows = (None,) if gather is None else known[gather]
+        found.append(Numbers(known[source.key], source.is_turned, rows, (source.key, gather)))
+    return found
 
 
 def _soon(missing: dict[Any, tuple]) -> dict[Any, tuple]:
@@ -149,12 +189,10 @@ def _soon(missing: dict[Any, tuple]) -> dict[Any, tuple]:
     variant = _variant(next(iter(missing.values())))
     for gemm in itertools.islice(emulated_after(V.current_node), REACH):
         for first, at in OPERANDS:
-            nodes: Any = gemm.args[first : first + 3]
-            codes, scales, unit = map(_there, nodes)
-            if any(part is _ABSENT for part in (codes, scales, unit)):
+            source = _source(gemm, first, at)
+            if source is None:
                 continue
-            scheme = str(gemm.args[at])
-            key, args, is_turned = _source(gemm, codes, scales, unit, scheme, nodes[0])
+            key, args, is_turned = source
             there = key in numbers() or key in missing or is_turned
             room = len(missing) + len(found) < MOST_SIDES
             if not there and room and _variant(args) == variant and is_small(args[0]):
@@ -173,24 +211,28 @@ def _there(node: Any) -> Any:
     return env.get(node, _ABSENT)
 
 
-def _source(
-    gemm: fx.Node, codes: Any, scales: Any, global_scale: Any, scheme: str, node: Any
-) -> tuple[Any, tuple, bool]:
-    """By what an operand's numbers are known, the arguments of q2::dequantize, and whether that
-    makes it turned."""
+def _source(gemm: fx.Node, first: int, at: int) -> _Source | None:
+    """Of an operand, by the places of its codes and its scheme; None where it is not there yet."""
+    node, *others = ungathered(gemm, first)
+    codes, scales, unit = map(_there, (node, *others))
+    gather = gather_of(gemm.args[first])
+    if gather in numbers():  # which may have been the last to read them
+        codes, scales, _ = numbers()[gather]
+    if any(part is _ABSENT for part in (codes, scales, unit)):
+        return None
+    scheme = str(gemm.args[at])
     spec = get_scheme(scheme)
     if spec.widened:
         numbers()[node, None] = codes
-        return (node, None), (), False
+        return _Source((node, None), (), False)
     maker = turned(node) if reads_unturned(gemm) else None
     if maker is None:
         cols = 2 * codes.get_size()[1]
     else:
         node = maker.args[0]
         codes, scales, cols = numbers()[maker]
-    unit = global_scale if spec.folds else None
-    args = codes, scales, unit, scheme, cols, torch.bfloat16
-    return (node, cols), args, maker is not None
+    args = codes, scales, unit if spec.folds else None, scheme, cols, torch.bfloat16
+    return _Source((node, cols), args, maker is not None)
 
 
 def _variant(args: tuple) -> tuple[str, bool]:

@@ -19,6 +19,7 @@ from q2compile.runtime_kernels.registry import CUDA_BF16, serving
 
 GEMM, TRANSPOSE = torch.ops.q2.gemm.default, torch.ops.q2.transpose.default
 GROUPED = torch.ops.q2.grouped_gemm.default
+GATHER = torch.ops.q2.gather_rows.default
 OPERANDS = ((0, 7), (3, 8))  # of both GEMMs: where three arguments begin, and their scheme
 REACH = 2  # GEMMs: numbers that are made early wait for no more than those
 _SMALL = 16 * 2**20  # bytes of codes, four times as many of their numbers
@@ -28,7 +29,7 @@ _BY_LOOPS: WeakKeyDictionary[Any, dict[fx.Node, Callable[[], Any]]] = WeakKeyDic
 
 def numbers() -> dict[Any, Any]:
     """Of the graph that is lowered: numbers by the node of their codes and how many columns; what
-    is not turned by the node that would have."""
+    is not turned, or not gathered, by the node that would have."""
     return _NUMBERS.setdefault(V.graph, {})
 
 
@@ -90,6 +91,26 @@ def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
         if output in reader.args[first : first + 3] and output not in unread:
             return False
     return output is not reader.args[6]
+
+
+def ungathered(gemm: fx.Node, first: int) -> tuple[Any, Any, Any]:
+    """The nodes of an operand's codes, scales and global scale, or of the matrix whose rows
+    q2::gather_rows gathers."""
+    codes, scales, unit = (gemm.args[i] for i in range(first, first + 3))
+    gather = gather_of(codes)
+    return (codes, scales, unit) if gather is None else (gather.args[0], gather.args[1], unit)
+
+
+def gather_of(codes: Any) -> fx.Node | None:
+    """The q2::gather_rows that made these codes."""
+    maker = codes.args[0] if codes.args else None
+    return maker if isinstance(maker, fx.Node) and maker.target is GATHER else None
+
+
+def reads_ungathered(node: fx.Node) -> bool:
+    """Whether a reader of gathered codes, or of their scales, has use for the matrix and the index
+    alone: a GEMM of bf16 numbers."""
+    return is_emulated(node)
 
 
 def turned(codes: Any) -> fx.Node | None:

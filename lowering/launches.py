@@ -19,12 +19,14 @@ from torch._inductor.virtualized import V
 from q2compile.lowering import together
 from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.gemm_operands import (
+    OPERANDS,
     REACH,
     by_loops,
     emulated_after,
     is_read,
     is_small,
     numbers,
+    ungathered,
 )
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
@@ -249,7 +251,9 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
                 continue
             codes, scales, unit = made[first : first + 3]
             wanted = gemms if is_small(codes) else gemms[:1]
-            if not any(codes_node in (gemm.args[0], gemm.args[3]) for gemm in wanted):
+            if not any(
+                ungathered(g, first)[0] is codes_node for g in wanted for first, _ in OPERANDS
+            ):
                 continue
             cols = 2 * codes.get_size()[1]
             args = codes, scales, unit, member.scheme.name, cols, torch.bfloat16

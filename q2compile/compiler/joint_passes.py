@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
-from q2compile.passes import JOINT_PASSES
+from q2compile.passes import JOINT_PASSES, NOTES
 from q2compile.passes.record import PassRecord
 from q2compile.torch_internals.partitioner import is_checkpointed
 
@@ -26,6 +26,7 @@ class JointPasses(CustomGraphPass):
         wanted = {
             "anchor_seeds": True,
             "share_operands": config.resolved_policy.random_forward,
+            "gather_codes": True,
             "share_saved_rotations": config.resolved_policy.random_forward,
             "swizzle_saved_scales": True,
             "turn_in_backward": True,
@@ -49,7 +50,9 @@ class JointPasses(CustomGraphPass):
         for name in names:
             start = time.perf_counter()
             matches = JOINT_PASSES[name](graph)
-            self.records.append(PassRecord("joint", name, matches, time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            details = NOTES[name](graph) if name in NOTES else []
+            self.records.append(PassRecord("joint", name, matches, seconds, details=details))
 
     def uuid(self) -> Any:
         """See `PostGradPasses.uuid`."""

@@ -17,9 +17,8 @@ from q2compile.compiler.instrument import Instrument
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.errors import BackendError
-from q2compile.passes import PASSES
+from q2compile.passes import NOTES, PASSES
 from q2compile.passes.graph_queries import device_of, op_counts, q2_nodes
-from q2compile.passes.post_grad.fuse_rotations import fusion_notes
 from q2compile.passes.record import PassRecord
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.registry import ops, warm_up
@@ -112,7 +111,7 @@ class PostGradPasses(CustomGraphPass):
             after = op_counts(graph)
             change = {op: after[op] - before[op] for op in sorted({*before, *after})}
             changed = {op: n for op, n in change.items() if n}
-            details = fusion_notes(graph) if name == "fuse_rotations" else []
+            details = NOTES[name](graph) if name in NOTES else []
             self.records.append(PassRecord(kind, name, matches, seconds, changed, details=details))
             before = after
         self.running = "the check after the passes"

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from torch import fx
 
 from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
+from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
-from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass
+from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.gather_quantisers import gather_quantisers_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
@@ -43,6 +44,7 @@ from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 Pass = Callable[[fx.Graph], int]
 
 PASSES: dict[str, Pass] = {
+    "gather_codes": gather_codes_pass,  # of inference; of training the joint pass has done it
     "share_operands": share_operands_pass,
     "merge_seeds": merge_seeds_pass,
     "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
@@ -62,10 +64,17 @@ PASSES: dict[str, Pass] = {
 JOINT_PASSES: dict[str, Pass] = {
     "anchor_seeds": anchor_seeds_pass,  # first: it says which ops are of the backward
     "share_operands": share_operands_pass,  # for the next one: views of one x become one
+    "gather_codes": gather_codes_pass,  # before those that name schemes it does not know
     "share_saved_rotations": share_saved_rotations_pass,
     "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
     "turn_in_backward": turn_in_backward_pass,
     # In this order: asked for both, the packed activations are kept and the weights' codes are not.
     "keep_packed": keep_packed_pass,
     "recompute_weights": recompute_weights_pass,
+}
+
+# Of passes that say more than how often they matched: sentences of a graph that they have changed.
+NOTES: dict[str, Callable[[fx.Graph], list[str]]] = {
+    "gather_codes": gathering_notes,
+    "fuse_rotations": fusion_notes,
 }

@@ -89,6 +89,9 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
 
 def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     """What (codes, scales, global scale) are, from the op whose outputs they must be."""
+    gather = producer(triple[0])
+    if is_q2(gather, "gather_rows") and producer(triple[1]) is gather:
+        triple = (*gather.args[:2], triple[2])
     if triple[0].op in ("placeholder", "get_attr"):
         return _Operand(saved=True, empty=_is_empty(triple[0]))
     op = producer(triple[0])

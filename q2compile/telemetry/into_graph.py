@@ -155,7 +155,7 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
         for role, side in zip(GEMMS[name], "ab", strict=True):
             parts = tuple(args[f"{side}_{part}"] for part in ("codes", "scales", "global"))
             maker = producer(parts[0])
-            if is_q2(maker, "transpose"):  # the same codes as fprop's, if that made any
+            if is_q2(maker, "transpose", "gather_rows"):  # fprop's codes, if that made any
                 parts = (*maker.args[:2], parts[2])
                 maker = producer(parts[0])
             if kind == "backward" and maker.op == "placeholder":

@@ -5,6 +5,7 @@ every other kernel. Imports numerics and the registry.
 from q2compile.runtime_kernels.ops import (
     amax,
     dequantize,
+    gather_rows,
     gemm,
     gemm_masked_unrotate,
     grouped_gemm,
@@ -31,6 +32,7 @@ from q2compile.runtime_kernels.ops import (
 __all__ = [
     "amax",
     "dequantize",
+    "gather_rows",
     "gemm",
     "gemm_masked_unrotate",
     "grouped_gemm",

@@ -8,9 +8,9 @@ launches ahead of the product has the name of its .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
-recompute_weights in test_joint_passes.py, of the two for swizzled scales in
-test_swizzle_scales.py, of widen_operands in test_widen_operands.py, of sum_columns, all bits but
-those of the order of a sum, in test_sum_columns.py, of cache_weights in
+recompute_weights in test_joint_passes.py, of the two for swizzled scales in test_swizzle_scales.py,
+of gather_codes in test_gather_codes.py, of widen_operands in test_widen_operands.py, of
+sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
 test_share_rotations.py. gather_quantisers only moves calls: test_gather_quantisers.py, and for the
 launches that it saves tests/lowering/test_launch_counts.py.
@@ -94,6 +94,21 @@ class Biased(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
+class Routed(nn.Module):
+    """Each row goes to two experts of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _linear()
+        self.up = nn.Parameter(torch.zeros(4, WIDTH, WIDTH, dtype=torch.bfloat16))
+        self.register_buffer("ids", torch.arange(4).repeat(2 * WIDTH, 1)[:, ::2].flatten())
+        self.register_buffer("offs", torch.tensor([WIDTH, 2 * WIDTH, 3 * WIDTH, 4 * WIDTH]).int())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x).flatten(0, 1)[self.ids.argsort() // 2]
+        return torch._grouped_mm(x, self.up.mT, offs=self.offs)
+
+
 def _linear(bias: bool = False) -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, bias=bias, dtype=torch.bfloat16)
 
@@ -143,6 +158,7 @@ def _left_out(names: list[str]) -> dict[str, Any]:
 
 
 ROWS = [
+    _pass("gather_codes", model=Routed, training=False),
     _pass("share_operands", model=Heads, training=False),
     _pass("merge_seeds"),
     _pass("pair_directions"),
@@ -153,6 +169,7 @@ ROWS = [
     _pass("part_directions", small=0),
     _pass("sum_columns", model=Biased),
     _joint_pass("share_operands", "nvfp4", cse=False),
+    _joint_pass("gather_codes", "quartet2", model=Routed),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
     _joint_pass("turn_in_backward", "nvfp4"),
@@ -278,6 +295,10 @@ class TestKernelCounts(TestCase):
         self.assertExpectedInline(
             table("post-grad"),
             """\
+gather_codes (post-grad)
+  forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, inputs 5, mm 1, q2.dequantize 4,
+            q2.grouped_mm 1, triton 2
+
 share_operands (post-grad)
   forward   q2.dequantize 6 -> 4, q2.quantize 6 -> 4, inputs 4, mm 3, triton 1
 
@@ -333,6 +354,13 @@ share_operands (joint)
             inputs 5, mm 4, q2.split_scales 5, triton 10
   backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
             q2.rht_quantize 4, triton 2
+
+gather_codes (joint)
+  forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, inputs 5, mm 1, q2.dequantize 4,
+            q2.grouped_mm 1, triton 2
+  backward  triton 4 -> 6, aten.randint 1, inputs 12, mm 1, q2.grouped_mm 2, q2.padded_ends 1,
+            q2.requantize 2, q2.requantize_groups 1, q2.rht_quantize 1,
+            q2.rht_quantize_groups_both 1
 
 share_saved_rotations (joint)
   forward   q2.rht_quantize 4 -> 2, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,

@@ -54,8 +54,8 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("recipe", "capability"), CASES)
 def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
-    """Loops alone ask for split_scales: not in this model where two ops read x, as by nvfp4. And this
-    one has no large weights, whose numbers alone are written."""
+    """Loops alone ask for split_scales: not in this model where two ops read x, as by nvfp4. Nor
+    has it large weights, whose numbers alone are written."""
     foreseen = set(checked_calls(resolve(recipe), codes=capability == 100))
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen

@@ -1,0 +1,32 @@
+"""The lowering of `q2::gather_rows`: loops over its codes and its scales, for readers of codes.
+
+A GEMM of bf16 tensor cores reads numbers, and these are made of the codes that were not gathered
+and gathered then (emulated_gemm.py); where all readers are such, nothing is made here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import V
+
+from q2compile.lowering.blocks import reinterpreted
+from q2compile.lowering.gemm_operands import GATHER, numbers, reads_ungathered
+
+
+@register_lowering(GATHER, type_promotion_kind=None)
+def gather_rows(codes: Any, scales: Any, rows: Any) -> Any:
+    """See runtime_kernels/ops/gather_rows.py."""
+    numbers()[V.current_node] = codes, scales, rows
+    readers = [reader for output in V.current_node.users for reader in output.users]
+    if readers and all(reads_ungathered(reader) for reader in readers):
+        return None, None
+    bytes_ = gathered(reinterpreted(scales, torch.uint8), rows)
+    return gathered(codes, rows), reinterpreted(bytes_, scales.get_dtype())
+
+
+def gathered(matrix: Any, rows: Any) -> Any:
+    """Rows of a matrix as an expression, to be fused with who reads it."""
+    return lowerings[torch.ops.aten.index.Tensor](matrix, [rows])

@@ -1,0 +1,221 @@
+"""Rows that are gathered are quantised before that: each once, however often it is named."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from q2compile.passes.graph_queries import depending_on_tangents, q2_nodes
+from q2compile.passes.joint.gathered_rows import Gathered, Zeroed, gathered, hint_of
+from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+
+_aten = torch.ops.aten
+# Those whose blocks lie within a row of their operand.
+_QUANTISERS = ("quantize", "quantize_masked", "rht_quantize")
+_NOTE = "q2_gathered"  # in a node's meta: what the pass says of it
+_OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
+
+
+def gather_codes_pass(graph: fx.Graph) -> int:
+    """Quantising a row needs nothing of the others, but for the global scale: so of a token that
+    goes to eight experts the codes are made once, and these are gathered.
+
+    before                                  after
+        x = index(h, [rows])                    q = quantize(h, None, None, S, 0)
+        q = quantize(x, None, None, S, 0)       g = gather_rows(q[0], q[1], rows)
+        y = grouped_gemm(*q, ...)               y = grouped_gemm(*g, q[2], ...)
+        r = requantize_groups(*q, ...)          r = requantize_groups(*g, q[2], ...)
+
+    The forward saves q, an eighth of what it was; g is tagged so that the backward makes its own
+    (an index that it needs anyway, for the gradient of h).
+
+    The global scale is of the rows that are gathered alone. Where the index is not known to name
+    all (`names_all`), the others are zero for the quantiser, and so are rows that are zeroed after
+    the gather; those are read from a row of zeros behind the last:
+
+        x = index(h, [rows])                    z = where(m, M, rows)
+        x = where(m[:, None], 0, x)             p = index_put(full([M + 1], False), [z], True)
+        q = quantize(x, None, None, S, 0)       q = quantize(where(p[:, None], pad(h), 0), ...)
+                                                g = gather_rows(q[0], q[1], z)
+
+    Preconditions: index, index_select or gather along rows, through views that leave rows whole and
+    casts, which move with the quantiser; blocks of one row; no coins, which depend on the place;
+    rows are gathered `_OFTEN` times as often as there are any. Who else reads x still does: the
+    quantiser is cheaper all the same.
+
+    Exact: a quantiser of blocks within rows is a function of each row and of the largest of all,
+    and that is the same. A row of zeros has the codes of a row of zeros.
+    """
+    backward = depending_on_tangents(graph)
+    matches = 0
+    for node in list(q2_nodes(graph, *_QUANTISERS)):
+        found = gathered(node.args[0]) if _within_rows(node) else None
+        if found is None or not any(output.users for output in node.users):
+            continue
+        rows, there = hint_of(found.index.meta["val"].numel()), hint_of(found.source)
+        if rows is None or there is None:
+            node.meta[_NOTE] = f"{node.name} is left: how many rows it has is not known"
+        elif rows < _OFTEN * there:
+            node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
+        else:
+            said = f"{there} rows are quantised for the {rows} that are gathered from them"
+            _Rewritten(graph, node, found).gather(node in backward, said)
+            matches += 1
+    return matches
+
+
+def gathering_notes(graph: fx.Graph) -> list[str]:
+    """What the pass has to say of each quantiser of gathered rows; said once."""
+    return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
+
+
+def _within_rows(node: fx.Node) -> bool:
+    """Whether a quantiser's codes of a row depend on nothing but that row and the global scale."""
+    args = named_arguments(node)
+    scheme = get_scheme(str(args["scheme"]))
+    turned, seed = args.get("transpose"), args.get("seed")
+    plain = not (scheme.stochastic or scheme.swizzled or scheme.widened or turned)
+    return plain and seed is None and scheme.block[0] == 1
+
+
+class _Rewritten:
+    """One quantiser of gathered rows, as it is made anew."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, found: Gathered) -> None:
+        self.graph, self.node, self.found = graph, node, found
+
+    def gather(self, in_backward: bool, said: str) -> None:
+        """In the place of the quantiser one of the source, and a gather before who reads it."""
+        node, graph = self.node, self.graph
+        outputs: dict[Any, fx.Node] = {n.args[1]: n for n in node.users}
+        with graph.inserting_before(node):
+            source, rows = self._source()
+            x, *others = node.args
+            args = named_arguments(node)
+            if args.get("amax") is not None:
+                others[0] = self._amax(args["amax"], x, source)
+            made = self._call(node.target, source, *others)
+            made.meta[_NOTE] = f"{made.name}: {said}"
+            parts = {i: self._call(operator.getitem, made, i) for i in {0, 1, *outputs}}
+        readers = [reader for output in outputs.values() for reader in output.users]
+        with graph.inserting_before(min(readers)):
+            op = self._call(torch.ops.q2.gather_rows.default, parts[0], parts[1], rows)
+            again = [op]
+            for i in (0, 1):
+                parts[i] = self._call(operator.getitem, op, i)
+                again.append(parts[i])
+            if 3 in parts:  # QuEST's mask
+                parts[3] = self._call(_aten.index.Tensor, parts[3], [rows])
+                again.append(parts[3])
+        for one in again if not in_backward else ():
+            one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        for i, output in outputs.items():
+            output.replace_all_uses_with(parts[i])
+        _erase_unread(graph, [*outputs.values()])
+
+    def _source(self) -> tuple[fx.Node, fx.Node]:
+        """What is quantised, and the rows that are gathered from its codes."""
+        found = self.found
+        source, rows = found.source, self._flat(found.index)
+        for cast in reversed(found.casts):
+            source = self._call(cast.target, source, *cast.args[1:], **cast.kwargs)
+        if not found.zeroed and found.names_all:
+            return source, rows
+        if found.zeroed:
+            count = self._size(source)
+            wrapped = self._call(_aten.add.Tensor, rows, count)
+            is_negative = self._call(_aten.lt.Scalar, rows, 0)
+            rows = self._call(_aten.where.self, is_negative, wrapped, rows)
+            behind = self._full([], count, rows)
+            rows = self._call(_aten.where.self, self._zeroed(found.zeroed), behind, rows)
+            source = self._call(_aten.constant_pad_nd.default, source, [0, 0, 0, 1])
+        none = self._full([self._size(source)], False, rows, torch.bool)
+        named = self._call(
+            _aten.index_put.default, none, [rows], self._full([], True, rows, torch.bool)
+        )
+        named = self._call(_aten.unsqueeze.default, named, 1)
+        zero = self._full([], 0, source)
+        return self._call(_aten.where.self, named, source, zero), rows
+
+    def _zeroed(self, masks: list[Zeroed]) -> fx.Node:
+        """Which of the gathered rows are zero."""
+        flat = []
+        for mask, where_set in masks:
+            one = self._flat(mask)
+            flat.append(one if where_set else self._call(_aten.logical_not.default, one))
+        either = flat[0]
+        for other in flat[1:]:
+            either = self._call(_aten.logical_or.default, either, other)
+        return either
+
+    def _amax(self, amax: Any, x: Any, source: fx.Node) -> fx.Node:
+        """That of the source, where it is seen to be x's; it may be any other, and stays then."""
+        chain: list[fx.Node] = []
+        node = amax
+        while isinstance(node, fx.Node) and node is not x and node.args:
+            chain.append(node)
+            node = node.args[0]
+        whole = [n for n in chain if n.target is _aten.amax.default and len(n.args) == 1]
+        magnitudes = [n for n in chain if n.target is _aten.abs.default]
+        casts = len(chain) - len(whole) - len(magnitudes)
+        known = len(whole) == len(magnitudes) == 1 and casts == sum(map(_is_cast, chain))
+        # Of magnitudes: rows of zeros add nothing to it then.
+        if node is not x or not known or not magnitudes[0] < whole[0]:
+            return amax
+        for one in reversed(chain):
+            source = self._call(one.target, source, *one.args[1:], **one.kwargs)
+        return source
+
+    def _flat(self, node: fx.Node) -> fx.Node:
+        if node.meta["val"].dim() == 1:
+            return node
+        return self._call(_aten.reshape.default, node, [-1])
+
+    def _size(self, node: fx.Node) -> Any:
+        size = node.meta["val"].shape[0]
+        return size if isinstance(size, int) else self._call(_aten.sym_size.int, node, 0)
+
+    def _full(
+        self, size: list[Any], value: Any, like: fx.Node, dtype: torch.dtype | None = None
+    ) -> fx.Node:
+        """A constant where another tensor is, of its type or another."""
+        of = like.meta["val"]
+        with getattr(of, "fake_mode", nullcontext()):
+            return self._call(
+                *(_aten.full.default, size, value),
+                dtype=dtype or of.dtype,
+                layout=torch.strided,
+                device=of.device,
+                pin_memory=False,
+            )
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        name = getattr(target, "overloadpacket", target).__name__  # as AOTAutograd names them
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        dropped = ("val", "tensor_meta")
+        node.meta = {k: v for k, v in self.node.meta.items() if k not in dropped}
+        node.meta["val"] = target(*values, **named)
+        return node
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target in (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+
+
+def _erase_unread(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Nodes that nobody reads any more, and what only they have read."""
+    pending = set(nodes)
+    while pending:
+        node = max(pending)
+        pending.remove(node)
+        if not node.users and node.op == "call_function" and not node.is_impure():
+            pending.update(node.all_input_nodes)
+            graph.erase_node(node)

@@ -1,0 +1,194 @@
+"""Which operands are rows that were gathered from a matrix, asked of an FX graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_SAME = (_aten.clone.default, _aten.alias.default)
+_INDEXED = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
+_SORTS = (_aten.sort.default, _aten.sort.stable)
+_QUOTIENTS = (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default)
+_FILLED = (_aten.full.default, _aten.full_like.default, _aten.scalar_tensor.default)
+
+
+class Zeroed(NamedTuple):
+    """A mask [..., 1] of rows that are zeroed after the gather: where it is set, or is not."""
+
+    mask: fx.Node
+    where_set: bool
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A matrix that is zeroed(cast(source[index])).
+
+    source  a matrix
+    index   integers of any shape, one for each row; negative ones count from the end
+    casts   of the rows, the last first; all are functions of each number
+    """
+
+    source: fx.Node
+    index: fx.Node
+    casts: Sequence[fx.Node]
+    zeroed: list[Zeroed]
+
+    @property
+    def names_all(self) -> bool:
+        """Whether the index is known to name every row of the source: it is a permutation, by an
+        argsort, of k numbers for each row, divided by k."""
+        quotient = _undressed(self.index)
+        if quotient.target not in _QUOTIENTS:
+            return False
+        order, k = _undressed(quotient.args[0]), quotient.args[1]
+        if not isinstance(k, int) or order.target is not operator.getitem or order.args[1] != 1:
+            return False
+        if quotient.target is not _aten.floor_divide.default and (
+            quotient.kwargs.get("rounding_mode") not in ("floor", "trunc")
+        ):
+            return False
+        sort: Any = order.args[0]
+        size: Any = sort.args[0].meta["val"].shape if sort.target in _SORTS else ()
+        rows = self.source.meta["val"].shape[0]
+        return len(size) == 1 and statically_known_true(size[0] == rows * k)
+
+
+def gathered(x: Any) -> Gathered | None:
+    """What x [R, K] is gathered from, if it is."""
+    casts: list[fx.Node] = []
+    zeroed: list[Zeroed] = []
+    node = x
+    while isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+        inner: Any = node.args[0] if node.args else None
+        if node.target in _SAME or (node.target in _VIEWS and _keeps_rows(node)):
+            node = inner
+        elif _is_cast(node):
+            casts.append(node)
+            node = inner
+        elif (mask := _zeroes_rows(node)) is not None:
+            zeroed.append(mask[0])
+            node = mask[1]
+        else:
+            found = _gather(node)
+            return found and Gathered(*found, casts, zeroed)
+    return None
+
+
+def hint_of(size: Any) -> int | None:
+    """A size, or the rows of a node, as a number: a symbol by the shapes that were traced; None
+    where data decide. No guard is added."""
+    if isinstance(size, fx.Node):
+        size = size.meta["val"].shape[0]
+    hint = size if isinstance(size, int) else size.node.hint
+    return None if hint is None else int(hint)
+
+
+def _gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Source and index, of a node that gathers whole rows of a matrix."""
+    source: Any = node.args[0] if node.args else None
+    index: Any = None
+    if node.target in _INDEXED:
+        indices: Any = node.args[1]
+        index = indices[0] if all(other is None for other in indices[1:]) else None
+    elif node.target is _aten.index_select.default:
+        index = node.args[2] if node.args[1] in (0, -2) else None
+    elif node.target is _aten.gather.default:
+        index = _spread(node.args[2]) if node.args[1] in (0, -2) else None
+        if index is not None and not _equal(_shape(node)[1], _shape(source)[1]):
+            return None  # a part of each row
+    if not isinstance(index, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    integers = index.meta["val"].dtype in (torch.int32, torch.int64)
+    return (source, index) if integers and len(_shape(source)) == 2 else None
+
+
+def _spread(index: Any) -> fx.Node | None:
+    """A column [R, 1] that is expanded to [R, K]."""
+    if index.target is not _aten.expand.default:
+        return None
+    column: fx.Node = index.args[0]
+    shape = _shape(column)
+    return column if len(shape) == 2 and shape[1] == 1 else None
+
+
+def _zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
+    """Of a node that puts zeros into whole rows: which, and what the others are."""
+    mask: Any
+    if node.target is _aten.masked_fill.Scalar:
+        inner, mask, value = node.args
+        of_rows = _mask_of_rows(mask, node) if _is_positive_zero(value) else None
+        return None if of_rows is None else (Zeroed(of_rows, True), inner)
+    if node.target is not _aten.where.self:
+        return None
+    mask, first, second = node.args
+    of_rows = _mask_of_rows(mask, node)
+    for where_set, zero, inner in ((True, first, second), (False, second, first)):
+        if of_rows is not None and _is_zero(zero) and _alike(_shape(inner), _shape(node)):
+            return Zeroed(of_rows, where_set), inner
+    return None
+
+
+def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
+    """The mask with one number for each row, if that is what it is."""
+    if mask.target is _aten.expand.default:
+        mask = mask.args[0]
+    alike = _alike(_shape(mask), (*_shape(node)[:-1], 1))
+    return mask if alike and mask.meta["val"].dtype == torch.bool else None
+
+
+def _is_zero(node: Any) -> bool:
+    """Whether it is a constant of zeros."""
+    if not isinstance(node, fx.Node) or node.target not in _FILLED:
+        return False
+    return _is_positive_zero(node.args[0 if node.target is _aten.scalar_tensor.default else 1])
+
+
+def _is_positive_zero(value: Any) -> bool:
+    """-0 is another code."""
+    return isinstance(value, int | float) and str(float(value)) == "0.0"
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """From one floating type to another, and nothing else."""
+    if node.target is _aten._to_copy.default:
+        if set(node.kwargs) != {"dtype"}:
+            return False
+    elif node.target is not _prims.convert_element_type.default:
+        return False
+    source: Any = node.args[0]
+    return source.meta["val"].is_floating_point() and node.meta["val"].is_floating_point()
+
+
+def _keeps_rows(view: fx.Node) -> bool:
+    source: Any = view.args[0]
+    before, after = _shape(source), _shape(view)
+    return bool(before and after) and _equal(before[-1], after[-1])
+
+
+def _undressed(node: Any) -> fx.Node:
+    """An index without views and casts of it."""
+    dressed = (*_VIEWS, *_SAME, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default)
+    casts = (_prims.convert_element_type.default, _aten._to_copy.default)
+    while node.target in dressed or node.target in casts:
+        node = node.args[0]
+    return node
+
+
+def _shape(node: Any) -> Any:
+    return node.meta["val"].shape
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(_equal, a, b))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)

@@ -1,0 +1,54 @@
+"""q2::gather_rows: rows of a quantised matrix, each as often as it is named.
+
+    gather_rows(codes uint8 [M, Kp/2], scales [M, blocks], rows [R])
+        -> codes uint8 [R, Kp/2], scales [R, blocks]
+
+rows: int32 or int64; as in torch's indexing -1 is the last. The global scale stays the matrix's.
+
+An op of its own, and not two of aten's: graphs show what belongs together, and whoever reads the
+codes may look through it to the matrix and the index.
+"""
+
+import torch
+
+from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
+
+
+def checked(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
+    """Checks the arguments.
+
+    Raises:
+        ValueError: codes and scales are not those of one matrix whose blocks have one row; rows is
+            no vector of integers.
+    """
+    check_quantized("gather_rows", codes, scales, None)
+    if rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
+        raise ValueError(
+            "q2::gather_rows takes the rows as int32 or int64 in one dimension, got "
+            f"{rows.dtype} in {rows.dim()}."
+        )
+
+
+def fake(codes, scales, rows):
+    checked(codes, scales, rows)
+    count = rows.shape[0]
+    return codes.new_empty((count, codes.shape[1])), scales.new_empty((count, scales.shape[1]))
+
+
+define("gather_rows(Tensor codes, Tensor scales, Tensor rows) -> (Tensor, Tensor)", fake=fake)
+
+
+@kernel("gather_rows", REFERENCE)
+def gather_rows(
+    codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference: see the top of this file."""
+    checked(codes, scales, rows)
+    if scales.shape[0] != codes.shape[0]:
+        raise ValueError(
+            f"q2::gather_rows: {codes.shape[0]} rows of codes and {scales.shape[0]} of scales: "
+            "blocks have one row."
+        )
+    rows = rows.long()
+    return codes[rows], scales.view(torch.uint8)[rows].view(scales.dtype)
