@@ -54,7 +54,7 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
             yield "split_scales", scheme
         if not codes:
             yield "dequantize", operand.scheme
-        if not codes and operand is fprop.b and not_served(_named(operand, codes), "none") is None:
+        if fprop and operand is fprop.b and not codes and _named(operand, codes) != scheme:
             yield "quantize", _named(operand, codes)  # of a large weight
     for op, operand in _of_gradients(recipe):
         yield op, _named(operand, codes)
