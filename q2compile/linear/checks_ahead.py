@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsuppor
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.requantize_by_scales import rounds_by_scales
 
 
 def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fuses: bool) -> None:
@@ -54,13 +55,18 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
             yield "split_scales", scheme
         if not codes:
             yield "dequantize", operand.scheme
-        if not codes and operand is fprop.b and not_served(_named(operand, codes), "none") is None:
-            yield "quantize", _named(operand, codes)  # of a large weight
+        widened = _named(operand, codes)
+        if not codes and fprop and operand is fprop.b and not_served(widened, "none") is None:
+            yield "quantize", widened  # of a large weight
     for op, operand in _of_gradients(recipe):
         yield op, _named(operand, codes)
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
         if gemm.b.source == "requantize":
             yield "requantize", _named(gemm.b, codes)
+            if gemm is recipe.dgrad and fprop and rounds_by_scales(fprop.b.scheme):
+                # Of a weight: asked for as the joint graph names it, and then as passes do.
+                yield "requantize_by_scales", _named(gemm.b, codes, saved=True)
+                yield "requantize_by_scales", _named(gemm.b, codes)
         elif gemm.b.source == "reuse":
             yield "transpose", gemm.b.scheme
         else:

@@ -1,5 +1,6 @@
-"""q2::requantize_by_scales: what q2::requantize makes of an operand's codes, from the operand itself
-and the scales that its codes have: nobody need keep the codes, or search for the scales again.
+"""q2::requantize_by_scales: what q2::requantize makes of an operand's codes, from the operand
+itself and the scales that its codes have: nobody need keep the codes, or search for the scales
+again.
 
     requantize_by_scales(x [T, K], scales, global_scale, seed?, source_scheme, scheme, transform,
     stream)
@@ -45,7 +46,8 @@ def checked_source(
     if not rounds_by_scales(source_scheme):
         raise ValueError(
             f"q2::{_OP} takes a source in an nvfp4 scheme that rounds to the nearest in blocks of "
-            f"one row, with a power of two as global scale; got {source_scheme}. Use q2::requantize."
+            f"one row, with a power of two as global scale, got {source_scheme}: give "
+            "q2::requantize its codes."
         )
     return get_scheme(source_scheme)
 
