@@ -3,6 +3,7 @@ their memory."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -59,7 +60,7 @@ class Partitioner(CustomPartitionerFn):
         # A graph that this one calls is cut by itself, and has no parameters of its own.
         parameters = static_lifetime_input_indices or ()
         whole = 0 < self.parameters <= len(parameters)
-        known = known_by_scales(backward.graph, names) if self.by_scales else set()
+        known = partial(known_by_scales, backward.graph) if self.by_scales else lambda names: ()
         chosen = weights_kept(forward.graph, backward.graph, names, parameters, whole, known)
         kept = {name for name, choice in chosen.items() if choice.kept}
         scales = {name for name, choice in chosen.items() if choice.scales}

@@ -28,11 +28,11 @@ def rounded_to_scales(
     x: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
     """e2m1(x / (scale * global_scale)) * scale, fp32 [M, K]: scaled_codes of what nvfp4.py's rule
-    "pow2" makes of x, to the bit where these are the scales that it has found and no subnormals.
+    "pow2" makes of x, to the bit where these are the scales that it has found, above 2^-6.
 
-    A scale that is an e4m3 subnormal was rounded after the codes were, which it does not fit as
-    well: here they are rounded to it, and so nearer to x. It is a block's whose largest is below
-    2^-14 of the tensor's. Codes under a scale of 0 have the signs of x, here as there.
+    A scale that is an e4m3 subnormal, or the number above them, was rounded after the codes were,
+    which it does not fit as well: here they are rounded to it, and so nearer to x. It is a block's
+    whose largest is below 2^-13 of the tensor's or so. Codes under a scale of 0 have the signs of x, here as there.
     """
     rows, columns = x.shape
     blocks = ceil_div(columns, scheme.width)

@@ -7,8 +7,9 @@ again.
         -> codes uint8 [K, Tp/2], scales, global_scale fp32 0-dim
 
 Rounds x to the codes that source_scheme gives it under these scales, and requantises those. The
-bits are those of requantize(quantize(x)) wherever the scales are no e4m3 subnormals: codes were
-rounded before such a scale was, and here afterwards (numerics/scaled_codes.py).
+bits are those of requantize(quantize(x)) but for blocks whose scale is 2^-6 or less, where e4m3's
+subnormals begin: codes were rounded before such a scale was, and here afterwards
+(numerics/scaled_codes.py).
 """
 
 import torch

@@ -3,7 +3,7 @@ recompute_weights="auto"."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -39,7 +39,7 @@ def weights_kept(
     names: Collection[str],
     parameters: Collection[int],
     whole: bool,
-    by_scales: Collection[str] = (),
+    by_scales: Callable[[Collection[str]], Collection[str]] = lambda names: (),
 ) -> dict[str, Choice]:
     """Whether to keep the codes of each weight, from the graphs of a step that makes all of them
     again.
@@ -64,7 +64,7 @@ def weights_kept(
     names       of the nodes that quantise weights, alike in both graphs
     parameters  which inputs of the forward, and results of the backward, are parameters'
     whole       whether these graphs are all of the step
-    by_scales   those of the names for which the scales are enough (`known_by_scales`)
+    by_scales   of names, those for which the scales are enough (`known_by_scales`)
     """
     if not names:
         return {}
@@ -84,19 +84,17 @@ def weights_kept(
             scales.append(_Codes(node.name, of_scales, first, last))
     if whole:
         chosen = _by_peak(alive, codes)
-        return _with_scales(chosen, _by_peak(alive, _left(chosen, scales, by_scales)))
+        left = by_scales([name for name, choice in chosen.items() if not choice.kept])
+        return _with_scales(chosen, _by_peak(alive, [one for one in scales if one.name in left]))
     results: Any = backward.output_node().args[0]
     gradients = [results[i] for i in parameters if isinstance(results[i], fx.Node)]
-    left = sum(size for node in gradients for size in storages(node).values())
-    saved, at_end = held + before.alive[-1], held + left
+    at_end = held + sum(size for node in gradients for size in storages(node).values())
+    saved = held + before.alive[-1]
     chosen = _by_saved(saved, at_end, codes)
-    return _with_scales(chosen, _by_saved(saved, at_end, _left(chosen, scales, by_scales)))
-
-
-def _left(
-    chosen: dict[str, Choice], scales: list[_Codes], by_scales: Collection[str]
-) -> list[_Codes]:
-    return [one for one in scales if one.name in by_scales and not chosen[one.name].kept]
+    left = by_scales([name for name, choice in chosen.items() if not choice.kept])
+    return _with_scales(
+        chosen, _by_saved(saved, at_end, [one for one in scales if one.name in left])
+    )
 
 
 def _with_scales(chosen: dict[str, Choice], of_scales: dict[str, Choice]) -> dict[str, Choice]:
