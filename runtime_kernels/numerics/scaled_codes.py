@@ -32,7 +32,8 @@ def rounded_to_scales(
 
     A scale that is an e4m3 subnormal, or the number above them, was rounded after the codes were,
     which it does not fit as well: here they are rounded to it, and so nearer to x. It is a block's
-    whose largest is below 2^-13 of the tensor's or so. Codes under a scale of 0 have the signs of x, here as there.
+    whose largest is below 2^-13 of the tensor's or so. Codes under a scale of 0 have the signs of
+    x, here as there.
     """
     rows, columns = x.shape
     blocks = ceil_div(columns, scheme.width)

@@ -77,9 +77,9 @@ def keep_scales(
 def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
     """Which of the nodes that quantise weights again in a backward `keep_scales` takes.
 
-    Those of bf16 parameters as they are (a cast would be written for the op to read it, and takes
-    as long as is saved), in a scheme whose codes follow from their scales, which nothing reads but
-    requantisations of the whole weight; on CUDA where its kernel serves those.
+    Those of bf16 parameters as they are (a cast or a copy would be written for the op to read it,
+    and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
+    reads but requantisations of the whole weight; on CUDA where its kernel serves those.
     """
     weights = [node for node in q2_nodes(backward, "quantize") if node.name in names]
     return {weight.name for weight in weights if _known_by_scales(weight)}
@@ -93,7 +93,7 @@ def _known_by_scales(weight: fx.Node) -> bool:
         parameter = parameter.args[0]
     if like.dtype != torch.bfloat16 or parameter.meta["val"].dtype != like.dtype:
         return False
-    if not rounds_by_scales(scheme):
+    if not like.is_contiguous() or not rounds_by_scales(scheme):
         return False
     parts: dict[Any, fx.Node] = {output.args[1]: output for output in weight.users}
     readers = {reader for output in weight.users for reader in output.users}
