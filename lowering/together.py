@@ -24,7 +24,7 @@ from q2compile.runtime_kernels.registry import CUBLASLT_FP4, serving
 QUANTISERS = (
     *("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"),
     *("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"),
-    *("rht_quantize_summed", "rht_quantize_both_summed"),
+    *("rht_quantize_summed", "rht_quantize_both_summed", "requantize_by_scales"),
 )
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What may stand between quantisers that are launched together: it computes next to nothing, so

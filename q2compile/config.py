@@ -108,7 +108,9 @@ class Config:
     recompute_weights  True: backward quantises each weight again, from the parameter, instead of
                     keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
                     keeps those that do not raise the peak of a step (see
-                    `passes.joint.weights_kept` for the rule)
+                    `passes.joint.weights_kept` for the rule), and of the others, where they are
+                    bf16 parameters whose codes follow from their scales, the scales, half a bit a
+                    parameter (see `passes.joint.keep_weights`)
     fuse_rotations  True: quantisers that rotate compute their operand themselves, where that is an
                     expression and expected to pay (see `lowering.fused_launches`); "auto": on GPUs
                     of compute capability 9.x, where that was measured

@@ -115,7 +115,7 @@ def _compiled(
     cut = None
     if config.weights_by_peak:
         base = config.inductor.get(PARTITIONER_SLOT) or partitioner_in_slot()
-        cut = Partitioner(base, parameters, watcher)
+        cut = Partitioner(base, parameters, watcher, by_scales=config.telemetry is None)
     if config.inner == "eager":
         return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint, cut)
     lowering.register()

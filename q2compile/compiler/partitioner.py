@@ -1,21 +1,24 @@
-"""The cut of a joint graph, where the codes of weights are kept or made again by their memory."""
+"""The cut of a joint graph, where the codes of weights, or their scales, are kept or made again by
+their memory."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from q2compile.compiler.cache_key import source_hash
 from q2compile.compiler.watcher import Watcher
-from q2compile.passes.joint.keep_weights import keep_weights
+from q2compile.passes.joint.keep_weights import keep_scales, keep_weights, known_by_scales
 from q2compile.passes.joint.recompute_weights import packed_weights
 from q2compile.passes.joint.weights_kept import weights_kept
 from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkpointed, module_of
 
 
 class Partitioner(CustomPartitionerFn):
-    """Cuts as another partitioner does, with the weights that `weights_kept` names kept.
+    """Cuts as another partitioner does, with the weights that `weights_kept` names kept, or their
+    scales.
 
     It cuts with all of them made again, as `recompute_weights_pass` has marked them, to see what is
     alive when, and has some saved after that. A graph with checkpoints has no such marks, and is
@@ -24,10 +27,18 @@ class Partitioner(CustomPartitionerFn):
     base        cuts
     parameters  how many the model trains, if the graph holds them all; else 0
     watcher     told of the choice
+    by_scales   whether scales may be kept for codes: not where telemetry is to see the codes
     """
 
-    def __init__(self, base: Any, parameters: int, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        base: Any,
+        parameters: int,
+        watcher: Watcher | None = None,
+        by_scales: bool = True,
+    ) -> None:
         self.base = base
+        self.by_scales = by_scales
         self.parameters = parameters
         self.watcher = watcher
 
@@ -49,10 +60,15 @@ class Partitioner(CustomPartitionerFn):
         # A graph that this one calls is cut by itself, and has no parameters of its own.
         parameters = static_lifetime_input_indices or ()
         whole = 0 < self.parameters <= len(parameters)
-        chosen = weights_kept(forward.graph, backward.graph, names, parameters, whole)
+        known = partial(known_by_scales, backward.graph) if self.by_scales else lambda names: ()
+        chosen = weights_kept(forward.graph, backward.graph, names, parameters, whole, known)
         kept = {name for name, choice in chosen.items() if choice.kept}
+        scales = {name for name, choice in chosen.items() if choice.scales}
         if kept:
             keep_weights(forward.graph, backward.graph, kept, kwargs["num_fwd_outputs"])
+        if scales:
+            keep_scales(forward.graph, backward.graph, scales, kwargs["num_fwd_outputs"])
+        if kept or scales:
             forward, backward = (module_of(cut, cut.graph) for cut in (forward, backward))
         self._say({name: choice.why for name, choice in chosen.items()})
         return forward, backward
@@ -64,7 +80,7 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """See `PostGradPasses.uuid`."""
         base = self.base.uuid()
-        return None if base is None else (source_hash(), base, self.parameters)
+        return None if base is None else (source_hash(), base, self.parameters, self.by_scales)
 
     def __reduce__(self) -> Any:
         """What torch's caches make of a setting: they pickle all of Inductor's."""

@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsuppor
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.requantize_by_scales import rounds_by_scales
 
 
 def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fuses: bool) -> None:
@@ -61,6 +62,10 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
         if gemm.b.source == "requantize":
             yield "requantize", _named(gemm.b, codes)
+            if gemm is recipe.dgrad and fprop and rounds_by_scales(fprop.b.scheme):
+                # Of a weight: asked for as the joint graph names it, and then as passes do.
+                yield "requantize_by_scales", _named(gemm.b, codes, saved=True)
+                yield "requantize_by_scales", _named(gemm.b, codes)
         elif gemm.b.source == "reuse":
             yield "transpose", gemm.b.scheme
         else:

@@ -17,7 +17,10 @@ Q2 = "q2"
 # Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
 GEMM_OPS = ("gemm", "gemm_masked_unrotate", "grouped_gemm")
 # The ops that rotate, or requantise, one operand; those that make both directions of a gradient.
-ONE_ROTATED = ("rht_quantize", "rht_quantize_groups", "requantize", "requantize_groups")
+ONE_ROTATED = (
+    *("rht_quantize", "rht_quantize_groups", "requantize", "requantize_groups"),
+    "requantize_by_scales",
+)
 BOTH_ROTATED = ("rht_quantize_both", "rht_quantize_groups_both")
 # Those that sum columns as well, which `sum_columns` makes of others once all passes are done.
 ONE_SUMMED = ("rht_quantize_summed",)

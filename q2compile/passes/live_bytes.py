@@ -110,10 +110,12 @@ def held_outside(graph: fx.Graph) -> dict[Storage, int]:
     return {s: size for node in nodes for s, size in storages(node).items()}
 
 
-def storages(node: fx.Node) -> dict[Storage, int]:
-    """The storages of what ``node`` makes or passes on, and their bytes."""
+def storages(node: fx.Node, output: int | None = None) -> dict[Storage, int]:
+    """The storages of what ``node`` makes or passes on, or of one of its outputs, and their
+    bytes."""
     found = {}
-    for value in tree_leaves(node.meta.get("val")):
+    values: Any = node.meta.get("val")
+    for value in tree_leaves(values if output is None else values[output]):
         if isinstance(value, torch.Tensor) and not value.is_sparse:
             memory = value.untyped_storage()
             found[memory._cdata] = _concrete(memory.nbytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,8 @@ def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherw
     otherwise  of all others
     """
     outputs: Any = graph.output_node().args[0]
-    kept = {producer(node) for node in outputs if isinstance(node, fx.Node)}
+    saved = [node for node in outputs if isinstance(node, fx.Node)]
+    kept = {node.args[0] for node in saved if node.target is operator.getitem and not node.args[1]}
     said: dict[int | None, str] = {}
     for gemm in q2_nodes(graph, *GEMM_OPS):
         operands: Any = gemm.args

@@ -347,9 +347,10 @@ def _source(scheme: str, rows: int) -> tuple[str, tuple[torch.Tensor, ...]]:
     return source, _quantized(source, rows)
 
 
-def _requantize(scheme: str, rows: int) -> tuple:
+def _requantize(scheme: str, rows: int, by_scales: bool = False) -> tuple:
     source, packed = _source(scheme, rows)
-    return (*packed, _seed(), source, scheme, "rht128", _WIDTH, 1)
+    how = _seed(), source, scheme, "rht128"
+    return (_matrix(rows), *packed[1:], *how, 1) if by_scales else (*packed, *how, _WIDTH, 1)
 
 
 def _summed(scheme: str, rows: int, both: bool = False) -> tuple:
@@ -361,11 +362,6 @@ def _summed(scheme: str, rows: int, both: bool = False) -> tuple:
 def _masked_unrotate(scheme: str, rows: int) -> tuple:
     codes, *_, mask = torch.ops.q2.quantize_masked(_matrix(rows), scheme, "h32")
     return _matrix(rows).repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
-
-
-def _transpose(scheme: str, rows: int) -> tuple:
-    codes, scales, _ = _quantized(scheme, rows)
-    return codes, scales, scheme, _WIDTH, True
 
 
 def _gemm(
@@ -431,13 +427,14 @@ ARGUMENTS: dict[str, Callable[..., tuple]] = {
     "rht_quantize_summed": lambda s, t=_ROWS[0]: _summed(s, t),
     "rht_quantize_both_summed": lambda s, t=_ROWS[0]: _summed(s, t, both=True),
     "requantize": lambda s, t=_ROWS[0]: _requantize(s, t),
+    "requantize_by_scales": lambda s, t=_ROWS[0]: _requantize(s, t, by_scales=True),
     "quantize_masked": lambda s, t=_ROWS[0]: (_matrix(t), s, "h32"),
     "masked_unrotate": lambda s, t=_ROWS[0]: _masked_unrotate(s, t),
     "dequantize": lambda s, t=_ROWS[0]: (*_quantized(s, t), s, _WIDTH, torch.bfloat16),
     "padded_ends": lambda s, t=_ROWS[0]: (_ends(t),),
     "signs": lambda s, t=_ROWS[0]: (_seed(), "rht128"),
     "split_scales": lambda s, t=_ROWS[0]: (_matrix(t).float().abs(), s),
-    "transpose": lambda s, t=_ROWS[0]: _transpose(s, t),
+    "transpose": lambda s, t=_ROWS[0]: (*_quantized(s, t)[:2], s, _WIDTH, True),
     "gemm": lambda s, t=_ROWS[0]: _gemm(s, t),
     "gemm_masked_unrotate": lambda s, t=_ROWS[0]: _gemm_masked_unrotate(s, t),
     "rht_quantize_groups": lambda s, t=_IN_GROUPS: (
@@ -481,6 +478,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "requantize": (
         _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34") + _WIDENED
     ),
+    "requantize_by_scales": _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2") + _WIDENED,
     "quantize_masked": _with_swizzled("mxfp4_quest"),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(_OF_FORMAT.values()),

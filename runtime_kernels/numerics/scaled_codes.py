@@ -1,8 +1,10 @@
-"""Codes to the numbers that they stand for, but for the global scale."""
+"""The numbers that codes stand for, but for the global scale: of codes, or of what is rounded to
+them."""
 
 import torch
 
-from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1, round_e2m1
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
@@ -20,3 +22,27 @@ def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> t
         scale = scale.repeat_interleave(scheme.block[0], 0)[:rows]
     blocks = values.view(rows, width // scheme.width, scheme.width)
     return blocks.mul_(scale.unsqueeze(-1)).view(rows, width)
+
+
+def rounded_to_scales(
+    x: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
+) -> torch.Tensor:
+    """e2m1(x / (scale * global_scale)) * scale, fp32 [M, K]: scaled_codes of what nvfp4.py's rule
+    "pow2" makes of x, to the bit where these are the scales that it has found, above 2^-6.
+
+    A scale that is an e4m3 subnormal, or the number above them, was rounded after the codes were,
+    which it does not fit as well: here they are rounded to it, and so nearer to x. It is a block's
+    whose largest is below 2^-13 of the tensor's or so. Codes under a scale of 0 have the signs of
+    x, here as there.
+    """
+    rows, columns = x.shape
+    blocks = ceil_div(columns, scheme.width)
+    if scheme.swizzled:
+        scales = unswizzle_32x4x4(scales, rows, blocks)
+    scale = scales.to(torch.float32)
+    step = (scale * global_scale).clamp_(min=torch.finfo(torch.float32).tiny)
+    inverse = torch.where(scale == 0, 0.0, 1.0 / step)
+    padded = torch.nn.functional.pad(x.float(), (0, blocks * scheme.width - columns))
+    values = round_e2m1(padded.view(rows, blocks, scheme.width) * inverse.unsqueeze(-1))
+    values = values.mul_(scale.unsqueeze(-1)).view(rows, blocks * scheme.width)
+    return values[:, :columns]

@@ -78,6 +78,23 @@ def check_quantized(
             f"q2::{op}: a quantised operand has {name} codes and 8-bit scales in two dimensions, "
             f"got {codes.dtype} in {codes.dim()} and {scales.dtype} in {scales.dim()}."
         )
+    _check_global_scale(op, global_scale)
+
+
+def check_scales(op: str, scales: torch.Tensor, global_scale: torch.Tensor) -> None:
+    """Without codes: a matrix of 8-bit scales and an fp32 scalar.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if scales.element_size() != 1 or scales.dim() != 2:
+        raise ValueError(
+            f"q2::{op} takes 8-bit scales in two dimensions, got {scales.dtype} in {scales.dim()}."
+        )
+    _check_global_scale(op, global_scale)
+
+
+def _check_global_scale(op: str, global_scale: torch.Tensor | None) -> None:
     if global_scale is not None and (
         global_scale.dtype != torch.float32 or global_scale.dim() != 0
     ):

@@ -3,7 +3,7 @@
     quantize_recorded(...)           -> what q2::quantize returns, sums
     quantize_masked_recorded(...)    -> ...
     rht_quantize_recorded(...)
-    requantize_recorded(...)
+    requantize_recorded(...), requantize_by_scales_recorded(...)
     rht_quantize_groups_recorded(...), requantize_groups_recorded(...)
     rht_quantize_groups_both_recorded(...)
     rht_quantize_both_recorded(...)  -> ..., sums of the rows, sums of the columns
@@ -28,6 +28,7 @@ import torch
 
 from q2compile.runtime_kernels.numerics.constants import rotation_matrix
 from q2compile.runtime_kernels.numerics.groups import lay_out
+from q2compile.runtime_kernels.numerics.scaled_codes import rounded_to_scales
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.statistics import (
     CODES_SAMPLE,
@@ -46,6 +47,7 @@ from q2compile.runtime_kernels.ops import (
     quantize,
     quantize_masked,
     requantize,
+    requantize_by_scales,
     requantize_groups,
     rht_quantize,
     rht_quantize_both,
@@ -149,6 +151,16 @@ def _requantize(
 
     amax = _largest_of_codes(*source, source_scheme)
     return [_measured(values, parts, _looked_at(scheme), seed, transform, amax)]
+
+
+def _requantize_by_scales(
+    x, scales, global_scale, seed, source_scheme, scheme, transform, stream, *, made
+):
+    how, op = (seed, source_scheme), torch.ops.q2.requantize_by_scales
+    parts = made(lambda s: op(x, scales, global_scale, *how, s, transform, stream))
+    source = rounded_to_scales(x, scales, global_scale, get_scheme(source_scheme)) * global_scale
+    rows, scheme = _rows_of(source, True), _looked_at(scheme)
+    return [_measured(rows, parts, scheme, seed, transform, _largest(source))]
 
 
 def _in_groups(values: Callable, offs, padded_offs, scheme: str, transform: str) -> Callable:
@@ -277,6 +289,7 @@ _define_recorded("rht_quantize_both", rht_quantize_both.fake, _rht_quantize_both
 _define_recorded("rht_quantize_summed", summed.fake, _rht_quantize_summed, 2, 1)
 _define_recorded("rht_quantize_both_summed", summed.fake_both, _rht_quantize_both_summed, 3, 2)
 _define_recorded("requantize", requantize.fake, _requantize, 5, 1)
+_define_recorded("requantize_by_scales", requantize_by_scales.fake, _requantize_by_scales, 5, 1)
 _define_recorded("rht_quantize_groups", rht_quantize_groups.fake, _rht_quantize_groups, 4, 1)
 _define_recorded(
     "rht_quantize_groups_both", rht_quantize_groups_both.fake, _rht_quantize_groups_both, 5, 2

@@ -1,4 +1,4 @@
-"""The codes of some weights: saved after all, in graphs that are already cut."""
+"""The codes of some weights, or their scales: saved after all, in graphs that are already cut."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx
 
+from q2compile.passes.graph_queries import is_q2, is_served_by, q2_nodes
+from q2compile.runtime_kernels.ops.requantize_by_scales import rounds_by_scales
+from q2compile.runtime_kernels.registry import CUDA
 from q2compile.torch_internals.partitioner import save_instead
 
 
@@ -35,6 +39,84 @@ def keep_weights(
 
     Exact: what is saved is what the backward would make.
     """
+    save_instead(forward, backward, results, _outputs_of_both(forward, backward, names))
+
+
+def keep_scales(
+    forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int
+) -> None:
+    """Has the backward take the scales of some weights' codes from the forward, an eighth of their
+    bytes, and round the weights by those, which is part of quantising them again: no search for the
+    scales, and nothing written before the next op reads it.
+
+    before    forward                       backward
+                  q = quantize(w, ...)          w = placeholder
+                  y = gemm(qx, q)               q = quantize(w, ...)
+                  return y, qx, w               r = requantize(q, s)
+
+    after         q = quantize(w, ...)          s, g, w = placeholders
+                  y = gemm(qx, q)               r = requantize_by_scales(w, s, g, s)
+                  return y, q[1], q[2], qx, w
+
+    names, results  as above; the names are of `known_by_scales`
+
+    Exact but for blocks whose scale is an e4m3 subnormal (ops/requantize_by_scales.py).
+    """
+    for weight in [node for node in backward.nodes if node.name in names]:
+        for reader in {reader for output in weight.users for reader in output.users}:
+            of_codes: Any = reader.args
+            _, *scales, seed, source, scheme, transform, _, stream = of_codes
+            reader.target = torch.ops.q2.requantize_by_scales.default
+            reader.args = (weight.args[0], *scales, seed, source, scheme, transform, stream)
+        for output in list(weight.users):
+            if not output.users:
+                backward.erase_node(output)
+    save_instead(forward, backward, results, _outputs_of_both(forward, backward, names))
+
+
+def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
+    """Which of the nodes that quantise weights again in a backward `keep_scales` takes.
+
+    Those of bf16 parameters as they are (a cast or a copy would be written for the op to read it,
+    and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
+    reads but requantisations of the whole weight; on CUDA where its kernel serves those.
+    """
+    weights = [node for node in q2_nodes(backward, "quantize") if node.name in names]
+    return {weight.name for weight in weights if _known_by_scales(weight)}
+
+
+def _known_by_scales(weight: fx.Node) -> bool:
+    args: Any = weight.args
+    parameter = x = args[0]
+    scheme, like = args[3], x.meta["val"]
+    while parameter.op != "placeholder":  # through the views and casts of recompute_weights
+        parameter = parameter.args[0]
+    if like.dtype != torch.bfloat16 or parameter.meta["val"].dtype != like.dtype:
+        return False
+    if not like.is_contiguous() or not rounds_by_scales(scheme):
+        return False
+    parts: dict[Any, fx.Node] = {output.args[1]: output for output in weight.users}
+    readers = {reader for output in weight.users for reader in output.users}
+    return bool(readers) and all(
+        is_q2(reader, "requantize")
+        and all(reader.args[i] is parts.get(i) for i in range(3))
+        and reader.args[7] == like.shape[1]
+        and _served(x, parts, reader)
+        for reader in readers
+    )
+
+
+def _served(x: fx.Node, parts: dict[Any, fx.Node], reader: fx.Node) -> bool:
+    if x.meta["val"].device.type != "cuda":
+        return True
+    args = (x, parts[1], parts[2], *reader.args[3:7], reader.args[8])
+    return is_served_by(torch.ops.q2.requantize_by_scales.default, args, CUDA)
+
+
+def _outputs_of_both(
+    forward: fx.Graph, backward: fx.Graph, names: Collection[str]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """What the backward reads of the nodes of these names, as made there and in the forward."""
     again = {node.name: node for node in backward.nodes if node.name in names}
     pairs = []
     for weight in [node for node in forward.nodes if node.name in again]:
@@ -42,7 +124,7 @@ def keep_weights(
         for taken in again[weight.name].users:
             index: Any = taken.args[1]
             pairs.append((made.get(index) or _output(forward, weight, index, taken), taken))
-    save_instead(forward, backward, results, pairs)
+    return pairs
 
 
 def _output(graph: fx.Graph, op: fx.Node, index: int, like: fx.Node) -> fx.Node:

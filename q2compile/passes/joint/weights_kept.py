@@ -1,8 +1,9 @@
-"""Which codes of weights stay for the backward under recompute_weights="auto"."""
+"""Which codes of weights, or which scales of theirs, stay for the backward under
+recompute_weights="auto"."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,15 +15,17 @@ from q2compile.passes.live_bytes import LiveBytes, held_outside, storages, worth
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to one weight's codes."""
+    """What happens to one weight's codes. scales: of codes that are not kept, those are."""
 
     kept: bool
     why: str
+    scales: bool = False
 
 
 @dataclass(frozen=True)
 class _Codes:
-    """The codes of one weight: their bytes, and the moments for which keeping them adds those."""
+    """The codes of one weight, or their scales: bytes, and the moments for which keeping them adds
+    those."""
 
     name: str
     bytes: int
@@ -36,6 +39,7 @@ def weights_kept(
     names: Collection[str],
     parameters: Collection[int],
     whole: bool,
+    by_scales: Callable[[Collection[str]], Collection[str]] = lambda names: (),
 ) -> dict[str, Choice]:
     """Whether to keep the codes of each weight, from the graphs of a step that makes all of them
     again.
@@ -55,9 +59,12 @@ def weights_kept(
     it saves with all codes must be no more than 2% above what it saves without, or no more than the
     gradients of its parameters, so that it does not matter where among the graphs the peak stands.
 
+    Of codes that are made again, scales are kept by the same rule, where those are enough.
+
     names       of the nodes that quantise weights, alike in both graphs
     parameters  which inputs of the forward, and results of the backward, are parameters'
     whole       whether these graphs are all of the step
+    by_scales   of names, those for which the scales are enough (`known_by_scales`)
     """
     if not names:
         return {}
@@ -66,19 +73,35 @@ def weights_kept(
     before = LiveBytes(forward, inputs.keys())
     after = LiveBytes(backward, inputs.keys() | held_outside(backward).keys())
     alive = [held + size for size in (*before.alive, *after.alive)]
-    codes = []
+    codes, scales = [], []
     for node in forward.nodes:
         if node.name in names:
             made = storages(node)
             first = max(before.last_read.get(s, 0) for s in made)
             last = len(before.alive) + after.place[node.name]
             codes.append(_Codes(node.name, sum(made.values()), first, last))
+            of_scales = sum(size for output in (1, 2) for size in storages(node, output).values())
+            scales.append(_Codes(node.name, of_scales, first, last))
     if whole:
-        return _by_peak(alive, codes)
+        chosen = _by_peak(alive, codes)
+        left = by_scales([name for name, choice in chosen.items() if not choice.kept])
+        return _with_scales(chosen, _by_peak(alive, [one for one in scales if one.name in left]))
     results: Any = backward.output_node().args[0]
     gradients = [results[i] for i in parameters if isinstance(results[i], fx.Node)]
-    left = sum(size for node in gradients for size in storages(node).values())
-    return _by_saved(held + before.alive[-1], held + left, codes)
+    at_end = held + sum(size for node in gradients for size in storages(node).values())
+    saved = held + before.alive[-1]
+    chosen = _by_saved(saved, at_end, codes)
+    left = by_scales([name for name, choice in chosen.items() if not choice.kept])
+    return _with_scales(
+        chosen, _by_saved(saved, at_end, [one for one in scales if one.name in left])
+    )
+
+
+def _with_scales(chosen: dict[str, Choice], of_scales: dict[str, Choice]) -> dict[str, Choice]:
+    for name, choice in of_scales.items():
+        if choice.kept:
+            chosen[name] = Choice(False, f"{chosen[name].why}; their scales are kept", scales=True)
+    return chosen
 
 
 def _by_peak(alive: list[int], codes: list[_Codes]) -> dict[str, Choice]:

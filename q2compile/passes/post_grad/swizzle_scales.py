@@ -29,6 +29,7 @@ _MAKERS = (*_QUANTISING, "transpose")
 _READERS: dict[str, tuple[dict[int, int], tuple[str, ...]]] = {
     "gemm": ({1: 7, 4: 8}, (CUBLASLT_FP4, TRITON_FP4)),
     "requantize": ({1: 4}, (CUDA,)),
+    "requantize_by_scales": ({1: 4}, (CUDA,)),
     "requantize_groups": ({1: 6}, (CUDA,)),
 }
 

@@ -3,7 +3,7 @@
 // q2::quantize_masked, and those forms of q2::quantize that it serves as well. What is left to do then is align_scales.cu's.
 //
 //   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with their
-//               scales, nvfp4 or mxfp4 (requantize)
+//               scales, nvfp4 or mxfp4 (requantize); or bf16 with such scales (requantize_by_scales)
 //   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
 //   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
@@ -40,6 +40,7 @@
 // values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
 #include "extents.cuh"
+#include "round_to_scales.cuh"
 #include "stores.cuh"
 #include "tail.cuh"
 #include "tile_sums.cuh"
@@ -287,7 +288,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
     u32 signs[16];
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
-      uint4 m = kSigned && !kPacked
+      uint4 m = kSigned && !kScaled
                     ? *(const uint4*)(masks.along_cols + 64 * group + 16 * quarter + i)
                     : uint4{0, 0, 0, 0};
       signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
@@ -347,7 +348,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
 // What the numbers of one direction have in common. EXACT: thread block 0 writes the global scale.
 Q2_INLINE Common common_of(const Params& p, const Output& out) {
   Common common = {};
-  common.factor = kPacked ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
+  common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
   if constexpr (kRule == EXACT) {
     u32 largest = 0;
     for (int i = threadIdx.x; i < out.parts; i += kThreads) largest = max(largest, out.largest[i]);
@@ -375,6 +376,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   u32 turn = 0;  // of the tile that is worked on
   if (kPacked) fetch_codes(p, tile, rows_of(p, tile), share);
   else fetch_elements(p, tile, rows_of(p, tile), shared_tiles, places);
+  u32 scales = fetch_scales(p, tile, rows_of(p, tile));  // kRounded: of the next tile
   look_up(p, tile, 0);
   look_up(p, walk.after(tile), 1);
 #pragma unroll 1
@@ -383,7 +385,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   Common rows = {}, cols = {};
   if (kRows) rows = common_of(p, p.of[0].along_rows);
   if (kCols) cols = common_of(p, p.of[0].along_cols);
-  if (kPacked) __syncthreads();  // before the masks are read, and what was looked up
+  make_factors(p);
+  if (kScaled) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += step, tile = next, ++turn) {
     bool more = index + step < p.tiles;
@@ -394,6 +397,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (kPacked) expand_codes(share, current, places);
     if (more && kPacked) fetch_codes(p, next, rows_now(p, next, turn + 1), share);
     if (!kPacked) await_copies();
+    round_tile(scales, current, places);
+    if (more) scales = fetch_scales(p, next, rows_now(p, next, turn + 1));
     __syncthreads();
     if (more && !kPacked && kStages == 2)
       fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes,

@@ -39,6 +39,8 @@ from q2compile.runtime_kernels.cuda.quantize.align_scales import (
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
+    ROUNDED,
+    ROUNDED_SWIZZLED,
     SOURCES,
     TILE,
     numbered_launch,
@@ -128,7 +130,7 @@ def launches(
 _END_TOGETHER = frozenset(
     ["quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"]
     + ["rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups", "split_scales"]
-    + ["rht_quantize_summed", "rht_quantize_both_summed"]
+    + ["rht_quantize_summed", "rht_quantize_both_summed", "requantize_by_scales"]
 )
 
 
@@ -221,7 +223,7 @@ def quantizer_call(
     results = (m, padded(width, spec, rotation)), (width, height)
     sides = [each and _side(each, *results[i % 2], spec) for i, each in enumerate(directions)]
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
-    nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
+    nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED], ROUNDED, ROUNDED_SWIZZLED)
     norm = rotation.norm * (128 if nvfp4 else 1)
     present = sorted(filter(None, sides), key=lambda side: side.direction.first)
     outputs = tuple(output for side in present for output in side.outputs)

@@ -17,6 +17,8 @@ from q2compile.runtime_kernels.numerics.transforms import Transform, get_transfo
 # scales are.
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
 SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
+# bf16 that is rounded to codes of nvfp4 under scales that are there.
+ROUNDED, ROUNDED_SWIZZLED = 7, 8
 _FP32 = SOURCES[torch.float32]
 TILE = 128
 _FILE = "rotate_quantize.cu"
@@ -25,6 +27,7 @@ _SIGNS = 4 * TILE  # more of those, where columns are summed
 _MASKS = 8 * TILE  # and of another operand
 _BESIDES = 1024 + 864  # bytes of a thread block: what CUDA keeps of it, and static variables
 _FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, where they are not needed
+_FACTORS = 8 * 256  # more of those, by scale (round_to_scales.cuh)
 # Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
 _KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 # The parameter structs, for Python's struct module.
@@ -91,6 +94,7 @@ def rotate_launch(
     tile = operands * _tile_bytes(source, threads)
     staged = _staged_bytes(widened, threads)
     besides = staged + sums * _SIGNS - (not rows) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
+    besides += (source in (ROUNDED, ROUNDED_SWIZZLED)) * _FACTORS
     one = source == _FP32 or operands > 1
     stages = 1 if one else stages_in(room, blocks_per_multiprocessor, tile, besides)
     return _rotate_launch(

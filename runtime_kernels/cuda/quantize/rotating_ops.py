@@ -1,5 +1,6 @@
-"""The rotating quantisers on CUDA: q2::rht_quantize, q2::rht_quantize_both, q2::requantize; and
-q2::quantize for the schemes they have, which is the same without a rotation.
+"""The rotating quantisers on CUDA: q2::rht_quantize, q2::rht_quantize_both, q2::requantize,
+q2::requantize_by_scales; and q2::quantize for the schemes they have, which is the same without a
+rotation.
 
 Seeds stay on the device, so that a captured CUDA graph draws fresh coins at every replay.
 """
@@ -19,15 +20,19 @@ from q2compile.runtime_kernels.cuda.quantize.plan import (
     quantizer_call,
 )
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    ROUNDED,
+    ROUNDED_SWIZZLED,
     SOURCES,
     not_served,
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_quantized
 from q2compile.runtime_kernels.ops.quantize import checked as checked_without_rotation
+from q2compile.runtime_kernels.ops.requantize_by_scales import checked_source
 from q2compile.runtime_kernels.ops.rht_quantize import checked
 from q2compile.runtime_kernels.registry import CUDA
 
@@ -183,18 +188,18 @@ def source_of(spec: Scheme) -> int:
     return SOURCES[spec.format + (SWIZZLED if spec.swizzled else "")]
 
 
-def _refuses_requantize(
-    codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream
-) -> str | None:
+def _refuses_again(op: str, x, source_scheme: str, scheme: str, transform: str) -> str | None:
     if get_scheme(source_scheme).swizzled and not get_scheme(scheme).swizzled:
         # Whose self-check has a source with swizzled scales, too.
         scheme = scheme.removesuffix(WIDENED) + SWIZZLED
-    return refuses("requantize", codes, scheme, transform)
+    return refuses(op, x, scheme, transform)
 
 
 @launching(
     "requantize",
-    refuses=_refuses_requantize,
+    refuses=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
+        _refuses_again("requantize", codes, source_scheme, scheme, transform)
+    ),
     launches=lambda codes, scales, global_scale, seed, source_scheme, scheme, transform, *rest: (
         launched_again(codes, source_scheme, scheme, transform)
     ),
@@ -209,6 +214,62 @@ def requantize(
     operands = 3 + (seed is not None)
     along = Direction(At(3) if seed is not None else 0, stream, operands)
     return requantized(codes, source_scheme, scheme, transform, rows, along, operands)
+
+
+def _refuses_by_scales(
+    x, scales, global_scale, seed, source_scheme, scheme, transform, stream
+) -> str | None:
+    if x.dtype != torch.bfloat16:
+        return f"it rounds bf16 to given scales, not {x.dtype}"
+    return _refuses_again("requantize_by_scales", x, source_scheme, scheme, transform)
+
+
+def _launched_by_scales(
+    x, scales, global_scale, seed, source_scheme, scheme, transform, stream
+) -> Iterator[Launch]:
+    """For a pitch that is not known, whichever it may be."""
+    for vectors in (True, False):
+        if not statically_known_true((x.shape[1] % 8 != 0) == vectors):
+            yield from launches(
+                _rounded(source_scheme),
+                get_scheme(scheme),
+                get_transform(transform),
+                (False, True),
+                room=shared_memory(x.device.index),
+                vectors=vectors,
+                amax_known=False,
+            )
+
+
+def _rounded(source_scheme: str) -> int:
+    return ROUNDED_SWIZZLED if get_scheme(source_scheme).swizzled else ROUNDED
+
+
+@launching(
+    "requantize_by_scales",
+    refuses=_refuses_by_scales,
+    launches=_launched_by_scales,
+    forms={0: Form.CONTIGUOUS, 1: Form.ALIGNED},
+)
+def requantize_by_scales(
+    x, scales, global_scale, seed, source_scheme, scheme, transform, stream
+) -> Call:
+    """See ops/requantize_by_scales.py. x is rounded once it is in shared memory."""
+    source = checked_source(x, scales, global_scale, source_scheme)
+    checked("requantize_by_scales", seed, scheme, transform)
+    operands = 3 + (seed is not None)
+    along = Direction(At(3) if seed is not None else 0, stream, operands)
+    return quantizer_call(
+        x.device.index,
+        _rounded(source_scheme),
+        get_scheme(scheme),
+        get_transform(transform),
+        (x.stride(0), *x.shape, ceil_div(x.shape[1], source.width), 0),
+        (None, along),
+        operands,
+        operand=(At(0), At(1), At(2)),
+        vectors=aligned(x) and x.shape[1] % 8 == 0,
+    )
 
 
 def requantized(

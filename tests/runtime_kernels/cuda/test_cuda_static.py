@@ -25,6 +25,8 @@ from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     _KIB,
+    ROUNDED,
+    ROUNDED_SWIZZLED,
     SOURCES,
     not_served,
     numbered_launch,
@@ -87,6 +89,8 @@ HOT = {
     "exact both swizzled": rotate(BF16, "rht128", "nvfp4_sr" + SWIZZLED, BOTH),
     "exact col swizzled": rotate(BF16, "rht16", "nvfp4_sr" + SWIZZLED, COL),
     "requantize swizzled": rotate(SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
+    "by scales": rotate(ROUNDED, "rht128", EDEN, COL),
+    "by scales swizzled": rotate(ROUNDED_SWIZZLED, "rht128", EDEN, COL),
     "groups both": rotate(BF16, "rht128", EDEN, BOTH, grouped=True),
     "groups col": rotate(BF16, "rht128", EDEN, COL, grouped=True),
     "groups requantize": rotate(NVFP4, "rht128", EDEN, COL, grouped=True),
@@ -100,6 +104,8 @@ OTHERS = {
     "no rotation": rotate(NVFP4, "none", EDEN, COL),
     "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
     "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
+    "values by scales": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL),
+    "values by scales unaligned": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL, vectors=False),
     "values groups both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH, grouped=True),
     "values groups requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL, grouped=True),
     "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
@@ -138,7 +144,7 @@ SEVERAL = {
         *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
         *("quartet requantize", "quartet requantize swizzled", "mxfp4 col", "groups requantize"),
         *("values both", "values requantize", "values groups requantize", "values beside codes"),
-        *("values sr requantize", "values mx requantize"),
+        *("values sr requantize", "values mx requantize", "by scales", "values by scales"),
     )
 }
 OTHERS |= SEVERAL
@@ -164,7 +170,7 @@ SAMPLE = (
     *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
     *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
     *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
-    "values beside codes",
+    *("values beside codes", "values by scales"),
     *("quartet2 fprop, several", "values both, several", "values requantize, several"),
 )
 CASES = [
@@ -295,6 +301,8 @@ OCCUPANCY = {
     "float32 col": ((FP32, "rht128", EDEN, COL), (1, 4), (1, 2)),
     "values both": ((BF16, "rht128", EDEN + WIDENED, BOTH), (2, 2), (2, 1)),
     "values col": ((NVFP4, "rht128", EDEN + WIDENED, COL), (2, 4), (2, 2)),
+    "by scales": ((ROUNDED, "rht128", EDEN, COL), (2, 4), (1, 4)),
+    "values by scales": ((ROUNDED, "rht128", EDEN + WIDENED, COL), (2, 4), (1, 2)),
 }
 
 
@@ -362,6 +370,8 @@ def test_sm_100_works_on_pairs() -> None:
         ("rht_quantize_col", {"sm_90a": 27, "sm_100a": 17, "sm_120a": 23}),
         ("rht_quantize_both", {"sm_80": 53, "sm_90a": 50, "sm_100a": 31, "sm_120a": 42}),
         ("requantize", {"sm_80": 32, "sm_90a": 29, "sm_100a": 19, "sm_120a": 25}),
+        ("by scales", {"sm_80": 35, "sm_90a": 33, "sm_100a": 23, "sm_120a": 29}),
+        ("by scales swizzled", {"sm_90a": 33, "sm_100a": 23, "sm_120a": 29}),
         ("groups both", {"sm_90a": 53, "sm_100a": 34}),
         ("groups requantize", {"sm_90a": 33, "sm_100a": 23}),
     ],
@@ -394,7 +404,8 @@ def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
 
 def test_the_registry_has_them_before_the_reference() -> None:
     rotating = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
-    alone = ("quantize_masked", "masked_unrotate", "dequantize", "split_scales", "signs")
+    alone: tuple[str, ...] = ("requantize_by_scales",)
+    alone += ("quantize_masked", "masked_unrotate", "dequantize", "split_scales", "signs")
     for op in (*rotating, *alone):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
     names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference"]

@@ -133,6 +133,10 @@ inline float __shfl_xor_sync(unsigned, float x, int mask) {
 inline unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) {
   return exchange(x)[threadIdx.x ^ mask];
 }
+// Lane `from` of each `width` lanes.
+inline unsigned __shfl_sync(unsigned, unsigned x, int from, int width) {
+  return exchange(x)[threadIdx.x / width * width + from];
+}
 inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   const unsigned* lanes = exchange(x) + threadIdx.x / 32 * 32;
   for (int i = 0; i < 32; ++i) x = max(x, lanes[i]);

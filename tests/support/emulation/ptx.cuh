@@ -94,6 +94,22 @@ Q2_INLINE u32 mul_f16x2(u32 x, u32 y) {
   Pair p = mul(from_f16x2(x), from_f16x2(y));
   return to_f16x2(p.a, p.b);
 }
+// In double a product of f16 and its sum with another are exact for what is asked here.
+Q2_INLINE u32 fma_f16(u32 x, u32 y, u32 w) {
+  return bit_cast<uint16_t>((_Float16)((double)from_f16(x) * from_f16(y) + from_f16(w)));
+}
+Q2_INLINE u32 fma_f16x2(u32 x, u32 y, u32 w) {
+  return fma_f16(x & 0xFFFF, y & 0xFFFF, w & 0xFFFF) | fma_f16(x >> 16, y >> 16, w >> 16) << 16;
+}
+// The one that is a number, where the other is NaN.
+Q2_INLINE u32 max_f16x2(u32 x, u32 y) {
+  Pair a = from_f16x2(x), b = from_f16x2(y);
+  return to_f16x2(fmaxf(a.a, b.a), fmaxf(a.b, b.b));
+}
+Q2_INLINE u32 min_f16x2(u32 x, u32 y) {
+  Pair a = from_f16x2(x), b = from_f16x2(y);
+  return to_f16x2(fminf(a.a, b.a), fminf(a.b, b.b));
+}
 Q2_INLINE u32 to_bf16(float x) {
   u32 bits = __float_as_uint(x);
   if (std::isnan(x)) return 0x7FFF;

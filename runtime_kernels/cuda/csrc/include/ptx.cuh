@@ -114,6 +114,22 @@ Q2_INLINE u32 mul_f16x2(u32 x, u32 y) {
   return z;
 }
 
+Q2_INLINE u32 fma_f16x2(u32 x, u32 y, u32 w) {
+  u32 z;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(w));
+  return z;
+}
+Q2_INLINE u32 max_f16x2(u32 x, u32 y) {
+  u32 z;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+Q2_INLINE u32 min_f16x2(u32 x, u32 y) {
+  u32 z;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 Q2_INLINE u32 to_bf16x2(float low, float high) {
   u32 z;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(high), "f"(low));

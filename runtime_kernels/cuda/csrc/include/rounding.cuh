@@ -28,7 +28,7 @@ enum Select { ONE_SCALE, BY_SQUARES, BY_MAGNITUDES };
 constexpr Select kSelect = (Select)Q2_SELECT;
 constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
 // The factor is a power of two: it may as well go to the scale.
-constexpr bool kFolds = !kPacked && (kSize == 1 || kSize == 16 || kSize == 64);
+constexpr bool kFolds = !kScaled && (kSize == 1 || kSize == 16 || kSize == 64);
 constexpr float kHuge = 3.402823466e38f;
 
 // What the numbers of one direction have in common.

@@ -1,14 +1,19 @@
 // A tile of the source on its way into shared memory, for rotate_quantize.cu.
 //
 // Plain elements are copied as they are. Quantised ones are widened: nvfp4 to f16 as code * scale *
-// 2^-7 (6 significant bits, from 2^-17 to 21), mxfp4 to bf16 as code * scale; both exact.
+// 2^-7 (6 significant bits, from 2^-17 to 21), mxfp4 to bf16 as code * scale; both exact. bf16 with
+// scales of nvfp4 is copied, and then rounded to what its codes would be (round_to_scales.cuh).
 #pragma once
 #include "numbers.cuh"
 
-enum Source { BF16, F16, F32, NVFP4, MXFP4, NVFP4_SWIZZLED, MXFP4_SWIZZLED };
+enum Source { BF16, F16, F32, NVFP4, MXFP4, NVFP4_SWIZZLED, MXFP4_SWIZZLED, ROUNDED, ROUNDED_SWIZZLED };
 
-constexpr bool kSourceSwizzled = Q2_SOURCE >= NVFP4_SWIZZLED;  // its scales, as for the fp4 GEMM
-constexpr int kSource = kSourceSwizzled ? Q2_SOURCE - 2 : Q2_SOURCE;
+// Its scales, as for the fp4 GEMM.
+constexpr bool kSourceSwizzled = Q2_SOURCE == NVFP4_SWIZZLED || Q2_SOURCE == MXFP4_SWIZZLED ||
+                                 Q2_SOURCE == ROUNDED_SWIZZLED;
+constexpr int kSource = Q2_SOURCE == ROUNDED_SWIZZLED ? ROUNDED
+                        : kSourceSwizzled             ? Q2_SOURCE - 2
+                                                      : Q2_SOURCE;
 constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
@@ -25,6 +30,8 @@ constexpr bool kHalves = false;
 constexpr int kMatrices = kHalves ? 1 : kOperands;  // that have results of their own
 constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks of its own; or 0
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
+constexpr bool kRounded = kSource == ROUNDED;
+constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, with the signs of rows
 
 constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
@@ -70,14 +77,14 @@ struct Directions {
 };
 
 struct Params {
-  const void* x;     // elements, or codes
+  const void* x;     // elements, or codes; the scales of either:
   const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]; or
                      // both swizzled (numbers.cuh, swizzled_at)
   const float* source_global;  // or null for 1
   Directions of[kMatrices];
   long long pitch;    // elements (packed: bytes) from row to row of x
   int rows, cols;     // M, K; kHalves: of a half
-  int source_blocks;  // packed: scales a row of the source
+  int source_blocks;  // kScaled: scales a row of the source
   int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
   int tiles, tiles_across;
   float norm;  // of the rotation; NVFP4: times 2^7
@@ -105,8 +112,8 @@ struct Batch {
 };
 static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
 static_assert(!(kCodes && kValues) || (kRows && !kCols), "there is one place for numbers");
-static_assert(!kSums || (kCols && !kPacked && !kGrouped), "columns are summed on their way along");
-static_assert(kOperands == 1 || (!kPacked && !kSums && kStages == 1), "not written for two");
+static_assert(!kSums || (kCols && !kScaled && !kGrouped), "columns are summed on their way along");
+static_assert(kOperands == 1 || (!kScaled && !kSums && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
   // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply).
