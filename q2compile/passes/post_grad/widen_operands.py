@@ -39,9 +39,9 @@ def widen_operands_pass(graph: fx.Graph) -> int:
     which the CUDA kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such
     numbers of this scheme and transform; a pair of directions has one scheme, so both must be so.
     Of q2.quantize only the schemes that draw coins, and what the graph is given, as it is: others
-    may be loops, which fuse with what makes x. Those are weights whose codes no backward reads,
-    since it makes them again (recompute_weights); a kernel that writes codes as well takes a tenth
-    longer. Small ones end in one launch with the codes of x, which is worth more.
+    may be loops, which fuse with what makes x. Those are weights of which no backward reads codes
+    or scales, since it makes them again (recompute_weights); a kernel that writes codes as well
+    takes a tenth longer. Small ones end in one launch with the codes of x, which is worth more.
 
     Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
     """

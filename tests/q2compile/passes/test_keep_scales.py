@@ -96,9 +96,10 @@ def test_scales_are_saved_and_codes_are_not():
 
 
 def test_subnormal_scales_leave_a_small_difference():
-    """Codes under such a scale were rounded before it was; here they are rounded to it. Both are
-    within half a step of the largest code, 2^-14 / 6 of the largest element, times 6 * 2^-3 for
-    what rounding did to the scale (at 2^-9, the smallest, half of it). dx alone depends on it."""
+    """Of dx, which alone depends on it. What it is of a weight is bounded in
+    tests/runtime_kernels/ops/test_requantize_by_scales.py: 2^-14 of its largest number; here two of
+    three blocks of the first weight are such, and the smallest. What the gradient is rounded to
+    differs where MS-EDEN's coins fall otherwise by that: a rounding of bf16."""
     (dx, *others), _ = step(tiny=True)
     (wanted, *of_codes), _ = step(tiny=True, recompute_weights=True)
     assert all(map(torch.equal, others, of_codes))

@@ -74,6 +74,10 @@ def calls(ending=""):
             (*parts, seed(), "nvfp4_46_pow2", EDEN + ending, "rht128", 96, 1),
             [(again, EDEN, {**eden, "transpose": True, "stream": 1})],
         ),
+        "requantize_by_scales": (
+            (x, *parts[1:], seed(), "nvfp4_46_pow2", EDEN + ending, "rht128", 1),
+            [(again, EDEN, {**eden, "transpose": True, "stream": 1})],
+        ),
     }
 
 
