@@ -23,6 +23,7 @@ from q2compile.lowering.gemm_operands import (
     REACH,
     by_loops,
     emulated_after,
+    is_emulated,
     is_read,
     is_small,
     numbers,
@@ -229,11 +230,13 @@ def _enqueue_waiting() -> None:
 
 class Dequantised(NamedTuple):
     """A call that is left to the last launch of others: it dequantises what one of them quantises,
-    whose scales are output scales[1] of member scales[0]. there: loops have made the numbers."""
+    whose scales are output scales[1] of member scales[0]. there: loops have made the numbers.
+    codes: others than GEMMs that read the numbers read the codes."""
 
     by: Member
     scales: tuple[int, int]
     there: bool
+    codes: bool
 
 
 def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
@@ -263,7 +266,8 @@ def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
             if dequantising is not None:
                 by, numbers()[codes_node, cols] = dequantising
                 number = 0 if member.op == "split_scales" else first + 1
-                found.append(Dequantised(by, (i, number), make is not None))
+                codes_are_read = not all(map(is_emulated, codes_node.users))
+                found.append(Dequantised(by, (i, number), make is not None, codes_are_read))
     return found
 
 
@@ -381,15 +385,15 @@ class Launches(Enqueued):
         dequantised: Sequence[Dequantised] = (),
     ) -> None:
         self._dequantised = [
-            (len(members) + i, scales, *([True] if there else []))
-            for i, (_, scales, there) in enumerate(dequantised)
+            (len(members) + i, scales, there, codes)
+            for i, (_, scales, there, codes) in enumerate(dequantised)
         ]
         members = [*members, *(each.by for each in dequantised)]
         self._members, self._products = members, products
         device = _device(members[0])
         if device.type == "cuda" and len(members) > 1:
-            more = [_widening(members[of]) for _, (of, _), _ in dequantised[:1]]
-            widened = {of for _, (of, _), _ in dequantised}
+            more = [_widening(members[each.scales[0]]) for each in dequantised[:1]]
+            widened = {each.scales[0] for each in dequantised}
             launched = [_launched(m.op, m.args) for m in members]
             compile_ahead(launched, more, device.index, widened)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]

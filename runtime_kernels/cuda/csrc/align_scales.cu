@@ -35,7 +35,7 @@
 
 #if Q2_NUMBERS
 struct Numbers {
-  const u32* codes;
+  const u32* codes;  // null where phase 1 has written numbers alone
   uint4* out;       // or null
   long long there;  // whether phase 1 has made them
 };
@@ -186,16 +186,26 @@ Q2_INLINE void store_eight_numbers(const Numbers& numbers, long long at, u32 cod
                      to_bf16x2(x[6], x[7])};
 }
 
-// Those of the blocks of an octet whose bit is set in `others`.
-Q2_INLINE void make_again(const Numbers& numbers, const Octet& octet, u32 others,
-                          const u32 (&bytes)[2], float global_scale) {
+// Those of the blocks of an octet whose bit is set in `others`; of codes, or where none were written
+// of the numbers that there are.
+Q2_INLINE void make_again(const Side& side, const Numbers& numbers, const Octet& octet, u32 others,
+                          const u32 (&bytes)[2], float factor, float global_scale) {
+  float worths[8];
+  load_eight(side, octet, worths);
 #pragma unroll 1
   for (int i = 0; i < 2 * octet.n; ++i) {
     int j = i / 2;
     if (!(others >> j & 1)) continue;
     u32 byte = (j < 4 ? bytes[0] : bytes[1]) >> (8 * (j % 4)) & 0xFF;
     long long at = 2 * octet.i + i;
-    store_eight_numbers(numbers, at, numbers.codes[at], byte, global_scale);
+    if (numbers.codes) {
+      store_eight_numbers(numbers, at, numbers.codes[at], byte, global_scale);
+      continue;
+    }
+    float worth = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) worth = k == j ? worths[k] : worth;
+    make_again(numbers.out + at, provisional(worth * factor), from_e4m3(byte), global_scale);
   }
 }
 
@@ -288,7 +298,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (Q2_SWIZZLED ? octet.row < octet.rows : octet.n > 0)
     others = make_eight(side, octet, factor, global_scale, coins, bytes);
 #if Q2_NUMBERS
-  if (numbers.there && others) make_again(numbers, octet, others, bytes, global_scale);
+  if (numbers.there && others)
+    make_again(side, numbers, octet, others, bytes, factor, global_scale);
   if (!makes) return;
   __shared__ uint2 made[kMakers];
   if (threadIdx.x < kMakers) made[threadIdx.x] = {bytes[0], bytes[1]};

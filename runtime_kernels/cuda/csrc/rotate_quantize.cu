@@ -152,8 +152,9 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
   Target target = target_at(out, row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
+    const bool writes = kCodes && (!kValues || target.codes);
 #pragma unroll
-    for (int half = 0; half < 2 && kCodes; ++half)
+    for (int half = 0; half < 2 && writes; ++half)
       *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {
           made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
           made.codes[1][half][1]};

@@ -45,13 +45,6 @@ Q2_INLINE Scales scales_of(const Side& side, long long block, float worth, float
   }
 }
 
-// Two numbers, code * made, as code * settled * g. The quotient of the two scales is rounded, but what a
-// code times it is close to has 6 bits, and comes out of the rounding to bf16.
-Q2_INLINE u32 made_again(u32 word, float quotient, u32 two_global_scales) {
-  Pair v = from_bf16x2(word);
-  return mul_bf16x2(to_bf16x2(v.a * quotient, v.b * quotient), two_global_scales);
-}
-
 constexpr int kLoads = 4;                     // of four worths each, on their way at once
 constexpr int kOfWarp = 32 * 4 * kLoads;      // worths
 constexpr int kWarps = kThreads / 32;
@@ -67,12 +60,7 @@ struct Found {
 Q2_INLINE void mend(const Side& side, long long block, int half, float worth, float inverse,
                     float global_scale) {
   Scales scales = scales_of(side, block, worth, worth * inverse);
-  float quotient = __fdiv_rn(scales.settled, scales.made);
-  u32 two = to_bf16x2(global_scale, global_scale);
-  uint4* values = (uint4*)side.scales + block * 2 + half;
-  uint4 v = *values;
-  *values = {made_again(v.x, quotient, two), made_again(v.y, quotient, two),
-             made_again(v.z, quotient, two), made_again(v.w, quotient, two)};
+  make_again((uint4*)side.scales + block * 2 + half, scales.made, scales.settled, global_scale);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

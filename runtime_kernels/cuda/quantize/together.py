@@ -63,11 +63,13 @@ class Dequantised(NamedTuple):
     by: the call that dequantises, by number.
     scales: the call that makes the scales, and which of its outputs they are.
     there: what made the codes has made the numbers, too (align_scales.Numbers).
+    codes: somebody else reads the codes; if not they are left out where numbers are made with them.
     """
 
     by: int
     scales: tuple[int, int]
     there: bool = False
+    codes: bool = True
 
 
 def together(
@@ -82,9 +84,12 @@ def together(
     all, then the products.
     """
     places = _Places(calls, len(products), others)
-    numbers = {of: places.output(by, 0) for by, (of, _), _ in dequantised}
+    numbers = {each.scales[0]: places.output(each.by, 0) for each in dequantised}
+    unread = {
+        places.output(i, number - 1) for _, (i, number), _, codes in dequantised if not codes
+    }
     steps = _merged(
-        _numbered(_moved(step, i, places), numbers.get(i))
+        _numbered(_moved(step, i, places), numbers.get(i), unread)
         for i, call in enumerate(calls)
         for step in call.steps[:-1]
     )
@@ -134,13 +139,15 @@ def _moved(step: Step, i: int, places: _Places) -> Step:
     return step._replace(values=[places.of(i, value) for value in step.values])
 
 
-def _numbered(step: Step, numbers: At | None) -> Step:
-    """A step that also writes the numbers of its codes, if they are wanted and it can."""
+def _numbered(step: Step, numbers: At | None, unread: Container[At]) -> Step:
+    """A step that also writes the numbers of its codes, if they are wanted and it can; and not the
+    codes, if they are among the unread."""
     launch = step.numbered
     if launch is None or numbers is None:
         return step
     several = step.several and several_launch(launch)
-    return Step(launch, step.grid, [*step.values, numbers], several)
+    values = [0 if value in unread else value for value in step.values]
+    return Step(launch, step.grid, [*values, numbers], several)
 
 
 def _merged(steps: Iterable[Step]) -> list[Step]:
@@ -194,12 +201,14 @@ def _dequantising(
         return ending
     of_scales = {side.scales: number for number, side in enumerate(sides)}
     numbers = [Numbers()] * len(sides)
-    for by, scales, there in dequantised:
+    for by, scales, there, codes_are_read in dequantised:
         of: Any = calls[by].ending
         assert of.launch is dequantize_launch(torch.bfloat16, False, True)
         (matrix,) = places.of_all(by, of.sides)
-        there = there or any(step.numbered for step in calls[scales[0]].steps)
-        numbers[of_scales[places.output(*scales)]] = Numbers(matrix.codes, matrix.out, int(there))
+        with_codes = any(step.numbered for step in calls[scales[0]].steps)
+        codes = matrix.codes if codes_are_read or not with_codes else 0
+        there = there or with_codes
+        numbers[of_scales[places.output(*scales)]] = Numbers(codes, matrix.out, int(there))
     return replace(ending, numbers=tuple(numbers), widening=widening_launch(ending.launch))
 
 

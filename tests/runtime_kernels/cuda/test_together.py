@@ -264,9 +264,11 @@ def test_what_is_quantised_is_dequantised_at_once(scheme, emulated) -> None:
 @pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
 @pytest.mark.parametrize("scheme", [RTN, "nvfp4_pow2"])
 @pytest.mark.parametrize("poison", [None, float("inf")])
-def test_numbers_leave_with_the_codes(scheme, poison, emulated) -> None:
+@pytest.mark.parametrize("codes", [True, False])
+def test_numbers_leave_with_the_codes(scheme, poison, codes, emulated) -> None:
     """Made with the scale that a block alone gives; those of blocks whose scale turns out to be an
-    e4m3 subnormal, or zero, are made again, and all where there is no global scale."""
+    e4m3 subnormal, or zero, are made again, and all where there is no global scale. Or without the
+    codes, where nobody else reads them."""
     x = matrix(9, 200).clamp(-4, 4)
     x *= 2.0 ** torch.tensor([0, -10, -15, -17, -20, -60, -110, -125, 0]).unsqueeze(1)
     x[8] = 0
@@ -276,12 +278,17 @@ def test_numbers_leave_with_the_codes(scheme, poison, emulated) -> None:
     *packed, unit = rotating_ops.quantize(*args)
     again = *packed, unit, scheme, 2 * packed[0].shape[1], torch.bfloat16
     members = [(rotating_ops.quantize, args), (dequantize.dequantize, again)]
-    call = together([op.call(*a) for op, a in members], (), 0, [Dequantised(1, (0, 1))])
+    of = Dequantised(1, (0, 1), codes=codes)
+    call = together([op.call(*a) for op, a in members], (), 0, [of])
     rotating, _ = (dict(step.launch.variant.defines) for step in call.steps)
     assert rotating["Q2_WIDENED"] == 2
     outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
+    outputs[0].fill_(0x5A)
     Ready(call, 0)([x, *outputs[:3], *outputs])
     numbers = q2.dequantize(*again)
+    if not codes:
+        assert (outputs[0] == 0x5A).all()
+        packed[0] = outputs[0]
     assert_same_bits(outputs[:3], [*packed, unit])
     if poison is None:
         assert_same_bits(outputs[3:], [numbers])

@@ -64,3 +64,19 @@ Q2_INLINE u32 stochastic_subnormal(float x, u32 coin) {
   u32 below = (u32)steps;
   return below + (coin < (u32)((steps - (float)below) * 0x1p32f));
 }
+
+// Two numbers, code * made, as code * settled * g. The quotient of the two scales is rounded, but what a
+// code times it is close to has 6 bits, and comes out of the rounding to bf16.
+Q2_INLINE u32 made_again(u32 word, float quotient, u32 two_global_scales) {
+  Pair v = from_bf16x2(word);
+  return mul_bf16x2(to_bf16x2(v.a * quotient, v.b * quotient), two_global_scales);
+}
+
+// Eight numbers, code * made, as code * settled * g.
+Q2_INLINE void make_again(uint4* numbers, float made, float settled, float global_scale) {
+  float quotient = __fdiv_rn(settled, made);
+  u32 two = to_bf16x2(global_scale, global_scale);
+  uint4 v = *numbers;
+  *numbers = {made_again(v.x, quotient, two), made_again(v.y, quotient, two),
+              made_again(v.z, quotient, two), made_again(v.w, quotient, two)};
+}
