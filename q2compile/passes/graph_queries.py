@@ -27,8 +27,10 @@ ONE_SUMMED = ("rht_quantize_summed",)
 BOTH_SUMMED = ("rht_quantize_both_summed",)
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What stands between a tensor and its quantisation. All of these are functions of their arguments.
-VIEWS_AND_CASTS = frozenset(
-    [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
+# A matrix with other sizes.
+RESHAPES = frozenset([_aten.reshape.default, _aten.view.default])
+VIEWS_AND_CASTS = RESHAPES | frozenset(
+    [_aten.permute.default, _aten.t.default]
     + [_aten._to_copy.default, _prims.convert_element_type.default]
 )
 

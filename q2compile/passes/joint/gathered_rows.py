@@ -11,8 +11,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from q2compile.passes.graph_queries import RESHAPES
+
 _aten, _prims = torch.ops.aten, torch.ops.prims
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_VIEWS = (*RESHAPES, _aten._unsafe_view.default)
 _SAME = (_aten.clone.default, _aten.alias.default)
 _INDEXED = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
 _SORTS = (_aten.sort.default, _aten.sort.stable)

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import BOTH_ROTATED, BOTH_SUMMED, ONE_ROTATED, is_q2
+from q2compile.passes.graph_queries import (
+    BOTH_ROTATED,
+    BOTH_SUMMED,
+    ONE_ROTATED,
+    RESHAPES,
+    is_q2,
+)
 
 _aten = torch.ops.aten
 _QUANTISERS = (*ONE_ROTATED, *BOTH_ROTATED, *BOTH_SUMMED)
-_VIEWS = (_aten.reshape.default, _aten.view.default)
 
 
 def concatenate_last_pass(graph: fx.Graph) -> int:
@@ -50,7 +55,7 @@ def _is_concatenation(node: Any) -> bool:
 def _is_quantised(node: fx.Node) -> bool:
     """By rotating quantisers, and not read otherwise."""
     return bool(node.users) and all(
-        _is_quantised(user) if user.target in _VIEWS else is_q2(user, *_QUANTISERS)
+        _is_quantised(user) if user.target in RESHAPES else is_q2(user, *_QUANTISERS)
         for user in node.users
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from q2compile.passes.graph_queries import (
     BOTH_ROTATED,
     GEMM_OPS,
     ONE_ROTATED,
+    RESHAPES,
     is_q2,
     is_served_by,
     q2_nodes,
@@ -21,7 +21,6 @@ from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _LARGE = 2**24  # elements
 
 
@@ -72,7 +71,7 @@ def widen_operands_pass(graph: fx.Graph) -> int:
 def _is_large_input(x: Any) -> bool:
     """Whether x is an input of the graph, or one with other sizes."""
     size = x.meta["val"].numel()
-    while x.target in _VIEWS:
+    while x.target in RESHAPES:
         x = x.args[0]
     return x.op == "placeholder" and isinstance(size, int) and size >= _LARGE
 
