@@ -36,6 +36,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 _TINY = torch.finfo(torch.float32).tiny
 ERROR_OFFSET = 512.0  # the last bit of an fp32 in [512, 1024) weighs 2^-14
 _LAST_BIT = 2.0**38  # as much as that of an fp64 there
+_CUT = 2.0**-13  # what the products of MS-EDEN's sums are multiples of
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -108,8 +109,8 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     pseudo = _block_scale(largest, scheme.vmax, None)
     scaled = blocks.x * finite_reciprocal(1.0, pseudo)
     values = round_e2m1(scaled)
-    projection = sum_neighbours(scaled * values)
-    correction = sum_neighbours(scaled.square_()) / or_one(projection)
+    projection = _sum_of_products(scaled, values)
+    correction = _sum_of_products(scaled, scaled) / or_one(projection)
     corrected = pseudo * torch.where(projection == 0, 1.0, correction)
     if blocks.shares is not None:
         corrected = corrected * blocks.shares.repeat_interleave(8)[:, None, None]
@@ -120,6 +121,16 @@ def _ms_eden(blocks: Blocks) -> Rounded:
         unit = pow2_global_scale(corrected, corrected, scheme.cap)
     scales = blocks.join_scales(corrected) / unit
     return Rounded(values, stochastic_e4m3(scales, blocks.coins(tuple(scales.shape))), unit)
+
+
+def _sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """<x, y> of each block, of products that are not negative and sum up to less than 1024, fp32.
+
+    Each product is cut to a multiple of 2^-13, so that the sum is exact and a kernel may add in any
+    order, by multiply-adds. Either sum of S loses some .001 by that, of 30 at least.
+    """
+    products = (x.double() * y).div_(_CUT).floor_()
+    return sum_neighbours(products).mul_(_CUT).to(torch.float32)
 
 
 def exact_global_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:

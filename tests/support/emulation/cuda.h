@@ -7,6 +7,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -74,6 +75,14 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 inline float __fmaf_rn(float a, float b, float c) {
   return fmaf(a, b, c);
+}
+inline float __fmaf_rz(float a, float b, float c) {
+  int before = fegetround();
+  fesetround(FE_TOWARDZERO);
+  volatile float x = a, y = b, z = c;  // not computed before the mode is set
+  volatile float cut = fmaf(x, y, z);
+  fesetround(before);
+  return cut;
 }
 // In double the sum is exact but for bits that are lost here, too.
 inline float __fadd_rz(float a, float b) {

@@ -27,6 +27,9 @@ Q2_INLINE Pair mul(Pair x, Pair y) {
 Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
   return {fmaf(x.a, y.a, w.a), fmaf(x.b, y.b, w.b)};
 }
+Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
+  return {__fmaf_rz(x.a, y.a, w.a), __fmaf_rz(x.b, y.b, w.b)};
+}
 
 Q2_INLINE u64 mul_wide(u32 x, u32 y) {
   return (u64)x * y;

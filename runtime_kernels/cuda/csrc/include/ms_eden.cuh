@@ -7,14 +7,14 @@
 // MS_EDEN_CLIP).
 #define Q2_INVERSE_CLIP 0x1.5147aep-3f
 
-// Sum of 16 in the reference's order, neighbours first.
-template <int n, typename Term>
-Q2_INLINE Pair block_sum(Term term, int first = 0) {
-  if constexpr (n == 1) {
-    return term(first);
-  } else {
-    return add(block_sum<n / 2>(term, first), block_sum<n / 2>(term, first + n / 2));
-  }
+// Sums of 16 products of what is in kUnit, none negative, each cut to a multiple of 2^-13 in units of
+// 1: as the last bit of a sum in [1024, 2048) is, so that their order does not matter.
+Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
+  const Pair start = both(1024.0f * kUnit * kUnit);
+  Pair sum = start;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) sum = fma_toward_zero(x[i], y[i], sum);
+  return sub(sum, start);
 }
 
 // Two blocks of 16, one in each half of the pairs; x becomes what its codes stand for, in kUnit.
@@ -45,8 +45,7 @@ Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
   for (int i = 0; i < 16; ++i) scaled[i] = {fabsf(x[i].a) * inverse.a, fabsf(x[i].b) * inverse.b};
 #endif
   round_block(scaled, x, rounded, codes);
-  Pair projection = block_sum<16>([&](int i) { return mul(scaled[i], rounded[i]); });
-  Pair square = block_sum<16>([&](int i) { return mul(scaled[i], scaled[i]); });
+  Pair projection = sum_of_products(scaled, rounded), square = sum_of_products(scaled, scaled);
   with_signs(rounded, x);
   return {pseudo.a * (projection.a == 0.0f ? 1.0f : divide(square.a, projection.a)),
           pseudo.b * (projection.b == 0.0f ? 1.0f : divide(square.b, projection.b))};

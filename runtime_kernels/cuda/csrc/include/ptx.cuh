@@ -46,6 +46,12 @@ Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
   asm("fma.rn.f32x2 %0, %1, %2, %3;" : "=l"(z) : "l"(packed(x)), "l"(packed(y)), "l"(packed(w)));
   return unpacked(z);
 }
+// Cut instead of rounded.
+Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
+  u64 z;
+  asm("fma.rz.f32x2 %0, %1, %2, %3;" : "=l"(z) : "l"(packed(x)), "l"(packed(y)), "l"(packed(w)));
+  return unpacked(z);
+}
 // There is no packed subtraction; x + (-1) * y rounds once, to the same value.
 Q2_INLINE Pair sub(Pair x, Pair y) {
   return fma(y, both(-1.0f), x);
@@ -62,6 +68,10 @@ Q2_INLINE Pair mul(Pair x, Pair y) {
 }
 Q2_INLINE Pair fma(Pair x, Pair y, Pair w) {
   return {__fmaf_rn(x.a, y.a, w.a), __fmaf_rn(x.b, y.b, w.b)};
+}
+// Cut instead of rounded.
+Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
+  return {__fmaf_rz(x.a, y.a, w.a), __fmaf_rz(x.b, y.b, w.b)};
 }
 #endif
 
