@@ -32,7 +32,8 @@
 // blocks of 16: half a row of a tile, or a quarter of each of two columns. Bits 0-3 of an element's
 // place in a chunk of 128 count within a block, so that butterflies of h = 1, 2, 4, 8 stay in
 // registers. Along rows so do h = 16, 64, and h = 32 goes between two lanes; along columns so does
-// h = 64, and h = 16, 32 go between four lanes. Blocks are worked on in pairs.
+// h = 64, and h = 16, 32 go between four lanes, unless tensor cores rotate (tensor_cores.cuh). Blocks are
+// worked on in pairs.
 //
 // Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits are
 // the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
@@ -43,6 +44,7 @@
 #include "round_to_scales.cuh"
 #include "stores.cuh"
 #include "tail.cuh"
+#include "tensor_cores.cuh"
 #include "tile_sums.cuh"
 #include "widened.cuh"
 
@@ -111,7 +113,7 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
     Pair most[2] = {largest_of_block(x[0]), largest_of_block(x[1])};
     if constexpr (kRule == MX && kAcross) {
 #pragma unroll
-      for (Pair& m : most) m = larger(m, from_lane(m, 8));
+      for (Pair& m : most) m = larger(m, from_lane(m, kQuartersApart));
     } else if constexpr (kRule == MX) {
       most[0] = most[1] = larger(most[0], most[1]);
     }
@@ -207,8 +209,8 @@ Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile til
 Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
                                     const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
-  int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8, pair = threadIdx.x % 8;
-  int block = tile.row / kBlock;
+  auto [pair, quarter] = lane_along_cols();
+  int warp = threadIdx.x / 32, block = tile.row / kBlock;
   Staged staged(shared_tiles, out.codes, out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN) coins_along_cols(staged, first, second, block, coins);
@@ -275,14 +277,11 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
   if constexpr (kCodes || kWorths) store_along_rows(p, out, tile, rows, made);
 }
 
-// 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
-// quarter and 16 rows 64 below: groups. Pairs: two columns.
-Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
-                                   Tile tile, const Rows& rows, const u8* shared,
-                                   Places places, const Common& common, Extent& extent) {
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair = lane % 8, quarter = lane / 8;
+// The elements that a lane has along columns, rotated in the reference's order.
+Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, const u8* shared,
+                                Places places, Pair (&x)[2][16]) {
+  int quarter = lane_along_cols().quarter;
   u32 source = places.along_cols();
-  Pair x[2][16];
   [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -296,8 +295,12 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const u8* at = shared + (source ^ twist(i)) + (64 * group + i) * kRowBytes;
-      if constexpr (kBytes == 2) {
+      const u8* row = shared + (64 * group + i) * kRowBytes;
+      const u8* at = row + (source ^ twist(i));
+      if constexpr (kMultiplied) {
+        u32 first = *(const u16*)at, second = *(const u16*)(row + (source ^ twist(i) ^ slot(1)));
+        x[group][i] = two_of(first | second << 16);
+      } else if constexpr (kBytes == 2) {
         u32 word = *(const u32*)at;
         x[group][i] = kSignsMultiply ? signed_bf16x2(word, signs[i]) : two_of(word ^ signs[i]);
       } else {
@@ -307,14 +310,26 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
     }
     if constexpr (kSums) add_to_sum(sum, x[group], 64 * group + 16 * quarter);
     butterflies(x[group]);
-    if (kSize > 16) butterfly_across(x[group], 8);
-    if (kSize > 32) butterfly_across(x[group], 16);
+    if (kSize > 16) butterfly_across(x[group], kQuartersApart);
+    if (kSize > 32) butterfly_across(x[group], 2 * kQuartersApart);
   }
   if constexpr (kSums) store_sums(p, tile, sum);
   if (kSize > 64) butterfly_between(x);
-  // The columns of a pair: neighbours, or 4 apart in expand_codes' order.
-  int first = tile.col + 16 * warp + (kPacked ? pair / 4 * 8 + pair % 4 : 2 * pair);
-  int second = first + (kPacked ? 4 : 1);
+}
+
+// 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
+// quarter and 16 rows 64 below: groups. Pairs: two columns.
+Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
+                                   Tile tile, const Rows& rows, const u8* shared, u32 turn,
+                                   Places places, const Common& common, Extent& extent) {
+  auto [pair, quarter] = lane_along_cols();
+  Pair x[2][16];
+  if constexpr (kMultiplied) rotated_by_products(shared, places.multiplied(), x);
+  if (!kMultiplied || !products_serve(x, turn))
+    rotated_in_order(p, masks, tile, shared, places, x);
+  int col = tile.col + threadIdx.x / 32 * 16;
+  int first = col + column_at(place_of_column(pair, 0)),
+      second = col + column_at(place_of_column(pair, 1));
   int block = tile.row / kBlock + quarter;
   Results made;
   round_groups<true>(x, common, out, coins_at(out, first, block), coins_at(out, second, block), 16,
@@ -347,8 +362,10 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
 }
 
 // What the numbers of one direction have in common. EXACT: thread block 0 writes the global scale.
-Q2_INLINE Common common_of(const Params& p, const Output& out) {
+Q2_INLINE Common common_of(const Params& p, const Output& out, int direction) {
   Common common = {};
+  common.direction = direction;
+  if (kDraws && kMatrices == 1 && threadIdx.x == 0) coin_seeds[direction] = *out.seed;
   common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
   if constexpr (kRule == EXACT) {
     u32 largest = 0;
@@ -384,8 +401,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   for (int i = 0; kSigned && i < kMatrices; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
-  if (kRows) rows = common_of(p, p.of[0].along_rows);
-  if (kCols) cols = common_of(p, p.of[0].along_cols);
+  if (kRows) rows = common_of(p, p.of[0].along_rows, 0);
+  if (kCols) cols = common_of(p, p.of[0].along_cols, 1);
   make_factors(p);
   if (kScaled) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
@@ -396,6 +413,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (kStages == 2) stage ^= 1;
     look_up(p, walk.after(next), turn + 2);
     if (kPacked) expand_codes(share, current, places);
+    if constexpr (kMultiplied && kPacked) note_scales(share, turn);
+    if constexpr (kMultiplied && kRounded) note_scales(scales, turn);
     if (more && kPacked) fetch_codes(p, next, rows_now(p, next, turn + 1), share);
     if (!kPacked) await_copies();
     round_tile(scales, current, places);
@@ -423,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
                             extents.along_rows);
       if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, at, cols);
       else if (kCols)
-        quantize_along_cols(p, of.along_cols, masks[matrix], at, held, x, places, cols,
+        quantize_along_cols(p, of.along_cols, masks[matrix], at, held, x, turn, places, cols,
                             extents.along_cols);
       if (kMatrices == 2) exchange(extents, others);
     }

@@ -33,16 +33,16 @@ class Code:
         """Instructions whose name begins so."""
         return sum(name.startswith(prefix) for name in self.names)
 
-    def hot_loop(self, rare: str | None = None) -> Counter:
+    def hot_loop(self, rare: tuple[str, ...] = ()) -> Counter:
         """Instructions of the longest loop, without the loops inside it (edges of a matrix), and
-        without the straight runs that hold an instruction whose name begins with `rare`."""
+        without the straight runs that hold an instruction whose name begins with one of `rare`."""
         first, last = max(self.loops, key=lambda loop: loop[1] - loop[0])
         inside = set(range(first, last + 1))
         for start, end in self.loops:
             if first < start and end < last:
                 inside -= set(range(start, end + 1))
         for start, end in pairwise((*self.starts, len(self.names))):
-            if rare and any(name.startswith(rare) for name in self.names[start:end]):
+            if any(name.startswith(rare) for name in self.names[start:end]):
                 inside -= set(range(start, end))
         return Counter(self.names[i].partition(".")[0] for i in inside)
 

@@ -48,6 +48,7 @@ BF16, FP16, FP32 = (SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.fl
 NVFP4, MXFP4 = SOURCES["nvfp4"], SOURCES["mxfp4"]
 ROW, COL, BOTH = (True, False), (False, True), (True, True)
 EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
+RARE = ("LDS.U16",)  # of elements in the reference's order, where tensor cores might not be exact
 
 
 def rotate(source: int, transform: str, scheme: str, directions: tuple, **options) -> Launch:
@@ -239,13 +240,12 @@ def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
         for conversion in ("F2FP.SATFINITE.E2M1", "F2FP.F16.E2M1.UNPACK_B"):
             assert 2 * 32 <= code.count(conversion) <= 2 * 32 + 8
         return
-    assert code.count("F2FP.SATFINITE.E2M1") == 32 * directions
+    assert 0 <= code.count("F2FP.SATFINITE.E2M1") - 32 * directions <= 2
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
     )
-    # One of them is on two paths: NVRTC 13.2, that of torch 2.15, has it so, and any where tiles of
-    # zeros are not rotated.
-    twice = name == "groups requantize" or (nvrtc.version() >= (13, 2) and name == "requantize")
+    # A few of them are on two paths, that of tensor cores and the other one.
+    twice = 2 if "requantize" in name or "by scales" in name else 0
     assert 0 <= code.count("F2FP.F16.E2M1.UNPACK_B") - 32 * directions * looks <= twice
 
 
@@ -300,7 +300,7 @@ OCCUPANCY = {
     "float32 row": ((FP32, "rht128", EDEN, ROW), (1, 2), (1, 1)),
     "float32 col": ((FP32, "rht128", EDEN, COL), (1, 4), (1, 2)),
     "values both": ((BF16, "rht128", EDEN + WIDENED, BOTH), (2, 2), (2, 1)),
-    "values col": ((NVFP4, "rht128", EDEN + WIDENED, COL), (2, 4), (2, 2)),
+    "values col": ((NVFP4, "rht128", EDEN + WIDENED, COL), (2, 4), (1, 2)),
     "by scales": ((ROUNDED, "rht128", EDEN, COL), (2, 4), (1, 4)),
     "values by scales": ((ROUNDED, "rht128", EDEN + WIDENED, COL), (2, 4), (1, 2)),
 }
@@ -366,14 +366,14 @@ def test_sm_100_works_on_pairs() -> None:
 @pytest.mark.parametrize(
     "name, most",
     [
-        ("rht_quantize_row", {"sm_90a": 25, "sm_100a": 16, "sm_120a": 21}),
-        ("rht_quantize_col", {"sm_90a": 27, "sm_100a": 17, "sm_120a": 23}),
-        ("rht_quantize_both", {"sm_80": 53, "sm_90a": 50, "sm_100a": 31, "sm_120a": 42}),
-        ("requantize", {"sm_80": 32, "sm_90a": 29, "sm_100a": 19, "sm_120a": 25}),
-        ("by scales", {"sm_80": 35, "sm_90a": 33, "sm_100a": 23, "sm_120a": 29}),
-        ("by scales swizzled", {"sm_90a": 33, "sm_100a": 23, "sm_120a": 29}),
-        ("groups both", {"sm_90a": 53, "sm_100a": 34}),
-        ("groups requantize", {"sm_90a": 33, "sm_100a": 23}),
+        ("rht_quantize_row", {"sm_90a": 23, "sm_100a": 15, "sm_120a": 20}),
+        ("rht_quantize_col", {"sm_90a": 25, "sm_100a": 16, "sm_120a": 22}),
+        ("rht_quantize_both", {"sm_80": 49, "sm_90a": 46, "sm_100a": 30, "sm_120a": 40}),
+        ("requantize", {"sm_80": 23, "sm_90a": 20, "sm_100a": 15.1, "sm_120a": 18}),
+        ("by scales", {"sm_80": 27, "sm_90a": 26, "sm_100a": 20, "sm_120a": 23}),
+        ("by scales swizzled", {"sm_90a": 26, "sm_100a": 20, "sm_120a": 23}),
+        ("groups both", {"sm_90a": 48, "sm_100a": 32}),
+        ("groups requantize", {"sm_90a": 22, "sm_100a": 18}),
     ],
 )
 def test_instructions_an_element(name, most) -> None:
@@ -383,7 +383,7 @@ def test_instructions_an_element(name, most) -> None:
         pytest.skip("counted with NVRTC 13")
     more = 1.0 if nvrtc.version() == (13, 0) else 1.05
     for architecture, bound in most.items():
-        loop = disassembled(HOT[name], architecture).hot_loop()
+        loop = disassembled(HOT[name], architecture).hot_loop(RARE)
         assert sum(loop.values()) / 64 <= bound * more
 
 
@@ -393,7 +393,7 @@ def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
     for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
         kernels = {**HOT, **OTHERS}
         one, several = (
-            sum(disassembled(kernels[each], architecture).hot_loop().values())
+            sum(disassembled(kernels[each], architecture).hot_loop(RARE).values())
             for each in (name.partition(",")[0], name)
         )
         assert several <= 1.035 * one

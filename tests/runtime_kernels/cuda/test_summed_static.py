@@ -86,7 +86,7 @@ def test_instructions_more_an_element(recipe, architecture) -> None:
     _, transform, rows = KERNELS[recipe]
     scheme = scheme_of(recipe, architecture)
     key = "both" if rows else "col", scheme.replace(SWIZZLED, ""), transform, BF16
-    loop = disassembled(rotate(recipe, architecture), architecture).hot_loop("F2I")
+    loop = disassembled(rotate(recipe, architecture), architecture).hot_loop(("F2I",))
     newer = 1.0 if nvrtc.version() == (13, 0) else 1.05
     more = sum(loop.values()) / 64 - counted()[key][architecture] * newer
     swizzling = 2.4 * (scheme.endswith(SWIZZLED) and scheme.startswith("mxfp4"))

@@ -1,9 +1,10 @@
 // Enough of CUDA to run one kernel on a CPU: threads of a block are coroutines in one OS thread,
 // blocks run one after the other.
 //
-// Each coroutine runs to the next point where it waits for others (__syncthreads, a shuffle) and
-// hands over; when all have come there, the first goes on. This is right for kernels in which every
-// thread meets the same such points, and deterministic. It finds wrong results, not races.
+// Each coroutine runs to the next point where it waits for others and hands over. When all of a warp
+// wait for its lanes (__syncwarp, a shuffle), the first goes on; when all warps have come to
+// __syncthreads, those of all do. This is right for kernels in which every thread of a warp meets the
+// same such points, and deterministic. It finds wrong results, not races.
 #pragma once
 #include <ucontext.h>
 
@@ -104,36 +105,39 @@ T __ldg(const T* from) {
   return *from;
 }
 
+enum Wait { FOR_WARP, FOR_BLOCK, NO_MORE };
 struct Coroutine {
   ucontext_t context;
   std::vector<char> stack;
-  bool done;
+  Wait waits;
   unsigned steps;
 };
 inline std::vector<Coroutine> coroutines;
 inline ucontext_t scheduler;
 inline unsigned exchanged[2][1024];
+inline const void* addresses[1024];
 inline std::function<void()> kernel_body;
 
 inline int __popc(unsigned x) {
   return __builtin_popcount(x);
 }
 
-inline void hand_over() {
+inline void hand_over(Wait waits) {
+  coroutines[threadIdx.x].waits = waits;
   swapcontext(&coroutines[threadIdx.x].context, &scheduler);
 }
 inline void __syncthreads() {
-  hand_over();
+  hand_over(FOR_BLOCK);
 }
 inline void __syncwarp() {
-  hand_over();
+  hand_over(FOR_WARP);
 }
 
 // Two slots in turn: a coroutine is never more than one step ahead of another.
 inline const unsigned* exchange(unsigned value) {
   unsigned* slots = exchanged[coroutines[threadIdx.x].steps++ & 1];
   slots[threadIdx.x] = value;
-  hand_over();
+  __syncwarp();
   return slots;
 }
 inline float __shfl_xor_sync(unsigned, float x, int mask) {
@@ -151,18 +155,37 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   for (int i = 0; i < 32; ++i) x = max(x, lanes[i]);
   return x;
 }
+inline bool __all_sync(unsigned, bool x) {
+  const unsigned* lanes = exchange(x) + threadIdx.x / 32 * 32;
+  for (int i = 0; i < 32; ++i) x = x && lanes[i];
+  return x;
+}
+inline unsigned __vmaxu2(unsigned x, unsigned y) {
+  return max(x >> 16, y >> 16) << 16 | max(x & 0xFFFF, y & 0xFFFF);
+}
 
 inline void coroutine_main() {
   kernel_body();
-  coroutines[threadIdx.x].done = true;
-  hand_over();
+  hand_over(NO_MORE);
+}
+
+// Runs the threads of a warp that wait so, each to where it waits next; whether there were any.
+inline bool run_warp(unsigned first, unsigned last, Wait waiting) {
+  bool any = false;
+  for (unsigned t = first; t < last; ++t) {
+    if (coroutines[t].waits != waiting) continue;
+    threadIdx = {t, 0, 0};
+    swapcontext(&scheduler, &coroutines[t].context);
+    any = true;
+  }
+  return any;
 }
 
 inline void run_block(unsigned threads) {
   coroutines.resize(threads);
   for (auto& c : coroutines) {
     c.stack.resize(64 * 1024);
-    c.done = false;
+    c.waits = FOR_BLOCK;
     c.steps = 0;
     getcontext(&c.context);
     c.context.uc_stack.ss_sp = c.stack.data();
@@ -171,11 +194,11 @@ inline void run_block(unsigned threads) {
   }
   for (bool busy = true; busy;) {
     busy = false;
-    for (unsigned t = 0; t < threads; ++t) {
-      if (coroutines[t].done) continue;
-      threadIdx = {t, 0, 0};
-      swapcontext(&scheduler, &coroutines[t].context);
-      busy = true;
+    for (unsigned t = 0; t < threads; t += 32) {
+      unsigned last = min(t + 32, threads);
+      busy |= run_warp(t, last, FOR_BLOCK);
+      while (run_warp(t, last, FOR_WARP)) {
+      }
     }
   }
 }

@@ -113,6 +113,44 @@ Q2_INLINE u32 min_f16x2(u32 x, u32 y) {
   Pair a = from_f16x2(x), b = from_f16x2(y);
   return to_f16x2(fminf(a.a, b.a), fminf(a.b, b.b));
 }
+// Elements (row, column) of the matrices are those that lanes read: of matrix i row r where lane 8 i
+// + r says.
+Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
+  addresses[threadIdx.x] = shared;
+  __syncwarp();
+  unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    auto element = [&](unsigned row) {
+      return (u32)((const u16*)addresses[warp + 8 * i + row])[lane / 4];
+    };
+    x[i] = element(lane % 4 * 2) | element(lane % 4 * 2 + 1) << 16;
+  }
+  __syncwarp();
+}
+// By the layouts of the PTX manual. In an order of its own, and exact: fp32 has no say in it before the
+// end.
+Q2_INLINE void multiply_f16(u32 x0, u32 x1, u32 y, Pair (&z)[2]) {
+  unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+  auto eight = [&](u32 word, unsigned first, float (&to)[8]) {
+    const unsigned* words = exchange(word) + warp + first;
+    for (int k = 0; k < 8; ++k) to[k] = from_f16(words[k / 2] >> 16 * (k % 2) & 0xFFFF);
+  };
+  float rows[2][8], columns[2][8];
+  eight(x0, lane / 4 * 4, rows[0]);
+  eight(x1, lane / 4 * 4, rows[1]);
+  eight(y, lane % 4 * 8, columns[0]);
+  eight(y, lane % 4 * 8 + 4, columns[1]);
+  auto sum = [&](int row, int column, float start) {
+    double total = start;
+    for (int k = 7; k >= 0; --k) total += (double)rows[row][k] * columns[column][k];
+    return (float)total;
+  };
+  z[0] = {sum(0, 0, z[0].a), sum(0, 1, z[0].b)};
+  z[1] = {sum(1, 0, z[1].a), sum(1, 1, z[1].b)};
+}
+Q2_INLINE u32 max_u16x2(u32 x, u32 y) {
+  return __vmaxu2(x, y);
+}
 Q2_INLINE u32 to_bf16(float x) {
   u32 bits = __float_as_uint(x);
   if (std::isnan(x)) return 0x7FFF;

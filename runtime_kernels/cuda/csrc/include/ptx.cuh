@@ -167,6 +167,29 @@ Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
   return {__uint_as_float(a), __uint_as_float(b)};
 }
 
+// Of 8x8 matrices of f16 in shared memory, whose rows of 16 bytes lie where lanes 0 to 7 say, 8 to 15
+// and so on: elements (2 * (lane % 4), lane / 4) and below, of all four.
+Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"((u32)__cvta_generic_to_shared(shared))
+               : "memory");
+}
+
+// Adds to a warp's 16x8 numbers the product of 16x8 and 8x8 f16, which lanes have as the PTX manual
+// says of mma.m16n8k8: z[0] two neighbours of row lane / 4, z[1] of the row 8 below.
+Q2_INLINE void multiply_f16(u32 x0, u32 x1, u32 y, Pair (&z)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
+      "%2, %3};"
+      : "+f"(z[0].a), "+f"(z[0].b), "+f"(z[1].a), "+f"(z[1].b)
+      : "r"(x0), "r"(x1), "r"(y));
+}
+
+// The larger of two halves each, unsigned.
+Q2_INLINE u32 max_u16x2(u32 x, u32 y) {
+  return __vmaxu2(x, y);
+}
+
 Q2_INLINE u32 to_f16x2(float low, float high) {
   u32 z;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(high), "f"(low));

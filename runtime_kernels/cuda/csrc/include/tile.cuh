@@ -32,6 +32,7 @@ constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 constexpr bool kRounded = kSource == ROUNDED;
 constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, with the signs of rows
+constexpr bool kMultiplied = kScaled && kSource != MXFP4 && kSize > 1;  // rotated by tensor_cores.cuh
 
 constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
@@ -137,9 +138,10 @@ Q2_INLINE Pair two_of(u32 word) {
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
 // loading; along rows one piece of every other pair of blocks of four rows; along columns 2 (of
-// fp32: 4) pieces of rows 16 apart. Both are linear over exclusive or, so that of an address only
-// its exclusive or with a constant changes in an unrolled loop.
+// fp32: 4) pieces of rows 16 apart; for tensor cores one piece of eight rows. Both are linear over
+// exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled loop.
 constexpr Q2_INLINE u32 twist(int row) {
+  if (kMultiplied) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
   return 16 * (kBytes == 2 ? (row & 1) | ((row >> 1 ^ row >> 4) & 1) << 1 | (row >> 5 & 1) << 2
                            : (row & 3) | (row >> 4 & 1) << 2);
 }
@@ -157,16 +159,43 @@ struct Places {
   u32 fetched, rounded;
   Q2_INLINE u32 along_rows() const { return rounded & 0xFFFF; }
   Q2_INLINE u32 along_cols() const { return rounded >> 16; }
+  Q2_INLINE u32 multiplied() const { return rounded & 0xFFFF; }  // there are no rows then
 };
+
+// Along columns four lanes of a warp have a pair of its columns, a quarter of each: lanes 8 apart
+// neighbours; for tensor_cores.cuh, as products have them, neighbours columns 8 apart.
+struct Lane {
+  int pair, quarter;
+};
+Q2_INLINE Lane lane_along_cols() {
+  int lane = threadIdx.x % 32;
+  return kMultiplied ? Lane{lane / 4, lane % 4} : Lane{lane % 8, lane / 8};
+}
+constexpr int kQuartersApart = kMultiplied ? 1 : 8;  // lanes
+// Where of the places of 16 columns those of a pair are, and which column lies at a place: in
+// expand_codes' order columns 4 apart are neighbours.
+constexpr Q2_INLINE int place_of_column(int pair, int member) {
+  return kMultiplied ? pair + 8 * member : 2 * pair + member;
+}
+constexpr Q2_INLINE int column_at(int place) {
+  return kPacked ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
+}
+
+// Of the matrices that tensor_cores.cuh multiplies.
+Q2_INLINE u32 place_of_products() {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  return place_in_tile(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+}
 
 Q2_INLINE Places places_in_tile() {
   constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
   constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
   u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
   u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
-  int warp = threadIdx.x / 32, pair = threadIdx.x % 8, quarter = threadIdx.x % 32 / 8;
-  int piece = warp * kPieces + pair / (8 / kPieces), within = pair % (8 / kPieces) * 2 * kBytes;
-  u32 cols = place_in_tile(16 * quarter, piece) + within;
+  Lane lane = lane_along_cols();
+  int place = place_of_column(lane.pair, 0), piece = threadIdx.x / 32 * kPieces + place * kBytes / 16;
+  u32 cols = place_in_tile(16 * lane.quarter, piece) + place * kBytes % 16;
+  if (kMultiplied) rows = place_of_products();
   constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4);
   if (kNoRegisters) return {fetched, rows | cols << 16};
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};

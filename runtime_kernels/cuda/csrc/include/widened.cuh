@@ -19,11 +19,10 @@ constexpr int kStagedPitch = 2 * kStagedRowBytes + 16;  // of two rows
 constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch - 16;  // of a warp
 
 // Along columns a lane's first column is row `pair` of those, and its second row pair + 8. Of the
-// result row j is then this one of 16: neighbours, or columns 4 apart in expand_codes' order.
+// result row j is then this one of 16.
 template <bool kAcross>
 constexpr Q2_INLINE int row_of_staged(int j) {
-  if (!kAcross) return j;
-  return kPacked ? j % 8 / 4 * 8 + j % 4 + j / 8 * 4 : j % 8 * 2 + j / 8;
+  return kAcross ? column_at(place_of_column(j % 8, j / 8)) : j;
 }
 
 // What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with its own coin.
@@ -131,7 +130,7 @@ struct Staged {
 Q2_INLINE const u8* exchanged_coins(const Staged& staged, u64 index) {
   uint4 drawn[1];
   const Output& out = staged.out;
-  philox(*out.seed, index, out.stream, COINS, drawn);
+  philox(coin_seed(out, staged.common), index, out.stream, COINS, drawn);
   uint4* at = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
   *at = drawn[0];
   __syncwarp();
@@ -155,10 +154,11 @@ Q2_INLINE void coins_along_row(const Staged& staged, int row, int block, u32 (&c
 // The same along a pair of columns, [group][column], whose four lanes make a Philox block each.
 Q2_INLINE void coins_along_cols(const Staged& staged, int first, int second, int block,
                                 u32 (&coins)[2][2]) {
-  int quarter = threadIdx.x / 8 % 4;
+  constexpr int kApart = 16 * kQuartersApart;
+  int quarter = lane_along_cols().quarter;
   u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
-  const u8* drawn = exchanged_coins(staged, index) - 16 * 8 * quarter + 4 * quarter;
+  const u8* drawn = exchanged_coins(staged, index) - kApart * quarter + 4 * quarter;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) coins[i % 2][i / 2] = *(const u32*)(drawn + 16 * 8 * i);
+  for (int i = 0; i < 4; ++i) coins[i % 2][i / 2] = *(const u32*)(drawn + kApart * i);
   __syncwarp();
 }
