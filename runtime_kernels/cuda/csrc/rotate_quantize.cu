@@ -362,10 +362,8 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
 }
 
 // What the numbers of one direction have in common. EXACT: thread block 0 writes the global scale.
-Q2_INLINE Common common_of(const Params& p, const Output& out, int direction) {
+Q2_INLINE Common common_of(const Params& p, const Output& out) {
   Common common = {};
-  common.direction = direction;
-  if (kDraws && kMatrices == 1 && threadIdx.x == 0) coin_seeds[direction] = *out.seed;
   common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
   if constexpr (kRule == EXACT) {
     u32 largest = 0;
@@ -401,9 +399,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   for (int i = 0; kSigned && i < kMatrices; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
-  if (kRows) rows = common_of(p, p.of[0].along_rows, 0);
-  if (kCols) cols = common_of(p, p.of[0].along_cols, 1);
+  if (kRows) rows = common_of(p, p.of[0].along_rows);
+  if (kCols) cols = common_of(p, p.of[0].along_cols);
   make_factors(p);
+  if (kKeepsSeed && threadIdx.x == 0) kept_seed = *p.of[0].along_cols.seed;
   if (kScaled) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
   for (int stage = 0; index < p.tiles; index += step, tile = next, ++turn) {

@@ -25,10 +25,10 @@ _FILE = "rotate_quantize.cu"
 _STAGED = 8 * (2 * 256 + 16) - 16  # bytes of a warp (widened.cuh)
 _SIGNS = 4 * TILE  # more of those, where columns are summed
 _MASKS = 8 * TILE  # and of another operand
-_BESIDES = 1024 + 880  # bytes of a thread block: what CUDA keeps of it, and static variables
+_BESIDES = 1024 + 864  # bytes of a thread block: what CUDA keeps of it, and static variables
 _FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, where they are not needed
 _FACTORS = 8 * 256  # more of those, by scale (round_to_scales.cuh)
-_SEEN = 2 * 4 * 16  # and of scales (tensor_cores.cuh)
+_SEEN = 2 * 4 * 16 + 8  # and of scales (tensor_cores.cuh), and a seed
 # Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
 _KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 # The parameter structs, for Python's struct module.
@@ -96,8 +96,9 @@ def rotate_launch(
     staged = _staged_bytes(widened, threads)
     besides = staged + sums * _SIGNS - (not rows) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
     rounded = source in (ROUNDED, ROUNDED_SWIZZLED)
-    multiplied = rounded or source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
-    besides += rounded * _FACTORS + (multiplied and rotation.size > 1) * _SEEN
+    scaled = rounded or source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
+    multiplied = scaled and rotation.size > 1 and not stochastic
+    besides += rounded * _FACTORS + multiplied * _SEEN
     one = source == _FP32 or operands > 1
     stages = 1 if one else stages_in(room, blocks_per_multiprocessor, tile, besides)
     return _rotate_launch(

@@ -20,11 +20,11 @@ from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
 
 assert runtime_kernels  # importing it registers the ops
 
-EDEN, SR, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_46_pow2"
+EDEN, RTN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_pow2", "nvfp4_46_pow2"
 SEED = torch.tensor(-1234567890123456789)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # Schemes and rotations: chunks of one, two, four and eight blocks.
-WAYS = [(EDEN, "rht128"), (EDEN + WIDENED, "rht128"), (SR, "rht64"), (EDEN, "h32"), (SR, "rht16")]
+WAYS = [(EDEN, "rht128"), (EDEN + WIDENED, "rht128"), (RTN, "rht64"), (EDEN, "h32"), (RTN, "rht16")]
 # Bytes of scales: the least and the largest. Products serve to a distance of 64, a factor of 2^8.
 FARTHEST = 64
 RANGES = [(1, 1), (1, 65), (1, 66), (40, 104), (40, 105), (20, 110), (60, 126), (8, 126)]

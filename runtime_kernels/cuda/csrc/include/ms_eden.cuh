@@ -2,19 +2,25 @@
 // the bit.
 #pragma once
 #include "e2m1.cuh"
+#include "tile.cuh"
 
 // 1 / s_clip and s_clip = 6 * (16/17) / 0.93, as the reference rounds it (schemes.py,
 // MS_EDEN_CLIP).
 #define Q2_INVERSE_CLIP 0x1.5147aep-3f
 
 // Sums of 16 products of what is in kUnit, none negative, each cut to a multiple of 2^-13 in units of
-// 1: as the last bit of a sum in [1024, 2048) is, so that their order does not matter.
+// 1: as the last bit of a sum in [1024, 2048) is, so that their order does not matter. Two at a time,
+// since each waits for the one before it, unless that takes registers that are not there.
 Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
   const Pair start = both(1024.0f * kUnit * kUnit);
-  Pair sum = start;
+  Pair sums[2] = {start, start};
 #pragma unroll
-  for (int i = 0; i < 16; ++i) sum = fma_toward_zero(x[i], y[i], sum);
-  return sub(sum, start);
+  for (int i = 0; i < 16; ++i) {
+    Pair& sum = sums[kMultiplied ? 0 : i % 2];
+    sum = fma_toward_zero(x[i], y[i], sum);
+  }
+  if (kMultiplied) return sub(sums[0], start);
+  return add(sub(sums[0], start), sub(sums[1], start));
 }
 
 // Two blocks of 16, one in each half of the pairs; x becomes what its codes stand for, in kUnit.

@@ -35,15 +35,7 @@ constexpr float kHuge = 3.402823466e38f;
 struct Common {
   float factor;
   float unit, inverse_unit;  // EXACT: g and 1 / g
-  int direction;             // 0: rows, 1: columns
 };
-
-// Seeds of coins, by direction: nearer than in memory, where each tile would wait for its own.
-constexpr bool kDraws = kStochastic || (kRule == MS_EDEN && kValues);
-__shared__ u64 coin_seeds[2];
-Q2_INLINE u64 coin_seed(const Output& out, const Common& common) {
-  return kMatrices == 1 ? coin_seeds[common.direction] : *out.seed;
-}
 
 // Of a block: what is stored, and what x is multiplied by.
 struct BlockScale {
@@ -172,9 +164,9 @@ Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2])
 }
 
 // first: Philox blocks of the coins of the two blocks.
-Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Common& common,
-                                    const Output& out, const u32 (&first)[2], u32 (&codes)[2][2]) {
-  u64 seed = coin_seed(out, common);
+Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& out,
+                                    const u32 (&first)[2], u32 (&codes)[2][2]) {
+  u64 seed = *out.seed;
 #pragma unroll
   for (int member = 0; member < 2; ++member) {
 #pragma unroll
@@ -209,7 +201,7 @@ Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, 
   }
   BlockScale scales[2] = {block_scale(largest.a, common), block_scale(largest.b, common)};
   Pair inverse = mul({scales[0].inverse, scales[1].inverse}, folded);
-  if constexpr (kStochastic) round_stochastically(x, inverse, common, out, first, codes);
+  if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
   else if constexpr (kSelect == ONE_SCALE) round_to_nearest(x, inverse, codes);
   else round_by_errors(x, largest, common, folded, scales, codes);
   return {scales[0].stored, scales[1].stored};

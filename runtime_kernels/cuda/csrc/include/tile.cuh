@@ -32,7 +32,8 @@ constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 constexpr bool kRounded = kSource == ROUNDED;
 constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, with the signs of rows
-constexpr bool kMultiplied = kScaled && kSource != MXFP4 && kSize > 1;  // rotated by tensor_cores.cuh
+// Rotated by tensor_cores.cuh: not with coins for each element, which were slower so, for want of registers.
+constexpr bool kMultiplied = kScaled && kSource != MXFP4 && kSize > 1 && !Q2_STOCHASTIC;
 
 constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;

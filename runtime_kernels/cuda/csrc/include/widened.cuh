@@ -126,11 +126,16 @@ struct Staged {
   }
 };
 
+// The seed of the coins of codes that are requantised: of a tile that tensor cores rotate the way to its
+// coins is so short that one in memory would be waited for.
+constexpr bool kKeepsSeed = kScaled && kRule == MS_EDEN && kValues;
+__shared__ u64 kept_seed;
+
 // Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
 Q2_INLINE const u8* exchanged_coins(const Staged& staged, u64 index) {
   uint4 drawn[1];
   const Output& out = staged.out;
-  philox(coin_seed(out, staged.common), index, out.stream, COINS, drawn);
+  philox(kKeepsSeed ? kept_seed : *out.seed, index, out.stream, COINS, drawn);
   uint4* at = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
   *at = drawn[0];
   __syncwarp();
