@@ -368,8 +368,8 @@ def test_sm_100_works_on_pairs() -> None:
     [
         ("rht_quantize_row", {"sm_90a": 23, "sm_100a": 15, "sm_120a": 20}),
         ("rht_quantize_col", {"sm_90a": 25, "sm_100a": 16, "sm_120a": 22}),
-        ("rht_quantize_both", {"sm_80": 49, "sm_90a": 46, "sm_100a": 30, "sm_120a": 40}),
-        ("requantize", {"sm_80": 23, "sm_90a": 20, "sm_100a": 15.1, "sm_120a": 18}),
+        ("rht_quantize_both", {"sm_80": 50, "sm_90a": 46, "sm_100a": 30, "sm_120a": 41}),
+        ("requantize", {"sm_80": 23, "sm_90a": 20, "sm_100a": 16, "sm_120a": 18}),
         ("by scales", {"sm_80": 27, "sm_90a": 26, "sm_100a": 20, "sm_120a": 23}),
         ("by scales swizzled", {"sm_90a": 26, "sm_100a": 20, "sm_120a": 23}),
         ("groups both", {"sm_90a": 48, "sm_100a": 32}),

@@ -1,6 +1,6 @@
-"""Codes that tensor cores rotate (tensor_cores.cuh), requantised: the reference's bits where all sums
-are exact, where they just are not, and of columns of zeros; in emulation, whose products add up in
-double and in another order, and on a GPU."""
+"""Codes that tensor cores rotate (tensor_cores.cuh), requantised: the reference's bits where all
+sums are exact, where they just are not, and of columns of zeros; in emulation, whose products add
+up in double and in another order, and on a GPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ RANGES = [(1, 1), (1, 65), (1, 66), (40, 104), (40, 105), (20, 110), (60, 126), 
 
 
 def operand(least: int, largest: int) -> tuple[torch.Tensor, ...]:
-    """Codes of three tiles by five blocks, with scales of that range, both ends of it in each block of
-    columns; columns of zeros alone, some of them negative; and 16 whose sums are as large as can be, of
-    elements that the signs make positive, with some of the least scale between them."""
+    """Codes of three tiles by five blocks, with scales of that range, both ends of it in each block
+    of columns; columns of zeros alone, some of them negative; and 16 whose sums are as large as can
+    be, of elements that the signs make positive, with some of the least scale between them."""
     generator = torch.Generator().manual_seed(least * 127 + largest)
     codes = torch.randint(0, 256, (300, 40), dtype=torch.uint8, generator=generator)
     scales = torch.randint(least, largest + 1, (300, 5), generator=generator)
@@ -85,8 +85,8 @@ def test_on_a_gpu(least, largest, scheme, transform) -> None:
 
 def test_sums_of_scales_so_far_apart_are_exact() -> None:
     """In 23 bits, of the 24 that a sum has: of 128 elements of 6 times the largest, in units of the
-    last bit of half the least. (What is lost where they are not changes few codes, if any: the tests
-    above would hardly see it.)"""
+    last bit of half the least. (What is lost where they are not changes few codes, if any: the
+    tests above would hardly see it.)"""
     e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     last_bit = 2.0 ** (e4m3.log2().floor().clamp(min=-6) - 3) / 2
     assert (128 * 6 * e4m3[FARTHEST:] / last_bit[:-FARTHEST]).max() < 2**23

@@ -113,8 +113,8 @@ def test_ms_eden_projects_exactly_before_its_scales_are_rounded(monkeypatch):
     estimate = values * unrounded[0].double().unsqueeze(2) * g
     target = x.double().unflatten(1, (-1, 16))
     projection, norm = (target * estimate).sum(2), target.square().sum(2)
-    # Of 16 products each loses less than 2^-13, of a sum that is 30 at least: the largest element comes
-    # out above 5.5 times the scale.
+    # Of 16 products each loses less than 2^-13, of a sum that is 30 at least: the largest element
+    # comes out above 5.5 times the scale.
     torch.testing.assert_close(projection, norm, rtol=16 * 2**-13 / 30, atol=0)
 
 
