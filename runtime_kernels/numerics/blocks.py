@@ -3,7 +3,7 @@
 Tiles are [n, w, lanes], a block in each column of w = 16 or 32 (layout.py). The rules are the law
 for every other kernel: each step is one fp32 operation with its own rounding, no fused
 multiply-add, no re-association; a sum adds neighbours first: (t0+t1), (t2+t3), ...; then pairs of
-those; and so on.
+those; and so on; or what it adds has so few bits that its order does not matter (nvfp4.py).
 """
 
 import math

@@ -37,6 +37,7 @@ _TINY = torch.finfo(torch.float32).tiny
 ERROR_OFFSET = 512.0  # the last bit of an fp32 in [512, 1024) weighs 2^-14
 _LAST_BIT = 2.0**38  # as much as that of an fp64 there
 _CUT = 2.0**-13  # what the products of MS-EDEN's sums are multiples of
+_LANES = 4096
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -129,8 +130,17 @@ def _sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     Each product is cut to a multiple of 2^-13, so that the sum is exact and a kernel may add in any
     order, by multiply-adds. Either sum of S loses some .001 by that, of 30 at least.
     """
-    products = (x.double() * y).div_(_CUT).floor_()
-    return sum_neighbours(products).mul_(_CUT).to(torch.float32)
+    sums = x.new_empty((x.shape[0], 1, x.shape[2]))
+    for a, b, total in zip(_pieces(x), _pieces(y), _pieces(sums), strict=True):
+        total.copy_((a.double() * b).mul_(1 / _CUT).floor_().sum(1, keepdim=True))
+    return sums.mul_(_CUT)
+
+
+def _pieces(tiles: torch.Tensor) -> list[torch.Tensor]:
+    """Views of tiles, on a CPU so many lanes of each that their products stay in its cache."""
+    if tiles.device.type != "cpu":
+        return [tiles]
+    return [piece for tile in tiles.split(1) for piece in tile.split(_LANES, 2)]
 
 
 def exact_global_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
