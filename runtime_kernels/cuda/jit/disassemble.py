@@ -22,11 +22,13 @@ class Code:
     """names: instructions in order, with their modifiers, like F2FP.SATFINITE.E2M1.F32.PACK_AB;
     loops: first and last index of each, outer and inner;
     starts: indices at which a straight run of instructions begins;
+    jumps: index of a branch forward -> where it goes;
     descriptors: uniform registers that memory accesses take their descriptors from."""
 
     names: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
+    jumps: dict[int, int]
     descriptors: frozenset[int]
 
     def count(self, prefix: str) -> int:
@@ -35,7 +37,8 @@ class Code:
 
     def hot_loop(self, rare: tuple[str, ...] = ()) -> Counter:
         """Instructions of the longest loop, without the loops inside it (edges of a matrix), and
-        without the straight runs that hold an instruction whose name begins with one of `rare`."""
+        without the straight runs that hold an instruction whose name begins with one of `rare`, and
+        what the branch before such a run skips with it."""
         first, last = max(self.loops, key=lambda loop: loop[1] - loop[0])
         inside = set(range(first, last + 1))
         for start, end in self.loops:
@@ -43,7 +46,7 @@ class Code:
                 inside -= set(range(start, end + 1))
         for start, end in pairwise((*self.starts, len(self.names))):
             if any(name.startswith(rare) for name in self.names[start:end]):
-                inside -= set(range(start, end))
+                inside -= set(range(start, max(end, self.jumps.get(start - 1, end))))
         return Counter(self.names[i].partition(".")[0] for i in inside)
 
 
@@ -71,9 +74,10 @@ def disassemble(cubin: bytes) -> Code:
             names.append(instruction[1])
     # A NOP behind the last instruction is padding, and the branch before it goes to itself.
     loops = [(labels[to], at) for at, to in branches if labels.get(to, at) < at]
+    jumps = {at: labels[to] for at, to in branches if labels.get(to, at) > at}
     descriptors = frozenset(int(r) for r in re.findall(r"desc\[UR(\d+)\]", text))
     starts = {0, *labels.values(), *(at + 1 for at, _ in branches)}
-    return Code(tuple(names), tuple(loops), tuple(sorted(starts)), descriptors)
+    return Code(tuple(names), tuple(loops), tuple(sorted(starts)), jumps, descriptors)
 
 
 def _nvdisasm() -> str:

@@ -389,14 +389,15 @@ def test_instructions_an_element(name, most) -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
-    """Up to 3.5% of an element's, which plan.py weighs against a launch."""
+    """Up to 3.5% of an element's, 4% with NVRTC 13.2, which plan.py weighs against a launch."""
+    most = 1.035 if nvrtc.version() == (13, 0) else 1.04
     for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
         kernels = {**HOT, **OTHERS}
         one, several = (
             sum(disassembled(kernels[each], architecture).hot_loop(RARE).values())
             for each in (name.partition(",")[0], name)
         )
-        assert several <= 1.035 * one
+        assert several <= most * one
 
 
 # --- which kernel runs ----------------------------------------------------------------------------

@@ -41,6 +41,7 @@ CASES = [
 SPILLS = {("tetrajet2", "sm_90a"): 59, ("quartet2", "sm_80"): 18, ("quartet2", "sm_89"): 18}
 if nvrtc.version() >= (13, 2):  # that of torch 2.15
     SPILLS |= {("quartet2", architecture): 2 for architecture in ("sm_120a", "sm_121a")}
+    SPILLS |= {("quartet2", "sm_90a"): 18}
 
 
 def scheme_of(recipe: str, architecture: str) -> str:
