@@ -1,11 +1,11 @@
 // The rotation of a tile of codes by tensor cores, for rotate_quantize.cu: H of +-1 times f16.
 //
 // They add in an order of their own and cut what does not fit, so that they have the reference's bits
-// only where all sums are exact. What a chunk holds is e2m1 * e4m3: multiples of s / 16 for the least
-// scale s that is not 0, whose sums are at most 128 * 6 * S for the largest S. While S is not above
-// 2^8 s they have 23 bits, of the 24 that fit. The scales of a warp's 16 columns tell; of others, and
-// where a column may be zeros alone, some of whose sums the reference has as -0, sums are added in
-// its order.
+// only where all sums are exact. What a chunk holds is e2m1 * e4m3: with s the least scale that is not
+// 0, multiples of a sixteenth of the power of two in s, whose sums are at most 128 * 6 * S for the
+// largest S. While S is not above 2^8 s they have 23 bits, of the 24 that fit. The scales of a warp's 16
+// columns tell; of others, and where a column may be zeros alone, some of whose sums the reference has
+// as -0, sums are added in its order.
 //
 // A lane gets whole blocks, with no exchange: columns 2 t and 2 t + 1 of a product, which are a lane's,
 // are two elements of block t, and each of four products has two others.
