@@ -204,9 +204,9 @@ of them says "missed".
 
 ## Kernels
 
-All launches of a call. Four constants were set by these rows: the share of the issue slots that a
-quantiser fills, with coins and without, of the bandwidth, and what is constant in a launch
-(`q2compile/cost_model/devices.py`). The rest is bytes and instructions counted in machine code.
+All launches of a call. Five constants were set by these rows: the share of the issue slots that a
+quantiser fills, with coins and without, of the bandwidth, what is constant in a launch
+(`q2compile/cost_model/devices.py`), and a product of tensor cores (`instructions.py`). The rest is bytes and instructions counted in machine code.
 
 {kernel_table}
 
