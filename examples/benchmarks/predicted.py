@@ -206,7 +206,8 @@ of them says "missed".
 
 All launches of a call. Five constants were set by these rows: the share of the issue slots that a
 quantiser fills, with coins and without, of the bandwidth, what is constant in a launch
-(`q2compile/cost_model/devices.py`), and a product of tensor cores (`instructions.py`). The rest is bytes and instructions counted in machine code.
+(`q2compile/cost_model/devices.py`), and a product of tensor cores (`instructions.py`). The rest is
+bytes and instructions counted in machine code.
 
 {kernel_table}
 
