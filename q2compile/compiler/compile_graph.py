@@ -30,6 +30,7 @@ from q2compile.torch_internals.inductor import (
     inductor_options_of_mode,
     pass_in_slot,
     pass_slot,
+    short_sums_unrolled,
 )
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
 
@@ -119,7 +120,7 @@ def _compiled(
     if config.inner == "eager":
         return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint, cut)
     lowering.register()
-    patches = {**_patches(config), **pass_slot(passes)}
+    patches = {**short_sums_unrolled(), **_patches(config), **pass_slot(passes)}
     if cut is not None:
         patches[PARTITIONER_SLOT] = cut
     if joint.names:

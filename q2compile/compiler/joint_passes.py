@@ -25,11 +25,13 @@ class JointPasses(CustomGraphPass):
     def __init__(self, config: Config, records: list[PassRecord], first: Any = None) -> None:
         wanted = {
             "anchor_seeds": True,
+            "gather_scattered": True,
             "share_operands": config.resolved_policy.random_forward,
             "gather_codes": True,
             "share_saved_rotations": config.resolved_policy.random_forward,
             "swizzle_saved_scales": True,
             "turn_in_backward": True,
+            "mask_again": True,
             "keep_packed": config.keep_packed,
             "recompute_weights": config.recompute_weights is True or config.weights_by_peak,
         }

@@ -6,7 +6,7 @@ them, JOINT_PASSES over both in one, before the partitioner cuts it. A pass is a
 runners (`q2compile.compiler`) time it, count ops before and after, dump, and leave it out when
 disabled by name.
 
-The last three joint passes change nothing that is computed. They tag nodes with torch's
+The last four joint passes change nothing that is computed. They tag nodes with torch's
 CheckpointPolicy, in ``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the
 partitioner what to save and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11
 to 2.13. The min-cut partitioner looks at the op, the default one at the getitems, so both carry the
@@ -21,7 +21,9 @@ from torch import fx
 
 from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
+from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
+from q2compile.passes.joint.mask_again import mask_again_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
@@ -44,7 +46,9 @@ from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 Pass = Callable[[fx.Graph], int]
 
 PASSES: dict[str, Pass] = {
-    "gather_codes": gather_codes_pass,  # of inference; of training the joint pass has done it
+    # Those two of inference; of training the joint passes have done it.
+    "gather_scattered": gather_scattered_pass,
+    "gather_codes": gather_codes_pass,
     "share_operands": share_operands_pass,
     "merge_seeds": merge_seeds_pass,
     "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
@@ -63,11 +67,13 @@ PASSES: dict[str, Pass] = {
 
 JOINT_PASSES: dict[str, Pass] = {
     "anchor_seeds": anchor_seeds_pass,  # first: it says which ops are of the backward
+    "gather_scattered": gather_scattered_pass,
     "share_operands": share_operands_pass,  # for the next one: views of one x become one
     "gather_codes": gather_codes_pass,  # before those that name schemes it does not know
     "share_saved_rotations": share_saved_rotations_pass,
     "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
     "turn_in_backward": turn_in_backward_pass,
+    "mask_again": mask_again_pass,
     # In this order: asked for both, the packed activations are kept and the weights' codes are not.
     "keep_packed": keep_packed_pass,
     "recompute_weights": recompute_weights_pass,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile.passes.graph_queries import depending_on_tangents, q2_nodes
 from q2compile.passes.joint.gathered_rows import Gathered, Zeroed, gathered, hint_of
+from q2compile.passes.new_node import new_constant, new_node, new_size
 from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
@@ -179,31 +178,15 @@ class _Rewritten:
         return self._call(_aten.reshape.default, node, [-1])
 
     def _size(self, node: fx.Node) -> Any:
-        size = node.meta["val"].shape[0]
-        return size if isinstance(size, int) else self._call(_aten.sym_size.int, node, 0)
+        return new_size(self.node, node)
 
     def _full(
         self, size: list[Any], value: Any, like: fx.Node, dtype: torch.dtype | None = None
     ) -> fx.Node:
-        """A constant where another tensor is, of its type or another."""
-        of = like.meta["val"]
-        with getattr(of, "fake_mode", nullcontext()):
-            return self._call(
-                *(_aten.full.default, size, value),
-                dtype=dtype or of.dtype,
-                layout=torch.strided,
-                device=of.device,
-                pin_memory=False,
-            )
+        return new_constant(self.node, size, value, like, dtype)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        name = getattr(target, "overloadpacket", target).__name__  # as AOTAutograd names them
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
-        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-        dropped = ("val", "tensor_meta")
-        node.meta = {k: v for k, v in self.node.meta.items() if k not in dropped}
-        node.meta["val"] = target(*values, **named)
-        return node
+        return new_node(self.node, target, *args, **kwargs)
 
 
 def _is_cast(node: fx.Node) -> bool:

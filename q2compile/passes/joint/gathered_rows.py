@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,14 +10,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import RESHAPES
+from q2compile.passes.joint.permutations import SAME, VIEWS, order_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
-_VIEWS = (*RESHAPES, _aten._unsafe_view.default)
-_SAME = (_aten.clone.default, _aten.alias.default)
 _INDEXED = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
-_SORTS = (_aten.sort.default, _aten.sort.stable)
-_QUOTIENTS = (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default)
+_ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
 _FILLED = (_aten.full.default, _aten.full_like.default, _aten.scalar_tensor.default)
 
 
@@ -47,20 +43,11 @@ class Gathered:
     def names_all(self) -> bool:
         """Whether the index is known to name every row of the source: it is a permutation, by an
         argsort, of k numbers for each row, divided by k."""
-        quotient = _undressed(self.index)
-        if quotient.target not in _QUOTIENTS:
+        order = order_of(self.index)
+        if order is None:
             return False
-        order, k = _undressed(quotient.args[0]), quotient.args[1]
-        if not isinstance(k, int) or order.target is not operator.getitem or order.args[1] != 1:
-            return False
-        if quotient.target is not _aten.floor_divide.default and (
-            quotient.kwargs.get("rounding_mode") not in ("floor", "trunc")
-        ):
-            return False
-        sort: Any = order.args[0]
-        size: Any = sort.args[0].meta["val"].shape if sort.target in _SORTS else ()
-        rows = self.source.meta["val"].shape[0]
-        return len(size) == 1 and statically_known_true(size[0] == rows * k)
+        named = order.permutation.meta["val"].numel()
+        return statically_known_true(named == self.source.meta["val"].shape[0] * order.k)
 
 
 def gathered(x: Any) -> Gathered | None:
@@ -70,12 +57,12 @@ def gathered(x: Any) -> Gathered | None:
     node = x
     while isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
         inner: Any = node.args[0] if node.args else None
-        if node.target in _SAME or (node.target in _VIEWS and _keeps_rows(node)):
+        if node.target in SAME or (node.target in VIEWS and _keeps_rows(node)):
             node = inner
         elif _is_cast(node):
             casts.append(node)
             node = inner
-        elif (mask := _zeroes_rows(node)) is not None:
+        elif (mask := zeroes_rows(node)) is not None:
             zeroed.append(mask[0])
             node = mask[1]
         else:
@@ -103,7 +90,7 @@ def _gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     elif node.target is _aten.index_select.default:
         index = node.args[2] if node.args[1] in (0, -2) else None
     elif node.target is _aten.gather.default:
-        index = _spread(node.args[2]) if node.args[1] in (0, -2) else None
+        index = spread(node.args[2]) if node.args[1] in (0, -2) else None
         if index is not None and not _equal(_shape(node)[1], _shape(source)[1]):
             return None  # a part of each row
     if not isinstance(index, fx.Node) or not isinstance(source, fx.Node):
@@ -112,7 +99,7 @@ def _gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (source, index) if integers and len(_shape(source)) == 2 else None
 
 
-def _spread(index: Any) -> fx.Node | None:
+def spread(index: Any) -> fx.Node | None:
     """A column [R, 1] that is expanded to [R, K]."""
     if index.target is not _aten.expand.default:
         return None
@@ -121,7 +108,7 @@ def _spread(index: Any) -> fx.Node | None:
     return column if len(shape) == 2 and shape[1] == 1 else None
 
 
-def _zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
+def zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
     """Of a node that puts zeros into whole rows: which, and what the others are."""
     mask: Any
     if node.target is _aten.masked_fill.Scalar:
@@ -133,7 +120,7 @@ def _zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
     mask, first, second = node.args
     of_rows = _mask_of_rows(mask, node)
     for where_set, zero, inner in ((True, first, second), (False, second, first)):
-        if of_rows is not None and _is_zero(zero) and _alike(_shape(inner), _shape(node)):
+        if of_rows is not None and is_zero(zero) and _alike(_shape(inner), _shape(node)):
             return Zeroed(of_rows, where_set), inner
     return None
 
@@ -146,10 +133,10 @@ def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
     return mask if alike and mask.meta["val"].dtype == torch.bool else None
 
 
-def _is_zero(node: Any) -> bool:
+def is_zero(node: Any) -> bool:
     """Whether it is a constant of zeros."""
     if not isinstance(node, fx.Node) or node.target not in _FILLED:
-        return False
+        return isinstance(node, fx.Node) and node.target in _ZEROS
     return _is_positive_zero(node.args[0 if node.target is _aten.scalar_tensor.default else 1])
 
 
@@ -173,15 +160,6 @@ def _keeps_rows(view: fx.Node) -> bool:
     source: Any = view.args[0]
     before, after = _shape(source), _shape(view)
     return bool(before and after) and _equal(before[-1], after[-1])
-
-
-def _undressed(node: Any) -> fx.Node:
-    """An index without views and casts of it."""
-    dressed = (*_VIEWS, *_SAME, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default)
-    casts = (_prims.convert_element_type.default, _aten._to_copy.default)
-    while node.target in dressed or node.target in casts:
-        node = node.args[0]
-    return node
 
 
 def _shape(node: Any) -> Any:

@@ -183,11 +183,12 @@ def test_every_pass_has_a_row() -> None:
     """cache_weights is no pass over a graph, but has the effect of one. fuse_rotations adds
     nothing to a graph (test_fuse_rotations.py counts what the lowering makes of it), anchor_seeds
     changes none without a gradient that is a constant (test_joint_passes.py), tabulate none without
-    a rotary embedding (test_tabulate.py), concatenate_last none without experts
-    (test_concatenate_last.py)."""
-    elsewhere = ("gather_quantisers", "concatenate_last", "tabulate", "fuse_rotations")
+    a rotary embedding (test_tabulate.py), concatenate_last, gather_scattered and mask_again none
+    without experts (test_concatenate_last.py, test_gather_scattered.py, test_mask_again.py)."""
+    elsewhere = ["gather_quantisers", "concatenate_last", "tabulate", "fuse_rotations"]
+    elsewhere += ["anchor_seeds", "gather_scattered", "mask_again"]
     passes = [name for name in PASSES if name not in elsewhere]
-    joint = [name for name in JOINT_PASSES if name != "anchor_seeds"]
+    joint = [name for name in JOINT_PASSES if name not in elsewhere]
     assert [row.name for row in ROWS] == [*passes, *joint, "cache_weights"]
 
 
@@ -356,9 +357,9 @@ share_operands (joint)
             q2.rht_quantize 4, triton 2
 
 gather_codes (joint)
-  forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, inputs 5, mm 1, q2.dequantize 4,
-            q2.grouped_mm 1, triton 2
-  backward  triton 4 -> 6, aten.randint 1, inputs 12, mm 1, q2.grouped_mm 2, q2.padded_ends 1,
+  forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, triton 3 -> 2, inputs 5, mm 1,
+            q2.dequantize 4, q2.grouped_mm 1
+  backward  triton 3 -> 7, aten.randint 1, inputs 12, mm 1, q2.grouped_mm 2, q2.padded_ends 1,
             q2.requantize 2, q2.requantize_groups 1, q2.rht_quantize 1,
             q2.rht_quantize_groups_both 1
 

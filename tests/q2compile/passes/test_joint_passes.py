@@ -133,23 +133,25 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     ran = [(r.graph, r.name, r.matches) for r in records]
     assert ran == [
         ("joint", "anchor_seeds", 0),
+        ("joint", "gather_scattered", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "turn_in_backward", 0),
+        ("joint", "mask_again", 0),
         ("joint", "recompute_weights", 1),
     ]
     b = Builder()
     b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
     runner(b.graph)
-    assert len(records) == 5
+    assert len(records) == 7
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
-    names = ["anchor_seeds", "gather_codes", "swizzle_saved_scales", "turn_in_backward"]
-    names.append("recompute_weights")
+    names = ["anchor_seeds", "gather_scattered", "gather_codes", "swizzle_saved_scales"]
+    names += ["turn_in_backward", "mask_again", "recompute_weights"]
     assert JointPasses(Config(), []).names == names
     assert JointPasses(Config(recompute_weights=False), []).names == names[:-1]
     assert JointPasses(Config(cache_weights=True), []).names == names[:-1]
-    names[1:2] = ["share_operands", "gather_codes", "share_saved_rotations"]
+    names[2:3] = ["share_operands", "gather_codes", "share_saved_rotations"]
     assert JointPasses(Config(recipe="nvfp4"), []).names == names
     assert JointPasses(Config(recipe="nvfp4", disable_passes=names), []).names == []
 

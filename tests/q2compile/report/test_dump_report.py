@@ -160,10 +160,13 @@ def test_every_stage_is_written(tmp_path, inner):
     passes = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
         ("joint", "anchor_seeds", 0),
+        ("joint", "gather_scattered", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "turn_in_backward", 0),
+        ("joint", "mask_again", 0),
         ("joint", "recompute_weights", 2),
+        ("forward", "gather_scattered", 0),
         ("forward", "gather_codes", 0),
         ("forward", "share_operands", 0),
         ("forward", "merge_seeds", 0),
@@ -177,6 +180,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "gather_quantisers", 0),
         ("forward", "concatenate_last", 0),
         ("forward", "tabulate", 0),
+        ("backward", "gather_scattered", 0),
         ("backward", "gather_codes", 0),
         ("backward", "share_operands", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient

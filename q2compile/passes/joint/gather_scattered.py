@@ -1,0 +1,120 @@
+"""Rows that are added up where a permutation says: gathered, and each sum made at once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from q2compile.passes.joint.gathered_rows import is_zero, spread
+from q2compile.passes.joint.permutations import Order, inverse_in, order_of
+from q2compile.passes.new_node import new_constant, new_node, new_size
+
+_aten = torch.ops.aten
+_PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)
+
+
+def gather_scattered_pass(graph: fx.Graph) -> int:
+    """The gradient of rows that were gathered is added up, row by row, into zeros: by atomic
+    additions, in the type of the rows and in any order. Where the gather was by a permutation, as
+    tokens are sorted by their experts, which rows make a sum is known without adding.
+
+    before                                  after
+        p = sort(experts)[1]                    p = sort(experts)[1]
+        x = index(h, [p // k])                  x = index(h, [p // k])
+        dh = index_put(0, [p // k], dx, True)   i = index_put(empty, [p], iota)  # p's inverse
+                                                d = reshape(index(dx, [i]), [-1, k, K])
+                                                dh = sum(d, [1])
+
+        y = index(z, [i])                       y = index(z, [i])
+        dz = index_put(0, [i], dy, True)        dz = index(dy, [p])
+
+    The same of scatter_add along rows. An inverse that the graph has is read; in the place of
+    zeros may stand anything, to which the sum is added then.
+
+    Preconditions: the index is a permutation of all rows, or that divided by k, as its origin shows
+    (`permutations.py`); floating-point rows.
+
+    Not bit for bit: sums of k rows are in fp32 and rounded once, where they were rounded k - 1
+    times in an order that changed from run to run; of one row 0 is not added, so -0 stays.
+    """
+    matches = 0
+    for node in list(graph.nodes):
+        found = _scattered(node)
+        if found is not None:
+            with graph.inserting_before(node):
+                made = _gathered(node, found)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+            matches += 1
+    return matches
+
+
+class _Scattered(NamedTuple):
+    """base [T, ...], to which rows [T * k, ...] are added."""
+
+    base: fx.Node
+    rows: fx.Node
+    order: Order
+
+
+def _scattered(node: fx.Node) -> _Scattered | None:
+    args: Any = node.args
+    if node.target in _PUTS and len(args) == 4 and args[3] is True and len(args[1]) == 1:
+        base, (index,), rows = args[:3]
+    elif node.target is _aten.scatter_add.default:
+        base, index, rows = args[0], _of_rows(*args[1:]), args[3]
+    else:
+        return None
+    order = order_of(index) if isinstance(index, fx.Node) else None
+    if order is None:
+        return None
+    to, of = base.meta["val"], rows.meta["val"]
+    known = all(isinstance(size, int) for size in of.shape[1:]) and of.is_floating_point()
+    named = order.permutation.meta["val"].shape
+    if not known or not _alike(of.shape, (*named, *to.shape[1:])):
+        return None
+    return _Scattered(base, rows, order) if _alike(named, (to.shape[0] * order.k,)) else None
+
+
+def _of_rows(dim: int, index: fx.Node, rows: fx.Node) -> fx.Node | None:
+    """Of scatter_add's index the one number for each row, if that is what it is."""
+    of = rows.meta["val"]
+    if dim not in (0, -of.dim()) or not _alike(index.meta["val"].shape, of.shape):
+        return None
+    return index if of.dim() == 1 else spread(index)
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(statically_known_true, map(operator.eq, a, b)))
+
+
+def _gathered(node: fx.Node, found: _Scattered) -> fx.Node:
+    base, rows, (permutation, k) = found
+    inverse = inverse_in(permutation, node) or _inverse_of(node, permutation)
+    # Its numbers are known to be rows.
+    made = new_node(node, _aten._unsafe_index.Tensor, rows, [inverse])
+    if k > 1:
+        size = [-1, k, *rows.meta["val"].shape[1:]]
+        made = new_node(node, _aten.reshape.default, made, size)
+        made = new_node(node, _aten.sum.dim_IntList, made, [1])
+    return made if is_zero(base) else new_node(node, _aten.add.Tensor, base, made)
+
+
+def _inverse_of(node: fx.Node, permutation: fx.Node) -> fx.Node:
+    size = new_size(node, permutation)
+    fake = permutation.meta["val"]
+    empty = new_constant(node, [size], 0, permutation)
+    counted = new_node(
+        *(node, torch.ops.prims.iota.default, size),
+        start=0,
+        step=1,
+        dtype=fake.dtype,
+        device=fake.device,
+        requires_grad=False,
+    )
+    return new_node(node, _aten.index_put.default, empty, [permutation], counted)

@@ -1,0 +1,42 @@
+"""Rows of a GEMM's result that are masked: the result is saved, and masked again."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from q2compile.passes.graph_queries import GEMM_OPS, RESHAPES, depending_on_tangents, is_q2
+from q2compile.passes.joint.gathered_rows import zeroes_rows
+
+
+def mask_again_pass(graph: fx.Graph) -> int:
+    """Rows of a grouped GEMM that belong to no expert of this rank are set to zero (Hugging Face's
+    expert parallel). The result and the masked one are as large, and the partitioner saves either.
+    What is saved is written, though, and a GEMM's result is in memory anyway.
+
+    before, as the partitioner sees it        after
+        y = grouped_gemm(...)                     y = grouped_gemm(...)   # save
+        z = where(m, 0, y)      # save            z = where(m, 0, y)      # recompute
+        out = f(z)                                out = f(z)
+        dw = g(dy, z)                             dw = g(dy, z)
+
+    z is then computed where it is read, in both graphs, and never written.
+
+    Preconditions: the joint graph; the mask has one number for each row, so that saving it as well
+    is nothing; no checkpoint has decided of it. Exact.
+    """
+    backward = depending_on_tangents(graph)
+    matches = 0
+    for node in graph.nodes:
+        decided = node in backward or "recompute" in node.meta
+        found = None if decided or not node.args else zeroes_rows(node)
+        if found is not None and is_q2(_unviewed(found[1]), *GEMM_OPS):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            matches += 1
+    return matches
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    while node.target in RESHAPES:
+        node = node.all_input_nodes[0]
+    return node

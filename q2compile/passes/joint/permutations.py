@@ -1,0 +1,124 @@
+"""Which indices are permutations, and what undoes them, asked of an FX graph."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from q2compile.passes.graph_queries import RESHAPES
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+VIEWS = (*RESHAPES, _aten._unsafe_view.default)
+SAME = (_aten.clone.default, _aten.alias.default)
+_DRESSED = (*VIEWS, *SAME, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default)
+_WIDE = (torch.int32, torch.int64)
+_CASTS = (_prims.convert_element_type.default, _aten._to_copy.default)
+_SORTS = (_aten.sort.default, _aten.sort.stable)
+_QUOTIENTS = (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.floor_divide.default)
+
+
+class Order(NamedTuple):
+    """An index that is permutation // k, so that it names each number k times."""
+
+    permutation: fx.Node
+    k: int
+
+
+def order_of(index: Any) -> Order | None:
+    """What an index is of a permutation of known origin, under views and casts. k is 1 for the
+    permutation itself; its size is a multiple of k if the caller says so."""
+    node = _undressed(index)
+    if node.target not in _QUOTIENTS:
+        return Order(node, 1) if is_permutation(node) else None
+    args: Any = node.args
+    permutation, k = _undressed(args[0]), args[1]
+    rounding = node.kwargs.get("rounding_mode", "floor")  # floor_divide has none
+    known = isinstance(k, int) and k > 0 and rounding in ("floor", "trunc")
+    return Order(permutation, k) if known and is_permutation(permutation) else None
+
+
+def is_permutation(node: fx.Node) -> bool:
+    """Whether it is an argsort of a vector, or the inverse of a permutation."""
+    return _sorted(node) is not None or inverted(node) is not None
+
+
+def inverted(node: fx.Node) -> fx.Node | None:
+    """The permutation p that a node is the inverse of: argsort(p), or what counts up, put where p
+    says.
+
+        index_put(empty, [p], iota)         scatter(empty, 0, p, iota)
+    """
+    source = _sorted(node)
+    if source is not None:
+        source = _undressed(source)
+        return source if is_permutation(source) else None
+    args: Any = node.args
+    if node.target is _aten.index_put.default and len(args[1]) == 1 and not any(args[3:]):
+        base, (index,), values = args[:3]
+    elif node.target is _aten.scatter.src:
+        base, index, values = args[0], args[2], args[3]
+    else:
+        return None
+    if not isinstance(index, fx.Node) or not _counts_up(values):
+        return None
+    index = _undressed(index)
+    alike = _same_numel(base, index) and _same_numel(index, values)
+    return index if alike and is_permutation(index) else None
+
+
+def inverse_in(permutation: fx.Node, before: fx.Node) -> fx.Node | None:
+    """A node ahead of another one that is the inverse of a permutation."""
+    own = inverted(permutation)
+    if own is not None:
+        return own
+    pending, seen = [permutation], {permutation}
+    while pending:
+        for reader in pending.pop().users:
+            if reader < before and inverted(reader) is permutation:
+                return reader
+            if reader.target in (*_DRESSED, *_CASTS, *_SORTS) and reader not in seen:
+                seen.add(reader)
+                pending.append(reader)
+    return None
+
+
+def _sorted(node: fx.Node) -> fx.Node | None:
+    """The vector that a node is the argsort of."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return None
+    sort: Any = node.args[0]
+    vector = sort.args[0] if sort.target in _SORTS else None
+    return vector if vector is not None and vector.meta["val"].dim() == 1 else None
+
+
+def _counts_up(node: Any) -> bool:
+    """0, 1, ..."""
+    if not isinstance(node, fx.Node):
+        return False
+    node = _undressed(node)
+    if node.target is _prims.iota.default:
+        return (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
+    if node.target is _aten.arange.start_step:
+        return node.args[0] == 0 and (len(node.args) < 3 or node.args[2] == 1)
+    return node.target is _aten.arange.default or (
+        node.target is _aten.arange.start and node.args[0] == 0
+    )
+
+
+def _undressed(node: fx.Node) -> fx.Node:
+    """An index without views and casts of it."""
+    while node.target in (*_DRESSED, *_CASTS):
+        inner: Any = node.args[0]
+        wide = inner.meta["val"].dtype in _WIDE and node.meta["val"].dtype in _WIDE
+        if not wide or not _same_numel(node, inner):
+            break
+        node = inner
+    return node
+
+
+def _same_numel(a: Any, b: Any) -> bool:
+    return statically_known_true(a.meta["val"].numel() == b.meta["val"].numel())
