@@ -11,6 +11,9 @@ Ratios are within this run, on this machine; every linear is taken, the experts 
     moe_peak_memory     bytes allocated at the peak of that step, parameters and gradients
                         included; over BF16. `allocated` has what was there before the step, and
                         what is alive at the peak by the line that allocated it
+    moe_step_added, moe_step_masked, moe_step_reduced
+                        the same step without pass gather_scattered, without pass mask_again, and
+                        with sums over a token's experts left to Inductor; over the step with all
     moe_grouped_gemm    forward and backward of one stack, [64, 1536, 2048], of 8192 tokens routed
                         to 8 experts each: its quantisers and its three grouped GEMMs; over BF16
 
@@ -48,34 +51,61 @@ BATCH, SEQUENCE = 4, 2048
 SHOWN = 30  # kernels
 
 
-def model() -> list[dict[str, Any]]:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+# What surrounds experts, each left out.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "moe_step_added": {"disable_passes": ["gather_scattered"]},
+    "moe_step_masked": {"disable_passes": ["mask_again"]},
+    "moe_step_reduced": {"inductor": {"unroll_reductions_threshold": 8}},
+}
 
-    torch.manual_seed(0)
-    mixture: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL, use_cache=False))
-    mixture.set_experts_implementation("grouped_mm")  # type: ignore[operator]
-    mixture.to(GPU, torch.bfloat16)
-    tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQUENCE), device=GPU)
-    steps: dict[str, Step] = {}
-    peaks, allocated = {}, {}
-    torch._dynamo.reset()
-    for backend in BACKENDS:
-        compiled = torch.compile(mixture, backend=backend)
 
-        def step(compiled=compiled) -> None:
-            mixture.zero_grad(set_to_none=True)
-            compiled(input_ids=tokens, labels=tokens).loss.backward()
+class Mixture:
+    """The model, and its step in each way to compile it."""
+
+    def __init__(self) -> None:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        self.model: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL, use_cache=False))
+        self.model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+        self.model.to(GPU, torch.bfloat16)
+        self.tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQUENCE), device=GPU)
+
+    def step(self, backend: str, **options: Any) -> Step:
+        """Compiled."""
+        compiled = torch.compile(self.model, backend=backend, options=options or None)
+
+        def step() -> None:
+            self.model.zero_grad(set_to_none=True)
+            compiled(input_ids=self.tokens, labels=self.tokens).loss.backward()
 
         step()
-        mixture.zero_grad(set_to_none=True)
-        allocated[backend] = measured(step)
+        self.model.zero_grad(set_to_none=True)
+        return step
+
+
+def model() -> list[dict[str, Any]]:
+    mixture = Mixture()
+    steps: dict[str, Step] = {}
+    peaks, allocated = {}, {}
+    for backend in BACKENDS:
+        steps[backend] = mixture.step(backend)
+        allocated[backend] = measured(steps[backend])
         peaks[backend] = allocated[backend]["peak"]
-        steps[backend] = step
     times = in_turns(steps, calls=2)
     return [
         {"name": "moe_step", **_ratio(times, "BF16 times"), **_profiles(steps)},
         {"name": "moe_peak_memory", **_ratio(peaks, "BF16 peaks"), "allocated": allocated},
     ]
+
+
+def left_out() -> list[dict[str, Any]]:
+    mixture = Mixture()
+    ways: dict[str, dict[str, Any]] = {"all": {}, **LEFT_OUT}
+    times = in_turns({name: mixture.step("quartet2", **way) for name, way in ways.items()}, calls=2)
+    rows = ({"name": name, "ratio": round(times[name] / times["all"], 3)} for name in LEFT_OUT)
+    return [{**row, "unit": "steps with all"} for row in rows]
 
 
 class Stack(nn.Module):
@@ -134,7 +164,7 @@ def _profiles(steps: dict[str, Step]) -> dict[str, Any]:
     return {"copies_to_host": copies, "kernels": kernels}
 
 
-BENCHMARKS = {"grouped_gemm": grouped_gemm, "model": model}
+BENCHMARKS = {"grouped_gemm": grouped_gemm, "model": model, "left_out": left_out}
 
 
 def main() -> None:
