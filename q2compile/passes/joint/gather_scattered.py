@@ -32,9 +32,10 @@ def gather_scattered_pass(graph: fx.Graph) -> int:
 
         y = index(z, [i])                       y = index(z, [i])
         dz = index_put(0, [i], dy, True)        dz = index(dy, [p])
+        u = index_put(0, [p], v)                u = index(v, [i])
 
     The same of scatter_add along rows. An inverse that the graph has is read; in the place of
-    zeros may stand anything, to which the sum is added then.
+    zeros may stand anything, to which the sum is added, or of which nothing stays.
 
     Preconditions: the index is a permutation of all rows, or that divided by k, as its origin shows
     (`permutations.py`); floating-point rows.
@@ -55,30 +56,33 @@ def gather_scattered_pass(graph: fx.Graph) -> int:
 
 
 class _Scattered(NamedTuple):
-    """base [T, ...], to which rows [T * k, ...] are added."""
+    """base [T, ...], to which rows [T * k, ...] are added; None: in whose place they are put."""
 
-    base: fx.Node
+    base: fx.Node | None
     rows: fx.Node
     order: Order
 
 
 def _scattered(node: fx.Node) -> _Scattered | None:
     args: Any = node.args
-    if node.target in _PUTS and len(args) == 4 and args[3] is True and len(args[1]) == 1:
+    added = node.target not in _PUTS or args[3:] == (True,)
+    if node.target in _PUTS and len(args[1]) == 1:
         base, (index,), rows = args[:3]
     elif node.target is _aten.scatter_add.default:
         base, index, rows = args[0], _of_rows(*args[1:]), args[3]
     else:
         return None
     order = order_of(index) if isinstance(index, fx.Node) else None
-    if order is None:
+    if order is None or not (added or order.k == 1):
         return None
     to, of = base.meta["val"], rows.meta["val"]
     known = all(isinstance(size, int) for size in of.shape[1:]) and of.is_floating_point()
     named = order.permutation.meta["val"].shape
     if not known or not _alike(of.shape, (*named, *to.shape[1:])):
         return None
-    return _Scattered(base, rows, order) if _alike(named, (to.shape[0] * order.k,)) else None
+    if not _alike(named, (to.shape[0] * order.k,)):
+        return None
+    return _Scattered(base if added else None, rows, order)
 
 
 def _of_rows(dim: int, index: fx.Node, rows: fx.Node) -> fx.Node | None:
@@ -102,7 +106,7 @@ def _gathered(node: fx.Node, found: _Scattered) -> fx.Node:
         size = [-1, k, *rows.meta["val"].shape[1:]]
         made = new_node(node, _aten.reshape.default, made, size)
         made = new_node(node, _aten.sum.dim_IntList, made, [1])
-    return made if is_zero(base) else new_node(node, _aten.add.Tensor, base, made)
+    return made if base is None or is_zero(base) else new_node(node, _aten.add.Tensor, base, made)
 
 
 def _inverse_of(node: fx.Node, permutation: fx.Node) -> fx.Node:
