@@ -67,9 +67,9 @@ class Mixture:
 
         torch.manual_seed(0)
         torch._dynamo.reset()
-        self.model: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL, use_cache=False))
-        self.model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
-        self.model.to(GPU, torch.bfloat16)
+        model: nn.Module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL, use_cache=False))
+        model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+        self.model = model.to(GPU, torch.bfloat16)
         self.tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQUENCE), device=GPU)
 
     def step(self, backend: str, **options: Any) -> Step:
