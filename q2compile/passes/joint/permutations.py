@@ -52,11 +52,11 @@ def inverted(node: fx.Node) -> fx.Node | None:
 
         index_put(empty, [p], iota)         scatter(empty, 0, p, iota)
     """
+    args: Any = node.args
     source = _sorted(node)
     if source is not None:
         source = _undressed(source)
-        return source if is_permutation(source) else None
-    args: Any = node.args
+        return source if _ascends(args[0]) and is_permutation(source) else None
     if node.target is _aten.index_put.default and len(args[1]) == 1 and not any(args[3:]):
         base, (index,), values = args[:3]
     elif node.target is _aten.scatter.src:
@@ -93,6 +93,11 @@ def _sorted(node: fx.Node) -> fx.Node | None:
     sort: Any = node.args[0]
     vector = sort.args[0] if sort.target in _SORTS else None
     return vector if vector is not None and vector.meta["val"].dim() == 1 else None
+
+
+def _ascends(sort: fx.Node) -> bool:
+    """It may be the third argument of sort.default."""
+    return not any(sort.args[2:]) and not sort.kwargs.get("descending")
 
 
 def _counts_up(node: Any) -> bool:
