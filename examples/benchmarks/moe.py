@@ -73,7 +73,7 @@ class Mixture:
         self.tokens = torch.randint(MODEL["vocab_size"], (BATCH, SEQUENCE), device=GPU)
 
     def step(self, backend: str, **options: Any) -> Step:
-        """Compiled."""
+        """Forward and backward, compiled and run once."""
         compiled = torch.compile(self.model, backend=backend, options=options or None)
 
         def step() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.joint.gathered_rows import is_zero, spread
+from q2compile.passes.joint.gathered_rows import alike, is_zero, spread
 from q2compile.passes.joint.permutations import Order, inverse_in, order_of
 from q2compile.passes.new_node import new_constant, new_node, new_size
 from q2compile.torch_internals.inductor import SHORT_SUM
@@ -81,9 +78,9 @@ def _scattered(node: fx.Node) -> _Scattered | None:
     to, of = base.meta["val"], rows.meta["val"]
     known = all(isinstance(size, int) for size in of.shape[1:]) and of.is_floating_point()
     named = order.permutation.meta["val"].shape
-    if not known or not _alike(of.shape, (*named, *to.shape[1:])):
+    if not known or not alike(of.shape, (*named, *to.shape[1:])):
         return None
-    if not _alike(named, (to.shape[0] * order.k,)):
+    if not alike(named, (to.shape[0] * order.k,)):
         return None
     return _Scattered(base if added else None, rows, order)
 
@@ -91,13 +88,9 @@ def _scattered(node: fx.Node) -> _Scattered | None:
 def _of_rows(dim: int, index: fx.Node, rows: fx.Node) -> fx.Node | None:
     """Of scatter_add's index the one number for each row, if that is what it is."""
     of = rows.meta["val"]
-    if dim not in (0, -of.dim()) or not _alike(index.meta["val"].shape, of.shape):
+    if dim not in (0, -of.dim()) or not alike(index.meta["val"].shape, of.shape):
         return None
     return index if of.dim() == 1 else spread(index)
-
-
-def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(statically_known_true, map(operator.eq, a, b)))
 
 
 def _gathered(node: fx.Node, found: _Scattered) -> fx.Node:

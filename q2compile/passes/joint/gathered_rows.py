@@ -120,7 +120,7 @@ def zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
     mask, first, second = node.args
     of_rows = _mask_of_rows(mask, node)
     for where_set, zero, inner in ((True, first, second), (False, second, first)):
-        if of_rows is not None and is_zero(zero) and _alike(_shape(inner), _shape(node)):
+        if of_rows is not None and is_zero(zero) and alike(_shape(inner), _shape(node)):
             return Zeroed(of_rows, where_set), inner
     return None
 
@@ -129,8 +129,8 @@ def _mask_of_rows(mask: Any, node: fx.Node) -> fx.Node | None:
     """The mask with one number for each row, if that is what it is."""
     if mask.target is _aten.expand.default:
         mask = mask.args[0]
-    alike = _alike(_shape(mask), (*_shape(node)[:-1], 1))
-    return mask if alike and mask.meta["val"].dtype == torch.bool else None
+    of_rows = alike(_shape(mask), (*_shape(node)[:-1], 1))
+    return mask if of_rows and mask.meta["val"].dtype == torch.bool else None
 
 
 def is_zero(node: Any) -> bool:
@@ -166,7 +166,8 @@ def _shape(node: Any) -> Any:
     return node.meta["val"].shape
 
 
-def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be one."""
     return len(a) == len(b) and all(map(_equal, a, b))
 
 

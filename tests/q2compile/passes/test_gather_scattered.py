@@ -275,8 +275,8 @@ def torchtitan(y: Tensor, order: Tensor, tokens: int) -> Tensor:
 BACK = [hugging_face, put_in_order, torchtitan]
 
 
-def step(back: Callable[..., Tensor], tokens: int, **how: Any) -> list[Tensor]:
-    torch.manual_seed(1)
+def step(back: Callable[..., Tensor], tokens: int, seed: int = 1, **how: Any) -> list[Tensor]:
+    torch.manual_seed(seed)
     model = Mixture(back)
     generator = torch.Generator().manual_seed(tokens)
     h = torch.randn(tokens, 32, generator=generator).bfloat16().requires_grad_()
@@ -286,12 +286,19 @@ def step(back: Callable[..., Tensor], tokens: int, **how: Any) -> list[Tensor]:
     return [y.detach(), h.grad, model.up.grad]
 
 
+def _apart(one: Tensor, other: Tensor) -> float:
+    """Relative to their norm."""
+    return float((one - other).float().norm() / other.float().norm())
+
+
 @pytest.mark.parametrize("back", BACK, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_of_a_mixture(back, inner, tmp_path) -> None:
-    """Forward, gradient of the tokens and that of the weights. With and without the pass sums of
-    TOP bf16 numbers differ by roundings, 2^-9 of a partial sum; those of torchtitan's y go on into
-    its gradient, some per cent of whose codes they take over a coin's edge, by a step of e2m1."""
+    """Forward, gradient of the tokens and that of the weights. Sums of TOP bf16 numbers are off by
+    TOP roundings, each at most 2^-9 of a partial sum. Of eager code these are those of the tokens'
+    gradient alone. Inductor does not round what it adds up in one loop with the gather, so that y
+    is another number, too, which takes some codes of the gradient over the edge of a coin: that
+    moves gradients by less than half of what other coins do."""
     torch._dynamo.reset()
     options = {"inner": inner, "dump": str(tmp_path)}
     made = step(back, 40, backend="quartet2", options=options)
@@ -305,8 +312,15 @@ def test_of_a_mixture(back, inner, tmp_path) -> None:
     torch._dynamo.reset()
     options = {"inner": inner, "disable_passes": ["gather_scattered"]}
     added = step(back, 40, backend="quartet2", options=options)
-    for one, other in zip(made, added, strict=True):
-        assert (one - other).float().norm() <= 2**-5 * other.float().norm()
+    y, tokens, weights = map(_apart, made, added)
+    assert y <= TOP * 2**-9
+    if inner == "eager":
+        assert y == weights == 0 and tokens <= TOP * 2**-9
+        return
+    torch._dynamo.reset()
+    drawn = step(back, 40, seed=2, backend="quartet2", options=options)
+    _, other_tokens, other_weights = map(_apart, drawn, added)
+    assert tokens <= other_tokens / 2 and weights <= other_weights / 2
 
 
 @pytest.mark.parametrize("back", BACK, ids=lambda f: f.__name__)
