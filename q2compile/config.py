@@ -201,14 +201,14 @@ class Config:
             )
 
     def _check_passes(self) -> None:
-        from q2compile.passes import JOINT_PASSES, PASSES
+        from q2compile.passes import pass_names
 
         if not isinstance(self.disable_passes, list | tuple):
             raise ConfigError(
                 f"disable_passes: got {shown(self.disable_passes)}; allowed: a list of names"
             )
         for name in self.disable_passes:
-            one_of("pass in disable_passes", name, {**PASSES, **JOINT_PASSES})
+            one_of("pass in disable_passes", name, pass_names())
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
 
     @property

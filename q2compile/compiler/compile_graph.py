@@ -123,8 +123,7 @@ def _compiled(
     patches = {**short_sums_unrolled(), **_patches(config), **pass_slot(passes)}
     if cut is not None:
         patches[PARTITIONER_SLOT] = cut
-    if joint.names:
-        patches[JOINT_PASS_SLOT] = joint
+    patches[JOINT_PASS_SLOT] = joint
     if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown
         patches["fx_graph_cache"] = False
         return inductor_compile(gm, example_inputs, patches, watcher.output_code)

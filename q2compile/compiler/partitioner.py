@@ -78,7 +78,7 @@ class Partitioner(CustomPartitionerFn):
             self.watcher.weights_chosen(why)
 
     def uuid(self) -> Any:
-        """See `PostGradPasses.uuid`."""
+        """See `PassRunner.uuid`."""
         base = self.base.uuid()
         return None if base is None else (source_hash(), base, self.parameters, self.by_scales)
 

@@ -1,21 +1,26 @@
 """Passes over FX graphs. May import runtime_kernels and torch_internals.
 
-Two tables list them all, in order: PASSES over forward and backward graphs before Inductor lowers
-them, JOINT_PASSES over both in one, before the partitioner cuts it. A pass is a function
-``xxx_pass(graph) -> int`` that changes an FX graph in place and returns how often it matched; the
-runners (`q2compile.compiler`) time it, count ops before and after, dump, and leave it out when
-disabled by name.
+PASSES lists all of them in the order in which they run. A pass is a function ``xxx_pass(graph) ->
+int`` that changes an FX graph in place and returns how often it matched. One runner
+(`q2compile.compiler.pass_runner`) asks each row whether it is wanted, times it, counts ops before
+and after, and leaves it out when it is disabled by name.
 
-The last four joint passes change nothing that is computed. They tag nodes with torch's
-CheckpointPolicy, in ``node.meta["recompute"]``, which is how torch.utils.checkpoint tells the
-partitioner what to save and what to compute again; see ``_functorch/partitioners.py`` of torch 2.11
-to 2.13. The min-cut partitioner looks at the op, the default one at the getitems, so both carry the
-tag.
+A joint graph holds forward and backward, before the partitioner cuts it. A post-grad graph is a
+forward or a backward, before Inductor lowers it. Three passes run over both: over joint graphs in
+training, where they decide what is saved, and over post-grad graphs for inference.
+
+Passes `turn_in_backward`, `mask_again`, `keep_packed` and `recompute_weights` change no result.
+They tag nodes with torch's CheckpointPolicy, in ``node.meta["recompute"]``. That is how
+torch.utils.checkpoint tells the partitioner what to save and what to recompute; see
+``_functorch/partitioners.py`` of torch 2.11 to 2.13. The min-cut partitioner looks at the op, the
+default one at the getitems, so both carry the tag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import fx
 
@@ -43,44 +48,105 @@ from q2compile.passes.post_grad.tabulate import tabulate_pass
 from q2compile.passes.post_grad.unrotate_in_gemm import unrotate_in_gemm_pass
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 
-Pass = Callable[[fx.Graph], int]
+Kind = Literal["joint", "post_grad"]
 
-PASSES: dict[str, Pass] = {
-    # Those two of inference; of training the joint passes have done it.
-    "gather_scattered": gather_scattered_pass,
-    "gather_codes": gather_codes_pass,
-    "share_operands": share_operands_pass,
-    "merge_seeds": merge_seeds_pass,
-    "pair_directions": pair_directions_pass,  # after merge_seeds, which puts all seeds up front
-    "share_rotations": share_rotations_pass,  # after it: a pair has one stream for both directions
+
+@dataclass(frozen=True)
+class Wanted:
+    """What decides which passes a graph gets, from its configuration, its device and the graph.
+
+    random_forward     a recipe of the policy draws random bits in its forward
+    keep_packed        quantized operands of a checkpointed region are saved
+    recompute_weights  codes of weights are recomputed in the backward
+    fuse_rotations     rotating quantizers may compute their operand
+    """
+
+    random_forward: bool
+    keep_packed: bool
+    recompute_weights: bool
+    fuse_rotations: bool
+
+
+def _always(wanted: Wanted) -> bool:
+    return True
+
+
+def _no_notes(graph: fx.Graph) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One row of the table.
+
+    graph   which kind of graph it runs over
+    when    whether a graph gets it
+    notes   sentences about a graph after the pass, for the record of the pass
+    """
+
+    name: str
+    run: Callable[[fx.Graph], int]
+    graph: Kind
+    when: Callable[[Wanted], bool] = _always
+    notes: Callable[[fx.Graph], list[str]] = _no_notes
+
+
+def _joint(name: str, run: Callable[[fx.Graph], int], **more: Any) -> Pass:
+    return Pass(name, run, "joint", **more)
+
+
+def _post_grad(name: str, run: Callable[[fx.Graph], int], **more: Any) -> Pass:
+    return Pass(name, run, "post_grad", **more)
+
+
+PASSES: tuple[Pass, ...] = (
+    _joint("anchor_seeds", anchor_seeds_pass),  # first: it says which ops are of the backward
+    _joint("gather_scattered", gather_scattered_pass),
+    # Ahead of gather_codes: views of one x become one.
+    _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),
+    # Ahead of the passes that name schemes it does not know.
+    _joint("gather_codes", gather_codes_pass, notes=gathering_notes),
+    _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
+    # After those: it names schemes that they do not know.
+    _joint("swizzle_saved_scales", swizzle_saved_scales_pass),
+    _joint("turn_in_backward", turn_in_backward_pass),
+    _joint("mask_again", mask_again_pass),
+    # In this order: asked for both, packed activations are saved and codes of weights are not.
+    _joint("keep_packed", keep_packed_pass, when=lambda w: w.keep_packed),
+    _joint("recompute_weights", recompute_weights_pass, when=lambda w: w.recompute_weights),
+    # These two for inference: in training the joint passes have done it.
+    _post_grad("gather_scattered", gather_scattered_pass),
+    _post_grad("gather_codes", gather_codes_pass, notes=gathering_notes),
+    _post_grad("share_operands", share_operands_pass),
+    _post_grad("merge_seeds", merge_seeds_pass),
+    _post_grad("pair_directions", pair_directions_pass),  # after merge_seeds: seeds stand up front
+    _post_grad("share_rotations", share_rotations_pass),  # after it: a pair has one rng offset
     # After those: they name schemes that those do not know. No GEMM is a case for both.
-    "swizzle_scales": swizzle_scales_pass,
-    "widen_operands": widen_operands_pass,
-    "unrotate_in_gemm": unrotate_in_gemm_pass,  # those two look for gemm nodes
-    "part_directions": part_directions_pass,  # looks at sizes, which those change
-    "sum_columns": sum_columns_pass,  # after all that rewrite the quantisers that it replaces
-    "gather_quantisers": gather_quantisers_pass,  # after all that make quantisers, or part them
-    "concatenate_last": concatenate_last_pass,  # looks at the quantisers that are left
-    "tabulate": tabulate_pass,  # before the next, whose kernels have no sine but read a table
-    "fuse_rotations": fuse_rotations_pass,  # marks what the others leave, and pairs it
-}
+    _post_grad("swizzle_scales", swizzle_scales_pass),
+    _post_grad("widen_operands", widen_operands_pass),
+    _post_grad("unrotate_in_gemm", unrotate_in_gemm_pass),  # those two look for gemm nodes
+    _post_grad("part_directions", part_directions_pass),  # looks at sizes, which those change
+    # After all that rewrite the quantizers that it replaces.
+    _post_grad("sum_columns", sum_columns_pass),
+    # After all that make quantizers, or part them.
+    _post_grad("gather_quantisers", gather_quantisers_pass),
+    _post_grad("concatenate_last", concatenate_last_pass),  # looks at the quantizers that are left
+    _post_grad("tabulate", tabulate_pass),  # before the next, whose kernels read a table of sines
+    # Marks what the others leave, and pairs it.
+    _post_grad(
+        "fuse_rotations",
+        fuse_rotations_pass,
+        when=lambda w: w.fuse_rotations,
+        notes=fusion_notes,
+    ),
+)
 
-JOINT_PASSES: dict[str, Pass] = {
-    "anchor_seeds": anchor_seeds_pass,  # first: it says which ops are of the backward
-    "gather_scattered": gather_scattered_pass,
-    "share_operands": share_operands_pass,  # for the next one: views of one x become one
-    "gather_codes": gather_codes_pass,  # before those that name schemes it does not know
-    "share_saved_rotations": share_saved_rotations_pass,
-    "swizzle_saved_scales": swizzle_saved_scales_pass,  # names schemes that those do not know
-    "turn_in_backward": turn_in_backward_pass,
-    "mask_again": mask_again_pass,
-    # In this order: asked for both, the packed activations are kept and the weights' codes are not.
-    "keep_packed": keep_packed_pass,
-    "recompute_weights": recompute_weights_pass,
-}
 
-# Of passes that say more than how often they matched: sentences of a graph that they have changed.
-NOTES: dict[str, Callable[[fx.Graph], list[str]]] = {
-    "gather_codes": gathering_notes,
-    "fuse_rotations": fusion_notes,
-}
+def pass_names() -> dict[str, None]:
+    """The names that the option ``disable_passes`` takes, in the order of the table."""
+    return dict.fromkeys(row.name for row in PASSES)
+
+
+def passes_over(graph: Kind) -> list[Pass]:
+    """The rows of one kind of graph."""
+    return [row for row in PASSES if row.graph == graph]

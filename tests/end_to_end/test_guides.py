@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
-from q2compile.passes import JOINT_PASSES, PASSES
+from q2compile.passes import pass_names
 from q2compile.report import announce
 from q2compile.runtime_kernels import registry
 from q2compile.telemetry import clock
@@ -377,7 +377,7 @@ def test_every_guide_is_in_the_index() -> None:
 
 def test_the_table_of_passes_has_all() -> None:
     page = (GUIDES / "how_it_works.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*PASSES, *JOINT_PASSES}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*pass_names()}
 
 
 def test_figures_are_those_that_were_recorded() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from q2compile import Config
 from q2compile.config import CONFIG_FILE_VARIABLE
 from q2compile.errors import ConfigError
-from q2compile.passes import PASSES
+from q2compile.passes import pass_names
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS
 
@@ -87,7 +87,7 @@ RIGHT = {
     "on_error": st.sampled_from(["raise", "bf16"]),
 }
 WORDS = st.text(max_size=20) | st.sampled_from(
-    [*RECIPES, *GEMMS, *PASSES, "x", "w", "dy", "scheme"]
+    [*RECIPES, *GEMMS, *pass_names(), "x", "w", "dy", "scheme"]
 )
 TREES = st.recursive(
     ODD | WORDS,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import q2compile
 from q2compile.failures.stage_error import FaultWarning
-from q2compile.passes import PASSES
+from tests.support.pass_table import replace_pass
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -110,7 +110,7 @@ def test_so_does_one_that_q2compile_could_not_compile(monkeypatch):
     def broken_pass(graph):
         raise KeyError("boom")
 
-    monkeypatch.setitem(PASSES, "merge_seeds", broken_pass)
+    replace_pass(monkeypatch, "merge_seeds", broken_pass)
     with pytest.warns(FaultWarning):
         left = left_after(True, "quartet2", {**EAGER, "on_error": "bf16"})
     assert left <= left_by_inductor(True)

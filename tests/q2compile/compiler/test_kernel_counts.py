@@ -34,7 +34,7 @@ from expecttest import TestCase
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from q2compile.passes import JOINT_PASSES, PASSES, live_bytes
+from q2compile.passes import live_bytes, passes_over
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16, swizzle
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
@@ -134,7 +134,7 @@ class Row:
 
 def _pass(name: str, recipe: str = "quartet2", **program: Any) -> Row:
     """A pass of the post-grad list, after those ahead of it in the list alone."""
-    names = list(PASSES)
+    names = [row.name for row in passes_over("post_grad")]
     at = names.index(name)
     of = {} if recipe == "quartet2" else {"recipe": recipe}
     without, with_ = ({**of, **_left_out(names[i:])} for i in (at, at + 1))
@@ -187,8 +187,8 @@ def test_every_pass_has_a_row() -> None:
     without experts (test_concatenate_last.py, test_gather_scattered.py, test_mask_again.py)."""
     elsewhere = ["gather_quantisers", "concatenate_last", "tabulate", "fuse_rotations"]
     elsewhere += ["anchor_seeds", "gather_scattered", "mask_again"]
-    passes = [name for name in PASSES if name not in elsewhere]
-    joint = [name for name in JOINT_PASSES if name not in elsewhere]
+    passes = [row.name for row in passes_over("post_grad") if row.name not in elsewhere]
+    joint = [row.name for row in passes_over("joint") if row.name not in elsewhere]
     assert [row.name for row in ROWS] == [*passes, *joint, "cache_weights"]
 
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from q2compile import explain
 from q2compile.errors import StageError
 from q2compile.failures.stage_error import FaultWarning
-from q2compile.passes import PASSES
 from q2compile.passes.graph_queries import q2_nodes
 from q2compile.report.graph_text import readable
+from tests.support.pass_table import replace_pass
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -70,7 +70,7 @@ def broken(request, monkeypatch):
     stage = request.param
     if stage.startswith("pass"):
         op = "requantize" if "backward" in stage else "quantize"
-        monkeypatch.setitem(PASSES, "merge_seeds", fails_on(op))
+        replace_pass(monkeypatch, "merge_seeds", fails_on(op))
     elif stage.startswith("the check"):
         monkeypatch.setattr("q2compile.compiler.post_grad_passes.check_spec", fails)
     elif stage.startswith("capture"):
@@ -108,7 +108,7 @@ def test_the_user_gets_graph_stage_reproducer_and_the_choice(broken, tmp_path):
 
 
 def test_a_reproducer_without_the_fault_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setitem(PASSES, "merge_seeds", fails_on("requantize"))
+    replace_pass(monkeypatch, "merge_seeds", fails_on("requantize"))
     options = {**EAGER, "recipe": {"base": "quartet2", "dgrad": "bf16"}, "policy": {"up": "nvfp4"}}
     with pytest.raises(StageError) as caught:
         step(Net(), torch.randn(2, 40, 32), **options)
@@ -130,7 +130,7 @@ def test_a_reproducer_builds_the_very_graph(tmp_path, monkeypatch, dynamic):
         folder = tmp_path / stage
         with monkeypatch.context() as patch:
             if stage == "pass":
-                patch.setitem(PASSES, "merge_seeds", fails_on("requantize"))
+                replace_pass(patch, "merge_seeds", fails_on("requantize"))
             else:
                 patch.setattr("q2compile.rewrite.rewrite_graph.replace_by_linear", fails)
             model = torch.compile(
@@ -175,7 +175,7 @@ def test_on_error_bf16_compiles_the_graph_as_if_q2compile_were_not_there(
 def test_on_error_bf16_under_inductor_covers_the_backward(monkeypatch, dynamic):
     """Inductor compiles a backward when it is first called, too late to replace its forward, and
     under dynamic shapes swallows a first failure: with on_error="bf16" it is compiled at once."""
-    monkeypatch.setitem(PASSES, "merge_seeds", fails_on("requantize"))
+    replace_pass(monkeypatch, "merge_seeds", fails_on("requantize"))
     model, x = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)), torch.randn(8, 32)
     options = {"on_error": "bf16"}
     compiled = torch.compile(model, backend="quartet2", options=options, dynamic=dynamic)
@@ -210,7 +210,7 @@ def test_other_graphs_stay_quantised():
         return 0
 
     with pytest.MonkeyPatch.context() as patch, pytest.warns(FaultWarning):
-        patch.setitem(PASSES, "merge_seeds", fails_for_b)
+        replace_pass(patch, "merge_seeds", fails_for_b)
         report = explain(Two(), torch.randn(4, 32), options={**EAGER, "on_error": "bf16"})
     assert [(row.module, row.taken) for row in report.rows] == [("a", True), ("b", False)]
 
@@ -234,7 +234,7 @@ def test_what_the_user_can_mend_is_no_fault():
 
 
 def test_a_reproducer_that_cannot_be_written_does_not_hide_the_error(monkeypatch):
-    monkeypatch.setitem(PASSES, "merge_seeds", fails_on("quantize"))
+    replace_pass(monkeypatch, "merge_seeds", fails_on("quantize"))
     monkeypatch.setattr("q2compile.failures.reproducer.write", fails)
     with pytest.raises(StageError, match="(?s)'merge_seeds' failed.*No reproducer could") as caught:
         step(Net(), torch.randn(2, 8, 32), **EAGER)
@@ -258,10 +258,10 @@ def test_ctrl_c_during_compilation_leaves_nothing_half_done(
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(PASSES, "merge_seeds", interrupted)
+        replace_pass(patch, "merge_seeds", interrupted)
         step(model, x, **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(PASSES, "merge_seeds", interrupted)
+        replace_pass(patch, "merge_seeds", interrupted)
         explain(model, x, options=options)
     torch.manual_seed(1)
     y, grads = step(model, x, **options)

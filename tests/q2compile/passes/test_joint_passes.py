@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from q2compile import Config
 from q2compile.compiler.joint_passes import JointPasses
-from q2compile.passes import JOINT_PASSES
+from q2compile.passes import passes_over
 from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
@@ -112,7 +112,7 @@ def test_packed_operands_of_a_checkpointed_region_are_kept():
     assert policies(graph) == {**expected, "gemm_default": PREFER}
     assert keep_packed_pass(graph) == 0
     # Asked for both: the weight's codes are made again.
-    assert list(JOINT_PASSES)[-2:] == ["keep_packed", "recompute_weights"]
+    assert [row.name for row in passes_over("joint")][-2:] == ["keep_packed", "recompute_weights"]
     assert recompute_weights_pass(graph) == 1
     assert policies(graph)["quantize_default"] == SAVE
     assert policies(graph)["quantize_default_1"] == AGAIN
@@ -146,14 +146,24 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     assert len(records) == 7
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
+
+
+def passes_of_joint(**options):
+    """The joint passes that run, by name, and those that are disabled."""
+    records = []
+    JointPasses(Config(**options), records)(joint_graph())
+    return [r.name for r in records if not r.note], [r.name for r in records if r.note]
+
+
+def test_the_configuration_decides_which_joint_passes_run():
     names = ["anchor_seeds", "gather_scattered", "gather_codes", "swizzle_saved_scales"]
     names += ["turn_in_backward", "mask_again", "recompute_weights"]
-    assert JointPasses(Config(), []).names == names
-    assert JointPasses(Config(recompute_weights=False), []).names == names[:-1]
-    assert JointPasses(Config(cache_weights=True), []).names == names[:-1]
+    assert passes_of_joint() == (names, [])
+    assert passes_of_joint(recompute_weights=False) == (names[:-1], [])
+    assert passes_of_joint(cache_weights=True) == (names[:-1], [])
     names[2:3] = ["share_operands", "gather_codes", "share_saved_rotations"]
-    assert JointPasses(Config(recipe="nvfp4"), []).names == names
-    assert JointPasses(Config(recipe="nvfp4", disable_passes=names), []).names == []
+    assert passes_of_joint(recipe="nvfp4") == (names, [])
+    assert passes_of_joint(recipe="nvfp4", disable_passes=names) == ([], names[:-1])
 
 
 def test_seeds_of_a_constant_are_anchored_on_a_gradient():

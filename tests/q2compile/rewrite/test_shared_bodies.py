@@ -9,9 +9,9 @@ from q2compile import explain
 from q2compile.capture.module_names import Names
 from q2compile.config import Config
 from q2compile.failures.stage_error import FaultWarning
-from q2compile.passes import PASSES
 from q2compile.rewrite.rewrite_graph import rewrite
 from q2compile.torch_internals.dynamo import called_graphs
+from tests.support.pass_table import replace_pass
 from tests.support.rewritten import rewritten
 
 WIDTH = 64
@@ -193,7 +193,7 @@ def test_a_graph_left_to_inductor_has_its_own_bodies_back(monkeypatch):
     def broken(graph):
         raise RuntimeError("broken")
 
-    monkeypatch.setitem(PASSES, "merge_seeds", broken)
+    replace_pass(monkeypatch, "merge_seeds", broken)
     model, x = Stack(), batch()
     with pytest.warns(FaultWarning):
         y = run(model, x, inner="eager", on_error="bf16")[0]

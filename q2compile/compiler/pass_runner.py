@@ -1,0 +1,74 @@
+"""Runs the rows of the pass table, for joint and post-grad graphs alike."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import fx
+
+from q2compile import passes
+from q2compile.compiler.cache_key import source_hash
+from q2compile.config import Config
+from q2compile.passes.graph_queries import op_counts
+from q2compile.passes.record import PassRecord
+from q2compile.torch_internals.inductor import CustomGraphPass
+
+
+class PassRunner(CustomGraphPass):
+    """What Inductor has in one of its slots: all passes of one kind of graph.
+
+    kind     of graphs, as in the table
+    config   names the passes to leave out, and decides which are wanted
+    records  where a PassRecord of each pass and graph goes, zero matches included
+    first    a pass that was in Inductor's slot before; it runs first
+    running  the pass that runs now, in words
+    """
+
+    kind: passes.Kind
+
+    def __init__(self, config: Config, records: list[PassRecord], first: Any = None) -> None:
+        self.config = config
+        self.records = records
+        self.first = first
+        self.running = ""
+
+    def wanted(self, graph: fx.Graph) -> passes.Wanted:
+        """What decides which passes this graph gets."""
+        raise NotImplementedError
+
+    def run_passes(self, graph: fx.Graph, label: str) -> None:
+        """Run what is wanted over a graph, in place. label: of the graph in records."""
+        wanted = self.wanted(graph)
+        before = op_counts(graph)
+        for row in passes.passes_over(self.kind):
+            if not row.when(wanted):
+                continue
+            if row.name in self.config.disable_passes:
+                self.records.append(PassRecord(label, row.name, 0, 0.0, note="disabled"))
+                continue
+            self.running = f"pass {row.name!r}"
+            start = time.perf_counter()
+            matches = row.run(graph)
+            seconds = time.perf_counter() - start
+            after = op_counts(graph)
+            change = {op: after[op] - before[op] for op in sorted({*before, *after})}
+            changed = {op: n for op, n in change.items() if n}
+            details = row.notes(graph)
+            record = PassRecord(label, row.name, matches, seconds, changed, details=details)
+            self.records.append(record)
+            before = after
+
+    def key(self) -> str:
+        """What Inductor's cache has to know of the options that change this kind of graph."""
+        raise NotImplementedError
+
+    def uuid(self) -> Any:
+        """What Inductor's cache keys on: our sources and `key`. Without the sources, a stale graph
+        is served after an edit of a pass. None, which turns the cache off, when a pass that runs
+        first gives no uuid of its own."""
+        own = f"{source_hash()}:{self.key()}"
+        if self.first is None:
+            return own
+        other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        return None if other is None else (own, other)
