@@ -1,5 +1,5 @@
 """Loops of Inductor in the place of q2 ops, so that they fuse with what computes their operand. May
-import runtime_kernels.
+import runtime_kernels and torch_internals.
 
 quantize.py          the lowerings: of q2::quantize and q2::rht_quantize
 support.py           for which schemes, and when instead of a kernel's call
@@ -17,8 +17,6 @@ fused_launches.py    rotating quantisers that compute their operand: producers.p
                      shorter_steps.py what is computed otherwise), fusion_rule.py says when;
                      fused_halves.py those of experts, whose operand is two side by side
 concatenated.py      concatenations that a quantiser reads: one loop writes all parts
-inductor_repeats.py  what Inductor need not work out for every loop, none of it ours alone
-old_garbage.py       Python's collections of garbage, put off while a graph is compiled
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads, gathered.py rows
 
 An op without a lowering is an extern kernel: the registry's.
@@ -26,25 +24,20 @@ An op without a lowering is an extern kernel: the registry's.
 
 
 def register() -> None:
-    """Tell Inductor how to lower the q2 ops. Apart from the import of this package, because it
+    """Tell Inductor how to lower the q2 ops, and `torch_internals.patches` what it puts in force
+    while a graph with such ops is compiled. Apart from the import of this package, because it
     imports Inductor."""
     from q2compile.lowering import (
-        concatenated,
+        concatenated,  # noqa: F401
         emulated_gemm,  # noqa: F401
         fused_halves,
         fused_launches,
         gathered,  # noqa: F401
-        inductor_repeats,
         launches,
-        nan_asserts,
-        old_garbage,
         quantize,  # noqa: F401
+        tile_config,  # noqa: F401
     )
 
     launches.register()
     fused_launches.register()
     fused_halves.register()
-    concatenated.register()
-    nan_asserts.register()
-    inductor_repeats.register()
-    old_garbage.register()

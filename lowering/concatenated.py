@@ -12,17 +12,16 @@ two exponentials and two quotients an element, and six loads where three would d
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.fused_halves import in_the_quantiser
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.torch_internals.patches import replaces
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.reshape.default, _aten.view.default)
@@ -34,22 +33,23 @@ _CALLED = frozenset(
 _FUSED = (torch.ops.q2.rht_quantize_both.default,)
 
 
-@functools.cache
-def register() -> None:
-    """Before Inductor's own lowering of cat, which serves all others."""
-    own = lowerings[_aten.cat.default]
+@replaces("cat")
+def lowering_of_cat(own: Any) -> Any:
+    """The lowering of what a quantizer reads; ``own``, torch's or the user's, of all others."""
 
-    @functools.wraps(own, assigned=())
     def cat(inputs: Any, dim: int = 0) -> Any:
-        computed = in_the_quantiser(V.current_node, inputs)
+        node = V.current_node
+        if node.target is not _aten.cat.default:  # another lowering's call of this one
+            return own(inputs, dim)
+        computed = in_the_quantiser(node, inputs)
         if computed is not None:
             return computed
-        if _is_called_with(V.current_node) and _are_one_loop(inputs):
+        if _is_called_with(node) and _are_one_loop(inputs):
             rank = len(inputs[0].get_size())
             return ir.TensorBox(ir.ConcatKernel.create(inputs, dim % rank))
         return own(inputs, dim)
 
-    register_lowering(_aten.cat.default, type_promotion_kind=None)(cat)
+    return cat
 
 
 def _is_called_with(node: fx.Node) -> bool:

@@ -44,9 +44,11 @@ def register() -> None:
 def in_the_quantiser(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
     """What stands for a concatenation that the quantiser that reads it will compute, and nobody
     else reads; None where one of the conditions says no, which is noted."""
-    (reader, *others) = cat.users
+    if len(cat.users) != 1:
+        return None
+    (reader,) = cat.users
     notes = reader.meta.get(MAY_FUSE)
-    if others or notes is None or reader.target is not _OP:
+    if notes is None or reader.target is not _OP:
         return None
     size = cat.meta["val"].shape
     label = f"{reader.name} ({_NAME} of {' x '.join(map(str, size))})"

@@ -17,7 +17,6 @@ from q2compile.lowering import (
     nvfp4,
     selfcheck,
     support,
-    tile_config,
 )
 from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import float_of
@@ -82,7 +81,6 @@ def _quantize(
         draws = Draws(_loader(seed), stream)
         held = HeldBlocks(x, scheme, get_transform("none"), draws, transpose=False)
         return _rounded(held, load_amax, scheme)
-    tile_config.install()
     return _rounded(ReducedBlocks(x, scheme.block), load_amax, scheme)
 
 

@@ -24,6 +24,8 @@ from q2compile.lowering import register
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import LOOPS
+from q2compile.torch_internals.inductor import compile_by_itself
+from q2compile.torch_internals.patches import patched
 
 _SHAPE = (130, 264)
 _VERDICTS: dict[tuple, str | None] = {}  # None also while a check is under way
@@ -98,18 +100,6 @@ def _disagreement(
 
 
 def _compiled(function: Callable, inputs: list) -> Callable:
-    """The function as Inductor compiles it, without passes, caches and graphs of the caller's."""
-    from torch._inductor import compile as compile_graph
-    from torch._inductor import list_options
-
-    own = {
-        "fx_graph_cache": False,
-        "cpp_wrapper": False,
-        "max_autotune": False,
-        "max_autotune_pointwise": False,
-        "coordinate_descent_tuning": False,
-        "triton.cudagraphs": False,
-    }
-    passes = [name for name in list_options() if name.endswith("_pass") and "custom" in name]
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    return compile_graph(graph, inputs, options={**own, **dict.fromkeys(passes)})
+    with patched():
+        return compile_by_itself(graph, inputs)

@@ -18,12 +18,15 @@ from torch._inductor import config
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
 from torch._inductor.virtualized import V
 
+from q2compile.torch_internals.patches import replaces
+
 _TILE = {"XBLOCK": 128, "num_warps": 2}  # of blocks of 16; as many elements in blocks of 32
 _WIDTHS = (16, 32)
 
 
-class _Choices:
-    """Inductor's choices, with the tile of our loops fixed. Everything else is the original's."""
+@replaces("choices")
+class Choices:
+    """The choices of Inductor, or of a user's handler, with the tile of our loops fixed."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -64,13 +67,3 @@ def _quantises(features: Any) -> bool:
         return False
     origins = (o for node in features.scheduler_nodes() for o in node.node.get_origins())
     return any(str(origin.target).startswith("q2.") for origin in origins)
-
-
-def install() -> None:
-    """Make this thread's Inductor ask us for tiles. Idempotent.
-
-    It stays, because Inductor generates code long after a lowering has returned; and touches no
-    kernel but ours.
-    """
-    if not isinstance(V.choices, _Choices):
-        V.set_choices_handler(_Choices(V.choices))  # the context it returns is for going back

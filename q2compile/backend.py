@@ -14,7 +14,7 @@ from torch import fx
 
 from q2compile.capture.inline_attention import inline_attention
 from q2compile.capture.module_names import Names
-from q2compile.compiler.compile_graph import compile_graph, compile_plain
+from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds_q2_ops
 from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
@@ -44,6 +44,8 @@ def quartet2(
     """Compile a Dynamo graph with its linear layers quantised as ``options`` say (see `Config`).
     ``name`` is that of torch.compile, which passes it on from 2.15; nothing depends on it.
 
+    What is rewritten is a copy. A graph in which nothing is taken goes to Inductor as it came.
+
     Raises ValueError for options that can't be used as given, and for a policy that this graph
     can't keep; under ``strict`` RuntimeError for a matmul that the policy wanted and that was not
     taken; under ``on_error="raise"`` StageError, a RuntimeError too, when a stage fails.
@@ -58,26 +60,32 @@ def quartet2(
     names = Names.of_graph(gm)
     log = GraphLog(config, names)
     faults = Faults(config, log.title, log.folder, names.by_id)
-    original = copied(gm)
     stage = REWRITE
     try:
         log.graph("0_dynamo", gm)
-        inline_attention(gm)
-        rows = rewrite(gm, config, names)
-        log.rewritten("1_rewritten", gm, rows, names)
+        rewritten = copied(gm)
+        inline_attention(rewritten)
+        rows = rewrite(rewritten, config, names)
+        log.rewritten("1_rewritten", rewritten, rows, names)
+        if not holds_q2_ops(rewritten):
+            stage = ""
+            return log.checked(compile_plain(gm, example_inputs, config))
         stage = COMPILE
         _begin_checks(rows, example_inputs, config)
-        recorder = recorder_of(gm, config.telemetry_options, rows, names)
+        recorder = recorder_of(rewritten, config.telemetry_options, rows, names)
         watcher, root = log.watcher, names.root
         compiled = compile_graph(
-            gm, example_inputs, config, root, names.trained, watcher, faults.of_pass, recorder
+            rewritten,
+            *(example_inputs, config, root, names.trained, watcher, faults.of_pass, recorder),
         )
     except control_flow():  # Dynamo will come again with another graph
         log.forget()
         raise
     except Exception as error:
-        log.left_in_bf16(faults.raise_or_warn(stage, original, error), names)
-        return compile_plain(original, example_inputs, config)
+        if not stage:  # Inductor's own error: what it compiled is no work of ours
+            raise
+        log.left_in_bf16(faults.raise_or_warn(stage, gm, error), names)
+        return compile_plain(gm, example_inputs, config)
     return log.checked(compiled)
 
 

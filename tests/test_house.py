@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "torch_internals": [],
     "errors": [],
     "version": [],
-    "lowering": ["runtime_kernels"],
+    "lowering": ["runtime_kernels", "torch_internals"],
     "runtime_kernels": [],
     "runtime_kernels.registry": [],
     "runtime_kernels.numerics": [],
@@ -73,6 +73,32 @@ MAY_IMPORT = {
     "runtime_kernels.cuda": ["runtime_kernels.numerics", "runtime_kernels.ops"]
     + ["runtime_kernels.registry"],
     "runtime_kernels.cuda.jit": [],
+}
+# Torch's private modules that are imported outside of torch_internals/:
+# reason -> (folder or file, module).
+PRIVATE_IMPORTS = {
+    "lowerings are written in Inductor's IR, and read it": [
+        *(("lowering", f"torch._inductor.{name}") for name in ("ir", "lowering", "virtualized")),
+        ("lowering/producers.py", "torch._inductor.inductor_prims"),
+        ("lowering/producers.py", "torch._inductor.ops_handler"),
+        ("lowering/gemm_operands.py", "torch._inductor.utils"),
+        ("lowering", "torch.utils._sympy.functions"),
+    ],
+    "tiles and roundings follow Inductor's settings, and are given in its terms": [
+        ("lowering/tile_config.py", "torch._inductor.codegen.triton"),
+        ("lowering/tile_config.py", "torch._inductor.config"),
+        ("lowering/producers.py", "torch._inductor.config"),
+    ],
+    "arguments of nodes are walked as torch walks them; it has no public name": [
+        ("q2compile", "torch.utils._pytree"),
+    ],
+    "runtime_kernels imports nothing of the rest": [
+        ("runtime_kernels/cuda", "torch.utils._python_dispatch"),
+        ("runtime_kernels/cuda/selfcheck.py", "torch._subclasses.fake_tensor"),
+    ],
+    "torch_internals raises errors, so errors can't import it": [
+        ("q2compile/errors.py", "torch._dynamo.exc"),
+    ],
 }
 EVERYBODYS = ("version", "errors")  # everybody may import these
 
@@ -255,6 +281,41 @@ def test_nobody_imports_a_private_name() -> None:
                 ]
                 found += [f"{module} imports {name} of {node.module}" for name in private]
     assert found == []
+
+
+def private_imports(path: Path) -> Iterator[str]:
+    """What a file imports, anywhere in it, of modules of torch whose path has a private part."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, *inner = name.split(".")
+            if first == "torch" and any(part.startswith("_") for part in inner):
+                yield name
+
+
+def test_private_modules_of_torch_are_imported_in_one_place() -> None:
+    allowed = [pair for pairs in PRIVATE_IMPORTS.values() for pair in pairs]
+    wrong, used = [], set()
+    for path in MODULES.values():
+        file = relative(path)
+        if file.startswith("q2compile/torch_internals/"):
+            continue
+        for name in private_imports(path):
+            fits = {
+                (place, module)
+                for place, module in allowed
+                if (file == place or file.startswith(f"{place}/")) and within(name, module)
+            }
+            used |= fits
+            if not fits:
+                wrong.append(f"{file} imports {name}")
+    assert wrong == [], "import it in torch_internals/, or list it with its reason"
+    assert set(allowed) - used == set(), "nobody imports these any more"
 
 
 def test_packages_say_what_they_are_for() -> None:

@@ -15,15 +15,13 @@ from q2compile.compiler.partitioner import Partitioner
 from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
-from q2compile.lowering.old_garbage import old_garbage_left
-from q2compile.runtime_kernels.registry import LIBRARY
+from q2compile.passes.graph_queries import q2_nodes
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,
     backward_at_once,
     checkpoints_left_on_error,
 )
-from q2compile.torch_internals.dynamo import copied
-from q2compile.torch_internals.fake_tensors import remember_fakes
+from q2compile.torch_internals.dynamo import called_graphs, copied
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     inductor_compile,
@@ -33,6 +31,7 @@ from q2compile.torch_internals.inductor import (
     short_sums_unrolled,
 )
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
+from q2compile.torch_internals.patches import patched
 
 
 def compile_graph(
@@ -53,10 +52,9 @@ def compile_graph(
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
     """
-    remember_fakes(LIBRARY.ns)
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     at_once = backward_at_once(config.on_error == "bf16")
-    with old_garbage_left(), checkpoints_left_on_error(), at_once:
+    with checkpoints_left_on_error(), at_once:
         if not config.cache_weights:
             return _variants(gm, example_inputs, one, watcher, instrument)
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
@@ -71,13 +69,22 @@ def compile_graph(
 def compile_plain(
     gm: fx.GraphModule, example_inputs: list[Any], config: Config
 ) -> Callable[..., Any]:
-    """Compile Dynamo's graph as it came, without q2compile."""
+    """Compile Dynamo's graph as it came: no pass, no patch and no setting of ours, so that Inductor
+    generates what it does for backend="inductor".
+    """
     if config.inner == "eager":
         return aot_eager_compile(gm, example_inputs, lambda g: None)
-    return inductor_compile(gm, example_inputs, _patches(config))
+    return inductor_compile(gm, example_inputs, _settings(config))
 
 
-def _patches(config: Config) -> dict[str, Any]:
+def holds_q2_ops(gm: fx.GraphModule) -> bool:
+    """Whether a graph, or one that it calls, has an op of ours: what the rewrite put there, a call
+    of the user's, or the backward of an earlier graph that compiled autograd hands over.
+    """
+    return any(next(q2_nodes(g.graph), None) is not None for g in called_graphs(gm))
+
+
+def _settings(config: Config) -> dict[str, Any]:
     return {**inductor_options_of_mode(config.mode), **config.inductor}
 
 
@@ -118,23 +125,24 @@ def _compiled(
         base = config.inductor.get(PARTITIONER_SLOT) or partitioner_in_slot()
         cut = Partitioner(base, parameters, watcher, by_scales=config.telemetry is None)
     if config.inner == "eager":
-        return aot_eager_compile(gm, example_inputs, lambda g: passes(g.graph), joint, cut)
+        run = lambda g: passes(g.graph)  # noqa: E731
+        return aot_eager_compile(gm, example_inputs, run, joint, cut, within=patched)
     lowering.register()
-    patches = {**short_sums_unrolled(), **_patches(config), **pass_slot(passes)}
+    settings = {**short_sums_unrolled(), **_settings(config), **pass_slot(passes)}
     if cut is not None:
-        patches[PARTITIONER_SLOT] = cut
-    patches[JOINT_PASS_SLOT] = joint
+        settings[PARTITIONER_SLOT] = cut
+    settings[JOINT_PASS_SLOT] = joint
     if watcher is not None:  # a cache hit would skip the passes, and with them what is to be shown
-        patches["fx_graph_cache"] = False
-        return inductor_compile(gm, example_inputs, patches, watcher.output_code)
-    return inductor_compile(gm, example_inputs, patches)
+        settings["fx_graph_cache"] = False
+        return inductor_compile(gm, example_inputs, settings, watcher.output_code, patched)
+    return inductor_compile(gm, example_inputs, settings, within=patched)
 
 
 def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What makes a weight's codes. What it returns is kept, so not in a CUDA graph's memory."""
     passes = PostGradPasses(config)
     if config.inner == "eager":
-        return aot_eager_compile(gm, inputs, lambda g: passes(g.graph))
+        return aot_eager_compile(gm, inputs, lambda g: passes(g.graph), within=patched)
     lowering.register()
-    patches = {**_patches(config), **pass_slot(passes), "triton.cudagraphs": False}
-    return inductor_compile(gm, inputs, patches)
+    settings = {**_settings(config), **pass_slot(passes), "triton.cudagraphs": False}
+    return inductor_compile(gm, inputs, settings, within=patched)

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from q2compile.errors import ConfigError
 from q2compile.torch_internals.dynamo import ASYNC_INPUTS_KEEP_GRADIENTS
+from q2compile.torch_internals.private_names import AsyncCollectiveTensor
 
 
 @dataclass(frozen=True)

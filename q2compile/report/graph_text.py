@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._dtype_abbrs import dtype_abbrs
 
 from q2compile.capture.node_meta import SITE
+from q2compile.torch_internals.private_names import dtype_abbrs
 
 
 def readable(gm: fx.GraphModule, known: Mapping[fx.GraphModule, list[str]] | None = None) -> str:

@@ -7,9 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
@@ -18,6 +16,7 @@ from q2compile.lowering import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.registry import REFERENCE, serving
+from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
 
 # Of the ops that Inductor may have loops for: where the scheme and the transform are.
 _HOW = {"quantize": slice(3, 4), "rht_quantize": slice(2, 4)}

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import q2compile.linear.dense  # noqa: F401  registers the ops
+from q2compile.torch_internals.private_names import FakeTensorMode
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def aot_eager_compile(
     on_graph: Callable[[fx.GraphModule], None],
     on_joint: Callable[[fx.Graph], None] | None = None,
     partitioner: Callable[..., Any] | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[..., Any]:
     """AOTAutograd with Inductor's decompositions and partitioner, run without Inductor.
 
@@ -26,6 +27,7 @@ def aot_eager_compile(
         graphs that these call before that.
     on_joint: called with both in one, before the partitioner.
     partitioner: cuts it; None: as torch's own does.
+    within: see `inductor.inductor_compile`.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -35,9 +37,10 @@ def aot_eager_compile(
     cut = partitioner or min_cut_rematerialization_partition
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        for called in called_graphs(graph):
-            on_graph(called)
-            called.recompile()
+        with within():
+            for called in called_graphs(graph):
+                on_graph(called)
+                called.recompile()
         return make_boxed_func(graph.forward)
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -45,13 +48,15 @@ def aot_eager_compile(
             on_joint(joint.graph)
         return cut(joint, *args, **kwargs)
 
-    return aot_autograd(
+    backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
         partition_fn=partition,
         decompositions=select_decomp_table(),
-    )(gm, example_inputs)
+    )
+    with within():
+        return backend(gm, example_inputs)
 
 
 def backward_at_once(wanted: bool) -> AbstractContextManager[None]:

@@ -188,15 +188,16 @@ def attribute_read(node: fx.Node) -> str | None:
 
 def carry_sources(dynamo: fx.GraphModule, copy: fx.GraphModule) -> None:
     """Give a copy of Dynamo's graph what AOTAutograd reads off it and copying loses: where each
-    input comes from, by which static inputs of CUDA graphs are known, too. A graph that is not
-    Dynamo's has neither.
+    input comes from, by which static inputs of CUDA graphs are known, too, and the name by which a
+    precompiled backend is found. A graph that is not Dynamo's has none of them.
     """
     names = [graph.graph.find_nodes(op="placeholder") for graph in (dynamo, copy)]
     for original, node in zip(*names, strict=True):
         if hasattr(original, "_dynamo_source"):
             node._dynamo_source = original._dynamo_source
-    if hasattr(dynamo, "_param_name_to_source"):
-        copy._param_name_to_source = dynamo._param_name_to_source
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "_backend_id"):
+        if hasattr(dynamo, name):
+            setattr(copy, name, getattr(dynamo, name))
 
 
 def copied(gm: fx.GraphModule | None, graph: fx.Graph | None = None) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -81,34 +82,59 @@ def short_sums_unrolled() -> dict[str, Any]:
 def inductor_compile(
     gm: fx.GraphModule,
     example_inputs: list[Any],
-    patches: Mapping[str, Any],
+    settings: Mapping[str, Any],
     on_output_code: Callable[[fx.GraphModule, str], None] | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[..., Any]:
-    """Inductor's compile_fx under ``patches``, never touching its global config.
+    """Inductor's compile_fx under ``settings``, never touching its global config.
 
     on_output_code: called with each compiled graph and its generated source. Only pass it with the
-    FX
-        graph cache off: a wrapped inner_compile is not something that torch's caches know.
+        FX graph cache off: a hit generates nothing.
+    within: entered while Inductor works on this graph: now, and again when it compiles the backward
+        in its first call, long after this function has returned and maybe in another thread. Both
+        go through inner_compile, around which compile_fx itself puts its config for that reason.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.exc import InductorError
 
-    compiled: Any
-    if on_output_code is None:
-        compiled = compile_fx(gm, example_inputs, config_patches=dict(patches))
-        return compiled
-
     def inner(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         try:
-            code = compile_fx_inner(graph, inputs, **kwargs)
+            with within():
+                code = compile_fx_inner(graph, inputs, **kwargs)
         except InductorError as error:  # with the cache off Inductor wraps what a pass raises
             if isinstance(error.inner_exception, BackendError):
                 raise error.inner_exception from error.inner_exception.__cause__
             raise
-        on_output_code(graph, getattr(code, "source_code", ""))
+        if on_output_code is not None:
+            on_output_code(graph, getattr(code, "source_code", ""))
         return code
 
-    compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=dict(patches))
+    plain = on_output_code is None and within is nullcontext
+    compile_one = compile_fx_inner if plain else inner
+    with within():
+        compiled: Any = compile_fx(
+            gm, example_inputs, inner_compile=compile_one, config_patches=dict(settings)
+        )
+    return compiled
+
+
+def compile_by_itself(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A graph as Inductor compiles it, without the passes, caches and CUDA graphs of the caller's
+    config."""
+    from torch._inductor import compile as compile_graph
+    from torch._inductor import list_options
+
+    own = {
+        "fx_graph_cache": False,
+        "cpp_wrapper": False,
+        "max_autotune": False,
+        "max_autotune_pointwise": False,
+        "coordinate_descent_tuning": False,
+        "triton.cudagraphs": False,
+    }
+    passes = [name for name in list_options() if name.endswith("_pass") and "custom" in name]
+    options = {**own, **dict.fromkeys(passes)}
+    compiled: Callable[..., Any] = compile_graph(gm, inputs, options=options)
     return compiled
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import q2compile.linear.dense  # noqa: F401  registers the ops
@@ -15,6 +14,7 @@ from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
 from q2compile.recipes.recipe import parse
 from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
+from q2compile.torch_internals.private_names import FakeTensor
 from q2compile.weight_cache.cache import Form, parts_of
 
 _LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default

@@ -15,6 +15,7 @@ from q2compile import lowering
 from q2compile.lowering import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.quantize import fused
+from q2compile.torch_internals.patches import patched
 from tests.support.emulation.on_cpu import assert_same_bits
 from tests.support.producers import PRODUCERS, ROWS, matrices, silu_mul
 
@@ -67,7 +68,7 @@ def compiled(monkeypatch, function: Callable, *args: Any, fuse: bool, **how: Any
 
     torch._dynamo.reset()
     settings = {"force_disable_caches": True, "post_grad_custom_pre_pass": marked, **how}
-    with inductor_config.patch(settings):
+    with inductor_config.patch(settings), patched():
         call = torch.compile(function)
         call(*args)
     assert all("fused with" in note for notes in told for note in notes)

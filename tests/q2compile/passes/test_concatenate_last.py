@@ -11,7 +11,6 @@ import torch._inductor.lowering as inductor_lowering
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.lowering import concatenated
 from q2compile.passes.graph_queries import op_counts
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from tests.support.emulation.inductor import serve_as_on, triton_kernels
@@ -113,7 +112,6 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     own = inductor_lowering.pointwise_cat
     patch.setitem(inductor_lowering.lowerings, aten.cat.default, own)
     patch.setattr(ir, "is_cpu", lambda device: False)
-    concatenated.register.__wrapped__()
     serve_as_on(patch, 90)
 
 

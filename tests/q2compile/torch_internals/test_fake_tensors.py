@@ -1,8 +1,9 @@
-"""What fakes of q2 ops are remembered by, and that what is remembered is what they return."""
+"""The patch "fakes": by what fakes of q2 ops are cached, and that a cached one is right."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,16 +15,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from q2compile.runtime_kernels.numerics import layout
 from q2compile.runtime_kernels.ops import rht_quantize_both
-from q2compile.runtime_kernels.registry import LIBRARY
-from q2compile.torch_internals.fake_tensors import remember_fakes
+from q2compile.torch_internals.patches import patched
 
 SCHEME, TRANSFORM = "nvfp4_ms_eden", "rht128"
 
 
 @pytest.fixture
-def asked(monkeypatch) -> Counter[str]:
-    """How often an operand's tensors are made anew, by scheme."""
-    remember_fakes(LIBRARY.ns)
+def asked(monkeypatch) -> Iterator[Counter[str]]:
+    """How often an operand is made anew, by scheme, while a graph of ours is compiled."""
     FakeTensorMode.cache_clear()
     counts: Counter[str] = Counter()
     make = layout.empty_quantized
@@ -33,7 +32,8 @@ def asked(monkeypatch) -> Counter[str]:
         return make(x, rows, contraction, scheme, transform)
 
     monkeypatch.setattr(rht_quantize_both, "empty_quantized", counted)
-    return counts
+    with patched():
+        yield counts
 
 
 def both(x: torch.Tensor, scheme: str = SCHEME) -> tuple[torch.Tensor, ...]:
@@ -100,3 +100,11 @@ def test_what_is_remembered_is_what_they_return() -> None:
         compiled = torch.compile(model, backend="quartet2", options=options)
         compiled(torch.ones(128, 64)).sum().backward()
     assert FakeTensorMode.cache_info().hits > hits
+
+
+def test_outside_of_a_compilation_they_are_not_remembered(monkeypatch) -> None:
+    FakeTensorMode.cache_clear()
+    with FakeTensorMode():
+        both(torch.empty(256, 128))
+        both(torch.empty(256, 128))
+    assert FakeTensorMode.cache_info().bypasses["non-builtin"] == 2

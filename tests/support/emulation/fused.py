@@ -19,6 +19,7 @@ from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
+from q2compile.torch_internals.patches import patched
 from tests.support.emulation import library
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.emulation.on_cpu import launches_on_cpu
@@ -80,7 +81,7 @@ def run_fused(
     monkeypatch.setattr(FusedSite, "_call", recorded)
     torch._dynamo.reset()
     settings = {**INDUCTOR_OPTIONS, "post_grad_custom_pre_pass": marked, **how}
-    with inductor_config.patch(settings):
+    with inductor_config.patch(settings), patched():
         results = torch.compile(function)(*args)
     return Fused(results, calls, notes, sources[-1])
 

@@ -47,6 +47,7 @@ from q2compile.runtime_kernels.cuda.quantize import (
     split_scales,
 )
 from q2compile.runtime_kernels.cuda.site import Site, Together
+from q2compile.torch_internals.patches import patched
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
 
@@ -136,10 +137,11 @@ INDUCTOR_OPTIONS = {"cpu_backend": "triton", "force_disable_caches": True}
 def triton_kernels(
     monkeypatch: pytest.MonkeyPatch, capability: int, function: Callable, *args: Any
 ) -> list[Kernel]:
-    """The kernels that torch.compile(function) launches for CUDA, in order of definition."""
+    """The kernels that torch.compile(function) launches for CUDA, in order of definition, with what
+    is in force while a graph of ours is compiled."""
     sources = emulate(monkeypatch, capability)
     torch._dynamo.reset()
-    with inductor_config.patch(INDUCTOR_OPTIONS):
+    with inductor_config.patch(INDUCTOR_OPTIONS), patched():
         torch.compile(function)(*args)
     return [
         Kernel(name, code)

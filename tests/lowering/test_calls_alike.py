@@ -1,5 +1,5 @@
-"""What Inductor is spared: how often it asks, that the answers are those it would have found, and
-that what it generates is the same text."""
+"""Calls that are alike: how often the registry is asked, and that what is known of them changes no
+generated code."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import sympy
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
-from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-from torch._inductor.ir import ComputedBuffer
-from torch._inductor.utils import op_dtype_propagation_rules
-from torch.utils._ordered_set import OrderedSet
-from torch.utils._sympy.value_ranges import ValueRanges
 
-from q2compile import lowering
 from q2compile.lowering import fusion_rule, launches
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -71,13 +64,6 @@ def generated(sources: list[str]) -> list[str]:
 def test_code_is_that_without_it(dynamic, sources, monkeypatch) -> None:
     compile_layers(2, dynamic)
     with_it = generated(sources)
-    monkeypatch.setattr(
-        DtypePropagationOpsHandler, "__init__", DtypePropagationOpsHandler.__init__.__wrapped__
-    )
-    find = ComputedBuffer.get_free_symbol_uses
-    monkeypatch.setattr(ComputedBuffer, "get_free_symbol_uses", find.__wrapped__)  # type: ignore[attr-defined]
-    for cls, name in ((ValueRanges, "__and__"), (OrderedSet, "__or__")):
-        monkeypatch.setattr(cls, name, getattr(cls, name).__wrapped__)
     monkeypatch.setattr(launches, "_KINDS", Forgetful())
     compile_layers(2, dynamic)
     assert len(with_it) == 2 and with_it == generated(sources)
@@ -110,42 +96,3 @@ def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
         counts.append(dict(asked))
     assert counts[0] == counts[1], counts
     assert counts[0]["requantize"] == 2  # of x and of w
-
-
-def test_rules_are_made_when_there_are_new_ones(monkeypatch) -> None:
-    lowering.register()
-    DtypePropagationOpsHandler()
-    rule = op_dtype_propagation_rules["add"]
-    monkeypatch.setitem(op_dtype_propagation_rules, "q2_test", rule)
-    made = DtypePropagationOpsHandler().q2_test
-    assert DtypePropagationOpsHandler().q2_test is made  # and not again
-
-
-BOUNDS = [
-    ValueRanges(*bounds)
-    for bounds in ((0, 7), (0, 7), (3, 3), (3.0, 3.0), (-1.5, 3.0), (sympy.false, sympy.true))
-] + [ValueRanges.unknown(), ValueRanges.unknown_int(), ValueRanges.unknown_bool()]
-
-
-@pytest.mark.parametrize("one", range(len(BOUNDS)))
-def test_bounds_in_common(one) -> None:
-    lowering.register()
-    intersect = ValueRanges.__and__.__wrapped__  # type: ignore[attr-defined]
-    for other in BOUNDS:
-        try:
-            want = intersect(BOUNDS[one], other)
-        except AssertionError:  # of numbers and truths there are none
-            with pytest.raises(AssertionError):
-                BOUNDS[one] & other
-        else:
-            assert BOUNDS[one] & other == want
-
-
-def test_sets_are_united_in_order() -> None:
-    lowering.register()
-    one, other = OrderedSet("qwert"), OrderedSet("trbaq")
-    assert list(one | other) == list("qwertba")
-    assert list(other | one) == list("trbaqwe")
-    assert list(one) == list("qwert") and list(other) == list("trbaq")
-    assert list(one | set("q")) == list("qwert")
-    assert isinstance(one | set("q"), OrderedSet)

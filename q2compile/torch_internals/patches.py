@@ -1,0 +1,246 @@
+"""Every replacement of a torch attribute that q2compile makes, in one table, and their scope.
+
+A replacement is in force while a graph with q2 ops is compiled, in the thread that compiles it:
+
+- Before and after, the attribute is torch's own object again.
+- Meanwhile the attribute is a function that asks which thread calls it. In a thread that compiles
+  no graph of ours it calls the original.
+- Each replacement changes nothing for a graph without q2 ops, which a pass of the user may compile
+  in the same thread.
+
+Registrations under names of our own (the ops of namespace q2, their lowerings and fakes) replace
+nothing, and are not in this table.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from q2compile.torch_internals.dynamo import called_graphs
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced attribute.
+
+    module, owner, key  where it is: an attribute of a class, or an item of a dictionary
+    cause     what torch does without it
+    upstream  the issue or pull request, or why there is none
+    versions  the torch versions that need it
+    worth     what leaving it out costs, as measured
+    """
+
+    name: str
+    module: str
+    owner: str
+    key: Any
+    cause: str
+    upstream: str
+    versions: str
+    worth: str
+
+    def place(self) -> Any:
+        """The class or dictionary. Raises ImportError or AttributeError in a torch without it."""
+        return getattr(import_module(self.module), self.owner)
+
+    def value(self) -> Any:
+        place = self.place()
+        return place[self.key] if isinstance(place, dict) else vars(place)[self.key]
+
+    def set(self, value: Any) -> None:
+        place = self.place()
+        if isinstance(place, dict):
+            place[self.key] = value
+        else:
+            setattr(place, self.key, value)
+
+
+PATCHES = (
+    Patch(
+        name="fakes",
+        module="torch._subclasses.fake_tensor",
+        owner="FakeTensorMode",
+        key="_validate_cache_key",
+        cause="FakeTensorMode caches results of torch's own ops alone. A linear layer calls q2 ops "
+        "about 40 times from the first trace to the last pass, each of up to seven outputs.",
+        upstream="none: torch has no way to register an op whose fake may be cached",
+        versions="2.11 to 2.15",
+        worth="first step of 8 layers of 8B width, H100, torch 2.11: 2.5 of 32.4 seconds, 8%",
+    ),
+    Patch(
+        name="nan_asserts",
+        module="torch._inductor.codegen.wrapper",
+        owner="PythonWrapperCodegen",
+        key="generate",
+        cause="Inductor's option nan_asserts writes isinf() for every tensor; torch has no isinf "
+        "for float8, in which block scales are, so the generated code raises.",
+        upstream="none filed; ends when torch.isinf takes float8_e4m3fn",
+        versions="2.11 to 2.15",
+        worth="correctness: the option raises NotImplementedError without it",
+    ),
+    Patch(
+        name="cat",
+        module="torch._inductor.lowering",
+        owner="lowerings",
+        key=torch.ops.aten.cat.default,
+        cause="On a GPU a concatenation that an opaque quantizer reads becomes a loop over the "
+        "result, which computes both parts for each element (lowering/concatenated.py).",
+        upstream="none: where a quantizer is a kernel's call is known here alone",
+        versions="2.11 to 2.15",
+        worth="gradient of an expert's SwiGLU: 62 instructions an element and not 21",
+    ),
+    Patch(
+        name="choices",
+        module="torch._inductor.virtualized",
+        owner="V",
+        key="choices",
+        cause="Inductor compiles and times four tiles for a quantizing loop, of which none is the "
+        "best one (lowering/tile_config.py). Its handler is one a thread: it is set, not replaced.",
+        upstream="none: the handler is Inductor's way to choose from outside",
+        versions="2.11 to 2.15",
+        worth="quantizing kernels take up to 1.29 times as long with another tile",
+    ),
+)
+
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {}
+
+
+def replaces(name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Decorator of what makes the replacement of a row from the original. A row whose module was
+    not imported, such as one of lowering/ under inner="eager", is not in force.
+    """
+    assert name in {patch.name for patch in PATCHES}, name
+
+    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        _REPLACEMENTS[name] = make
+        return make
+
+    return register
+
+
+class _Here(threading.local):
+    depth = 0  # how many graphs of ours this thread is compiling, one inside the other
+
+
+class _Installed:
+    """A replacement that stands in its place. ``value`` asks the thread which function to call."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch, self.original, self.live = patch, patch.value(), True
+        original, replacement = self.original, _REPLACEMENTS[patch.name](self.original)
+
+        @functools.wraps(original)
+        def value(*args: Any, **kwargs: Any) -> Any:
+            ours = self.live and _here.depth > 0
+            return (replacement if ours else original)(*args, **kwargs)
+
+        self.value = value
+        patch.set(value)
+
+    def remove(self) -> None:
+        """Put the original back, unless somebody else has replaced the attribute since: whoever
+        wraps ``value`` then goes on to call the original through it.
+        """
+        self.live = False
+        if self.patch.value() is self.value:
+            self.patch.set(self.original)
+
+
+_here = _Here()
+_lock = threading.Lock()
+_compiling = 0  # graphs of ours, in all threads
+_installed: list[_Installed] = []
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Have all rows in force in this thread. May be nested, and be entered by several threads."""
+    global _compiling
+    with _lock:
+        if _compiling == 0:
+            _install()
+        _compiling += 1
+    outermost = _here.depth == 0
+    _here.depth += 1
+    try:
+        with ExitStack() as handlers:
+            if outermost and "choices" in _REPLACEMENTS:
+                handlers.enter_context(_own_choices())
+            yield
+    finally:
+        _here.depth -= 1
+        with _lock:
+            _compiling -= 1
+            if _compiling == 0:
+                while _installed:
+                    _installed.pop().remove()
+
+
+def _install() -> None:
+    for patch in PATCHES:
+        if patch.name in _REPLACEMENTS and patch.name != "choices":
+            with suppress(ImportError, AttributeError, KeyError):  # a torch that is built otherwise
+                _installed.append(_Installed(patch))
+
+
+@contextmanager
+def _own_choices() -> Iterator[None]:
+    """This thread's choices handler, the user's if there is one, inside of ours."""
+    from torch._inductor.virtualized import V
+
+    original = V.choices
+    own = _REPLACEMENTS["choices"](original)
+    V.set_choices_handler(own)  # the context that it returns would undo what others set meanwhile
+    try:
+        yield
+    finally:
+        if V.choices is own:
+            V.set_choices_handler(original)
+
+
+@replaces("fakes")
+def _remember_fakes(validate: Any) -> Any:
+    """Fakes of q2 ops look at sizes, strides, types, devices and the other arguments, all of which
+    are in the cache's key, and return new tensors. An op that writes is left out, as torch's are.
+    """
+
+    def validate_others(self: Any, func: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(func, "namespace", None) != "q2" or func._schema.is_mutable:
+            validate(self, func, *args, **kwargs)
+
+    return validate_others
+
+
+def _holds_q2_ops(gm: Any) -> bool:
+    nodes = (node for graph in called_graphs(gm) for node in graph.graph.nodes)
+    return any(getattr(node.target, "namespace", None) == "q2" for node in nodes)
+
+
+_INFINITY = re.compile(r"assert not (\w+)\.isinf\(\)\.any\(\)\.item\(\)")
+
+
+@replaces("nan_asserts")
+def _ask_wide_types(generate: Any) -> Any:
+    """float8_e4m3fn has no infinity to find and integers have none either, so of types of one byte
+    only NaN is asked. Nothing else about the generated code changes.
+    """
+    from torch._inductor.virtualized import V
+
+    def generate_asking_wide_types(self: Any, is_inference: bool) -> Any:
+        code, kernels = generate(self, is_inference)
+        if _holds_q2_ops(V.graph.module):
+            code.value = _INFINITY.sub(
+                r"assert \1.element_size() == 1 or not \1.isinf().any().item()", code.value
+            )
+        return code, kernels
+
+    return generate_asking_wide_types
