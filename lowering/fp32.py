@@ -151,12 +151,6 @@ def stochastic_e2m1(v: Value, coin: Value) -> Value:
     return ops.mul(ops.add(below, up), step)
 
 
-def with_sign_of(x: Value, magnitude: Value) -> Value:
-    """A magnitude with the sign of x, which a zero has, too."""
-    sign = ops.bitwise_and(bits_of(x), integer(-(2**31)))
-    return float_of(ops.bitwise_or(bits_of(magnitude), sign))
-
-
 def top_bits(x: Value) -> Value:
     """`formats.keep_4_bits` of x >= 0, as exponent and 3 mantissa bits: int32 in [0, 2048), in the
     order of the values, at most 7 for subnormals."""

@@ -5,7 +5,6 @@ code that enqueues the launches into them, past torch's dispatcher (runtime_kern
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,19 +17,8 @@ from torch._inductor.virtualized import V
 
 from q2compile.lowering import together
 from q2compile.lowering.enqueued import Enqueued, given_as
-from q2compile.lowering.gemm_operands import (
-    OPERANDS,
-    REACH,
-    by_loops,
-    emulated_after,
-    is_emulated,
-    is_read,
-    is_small,
-    numbers,
-    ungathered,
-)
+from q2compile.lowering.gemm_operands import is_read
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
-from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises, widening_launch
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
@@ -45,6 +33,7 @@ _QUANTISERS = tuple(q for q in together.QUANTISERS if q not in ("quantize", "rht
 _NEVER_LOOPS = (
     *_QUANTISERS,
     *("split_scales", "dequantize", "masked_unrotate", "gemm_masked_unrotate", "padded_ends"),
+    "transpose",
 )
 
 
@@ -74,10 +63,9 @@ class Member(NamedTuple):
         return 2 if "_both" in self.op else 1
 
 
-# Of the graph that is lowered: calls that wait for the next quantiser; by nodes, what quantisers
-# make; by the kinds of their operands, what is known of calls.
+# Of the graph that is lowered: calls that wait for the next quantiser; by the kinds of their
+# operands, what is known of calls.
 _WAITING: WeakKeyDictionary[Any, list[Member]] = WeakKeyDictionary()
-_MADE: WeakKeyDictionary[Any, dict[torch.fx.Node, Any]] = WeakKeyDictionary()
 _KINDS: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
@@ -98,20 +86,11 @@ def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(lowering, assigned=())
     def lower(*args: Any) -> Any:
         results = lowering(*args)
-        if together.is_quantiser(V.current_node):
-            remembered(results)
         if not (together.is_quantiser(V.current_node) and together.waits(V.current_node)):
             _enqueue_waiting()
         return results
 
     return lower
-
-
-def remembered(results: Any) -> Any:
-    """What a quantiser makes, the node that is lowered: what is enqueued next may make its
-    numbers."""
-    _MADE.setdefault(V.graph, {})[V.current_node] = results
-    return results
 
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -135,13 +114,8 @@ def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> li
     return [outputs for _, outputs in made]
 
 
-def _member(
-    op: torch._ops.OpOverload, args: Sequence[Any], into: Any = None
-) -> tuple[Member, Any] | None:
-    """A call that is still to be enqueued, and what it makes; None where it is not launches.
-
-    into: the buffer [rows, blocks, width] of its only output, if there is one.
-    """
+def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
+    """A call that is still to be enqueued, and what it makes; None where it is not launches."""
     name = op.name().partition("::")[2]
     if V.graph.cpp_wrapper:
         return None
@@ -153,9 +127,6 @@ def _member(
         realized[i] = _formed(realized[i], form)
     results = results_of(op, realized)
     several = isinstance(results, tuple)
-    if into is not None:
-        rows, blocks, width = into.get_size()
-        return Member(V.current_node, name, realized, [into]), view(into, [rows, blocks * width])
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
@@ -225,58 +196,7 @@ def _enqueue_waiting() -> None:
     if waiting:
         members = list(waiting)
         waiting.clear()
-        Launches(members, _products_of(members), _dequantised_of(members))
-
-
-class Dequantised(NamedTuple):
-    """A call that is left to the last launch of others: it dequantises what one of them quantises,
-    whose scales are output scales[1] of member scales[0]. there: loops have made the numbers.
-    codes: others than GEMMs that read the numbers read the codes."""
-
-    by: Member
-    scales: tuple[int, int]
-    there: bool
-    codes: bool
-
-
-def _dequantised_of(members: Sequence[Member]) -> list[Dequantised]:
-    """The numbers that the last launch of these can make of their codes: those that the next GEMM
-    reads, and of what is small those that the next few do."""
-    if any(member.op.endswith("_summed") for member in members):
-        return []  # no launch does both
-    gemms = list(itertools.islice(emulated_after(V.current_node), 1 + REACH))
-    found: list[Dequantised] = []
-    for i, member in enumerate(members):
-        made: Any = _widening(member) and _MADE.get(V.graph, {}).get(member.node)
-        for codes_node in member.node.users if made else ():
-            first: Any = codes_node.args[1]
-            if first % 3 or not any(map(is_tensor, made[first : first + 1])):
-                continue
-            codes, scales, unit = made[first : first + 3]
-            wanted = gemms if is_small(codes) else gemms[:1]
-            if not any(
-                ungathered(g, first)[0] is codes_node for g in wanted for first, _ in OPERANDS
-            ):
-                continue
-            cols = 2 * codes.get_size()[1]
-            args = codes, scales, unit, member.scheme.name, cols, torch.bfloat16
-            make = by_loops().get(member.node)
-            made_by_loop = make and make()
-            dequantising = _member(torch.ops.q2.dequantize.default, args, made_by_loop)
-            if dequantising is not None:
-                by, numbers()[codes_node, cols] = dequantising
-                number = 0 if member.op == "split_scales" else first + 1
-                codes_are_read = not all(map(is_emulated, codes_node.users))
-                found.append(Dequantised(by, (i, number), make is not None, codes_are_read))
-    return found
-
-
-def _widening(member: Member) -> Any:
-    """The last launch of a member, if there is one that also dequantises."""
-    last = member.last_launch
-    if last is None or not dequantises(member.scheme):
-        return None
-    return widening_launch(last)
+        Launches(members, _products_of(members))
 
 
 class Product(NamedTuple):
@@ -382,20 +302,11 @@ class Launches(Enqueued):
         self,
         members: Sequence[Member],
         products: Sequence[Product] = (),
-        dequantised: Sequence[Dequantised] = (),
     ) -> None:
-        self._dequantised = [
-            (len(members) + i, scales, there, codes)
-            for i, (_, scales, there, codes) in enumerate(dequantised)
-        ]
-        members = [*members, *(each.by for each in dequantised)]
         self._members, self._products = members, products
         device = _device(members[0])
         if device.type == "cuda" and len(members) > 1:
-            more = [_widening(members[each.scales[0]]) for each in dequantised[:1]]
-            widened = {each.scales[0] for each in dequantised}
-            launched = [_launched(m.op, m.args) for m in members]
-            compile_ahead(launched, more, device.index, widened)
+            compile_ahead([_launched(m.op, m.args) for m in members], device.index)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
         buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]
@@ -420,8 +331,6 @@ class Launches(Enqueued):
                 products.append(f"({own}, {other})")
             of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
             parts = [*(f"({text})" for text in of), f"fixed={fixed}"]
-            if self._dequantised:
-                parts.append(f"dequantised={tuple(self._dequantised)}")
             site = f"q2_Together({', '.join(parts)})"
         self._write(wrapper, site, given)
 

@@ -1,8 +1,7 @@
 """The rounding rules of `q2compile.runtime_kernels.nvfp4`, in Inductor's loops.
 
-    pow2    codes and pseudo-scales in one kernel, and the bf16 numbers of the codes where a GEMM
-            that is emulated reads them next; then q2::split_scales, which sees a sixteenth of the
-            elements, and makes the few numbers again that were not to be known
+    pow2    codes and pseudo-scales in one kernel; then q2::split_scales, which sees a sixteenth of
+            the elements
     exact   the global scale from amax, then codes and scales in one kernel
 
 A block's scale is held as a small int32: under pow2 the top bits of the pseudo-scale, 11 of them,
@@ -14,13 +13,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch._inductor.virtualized import V, ops
+from torch._inductor.virtualized import ops
 
 from q2compile.lowering import fp32, launches
 from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
-from q2compile.lowering.gemm_operands import by_loops
-from q2compile.lowering.reduction_blocks import ReducedBlocks
 from q2compile.lowering.rounding import ComparedScales, FourOverSix, Quantized, Rounding
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX, Scheme
 
@@ -97,13 +94,6 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
         top = _Pow2.normal_or_zero(rounding.scale(place))
         return fp32.from_top_bits(ops.where(finite, top, integer(_NAN_TOP)))
 
-    def number_of(x: Value, place: Index) -> Value:
-        """What the code of x stands for if its scale is no e4m3 subnormal, as in widened.cuh."""
-        scale = fp32.from_top_bits(_Pow2.normal_or_zero(rounding.scale(place)))
-        return ops.to_dtype(ops.mul(rounding.value(x, place), scale), torch.bfloat16)
-
-    if isinstance(blocks, ReducedBlocks):
-        by_loops()[V.current_node] = partial(blocks.per_element, torch.bfloat16, number_of)
     worths = blocks.per_block(torch.float32, worth)
     return codes, *_split_scales(worths, scheme.name)
 

@@ -54,7 +54,7 @@ def quantize_recorded(
     """
     if not _lowered("quantize", x, name, "none"):
         return launches.call(QUANTIZE_RECORDED, x, amax, seed, name, stream)
-    parts = launches.remembered(_quantize(x, amax, seed, name, stream))
+    parts = _quantize(x, amax, seed, name, stream)
     args = (_apart(x), *parts, name)
     return *parts, launches.call(torch.ops.q2.statistics_of_operand.default, *args)
 

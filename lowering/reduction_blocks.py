@@ -49,18 +49,3 @@ class ReducedBlocks(Blocks):
             return self._reduction("sum", inner, per_row, [self.width]).make_loader()
 
         return self._joined([word(number) for number in range(self.width // NIBBLES)])
-
-    def per_element(self, dtype: torch.dtype, fn: Callable[[Value, Index], Value]) -> ir.IRNode:
-        """fn(x, place of its block) of every element, padding included: a buffer [M, blocks, width]
-        that the loop over blocks of one row fills, too. Of a buffer of two dimensions Inductor does
-        not see that a row of it is blocks, and reaches what is known of those by divisions."""
-
-        def inner(place: Index) -> Value:
-            row, block, position = place
-            x = self.load(row, block * self.width + position)
-            return fn(x, [row // self.height, block])
-
-        ranges = [self.rows, self.grid[1], self.width]
-        box = ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
-        box.realize()
-        return ir.ExternKernel.require_contiguous(box)  # with rows that are not padded

@@ -62,11 +62,6 @@ class Rounding:
         magnitude = fp32.stochastic_e2m1(self._scaled(x, self._reciprocal(place)), coin)
         return self.fp.e2m1_code(magnitude, magnitude, x)
 
-    def value(self, x: Value, place: Index) -> Value:
-        """What the code of x stands for, to nearest, in units of its scale and with its sign."""
-        _, magnitude = self._nearest(x, place)
-        return fp32.with_sign_of(x, magnitude)
-
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
         return self._code(place)

@@ -18,8 +18,7 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
                w are read as the codes that fprop saved, x once for all that share it
     a scale    found afterwards: fp32 block scales are written, and read again to be rounded
     emulated   without fp4 tensor cores GEMMs are BF16's, of the bf16 numbers that the codes stand
-               for: those of the backward are written so, and of the forward beside the codes, but
-               for those of 16x16 blocks and of mxfp4, which are dequantised
+               for: those of the backward are written so, saved ones and the forward's dequantised
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
     a bias     is added inside of the GEMM, as BF16's is; its gradient is a sum in both
@@ -49,7 +48,6 @@ from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.quantize.align_scales import dequantises
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -328,20 +326,16 @@ def _read_bits(operand: Operand) -> Fraction:
 
 
 def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
-    """Codes made bf16 numbers for a GEMM of those. What was quantised for it leaves its quantiser
-    with codes and numbers, where the launch that makes the scales can mend those; others one launch
-    dequantises, or one for each."""
+    """Codes made bf16 numbers for a GEMM of those, by one launch, or one for each."""
     packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
     specs = {role: get_scheme(o.scheme) for role, o in packed.items()}
-    there = {r for r, o in packed.items() if o.source == "fresh" and dequantises(specs[r])}
-    read = [role for role in packed if role not in there]
-    alike = len({(specs[role].format, specs[role].block[0] == 1) for role in read}) == 1
+    alike = len({(spec.format, spec.block[0] == 1) for spec in specs.values()}) == 1
     return [
         Step(
             name,
             f"dequantise {role}",
-            (HIGH + (0 if role in there else packed_bits(o.scheme))) * layer.elements(role),
-            launches=0 if role in there or (alike and role != read[-1]) else 1,
+            (HIGH + packed_bits(o.scheme)) * layer.elements(role),
+            launches=0 if alike and role != list(packed)[-1] else 1,
             shared_by=layer.users(role),
         )
         for role, o in packed.items()
@@ -399,8 +393,6 @@ def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     """One operand's way from where it lies to codes."""
     elements, users = layer.elements(role), layer.users(role)
     if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
-        if layer.emulated:  # dequantised where they are, and read by columns
-            return []
         return [turning(name, f"turn {role}", operand.scheme, elements)]
     spec = get_scheme(operand.scheme)
     if spec.block[0] != 1:

@@ -9,8 +9,7 @@ A joint graph holds forward and backward, before the partitioner cuts it. A post
 forward or a backward, before Inductor lowers it. Three passes run over both: over joint graphs in
 training, where they decide what is saved, and over post-grad graphs for inference.
 
-Passes `turn_in_backward`, `mask_again`, `keep_packed` and `recompute_weights` change no result.
-They tag nodes with torch's CheckpointPolicy, in ``node.meta["recompute"]``. That is how
+Passes `mask_again`, `keep_packed` and `recompute_weights` change no result. They tag nodes with torch's CheckpointPolicy, in ``node.meta["recompute"]``. That is how
 torch.utils.checkpoint tells the partitioner what to save and what to recompute; see
 ``_functorch/partitioners.py`` of torch 2.11 to 2.13. The min-cut partitioner looks at the op, the
 default one at the getitems, so both carry the tag.
@@ -30,7 +29,6 @@ from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.mask_again import mask_again_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
-from q2compile.passes.joint.turn_in_backward import turn_in_backward_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.gather_quantisers import gather_quantisers_pass
@@ -109,7 +107,6 @@ PASSES: tuple[Pass, ...] = (
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
     # After those: it names schemes that they do not know.
     _joint("swizzle_saved_scales", swizzle_saved_scales_pass),
-    _joint("turn_in_backward", turn_in_backward_pass),
     _joint("mask_again", mask_again_pass),
     # In this order: asked for both, packed activations are saved and codes of weights are not.
     _joint("keep_packed", keep_packed_pass, when=lambda w: w.keep_packed),

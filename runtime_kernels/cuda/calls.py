@@ -52,15 +52,12 @@ class Step(NamedTuple):
 
     several: does what equal launches of several calls do, with MOST_SIDES of their structs and a y
         for each; None where each is better by itself, or where there is none.
-    numbered: does the same and writes the bf16 numbers that the codes stand for, where one more
-        field says; None where there is none.
     """
 
     launch: Launch
     grid: tuple[int, int]
     values: Sequence[Any]
     several: Launch | None = None
-    numbered: Launch | None = None
 
 
 MOST_SIDES = 4  # of an Ending

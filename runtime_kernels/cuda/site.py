@@ -19,7 +19,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, Ready, aligned, ready_once, tensors_of
-from q2compile.runtime_kernels.cuda.quantize.together import Dequantised, Product, together
+from q2compile.runtime_kernels.cuda.quantize.together import Product, together
 from q2compile.runtime_kernels.registry import give_up, kernels_own, serving
 
 _profiler = torch.autograd.profiler
@@ -126,12 +126,11 @@ class Site:
 
 
 class Together:
-    """Calls of quantisers that end in one launch, and calls that dequantise what those make.
+    """Calls of quantisers that end in one launch.
 
     sites: of the calls, in order.
     products: of their global scales (quantize/together.py); the other tensors of these are `...`,
         or a View of what is given, in `others`.
-    dequantised: which sites dequantise what (quantize/together.py).
     """
 
     def __init__(
@@ -141,11 +140,9 @@ class Together:
         others: tuple[Any, ...],
         *,
         fixed: bool,
-        dequantised: tuple[tuple[Any, ...], ...] = (),
     ) -> None:
         self._sites, self._fixed, self._others = sites, fixed, others
         self._products = tuple(Product(*product) for product in products)
-        self._dequantised = tuple(Dequantised(*each) for each in dequantised)
         self._name = " + ".join(f"q2::{site.op}" for site in sites)
         self._first: list[int] = [0]  # of each site's open arguments, then of the others
         for site in sites:
@@ -217,11 +214,11 @@ class Together:
 
         def make() -> Ready:
             calls = [launching.call(*args) for launching, args in pairs]
-            call = together(calls, self._products, len(self._others), self._dequantised)
+            call = together(calls, self._products, len(self._others))
             index = tensors_of(formed[0])[0].device.index
             return Ready(call, index, self._wanted, pasts)
 
-        key = kinds, self._products, self._dequantised, self._wanted, pasts
+        key = kinds, self._products, self._wanted, pasts
         return ready_once(key, make)
 
     def _one_by_one(self, given: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor.lowering import lowerings
 
 from q2compile import lowering
-from q2compile.lowering import gemm_operands, launches
+from q2compile.lowering import launches
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.site import Site, Together
@@ -147,8 +147,8 @@ def steps_of_experts(recipe: str, *counts: int) -> list[torch.Tensor]:
     ],
 )
 def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, counts, request) -> None:
-    """In place of an op that dequantises first, which the launches of the quantisers do. Where
-    numbers are without their global scale, those of quartet's backward, it is that op."""
+    """In place of an op that dequantises first. Where numbers are without their global scale, those
+    of quartet's backward, it is that op."""
     want = steps_of_experts(recipe, *counts)
     sources = request.getfixturevalue("pretended")
     assert all(map(torch.equal, steps_of_experts(recipe, *counts), want))
@@ -208,22 +208,6 @@ def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(pretended) -> No
     ]
     assert forward.count("q2_Site('dequantize'") == 2 and "extern_kernels.mm(" in forward
     assert backward.count("extern_kernels.mm(") == 2
-
-
-def test_codes_that_are_turned_are_read_by_columns(pretended) -> None:
-    """nvfp4's weight in dgrad: no q2.transpose is left, in neither graph."""
-    step_of("nvfp4")
-    sources = generated("nvfp4")
-    assert len(sources) == 2 and not any("transpose" in s for s in sources)
-
-
-def generated(recipe: str) -> list[str]:
-    """The sources of a step whose kernels, Triton's among them, are stubs."""
-    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(INDUCTOR_OPTIONS):
-        sources = emulate(patch, 90)
-        serve_as_on(patch, 90)
-        step_of(recipe)(rows(48))
-    return sources
 
 
 def test_any_number_of_rows(request) -> None:
@@ -295,23 +279,17 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
 
 
 def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
-    """By what each of the calls may launch: x and w, which one launch dequantises; dy, and w and x
-    again."""
+    """By what each of the calls may launch: x and w; dequantising both; dy, and w and x again."""
     asked: list[tuple[Any, ...]] = []
 
-    def compile_ahead(calls, more, index, dequantised) -> None:
-        of_calls = [[launch.variant.entry for launch in each] for each in calls]
-        ends = [dict(launch.variant.defines) for launch in more]
-        asked.append((index, of_calls, ends, dequantised))
+    def compile_ahead(calls, index) -> None:
+        asked.append((index, [[launch.variant.entry for launch in each] for each in calls]))
 
     monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
     monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
     step_of("quartet2")(rows(100))
     forward, backward = ["rotate_quantize", "align_scales"], ["rotate_quantize", "settle_widened"]
-    (one, of_forward, (ending,), numbered), last = asked
-    assert one == 1 and of_forward == 2 * [forward] + 2 * [["dequantize"]]
-    assert ending["Q2_NUMBERS"] == 1 and numbered == {0, 1}
-    assert last == (1, 3 * [backward], [], set())
+    assert asked == [(1, 2 * [forward]), (1, 2 * [["dequantize"]]), (1, 3 * [backward])]
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:
@@ -347,8 +325,8 @@ def test_profiles_name_the_ops(request) -> None:
         step(rows(100))
     names = {event.key for event in profile.key_averages()}
     backward = "q2::rht_quantize_both + q2::requantize + q2::requantize"
-    forward = "q2::quantize + q2::quantize + q2::dequantize + q2::dequantize"
-    assert {forward, backward} <= names
+    forward = {"q2::quantize + q2::quantize", "q2::dequantize + q2::dequantize"}
+    assert {*forward, backward} <= names
 
 
 def of_one_x(x, *weights):
@@ -357,34 +335,15 @@ def of_one_x(x, *weights):
     return [torch.ops.q2.gemm(*a, *b, None, RTN, RTN, torch.bfloat16) for b in others]
 
 
-def of_codes(x, *weights):
-    """The same of what is quantised already."""
-    return [torch.ops.q2.gemm(*x, *b, None, RTN, RTN, torch.bfloat16) for b in weights]
-
-
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize(("small", "counts"), [(2**20, [4]), (0, [2, 1, 1])])
-def test_what_the_next_products_want_comes_with_it(
-    small, counts, there, request, monkeypatch
-) -> None:
-    """Where it is small, of codes that are there already, or by the launch that ends what quantises
-    them; with the numbers of the reference."""
+def test_an_operand_of_several_products_is_dequantized_once(request) -> None:
+    """With the other operand of the first; to the values of the reference."""
     operands: list[Any] = [rows(48, seed=i) for i in range(4)]
     want = of_one_x(*operands)
-    if there:
-        operands = [torch.ops.q2.quantize(m, None, None, RTN, 0) for m in operands]
     sources = request.getfixturevalue("pretended")
-    monkeypatch.setattr(gemm_operands, "_SMALL", small)
-    torch.testing.assert_close(torch.compile(of_codes if there else of_one_x)(*operands), want)
+    torch.testing.assert_close(torch.compile(of_one_x)(*operands), want)
     (source,) = sources
     sites = [line for line in source.splitlines() if re.match(r"q2_site_\d+ = ", line)]
-    found = [site.count("'dequantize'") for site in sites]
-    assert [count for count in found if count] == counts
-    (first, *_) = sites
-    follow = (
-        re.search(r"dequantised=\(\(4, \(0, 1\), False, \w+\), \(5, \(1, 1\), ", first) is not None
-    )
-    assert follow != there
+    assert [n for site in sites if (n := site.count("'dequantize'"))] == [2, 1, 1]
 
 
 def test_statistics_are_taken_of_what_is_written(pretended) -> None:

@@ -334,9 +334,8 @@ BLOCK_OPS = {
         {"q2.quantize": 11, "q2.gemm": 7},
         {"q2.rht_quantize_both": 7, "q2.requantize": 11, "q2.gemm": 14},
     ),
-    # w is quantised once and re-used transposed (in the backward: pass turn_in_backward); x is
-    # quantised for wgrad in the forward, once for q, k, v and once for gate, up, so backward
-    # quantises dy alone: 7 for dgrad, 7 for wgrad.
+    # w is quantised once and re-used transposed; x is quantised for wgrad in the forward, once for
+    # q, k, v and once for gate, up, so backward quantises dy alone: 7 for dgrad, 7 for wgrad.
     "nvfp4": (
         {"q2.quantize": 11, "q2.rht_quantize": 4, "q2.gemm": 7},
         {"q2.quantize": 7, "q2.rht_quantize": 7, "q2.transpose": 7, "q2.gemm": 14},

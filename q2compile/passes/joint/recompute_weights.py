@@ -53,7 +53,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
 def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """The ops that quantise a weight for a GEMM of the forward -> all that making it again takes:
-    the views and casts of the parameter, the op and its outputs.
+    the views and casts of the parameter, the op and its outputs, and its transposed codes.
     """
     backward = depending_on_tangents(graph)
     found: dict[fx.Node, list[fx.Node]] = {}
@@ -64,7 +64,11 @@ def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             continue
         chain = _chain_to_input(weight)
         if chain is not None:
-            found[weight] = [*chain, *_with_outputs(weight)]
+            codes = _with_outputs(weight)
+            # The partitioner would save codes that dgrad reuses transposed in that form.
+            readers = dict.fromkeys(user for output in codes for user in output.users)
+            transposed = [n for t in readers if is_q2(t, "transpose") for n in _with_outputs(t)]
+            found[weight] = [*chain, *codes, *transposed]
     return found
 
 

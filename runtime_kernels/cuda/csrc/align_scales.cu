@@ -23,37 +23,20 @@
 // Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
 // zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
-// Q2_NUMBERS: and the bf16 numbers that the codes stand for (dequantize.cu), where a side has a place
-//     for them; half as many scales a thread block then, for whose numbers all of its threads work.
-//     Where phase 1 has made them, with scales of the worths alone (widened.cuh), a thread makes
-//     those of blocks again whose scale turns out to be another.
 
 #include "scales.cuh"
 #if Q2_SUMS
 #include "sums.cuh"
 #endif
 
-#if Q2_NUMBERS
-struct Numbers {
-  const u32* codes;  // null where phase 1 has written numbers alone
-  uint4* out;       // or null
-  long long there;  // whether phase 1 has made them
-};
-#endif
-
 struct Params {
   Side sides[kMostSides];
-#if Q2_NUMBERS
-  Numbers numbers[kMostSides];
-#endif
 #if Q2_SUMS
   Sums sums[kMostSums];
   int summed;  // how many of them there are, ahead of the sides
 #endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
-static_assert(!Q2_NUMBERS || !(Q2_SWIZZLED || Q2_SUMS || Q2_MX), "scales in order, and nothing else");
-constexpr int kMakers = Q2_NUMBERS ? kThreads / 2 : kThreads;  // of scales, eight each
 
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
@@ -160,74 +143,11 @@ Q2_INLINE void write_global_scales(const Params& p, const Side& side, float glob
   if (threadIdx.x == 0) *side.product = global_scale * other;
 }
 
-#if Q2_NUMBERS
-// Those of eight codes a thread, and as often again.
-constexpr int kTurns = kMakers * 16 / kThreads;
-struct Codes {
-  u32 of[kTurns];
-};
-
-Q2_INLINE long long first_codes() { return blockIdx.x * (long long)(kMakers * 16) + threadIdx.x; }
-
-Q2_INLINE void load_codes(const Side& side, const Numbers& numbers, Codes& codes) {
-#pragma unroll
-  for (int k = 0; k < kTurns; ++k) {
-    long long at = first_codes() + k * kThreads;
-    codes.of[k] = at < 2 * side.count ? numbers.codes[at] : 0;
-  }
-}
-
-// Numbers of eight codes.
-Q2_INLINE void store_eight_numbers(const Numbers& numbers, long long at, u32 codes, u32 byte,
-                                   float global_scale) {
+// The scales of an octet.
+Q2_INLINE void make_eight(const Side& side, const Octet& octet, float factor, float global_scale,
+                          [[maybe_unused]] const uint4 (&coins)[2]) {
   float x[8];
-  dequantized(codes, from_e4m3(byte), global_scale, x);
-  numbers.out[at] = {to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]),
-                     to_bf16x2(x[6], x[7])};
-}
-
-// Those of the blocks of an octet whose bit is set in `others`; of codes, or where none were written
-// of the numbers that there are.
-Q2_INLINE void make_again(const Side& side, const Numbers& numbers, const Octet& octet, u32 others,
-                          const u32 (&bytes)[2], float factor, float global_scale) {
-  float worths[8];
-  load_eight(side, octet, worths);
-#pragma unroll 1
-  for (int i = 0; i < 2 * octet.n; ++i) {
-    int j = i / 2;
-    if (!(others >> j & 1)) continue;
-    u32 byte = (j < 4 ? bytes[0] : bytes[1]) >> (8 * (j % 4)) & 0xFF;
-    long long at = 2 * octet.i + i;
-    if (numbers.codes) {
-      store_eight_numbers(numbers, at, numbers.codes[at], byte, global_scale);
-      continue;
-    }
-    float worth = 0.0f;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) worth = k == j ? worths[k] : worth;
-    make_again(numbers.out + at, provisional(worth * factor), from_e4m3(byte), global_scale);
-  }
-}
-
-// bytes: the thread block's scales.
-Q2_INLINE void store_numbers(const Side& side, const Numbers& numbers, const Codes& codes,
-                             const u8* bytes, float global_scale) {
-#pragma unroll
-  for (int k = 0; k < kTurns; ++k) {
-    long long at = first_codes() + k * kThreads;
-    if (at >= 2 * side.count) break;
-    store_eight_numbers(numbers, at, codes.of[k], bytes[(k * kThreads + threadIdx.x) / 2],
-                        global_scale);
-  }
-}
-#endif
-
-// The scales of an octet, as bytes. Returns which of its blocks have another scale than widened.cuh
-// took: bit j of block j.
-Q2_INLINE u32 make_eight(const Side& side, const Octet& octet, float factor, float global_scale,
-                         [[maybe_unused]] const uint4 (&coins)[2], u32 (&bytes)[2]) {
-  float x[8];
-  u32 others = 0;
+  u32 bytes[2];
   load_eight(side, octet, x);
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
 #pragma unroll
@@ -238,8 +158,6 @@ Q2_INLINE u32 make_eight(const Side& side, const Octet& octet, float factor, flo
 #else
     x[j] = __fdiv_rn(worth, global_scale);
 #endif
-    bool same = worth == 0.0f ? x[j] == x[j] : x[j] >= 0x1p-6f && worth >= 0x1p-100f;
-    others |= (u32)!same << j;
     x[j] = fminf(x[j], 448.0f);
   }
 #pragma unroll
@@ -259,7 +177,6 @@ Q2_INLINE u32 make_eight(const Side& side, const Octet& octet, float factor, flo
       if (j < octet.n) side.scales[octet.i + j] = (u8)(bytes[j / 4] >> (8 * (j % 4)));
   }
 #endif
-  return others;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -274,36 +191,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
   const Side& side = p.sides[blockIdx.y];
 #endif
-#if Q2_NUMBERS
-  const Numbers& numbers = p.numbers[blockIdx.y];
-  const bool makes = numbers.out && !numbers.there;
-  const int makers = makes ? kMakers : kThreads;
-  if (blockIdx.x && blockIdx.x * 8ll * makers >= side.count) return;
-#else
-  constexpr int makers = kMakers;
-#endif
-  Octet octet = octet_at(side, blockIdx.x * (long long)makers + threadIdx.x);
+  Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x);
   [[maybe_unused]] uint4 coins[2];
   if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
   await_previous_kernel();  // up to here nothing of phase 1 was read
-#if Q2_NUMBERS
-  if (threadIdx.x >= makers) octet.n = 0;
-  Codes codes;
-  if (makes) load_codes(side, numbers, codes);
-#endif
   float factor = factor_of(side), global_scale = global_scale_of(side, factor);
   if (blockIdx.x == 0) write_global_scales(p, side, global_scale);
-  u32 bytes[2] = {};
-  [[maybe_unused]] u32 others = 0;
   if (Q2_SWIZZLED ? octet.row < octet.rows : octet.n > 0)
-    others = make_eight(side, octet, factor, global_scale, coins, bytes);
-#if Q2_NUMBERS
-  if (numbers.there && others)
-    make_again(side, numbers, octet, others, bytes, factor, global_scale);
-  if (!makes) return;
-  __shared__ uint2 made[kMakers];
-  if (threadIdx.x < kMakers) made[threadIdx.x] = {bytes[0], bytes[1]};
-  __syncthreads();
-  store_numbers(side, numbers, codes, (const u8*)made, global_scale);
-#endif
+    make_eight(side, octet, factor, global_scale, coins);
 }

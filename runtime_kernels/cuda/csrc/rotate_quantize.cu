@@ -19,9 +19,8 @@
 //   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
 //   Q2_HALVES    or the halves of one, of whole tiles each
 //   Q2_BATCH     of several matrices, which blockIdx.y counts, each by thread blocks of its own
-//   Q2_WIDENED   1: instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
+//   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
 //               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
-//               2: those numbers beside codes and worths, along rows
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -154,9 +153,8 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
   Target target = target_at(out, row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
-    const bool writes = kCodes && (!kValues || target.codes);
 #pragma unroll
-    for (int half = 0; half < 2 && writes; ++half)
+    for (int half = 0; half < 2 && kCodes; ++half)
       *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {
           made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
           made.codes[1][half][1]};
@@ -191,7 +189,7 @@ Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile til
                                     const Rows& rows, const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
   int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;
-  Staged staged(shared_tiles, values_of(p, out), out, common);
+  Staged staged(shared_tiles, out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN)
     coins_along_row(staged, row_of_result(out, rows, row), block, coins);
@@ -211,7 +209,7 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
                                     const Common& common) {
   auto [pair, quarter] = lane_along_cols();
   int warp = threadIdx.x / 32, block = tile.row / kBlock;
-  Staged staged(shared_tiles, out.codes, out, common);
+  Staged staged(shared_tiles, out, common);
   u32 coins[2][2] = {};
   if constexpr (kRule == MS_EDEN) coins_along_cols(staged, first, second, block, coins);
 #pragma unroll

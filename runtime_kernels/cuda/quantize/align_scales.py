@@ -14,7 +14,6 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 _SCALES_PER_BLOCK = 256 * 8  # of a thread block of align_scales.cu
 _MOST_COLUMNS = 32  # whose sums a thread block adds up at once
 _SIDE = "PPPPPPPPqIifii"
-_NUMBERS = "PPq"
 _SUMS = "PPiiii"
 
 Address = At | int  # 0: there is no such tensor
@@ -39,15 +38,6 @@ class Side(NamedTuple):
     partner: int
 
 
-class Numbers(NamedTuple):
-    """The codes of a side, and where the numbers go that they stand for, if anywhere; there: they
-    have been made with the codes. align_scales.cu has the same struct."""
-
-    codes: Address = 0
-    out: Address = 0
-    there: int = 0
-
-
 class Sums(NamedTuple):
     """Of the columns of an operand, by tiles: sums.cuh has the same struct."""
 
@@ -66,22 +56,14 @@ class Alignment(Ending):
     thread_blocks: for each side, and for each of the sums.
     sums: of columns, that it adds up as well; summing: the launch that is taken in the place of the
         other if there are any.
-    numbers: of each side, that it dequantises as well; widening: likewise.
     """
 
     thread_blocks: int
     sums: tuple[Sums, ...] = ()
     summing: Launch | None = None
-    numbers: tuple[Numbers, ...] = ()
-    widening: Launch | None = None
 
     @property
     def step(self) -> Step:
-        if self.widening is not None:
-            assert self.summing is None, "no launch does both"
-            values = [*in_places(self.sides), *in_places(self.numbers)]
-            makes = any(numbers.out and not numbers.there for numbers in self.numbers)
-            return Step(self.widening, ((1 + makes) * self.thread_blocks, len(self.sides)), values)
         if self.summing is None:
             grid = self.thread_blocks, len(self.sides)
             return Step(self.launch, grid, in_places(self.sides))
@@ -110,28 +92,12 @@ def align_launch(spec: Scheme, interleaved: bool, sums: bool = False) -> Launch:
         Q2_INTERLEAVED=int(interleaved and rule != Rule.MX),
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AFTERWARDS),
         Q2_SUMS=int(sums),
-        Q2_NUMBERS=0,
     )
-
-
-def dequantises(spec: Scheme) -> bool:
-    """Whether the launch that ends a quantiser of this scheme can also dequantise what it makes:
-    align_scales.cu, where numbers have their global scale in them."""
-    plain = not (spec.swizzled or spec.widened) and spec.block[0] == 1
-    return plain and spec.folds and Rule.of(spec) in SCALED_AFTERWARDS
-
-
-def widening_launch(align: Launch) -> Launch:
-    """That launch, where it does."""
-    defines = dict(align.variant.defines)
-    del defines["Q2_PARAMS_BYTES"]
-    return _align_launch(align.variant.file, **(defines | {"Q2_NUMBERS": 1}))
 
 
 @functools.cache
 def _align_launch(file: str, **defines: int) -> Launch:
     layout = _SIDE * MOST_SIDES
-    layout += _NUMBERS * MOST_SIDES * defines.get("Q2_NUMBERS", 0)
     if defines["Q2_SUMS"]:
         layout += _SUMS * MOST_SIDES + "i"
     return launch(file, layout, threads=256, overlaps=True, defines=defines)

@@ -43,7 +43,6 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED_SWIZZLED,
     SOURCES,
     TILE,
-    numbered_launch,
     rotate_launch,
     several_launch,
     shared_memory,
@@ -247,8 +246,7 @@ def quantizer_call(
         sums=bool(sums),
     )
     several = several_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
-    numbered = numbered_launch(launched[0], shared_memory(index))
-    steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk), several, numbered)]
+    steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk), several)]
     ending = None
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)

@@ -178,27 +178,6 @@ def several_launch(one: Launch) -> Launch | None:
 
 
 @functools.cache
-def numbered_launch(one: Launch, room: int) -> Launch | None:
-    """The same that writes the bf16 numbers of its codes as well, where one more field says.
-
-    None for other kernels than rotate_quantize.cu, and for all but codes along rows alone, rounded
-    to the nearest, with global scales found afterwards: those of forwards.  room: rotate_launch's.
-    """
-    if one.variant.file != _FILE or one.variant.headers:
-        return None
-    defines = {name: value for name, value in one.variant.defines if name != "Q2_PARAMS_BYTES"}
-    others = ("Q2_COLS", "Q2_WIDENED", "Q2_STOCHASTIC", "Q2_SUMS")
-    if defines["Q2_RULE"] != Rule.POW2 or any(defines[name] for name in others):
-        return None
-    tile, staged = _tile_bytes(defines["Q2_SOURCE"], one.threads), _staged_bytes(True, one.threads)
-    if defines["Q2_STAGES"] > 1:
-        defines["Q2_STAGES"] = stages_in(room, defines["Q2_BLOCKS_PER_SM"], tile, staged)
-    defines["Q2_WIDENED"] = 2
-    shared = defines["Q2_STAGES"] * tile + staged
-    return launch(_FILE, one.layout + "P", one.threads, shared, defines=defines)
-
-
-@functools.cache
 def shared_memory(index: int) -> int:
     """Bytes of shared memory of a multiprocessor of a CUDA device; by its capability where there is
     no CUDA."""

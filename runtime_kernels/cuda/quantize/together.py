@@ -6,17 +6,12 @@ together   rotate x, rotate w, align both and multiply their global scales, GEMM
 
 apart      dequantise x, dequantise w, GEMM of bf16 numbers
 together   dequantise both, GEMM
-
-apart      rotate x, rotate w, align both, dequantise both, GEMM of bf16 numbers
-together   rotate x, rotate w, align and dequantise both, GEMM
-           or rotate x and w and write their numbers, too, ... where they are read along rows
-           or with x by loops of Inductor's that do so
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,20 +25,10 @@ from q2compile.runtime_kernels.cuda.calls import (
     Step,
     in_places,
 )
-from q2compile.runtime_kernels.cuda.dequantize import dequantize_launch
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, architecture
-from q2compile.runtime_kernels.cuda.quantize.align_scales import (
-    Alignment,
-    Numbers,
-    Side,
-    widening_launch,
-)
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
-    numbered_launch,
-    several_launch,
-    shared_memory,
-)
+from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, Side
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
 
 
 class Product(NamedTuple):
@@ -57,51 +42,27 @@ class Product(NamedTuple):
     other: tuple[int, int] | int
 
 
-class Dequantised(NamedTuple):
-    """Of what a call of the same launch quantises.
-
-    by: the call that dequantises, by number.
-    scales: the call that makes the scales, and which of its outputs they are.
-    there: what made the codes has made the numbers, too (align_scales.Numbers).
-    codes: somebody else reads the codes; if not they are left out where numbers are made with them.
-    """
-
-    by: int
-    scales: tuple[int, int]
-    there: bool = False
-    codes: bool = True
-
-
 def together(
     calls: Sequence[Call],
     products: Sequence[Product] = (),
     others: int = 0,
-    dequantised: Sequence[Dequantised] = (),
 ) -> Call:
-    """One call for several, whose endings have one launch, or dequantise what others quantise.
+    """One call for several, whose endings have one launch.
 
     Its operands are those of all, then `others` tensors, each one fp32; its outputs are those of
     all, then the products.
     """
     places = _Places(calls, len(products), others)
-    numbers = {each.scales[0]: places.output(each.by, 0) for each in dequantised}
-    unread = {
-        places.output(i, number - 1) for _, (i, number), _, codes in dequantised if not codes
-    }
     steps = _merged(
-        _numbered(_moved(step, i, places), numbers.get(i), unread)
-        for i, call in enumerate(calls)
-        for step in call.steps[:-1]
+        _moved(step, i, places) for i, call in enumerate(calls) for step in call.steps[:-1]
     )
-    last = {each.by for each in dequantised}
-    endings = {i: call.ending for i, call in enumerate(calls) if i not in last}
+    endings = {i: call.ending for i, call in enumerate(calls)}
     assert None not in endings.values() and len({e.launch for e in endings.values() if e}) == 1
     sides = [s for i, each in endings.items() if each for s in places.of_all(i, each.sides)]
     ending: Any = endings[0]
     if isinstance(ending, Alignment):
         ending = _all_of(ending, endings, places)
         sides = _multiplying(sides, places, products)
-        ending = _dequantising(ending, calls, sides, places, dequantised)
     ending = replace(ending, sides=tuple(sides))
     outputs = [output for call in calls for output in call.outputs]
     outputs += [Output((), torch.float32)] * len(products)
@@ -109,45 +70,19 @@ def together(
     return Call(places.operands, tuple(outputs), places.workspace_bytes, tuple(steps), ending)
 
 
-def compile_ahead(
-    calls: Iterable[Iterable[Launch]],
-    more: Iterable[Launch],
-    index: int,
-    dequantised: Container[int] = (),
-) -> None:
+def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> None:
     """Has NVRTC begin with what `together` will launch beyond what the calls do by themselves.
 
-    calls: what each may launch (Launching.launches).  more: what is launched for all of them.
-    dequantised: which of the calls make what others dequantise, by number.
+    calls: what each may launch (Launching.launches).
     """
-    room = shared_memory(index) if dequantised else 0
-    alike: Counter[Launch] = Counter()
-    numbered: dict[Launch, None] = {}
-    for i, launches in enumerate(calls):
-        for launch in launches:
-            also = numbered_launch(launch, room) if i in dequantised else None
-            alike[also or launch] += 1
-            if also is not None:
-                numbered[also] = None
-    several = [several_launch(launch) for launch, count in alike.items() if count > 1]
-    for each in (*numbered, *several, *more):
+    alike = Counter(launch for launches in calls for launch in launches)
+    for each in [several_launch(launch) for launch, count in alike.items() if count > 1]:
         if each is not None:
             nvrtc.begin(each.variant, architecture(index))
 
 
 def _moved(step: Step, i: int, places: _Places) -> Step:
     return step._replace(values=[places.of(i, value) for value in step.values])
-
-
-def _numbered(step: Step, numbers: At | None, unread: Container[At]) -> Step:
-    """A step that also writes the numbers of its codes, if they are wanted and it can; and not the
-    codes, if they are among the unread."""
-    launch = step.numbered
-    if launch is None or numbers is None:
-        return step
-    several = step.several and several_launch(launch)
-    values = [0 if value in unread else value for value in step.values]
-    return Step(launch, step.grid, [*values, numbers], several)
 
 
 def _merged(steps: Iterable[Step]) -> list[Step]:
@@ -187,29 +122,6 @@ def _multiplying(sides: Sequence[Side], places: _Places, products: Sequence[Prod
             partner=-1 if known else numbers[places.output(*other)],  # type: ignore[misc]
         )
     return sides
-
-
-def _dequantising(
-    ending: Alignment,
-    calls: Sequence[Call],
-    sides: Sequence[Side],
-    places: _Places,
-    dequantised: Sequence[Dequantised],
-) -> Alignment:
-    """An ending that does what is left of the calls that dequantise."""
-    if not dequantised:
-        return ending
-    of_scales = {side.scales: number for number, side in enumerate(sides)}
-    numbers = [Numbers()] * len(sides)
-    for by, scales, there, codes_are_read in dequantised:
-        of: Any = calls[by].ending
-        assert of.launch is dequantize_launch(torch.bfloat16, False, True)
-        (matrix,) = places.of_all(by, of.sides)
-        with_codes = any(step.numbered for step in calls[scales[0]].steps)
-        codes = matrix.codes if codes_are_read or not with_codes else 0
-        there = there or with_codes
-        numbers[of_scales[places.output(*scales)]] = Numbers(codes, matrix.out, int(there))
-    return replace(ending, numbers=tuple(numbers), widening=widening_launch(ending.launch))
 
 
 class _Places:

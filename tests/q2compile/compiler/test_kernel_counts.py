@@ -172,7 +172,6 @@ ROWS = [
     _joint_pass("gather_codes", "quartet2", model=Routed),
     _joint_pass("share_saved_rotations", "nvfp4"),
     _joint_pass("swizzle_saved_scales", "quartet2", capability=BLACKWELL),
-    _joint_pass("turn_in_backward", "nvfp4"),
     _option("keep_packed", model=Mlp),
     _option("recompute_weights"),
     _option("cache_weights"),
@@ -354,7 +353,7 @@ share_operands (joint)
   forward   q2.dequantize 8 -> 6, q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1,
             inputs 5, mm 4, q2.split_scales 5, triton 10
   backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
-            q2.rht_quantize 4, triton 2
+            q2.rht_quantize 4, q2.transpose 3, triton 2
 
 gather_codes (joint)
   forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, triton 3 -> 2, inputs 5, mm 1,
@@ -367,19 +366,13 @@ share_saved_rotations (joint)
   forward   q2.rht_quantize 4 -> 2, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
             q2.quantize 1, q2.split_scales 5, triton 10
   backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
-            q2.rht_quantize 4, triton 2
+            q2.rht_quantize 4, q2.transpose 3, triton 2
 
 swizzle_saved_scales (joint)
   forward   swizzle_scales.cu 7 -> 0, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1,
             triton 2
   backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
             q2.rht_quantize_both 3, triton 2
-
-turn_in_backward (joint)
-  forward   aten.randint 1, inputs 5, mm 4, q2.dequantize 6, q2.quantize 1, q2.rht_quantize 2,
-            q2.split_scales 5, triton 10
-  backward  aten.randint 1, inputs 20, mm 7, q2.dequantize 5, q2.quantize 3, q2.rht_quantize 4,
-            triton 2
 
 keep_packed (option)
   forward   inputs 3, mm 2, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1

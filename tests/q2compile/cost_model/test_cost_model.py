@@ -200,13 +200,16 @@ def test_a_bias_costs_next_to_nothing_where_the_quantiser_sums():
 
 
 def test_emulated_gemms_are_bf16s():
-    """On an H200: operands are written as numbers, those of the forward beside their codes."""
+    """On an H200: the backward's quantizers write bf16, the forward's codes are dequantized."""
     layer = Layer(T, N, K, emulated=True)
     found = {(s.gemm, s.what): s for s in recipe_steps(QUARTET2, layer, ALL)}
     x, w, dy = T * K, N * K, T * N
-    assert found["fprop", "dequantise x"].bits == 16 * x
-    of_nvfp4 = {s.what: s.bits for s in recipe_steps(resolve("nvfp4"), layer, ["fprop"])}
-    assert of_nvfp4["dequantise x"] == 16 * x and of_nvfp4["dequantise w"] > 20 * w
+    assert found["fprop", "dequantise x"].bits == (4.5 + 16) * x
+    launches = [found["fprop", f"dequantise {role}"].launches for role in "xw"]
+    assert sum(launches) == 1  # for both
+    of_nvfp4 = {(s.gemm, s.what): s for s in recipe_steps(resolve("nvfp4"), layer, ALL)}
+    assert of_nvfp4["fprop", "dequantise w"].bits == (4 + 8 / 256 + 16) * w
+    assert of_nvfp4["dgrad", "turn w"].bits > 8 * w
     assert found["dgrad", "quantise dy both ways"].bits == (16 + 2 * 20) * dy
     assert found["wgrad", "requantise x"].bits == (4.5 + 20) * x
     plain = {s.gemm: s for s in bf16_steps(layer, ALL)}

@@ -136,14 +136,13 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
         ("joint", "gather_scattered", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
-        ("joint", "turn_in_backward", 0),
         ("joint", "mask_again", 0),
         ("joint", "recompute_weights", 1),
     ]
     b = Builder()
     b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
     runner(b.graph)
-    assert len(records) == 7
+    assert len(records) == 6
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
 
@@ -157,7 +156,7 @@ def passes_of_joint(**options):
 
 def test_the_configuration_decides_which_joint_passes_run():
     names = ["anchor_seeds", "gather_scattered", "gather_codes", "swizzle_saved_scales"]
-    names += ["turn_in_backward", "mask_again", "recompute_weights"]
+    names += ["mask_again", "recompute_weights"]
     assert passes_of_joint() == (names, [])
     assert passes_of_joint(recompute_weights=False) == (names[:-1], [])
     assert passes_of_joint(cache_weights=True) == (names[:-1], [])

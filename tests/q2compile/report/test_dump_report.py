@@ -163,7 +163,6 @@ def test_every_stage_is_written(tmp_path, inner):
         ("joint", "gather_scattered", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
-        ("joint", "turn_in_backward", 0),
         ("joint", "mask_again", 0),
         ("joint", "recompute_weights", 2),
         ("forward", "gather_scattered", 0),

@@ -22,14 +22,13 @@ from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
-from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch, widening_launch
+from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     _KIB,
     ROUNDED,
     ROUNDED_SWIZZLED,
     SOURCES,
     not_served,
-    numbered_launch,
     rotate_launch,
     several_launch,
     shared_memory,
@@ -58,12 +57,6 @@ def rotate(source: int, transform: str, scheme: str, directions: tuple, **option
 
 def align(scheme: str, interleaved: bool) -> Launch:
     return align_launch(get_scheme(scheme), interleaved)
-
-
-def numbered(scheme: str) -> Launch:
-    launch = numbered_launch(rotate(BF16, "none", scheme, ROW), 228 * 1024)
-    assert launch is not None
-    return launch
 
 
 # The kernels of the backward passes of the recipes.
@@ -116,15 +109,12 @@ OTHERS = {
     "align eden": align(EDEN, True),
     "align eden exact": align("nvfp4_ms_eden", False),
     "align sr": align(SR, False),
-    "align and dequantise": widening_launch(align("nvfp4_46_pow2", False)),
-    "align and dequantise eden": widening_launch(align(EDEN, True)),
     "align mx": align("mxfp4_sr", False),
     "align swizzled": align(EDEN + SWIZZLED, True),
     "align swizzled of any rows": align(EDEN + SWIZZLED, False),
     "quartet requantize swizzled": rotate(
         SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
     ),
-    "values beside codes": numbered("nvfp4_46_pow2"),
     "settle eden": align(EDEN + WIDENED, True),
     "settle sr": align(SR + WIDENED, False),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
@@ -144,7 +134,7 @@ SEVERAL = {
         *("quartet2 fprop", "requantize", "rht_quantize_both", "requantize swizzled"),
         *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
         *("quartet requantize", "quartet requantize swizzled", "mxfp4 col", "groups requantize"),
-        *("values both", "values requantize", "values groups requantize", "values beside codes"),
+        *("values both", "values requantize", "values groups requantize"),
         *("values sr requantize", "values mx requantize", "by scales", "values by scales"),
     )
 }
@@ -171,7 +161,7 @@ SAMPLE = (
     *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
     *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
     *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
-    *("values beside codes", "values by scales"),
+    "values by scales",
     *("quartet2 fprop, several", "values both, several", "values requantize, several"),
 )
 CASES = [

@@ -18,7 +18,7 @@ from q2compile.runtime_kernels.cuda.quantize import together as together_file
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
-from q2compile.runtime_kernels.cuda.quantize.together import Dequantised, Product, together
+from q2compile.runtime_kernels.cuda.quantize.together import Product, together
 from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
@@ -210,7 +210,7 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
     monkeypatch.setattr(together_file, "architecture", lambda index: "sm_90a")
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
     monkeypatch.setattr(rotating_ops, "shared_memory", lambda index: 228 * 1024)
-    together_file.compile_ahead([op.launches(*args) for op, args in members], [], 0)
+    together_file.compile_ahead([op.launches(*args) for op, args in members], 0)
     rotated = together([op.call(*args) for op, args in members]).steps[1]
     assert begun == [rotated.launch.variant]
 
@@ -220,79 +220,6 @@ def test_scales_of_inductor_s_loops(emulated) -> None:
     quantise = rotating_ops.quantize, (matrix(72, 144), None, None, RTN + SWIZZLED, 0)
     members = [(split_scales, (worth, RTN + SWIZZLED)), quantise]
     assert_same_bits(run(members), apart(members))
-
-
-@pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
-@pytest.mark.parametrize("scheme", [RTN, EDEN])
-def test_what_is_quantised_is_dequantised_at_once(scheme, emulated) -> None:
-    """By the launch that makes the scales: of Inductor's loops as well, of one direction of two, of
-    a matrix whose last thread block has a few, and one is left in codes."""
-    members: Members = []
-    if scheme == RTN:
-        worth = matrix(130, 9, torch.float32).abs()
-        members = [(split_scales, (worth, RTN))]
-        for shape in ((3, 96), (260, 64)):
-            members.append((rotating_ops.quantize, (matrix(*shape), None, None, RTN, 0)))
-        # Which members, and of their outputs codes, scales and global scale.
-        made = [(0, None, 0, 1), (2, 0, 1, 2)]
-    else:
-        members = [both(EDEN), again(EDEN)]
-        made = [(0, 3, 4, 5), (1, 0, 1, 2)]
-    want = [op(*args) for op, args in members]
-    loops = torch.randint(256, (130, 72), dtype=torch.uint8)
-    dequantised = []
-    for member, codes, scales, unit in made:
-        args = loops if codes is None else want[member][codes], want[member][scales]
-        args = *args, want[member][unit], scheme, 2 * args[0].shape[1], torch.bfloat16
-        dequantised.append(Dequantised(len(members), (member, scales)))
-        members.append((dequantize.dequantize, args))
-    call = together([op.call(*args) for op, args in members], (), 0, dequantised)
-    assert [step.launch.variant.file for step in call.steps].count("dequantize.cu") == 0
-    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
-    # As generated code has it: what dequantises is given the places of what is to be dequantised.
-    places = iter(outputs)
-    by_member = [[next(places) for _ in each] for each in want]
-    operands = [t for _, args in members[: len(want)] for t in tensors_of(args)]
-    for member, codes, *parts in made:
-        operands.append(loops if codes is None else by_member[member][codes])
-        operands += [by_member[member][part] for part in parts]
-    Ready(call, 0)([*operands, *outputs])
-    numbers = [q2.dequantize(*args) for _, args in members[len(want) :]]
-    assert_same_bits(outputs, [*(o for each in want for o in each), *numbers])
-
-
-@pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
-@pytest.mark.parametrize("scheme", [RTN, "nvfp4_pow2"])
-@pytest.mark.parametrize("poison", [None, float("inf")])
-@pytest.mark.parametrize("codes", [True, False])
-def test_numbers_leave_with_the_codes(scheme, poison, codes, emulated) -> None:
-    """Made with the scale that a block alone gives; those of blocks whose scale turns out to be an
-    e4m3 subnormal, or zero, are made again, and all where there is no global scale. Or without the
-    codes, where nobody else reads them."""
-    x = matrix(9, 200).clamp(-4, 4)
-    x *= 2.0 ** torch.tensor([0, -10, -15, -17, -20, -60, -110, -125, 0]).unsqueeze(1)
-    x[8] = 0
-    if poison is not None:
-        x[3, 40] = poison
-    args = x, None, None, scheme, 0
-    *packed, unit = rotating_ops.quantize(*args)
-    again = *packed, unit, scheme, 2 * packed[0].shape[1], torch.bfloat16
-    members = [(rotating_ops.quantize, args), (dequantize.dequantize, again)]
-    of = Dequantised(1, (0, 1), codes=codes)
-    call = together([op.call(*a) for op, a in members], (), 0, [of])
-    rotating, _ = (dict(step.launch.variant.defines) for step in call.steps)
-    assert rotating["Q2_WIDENED"] == 2
-    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
-    outputs[0].fill_(0x5A)
-    Ready(call, 0)([x, *outputs[:3], *outputs])
-    numbers = q2.dequantize(*again)
-    if not codes:
-        assert (outputs[0] == 0x5A).all()
-        packed[0] = outputs[0]
-    assert_same_bits(outputs[:3], [*packed, unit])
-    if poison is None:
-        assert_same_bits(outputs[3:], [numbers])
-    assert torch.allclose(outputs[3], numbers, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, "nvfp4_ms_eden", "mxfp4_rtn34"])

@@ -14,7 +14,7 @@ struct Results {
 // lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
 // here.
 struct Target {
-  u8* codes;  // beside numbers null where nobody reads them
+  u8* codes;
   u8* scales;
   int left;  // blocks that exist from here on
 };
@@ -24,15 +24,14 @@ constexpr bool kSwizzled = Q2_SWIZZLED;
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
   long long at = (long long)row * out.blocks + block;
   long long scales_at = kWorths ? 4 * at : (kRule == MX ? at / 2 : at);
-  u8* codes = !kValues || out.codes ? out.codes + at * 8 : nullptr;
-  return {codes, (u8*)out.scales + scales_at, row < out.rows ? out.blocks - block : 0};
+  return {out.codes + at * 8, (u8*)out.scales + scales_at,
+          row < out.rows ? out.blocks - block : 0};
 }
 
 // One block, `ahead` of the target's.
 Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32 stored) {
   if (ahead >= target.left) return;
-  if (kCodes && (!kValues || target.codes))
-    *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
+  if (kCodes) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
   if constexpr (kSwizzled) return;  // store_swizzled
   if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
   else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
@@ -43,7 +42,7 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32
 Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
-  if (kCodes && (!kValues || target.codes))
+  if (kCodes)
     *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
   if constexpr (kSwizzled || kWorths) return;  // store_swizzled
   if constexpr (kRule == EXACT)

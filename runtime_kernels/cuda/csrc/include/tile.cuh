@@ -46,9 +46,9 @@ constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's place, or none
 constexpr int kStageBytes = kOperands * kTileBytes;  // of an operand each, side by side
 constexpr int kBlock = 16;
-// What leaves: codes, or the bf16 numbers that they stand for, for a GEMM that wants those, or both.
-constexpr bool kCodes = Q2_WIDENED != 1;
-constexpr bool kValues = Q2_WIDENED != 0;
+// What leaves: codes, or the bf16 numbers that they stand for, for a GEMM that wants those.
+constexpr bool kValues = Q2_WIDENED;
+constexpr bool kCodes = !kValues;
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
 constexpr Rule kRule = (Rule)Q2_RULE;
 // Signs are multiplied in: where all that comes of an infinity is NaN anyway.
@@ -104,16 +104,12 @@ struct Params {
 #if Q2_PRODUCED
   Producer producer;
 #endif
-#if Q2_WIDENED == 2
-  u8* values;
-#endif
 };
 // A launch of several matrices: blockIdx.y says which.
 struct Batch {
   Params of[kBatch ? kBatch : 1];
 };
 static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
-static_assert(!(kCodes && kValues) || (kRows && !kCols), "there is one place for numbers");
 static_assert(!kSums || (kCols && !kScaled && !kGrouped), "columns are summed on their way along");
 static_assert(kOperands == 1 || (!kScaled && !kSums && kStages == 1), "not written for two");
 

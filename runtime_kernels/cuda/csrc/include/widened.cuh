@@ -4,7 +4,7 @@
 // With worths (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
 // wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the worth alone
 // gives. So the numbers are made with those (numbers.cuh, provisional), and settle_widened.cu mends
-// the others; where there are codes as well, align_scales.cu does.
+// the others.
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers
 // into shared memory first. Rows j and j + 8 lie side by side, and the next two 16 bytes further than
@@ -35,27 +35,16 @@ Q2_INLINE float scale_value(const Common& common, u32 stored, u32 coin) {
   return stored == 0 ? 0.0f : provisional(worth);
 }
 
-// Where the numbers along rows go.
-Q2_INLINE u8* values_of([[maybe_unused]] const Params& p, [[maybe_unused]] const Output& out) {
-#if Q2_WIDENED == 2
-  return p.values;
-#else
-  return out.codes;
-#endif
-}
-
 // What a warp makes of its 16 rows of the result, on its way through shared memory.
 struct Staged {
   u8* shared;
   u32 base;  // of the warp's rows, after the tiles
-  u8* values;
   const Output& out;
   const Common& common;
 
-  Q2_INLINE Staged(u8* shared, u8* values, const Output& out, const Common& common)
+  Q2_INLINE Staged(u8* shared, const Output& out, const Common& common)
       : shared(shared),
         base(kStages * kStageBytes + threadIdx.x / 32 * kStagedBytes),
-        values(values),
         out(out),
         common(common) {}
 
@@ -122,7 +111,7 @@ struct Staged {
     return (const uint4*)(shared + place(row, 16 * piece));
   }
   Q2_INLINE uint4* target(int row, int block, int piece) const {
-    return (uint4*)(values + ((long long)row * out.blocks + block) * 32) + piece;
+    return (uint4*)(out.codes + ((long long)row * out.blocks + block) * 32) + piece;
   }
 };
 
