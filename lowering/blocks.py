@@ -21,7 +21,7 @@ from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.fp32 import Value, magnitude_bits
+from q2compile.lowering.fp32 import Value, integer, is_finite, magnitude_bits
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
@@ -93,6 +93,16 @@ class Blocks(ABC):
     def largest(self) -> ir.TensorBox:
         """Bits of the largest |x| of each block."""
         return self.over_blocks("max", lambda x, _: magnitude_bits(x))
+
+    def largest_if_finite(self) -> ir.TensorBox:
+        """The same; 0 for a block that is not finite."""
+        largest = self.largest().make_loader()
+
+        def inner(place: Index) -> Value:
+            bits = largest(place)
+            return ops.where(is_finite(bits), bits, integer(0))
+
+        return self.per_block(torch.int32, inner)
 
     def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
         """The int32 words of each row of each block, 8 codes a word -> uint8 [M, blocks * width/2].

@@ -126,6 +126,11 @@ def _ptx(asm: str, *args: Value, dtype: torch.dtype = torch.float32) -> Value:
     )
 
 
+def is_finite(magnitude_bits: Value) -> Value:
+    """Whether these are bits of a finite magnitude."""
+    return ops.lt(magnitude_bits, integer(INFINITE))
+
+
 def round_e2m1(v: Value) -> Value:
     """`formats.round_e2m1` of 0 <= v < 7, by the float adder.
 

@@ -1,5 +1,5 @@
 """The rounding rules of `q2compile.runtime_kernels.mxfp4`, in Inductor's loops: one kernel, and the
-global scale, which says whether all of x is finite.
+global scale, a constant.
 
 A block's scale is held as its e8m0 byte, an int32 in [0, 254).
 """
@@ -10,12 +10,13 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering import fp32
-from q2compile.lowering.blocks import Blocks, Index, PerBlock, largest_of_all
+from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.rounding import Quantized, Rounding
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
 _LARGEST_BYTE = 253  # 2^126, whose reciprocal is normal
+_NAN_BYTE = 0xFF
 
 
 class _PowersOfTwo:
@@ -38,19 +39,17 @@ class _PowersOfTwo:
 
 
 def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
-    """Codes, e8m0 scales, and 1 / shrink as global scale: NaN where x is not finite."""
-    largest = blocks.largest()
-    scales = _PowersOfTwo(Fp32(blocks.device), largest.make_loader(), scheme.shrink)
+    """Codes, e8m0 scales, NaN for poisoned blocks, and 1 / shrink as global scale."""
+    largest = blocks.largest().make_loader()
+    scales = _PowersOfTwo(Fp32(blocks.device), largest, scheme.shrink)
     rounding = Rounding(blocks, scheme, scales)
     codes = blocks.pack(rounding.code)
-    scale_bytes = blocks.scales(
-        lambda place: ops.to_dtype(rounding.scale(place), torch.uint8), scheme
-    )
-    worst = largest_of_all(largest)
 
-    def global_scale() -> Value:
-        finite = ops.lt(worst([]), integer(fp32.INFINITE))
-        return ops.where(finite, number(1.0 / scheme.shrink), number(float("nan")))
+    def byte(place: Index) -> Value:
+        finite = fp32.is_finite(largest(place))
+        return ops.to_dtype(
+            ops.where(finite, rounding.scale(place), integer(_NAN_BYTE)), torch.uint8
+        )
 
-    unit = blocks.scalar(torch.float32, global_scale)
-    return codes, scale_bytes, unit
+    unit = blocks.scalar(torch.float32, lambda: number(1.0 / scheme.shrink))
+    return codes, blocks.scales(byte, scheme), unit

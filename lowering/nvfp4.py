@@ -89,10 +89,10 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
     codes = blocks.pack(rounding.code)
 
     def worth(place: Index) -> Value:
-        """The pseudo-scale; NaN for a block that is not finite."""
-        finite = ops.lt(largest(place), integer(fp32.INFINITE))
+        """The pseudo-scale; NaN for a poisoned block."""
         top = _Pow2.normal_or_zero(rounding.scale(place))
-        return fp32.from_top_bits(ops.where(finite, top, integer(_NAN_TOP)))
+        top = ops.where(fp32.is_finite(largest(place)), top, integer(_NAN_TOP))
+        return fp32.from_top_bits(top)
 
     worths = blocks.per_block(torch.float32, worth)
     return codes, *_split_scales(worths, scheme.name)
@@ -111,18 +111,21 @@ def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quant
         unit = ops.where(
             ops.eq(unit, number(0.0)), number(1.0), ops.maximum(unit, number(fp32.TINY))
         )
-        finite = ops.lt(fp32.magnitude_bits(amax), integer(fp32.INFINITE))
+        finite = fp32.is_finite(fp32.magnitude_bits(amax))
         return ops.where(finite, unit, number(float("nan")))
 
     unit = blocks.scalar(torch.float32, global_scale)
     load_unit = unit.make_loader()
     inverse = blocks.scalar(torch.float32, lambda: fp.div(number(1.0), load_unit([])))
-    scales = _Exact(fp, blocks.largest().make_loader(), load_unit, inverse.make_loader())
+    largest = blocks.largest().make_loader()
+    scales = _Exact(fp, largest, load_unit, inverse.make_loader())
     rounding = _rounding(blocks, scheme, scales)
 
     def byte(place: Index) -> Value:
+        """The block's scale; NaN for a poisoned block, or where the global scale is."""
         unit = load_unit([])
-        code = ops.where(ops.eq(unit, unit), rounding.scale(place), integer(_NAN_BYTE))
+        finite = ops.logical_and(fp32.is_finite(largest(place)), ops.eq(unit, unit))
+        code = ops.where(finite, rounding.scale(place), integer(_NAN_BYTE))
         return ops.to_dtype(code, torch.uint8)
 
     codes = blocks.pack(rounding.code)

@@ -106,7 +106,7 @@ def rht_quantize(
     blocks = HeldBlocks(x, scheme, get_transform(transform), draws, transpose=transpose)
     load_amax: PerBlock | None = None
     if scheme.takes_amax:
-        worst = largest_of_all(blocks.largest())
+        worst = largest_of_all(blocks.largest_if_finite())
         load_amax = blocks.scalar(torch.float32, lambda: float_of(worst([]))).make_loader()
     return _rounded(blocks, load_amax, scheme)
 

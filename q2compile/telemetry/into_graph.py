@@ -4,11 +4,13 @@ before                                         after, in a recording graph
     q = quantize(x, None, None, S, 0)              q = quantize_recorded(x, None, None, S, 0)
     gemm(q[0], q[1], q[2], ...)                    gemm(q[0], q[1], q[2], ...)
                                                    c = sampled_codes(...)             # of weights
-                                                   m = stack_marks([q[2], ...])
+                                                   a = mark(q[0], q[1])
+                                                   m = stack_marks([a, ...])
     return ...                                     note([m, q[3], ..., c, ...], place, layout)
                                                    return ...
 
-In a plain graph only the marks are noted, one number an operand (`ops.note`). Bits stay: a recorded
+In a plain graph only the marks are noted, one number an operand (`ops.note`). Each is made behind
+the first GEMM that reads the operand, which lives no longer for it. Bits stay: a recorded
 op returns the outputs of the very op that it stands for, from the same arguments, and what else is
 added reads its outputs alone, which are in memory either way because a GEMM reads them. So
 nothing of the graph gains a reader that could have the compiler fuse, and round, otherwise.
@@ -53,6 +55,8 @@ _QUANTISERS = (
     *ONE_SUMMED,
     *BOTH_SUMMED,
 )
+
+_REQUANTIZERS = ("requantize", "requantize_by_scales", "requantize_groups")
 
 
 @dataclass
@@ -209,18 +213,26 @@ def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
 
 
 def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:
-    """The global scales of the operands that the graph makes, stacked."""
-    marks: dict[fx.Node, None] = {}
+    """The marks of the operands that the graph quantizes, stacked. One for each quantizer: both
+    directions of a gradient are finite, or neither. Codes that are requantized were marked where
+    they were made."""
+    marks: dict[fx.Node, fx.Node] = {}
     for use in uses:
-        scale = use.parts[2]
-        if scale not in marks and producer(scale).op != "placeholder":
-            layout.marks.append(use.place)
-            marks[scale] = None
+        maker = use.maker
+        again = is_q2(maker, *_REQUANTIZERS, *(op + RECORDED for op in _REQUANTIZERS))
+        if maker in marks or again or maker.op == "placeholder":
+            continue
+        layout.marks.append(use.place)
+        codes, scales, unit = use.parts
+        readers = [n for n in codes.users if is_q2(n, *GEMM_OPS)]
+        after = min(readers) if readers else unit
+        marks[maker] = _call(graph, torch.ops.q2.mark.default, (codes, scales), after)
     if not marks:
         return None
     with graph.inserting_before(end):
-        stacked = graph.call_function(torch.ops.q2.stack_marks.default, (list(marks),))
-    stacked.meta["val"] = next(iter(marks)).meta["val"].new_empty((len(marks),))
+        stacked = graph.call_function(torch.ops.q2.stack_marks.default, (list(marks.values()),))
+    like = next(iter(marks.values())).meta["val"]
+    stacked.meta["val"] = like.new_empty((len(marks),), dtype=torch.float32)
     return stacked
 
 

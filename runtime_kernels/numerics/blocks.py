@@ -4,10 +4,34 @@ Tiles are [n, w, lanes], a block in each column of w = 16 or 32 (layout.py). The
 for every other kernel: each step is one fp32 operation with its own rounding, no fused
 multiply-add, no re-association; a sum adds neighbours first: (t0+t1), (t2+t3), ...; then pairs of
 those; and so on; or what it adds has so few bits that its order does not matter (nvfp4.py).
+
+Non-finite elements. A block that holds a NaN or an Inf is poisoned: its scale is NaN (0x7F in
+e4m3, 0xFF in e8m0). So every element of it dequantizes to NaN, and every result that contracts it
+is NaN. Its codes are unspecified. Nothing else changes:
+
+- The other blocks have the bits that they have where the poisoned block holds zeros. The global
+  scale is taken over the finite blocks (q2::amax: over the finite elements).
+- A rotation mixes a chunk (transforms.py): all blocks of the chunk are poisoned then.
+- A NaN scale in the source of a requantization is a NaN in each element of that block.
+- QuEST trusts no element of a poisoned block. Sums of columns are plain sums.
+
+Reasons:
+
+- Rows of an operand are tokens, in inference of different requests. No token may depend on another
+  one's fault. A matrix product is NaN in the rows that have a NaN, and in no other.
+- Poison must not vanish: gradient scalers look for it in the gradients, and an Inf that saturates
+  would be a plausible number.
+- The scale holds it because e2m1 has no NaN. FP4 tensor cores and all emulations propagate it.
+- Codes are unspecified because clearing them would cost an instruction for each element.
+
+The global scale itself is NaN, and so are all scales, in three cases: an amax that is given is not
+finite; the global scale of a source is not finite; fp32 cannot hold the largest raw scale times the
+factor (|x| near 2^127).
 """
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -43,8 +67,18 @@ class Blocks:
     stream: int
     shares: torch.Tensor | None = None
 
+    @cached_property
     def largest(self) -> torch.Tensor:
-        """max |x| of each block, [n, 1, lanes]."""
+        """max |x| of each block, [n, 1, lanes]; 0 for a poisoned block, which counts as zeros."""
+        return torch.where(self.poisoned, 0.0, self._largest)
+
+    @cached_property
+    def poisoned(self) -> torch.Tensor:
+        """The blocks that are not finite: bool [n, 1, lanes]."""
+        return ~self._largest.isfinite()
+
+    @cached_property
+    def _largest(self) -> torch.Tensor:
         return self.shared(self.x.abs().amax(1, keepdim=True))
 
     def to_e2m1(self, scaled: torch.Tensor, purpose: int = philox.COINS) -> torch.Tensor:
@@ -101,12 +135,18 @@ def finite_reciprocal(numerator: torch.Tensor | float, scale: torch.Tensor) -> t
     return (numerator / or_one(scale)).clamp_(max=_HUGE)
 
 
-def finite_or_nan(global_scale: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """Poison: NaN or Inf anywhere in the input makes every dequantised value NaN, so that a loss
-    scaler sees it."""
-    return torch.where(largest_of(magnitudes).isfinite(), global_scale, torch.nan)
+def finite_or_nan(global_scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """NaN where the number that the global scale is made from is not finite."""
+    return torch.where(largest.isfinite(), global_scale, torch.nan)
 
 
 def largest_of(x: torch.Tensor) -> torch.Tensor:
     """max(x), 0 for an empty tensor. NaN comes through."""
     return x.amax() if x.numel() else x.new_zeros(())
+
+
+def poison(scales: torch.Tensor, poisoned: torch.Tensor) -> torch.Tensor:
+    """In place: e4m3 or e8m0 scales become NaN where `poisoned` is set."""
+    nan = 0x7F if scales.dtype == torch.float8_e4m3fn else 0xFF
+    scales.view(torch.uint8).masked_fill_(poisoned, nan)
+    return scales

@@ -13,7 +13,7 @@ MXFP4", 2502.20586, with SR; Quartet, 2505.14669 v4, algorithm 1, with RTN). QuE
 
 import torch
 
-from q2compile.runtime_kernels.numerics.blocks import Blocks, Rounded, finite_or_nan, sum_neighbours
+from q2compile.runtime_kernels.numerics.blocks import Blocks, Rounded, sum_neighbours
 from q2compile.runtime_kernels.numerics.formats import exponent_of, power_of_two
 
 QUEST_CLIP = 2.92247856  # in units of the standard deviation, for 16 levels
@@ -22,16 +22,16 @@ _MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # of e8m0
 
 def rounded(blocks: Blocks) -> Rounded:
     """The scheme's rule."""
-    scheme, largest = blocks.scheme, blocks.largest()
+    scheme, largest = blocks.scheme, blocks.largest
     quest = scheme.rounding == "quest"
     exponent = _quest_exponent(blocks.x, largest) if quest else exponent_of(largest) - 2
-    # 127 is left out, so that the reciprocal is a normal number: no x but Inf has such a scale.
+    # 127 is left out, so that the reciprocal is a normal number: no finite x has such a scale.
     exponent = exponent.clamp(_MIN_EXPONENT, _MAX_EXPONENT - 1)
     scaled = blocks.x * (scheme.shrink * power_of_two(-exponent))
     values = blocks.to_e2m1(scaled)
     scales = blocks.join_scales((exponent - _MIN_EXPONENT).to(torch.uint8))
-    unit = finite_or_nan(largest.new_full((), 1.0 / scheme.shrink), largest)
-    trusted = scaled.abs_() < 6.0 if quest else None
+    unit = largest.new_full((), 1.0 / scheme.shrink)
+    trusted = (scaled.abs_() < 6.0) & ~blocks.poisoned if quest else None
     return Rounded(values, scales.view(torch.float8_e8m0fnu), unit, trusted)
 
 

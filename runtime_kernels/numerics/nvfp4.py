@@ -44,7 +44,7 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
     """The scheme's rule. amax: fp32 0-dim, for schemes that take it."""
     if blocks.scheme.rounding == "ms_eden":
         return _ms_eden(blocks)
-    scheme, largest = blocks.scheme, blocks.largest()
+    scheme, largest = blocks.scheme, blocks.largest
     unit = None if amax is None else exact_global_scale(amax, scheme)
     scale = _block_scale(largest, scheme.vmax, unit)
     if scheme.select:
@@ -52,7 +52,7 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
     else:
         values = blocks.to_e2m1(blocks.x * _reciprocal(scale, unit))
     if unit is None:
-        unit = pow2_global_scale(scale, largest, scheme.cap)
+        unit = pow2_global_scale(scale, scheme.cap)
         scale = scale / unit
     return Rounded(values, nearest_e4m3(blocks.join_scales(scale)), unit)
 
@@ -106,20 +106,22 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     p goes to the nearest 4 bits. The authors' kernels cut toward zero, which clips more: an error
     of 9.7e-3 on N(0,1) instead of 9.4e-3.
     """
-    scheme, largest = blocks.scheme, blocks.largest()
-    pseudo = _block_scale(largest, scheme.vmax, None)
+    scheme = blocks.scheme
+    pseudo = _block_scale(blocks.largest, scheme.vmax, None)
     scaled = blocks.x * finite_reciprocal(1.0, pseudo)
     values = round_e2m1(scaled)
     projection = _sum_of_products(scaled, values)
     correction = _sum_of_products(scaled, scaled) / or_one(projection)
-    corrected = pseudo * torch.where(projection == 0, 1.0, correction)
+    correction = torch.where((projection == 0) | blocks.poisoned, 1.0, correction)
+    corrected = pseudo * correction
     if blocks.shares is not None:
         corrected = corrected * blocks.shares.repeat_interleave(8)[:, None, None]
     corrected = corrected * blocks.factor
     if scheme.global_scale == "exact":
-        unit = finite_or_nan(_floored(largest_of(corrected) / scheme.cap), corrected)
+        top = largest_of(corrected)
+        unit = finite_or_nan(_floored(top / scheme.cap), top)
     else:
-        unit = pow2_global_scale(corrected, corrected, scheme.cap)
+        unit = pow2_global_scale(corrected, scheme.cap)
     scales = blocks.join_scales(corrected) / unit
     return Rounded(values, stochastic_e4m3(scales, blocks.coins(tuple(scales.shape))), unit)
 
@@ -149,14 +151,14 @@ def exact_global_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return finite_or_nan(_floored(_divided(amax, scheme.vmax * scheme.cap)), amax)
 
 
-def pow2_global_scale(scales: torch.Tensor, largest: torch.Tensor, cap: float) -> torch.Tensor:
+def pow2_global_scale(scales: torch.Tensor, cap: float) -> torch.Tensor:
     """The smallest 2^k with max(scales) / 2^k <= cap, fp32 0-dim; 1 for an all-zero tensor; NaN
-    where a block's largest |x| is not finite."""
+    where a scale is not finite."""
     top = largest_of(scales)
     fraction, exponent = torch.frexp(top)  # top = fraction * 2^exponent, fraction in [1/2, 1)
     cap_fraction, cap_exponent = torch.frexp(torch.full_like(top, cap))
     k = exponent - cap_exponent + (fraction > cap_fraction)
-    return finite_or_nan(torch.where(top == 0, 1.0, power_of_two(k.clamp(-126, 127))), largest)
+    return finite_or_nan(torch.where(top == 0, 1.0, power_of_two(k.clamp(-126, 127))), top)
 
 
 def _block_scale(largest: torch.Tensor, vmax: float, unit: torch.Tensor | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ share."""
 import torch
 
 from q2compile.runtime_kernels.numerics import mxfp4, nvfp4
-from q2compile.runtime_kernels.numerics.blocks import Blocks
+from q2compile.runtime_kernels.numerics.blocks import Blocks, largest_of, poison
 from q2compile.runtime_kernels.numerics.formats import encode_e2m1
 from q2compile.runtime_kernels.numerics.layout import Tiling, pack, pack_bits
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
@@ -34,8 +34,8 @@ def quantize_tiles(
         factor: what the tiles have still to be multiplied by: the norm of a rotation, and the
             global scale of a source that was quantised before. MS-EDEN, whose codes do not depend
             on it, applies it to its block scales, one for 16 elements.
-        amax: fp32 0-dim, largest |x| of the whole tensor without the factor, for schemes that take
-            it.
+        amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it;
+            without one it is found: that of the finite blocks.
         seed, stream: where the coins of a stochastic scheme come from.
         shares: what MS-EDEN multiplies the rows of each chunk by besides (groups.py).
 
@@ -46,14 +46,16 @@ def quantize_tiles(
     """
     if scheme.rounding != "ms_eden" and not (isinstance(factor, float) and factor == 1.0):
         tiles = tiles.mul_(factor)
-        amax = None if amax is None else amax * factor
     outer, size, lanes = tiles.shape
     shape = (outer * (size // scheme.width), scheme.width, lanes)
     blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, stream, shares)
+    if scheme.takes_amax and amax is None:
+        amax = largest_of(blocks.largest)
     rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
     codes = blocks.join(pack(encode_e2m1(rounded.values)))
     mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))
     scales, global_scale = rounded.scales, rounded.global_scale
+    poison(scales, blocks.join_scales(blocks.poisoned))
     if scheme.widened:
         codes, scales, global_scale = _widened(codes, scales, global_scale, scheme)
     elif scheme.swizzled:

@@ -20,7 +20,8 @@ x̂ = e2m1(code) * scale * global_scale:
                      e8m0, which has none
     scale_largest    share at or above the scheme's cap, the largest that it aims for
 
-NaN where a number is not known, and all but amax where the operand has a NaN or Inf. Tensors of
+NaN where a number is not known, and all but amax where the operand has a NaN or Inf (of
+sums_of_codes: where the rows that it is given have one). Tensors of
 more than SAMPLE elements are measured, amax aside, on at most that many of them: whole rows, in
 groups of 16 spread evenly over all.
 
@@ -155,7 +156,7 @@ def sums(
     torch.abs(x, out=beyond)
     beyond.view(*unit.shape[:2], scheme.width).gt_(unit * E2M1_MAX)
     # A sum of squares below fp64's largest has none but finite addends; any other is NaN or Inf. Of
-    # what no row here has, the global scale tells: ‖x̂‖ is NaN.
+    # what no row here has, amax tells.
     torch.linalg.vector_norm(spread[:3], dim=1, out=norms)
     torch.linalg.vector_norm(spread[2:], 0, dim=1, out=counts)
     _shares_of_scales(scale, scheme, shares)
@@ -199,7 +200,7 @@ def statistics(sums: torch.Tensor) -> torch.Tensor:
         scale_nonzero - scale_normal,
         scale_largest,
     ]
-    unknown = (size - size) + (rounded - rounded)  # NaN, or 0
+    unknown = (size - size) + (rounded - rounded) + (amax - amax)  # NaN, or 0
     return torch.stack([amax, *(share + unknown for share in known)], -1)
 
 

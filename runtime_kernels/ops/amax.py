@@ -11,14 +11,16 @@ from q2compile.runtime_kernels.registry import LIBRARY
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| as an fp32 scalar. NaN and Inf come through; an empty tensor gives 0.
+    """max |x| over the finite elements, as an fp32 scalar; 0 if there is none: what the global
+    scale of a quantized operand is made from (numerics/blocks.py).
 
     Args:
         x: any shape, any float dtype.
     """
     if guard_or_false(x.numel() == 0):
         return x.new_zeros((), dtype=torch.float32)
-    return x.abs().amax().to(torch.float32)
+    magnitude = x.abs()
+    return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().to(torch.float32)
 
 
 LIBRARY.define("amax(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

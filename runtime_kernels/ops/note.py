@@ -1,12 +1,14 @@
 """Out of a graph, without leaving it: how telemetry hears of what a graph computes.
 
-    stack_marks(marks) -> fp32 [n]   the global scales of operands, side by side
+    mark(codes, scales) -> 0-dim     shows whether an operand has a NaN or Inf
+    stack_marks(marks) -> fp32 [n]   those of several operands: NaN if it has, else finite
     note(noted!, place, layout)      hands tensors to the function that `SINKS` has for the place,
                                      with a text that says what they are
 
-An operand with a NaN or Inf anywhere has a global scale of NaN, whatever its scheme and the form
-of its codes (`blocks.finite_or_nan`): to know of all operands of a graph whether they are finite
-costs one small kernel.
+A NaN or Inf makes the scale of its block NaN (numerics/blocks.py), which is the largest byte of its
+format. So a mark is the largest byte of the scales: one kernel that reads a byte for 16 elements.
+Operands in the form that a bf16 GEMM reads (@bf16) have no scales; there it is the largest
+magnitude.
 
 ``note`` says that it writes to what it is given, so that no compiler takes it for dead code; it
 does not. Its function runs on the host when the graph is run or captured, so all that it does with
@@ -25,6 +27,31 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 SINKS: dict[str, Callable[[Sequence[torch.Tensor], str], None]] = {}
 
 define(
+    "mark(Tensor codes, Tensor scales) -> Tensor",
+    fake=lambda codes, scales: codes.new_empty((), dtype=_dtype_of_mark(codes, scales)),
+)
+
+
+def _dtype_of_mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.dtype:
+    """Of e4m3, whose sign bit is unused, int8: a NaN is the largest number of either."""
+    if codes.is_floating_point():
+        return torch.float32
+    return torch.int8 if scales.dtype == torch.float8_e4m3fn else torch.uint8
+
+
+@kernel("mark", REFERENCE)
+def mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """See above."""
+    dtype = _dtype_of_mark(codes, scales)
+    values = codes if dtype == torch.float32 else scales.view(dtype)
+    if values.numel() == 0:
+        return values.new_zeros((), dtype=dtype)
+    if dtype == torch.float32:
+        return torch.linalg.vector_norm(values, torch.inf, dtype=dtype)
+    return values.amax()
+
+
+define(
     "stack_marks(Tensor[] marks) -> Tensor",
     fake=lambda marks: marks[0].new_empty((len(marks),), dtype=torch.float32),
 )
@@ -32,8 +59,16 @@ define(
 
 @kernel("stack_marks", REFERENCE)
 def stack_marks(marks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See above; marks are fp32 0-dim."""
-    return torch.stack(list(marks))
+    """See above; in a few kernels, whatever the number of marks."""
+    of_each: dict[int, torch.Tensor] = {}
+    for dtype in {m.dtype: None for m in marks}:
+        places = [i for i, m in enumerate(marks) if m.dtype == dtype]
+        stacked = torch.stack([marks[i] for i in places])
+        bytes_ = dtype != torch.float32
+        bad = stacked == torch.iinfo(dtype).max if bytes_ else ~stacked.isfinite()
+        shown = torch.zeros_like(stacked, dtype=torch.float32).masked_fill_(bad, torch.nan)
+        of_each.update(zip(places, shown.unbind(), strict=True))
+    return torch.stack([of_each[i] for i in range(len(marks))])
 
 
 define(

@@ -18,7 +18,6 @@ from q2compile.runtime_kernels.numerics.quantize_tiles import (
 )
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
-from q2compile.runtime_kernels.ops.amax import amax
 from q2compile.runtime_kernels.ops.argument_checks import check_operand, check_seed
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
@@ -85,13 +84,11 @@ def rotate_and_quantize(
     """The same for x * factor, which may be applied late (quantize_tiles.py has shares, too)."""
     tiling = Tiling.of(x, max(spec.width, rotation.size), transpose=transpose)
     tiles = rotate_tiles(tiling.cut(x), rotation, seed)
-    largest = amax(tiles) if spec.takes_amax else None
     codes, scales, global_scale, _ = quantize_tiles(
         tiles,
         tiling,
         spec,
         factor=factor * rotation.norm,
-        amax=largest,
         seed=seed,
         stream=stream,
         shares=shares,

@@ -6,11 +6,13 @@ and a power of two for the tensor.
 With a swizzled scheme the scales lie as the fp4 GEMM reads them (swizzle.py), [tiles, 512].
 
 The last step of a quantiser whose scheme has the global scale "pow2" and rounds its scales to
-nearest, for loops that Inductor made of the rest (q2compile.lowering). NaN anywhere: all NaN.
+nearest, for loops that Inductor made of the rest (q2compile.lowering). A poisoned block's worth is
+NaN, and so is its scale; the global scale is that of the others (numerics/blocks.py).
 """
 
 import torch
 
+from q2compile.runtime_kernels.numerics.blocks import poison
 from q2compile.runtime_kernels.numerics.formats import nearest_e4m3
 from q2compile.runtime_kernels.numerics.layout import scales_shape
 from q2compile.runtime_kernels.numerics.nvfp4 import pow2_global_scale
@@ -53,6 +55,7 @@ define("split_scales(Tensor worth, str scheme) -> (Tensor, Tensor)", fake=fake)
 def split_scales(worth: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
     spec = checked(worth, scheme)
-    unit = pow2_global_scale(worth, worth, spec.cap)
-    scales = nearest_e4m3(worth / unit)
+    poisoned = worth.isnan()
+    unit = pow2_global_scale(torch.where(poisoned, 0.0, worth), spec.cap)
+    scales = poison(nearest_e4m3(worth / unit), poisoned)
     return swizzle_32x4x4(scales).view(-1, 512) if spec.swizzled else scales, unit

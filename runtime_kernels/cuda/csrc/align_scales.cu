@@ -4,7 +4,7 @@
 //
 //   worth    fp32 [n]: what a code of block i is worth, before `factor`;
 //            Q2_INTERLEAVED: the order within eight is 0 4 1 5 2 6 3 7
-//   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1
+//   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1, but for NaN
 //   out      scales e4m3 [n], global_scale fp32
 //
 //   factor = norm of the rotation, times the global scale of the source where there is one (MS-EDEN;
@@ -14,12 +14,13 @@
 //   scale  = SR_e4m3(worth * factor / g), in the subnormals too; coin i is word i % 4 of Philox
 //            block i / 4 (Q2_STOCHASTIC = 1, cap 256), or the nearest (0, cap 448)
 //
-// All zeros: g = 1. NaN anywhere: g = NaN. One launch serves up to kMostSides sides (blockIdx.y): both
+// All zeros: g = 1. A worth of NaN, of a poisoned block (numerics/blocks.py): a scale of NaN. factor NaN,
+// or max(worth) * factor Inf: g and all scales NaN. One launch serves up to kMostSides sides (blockIdx.y): both
 // directions of a matrix, and the operands of a GEMM, of whose global scales it writes the product,
 // too. A thread makes eight scales; its coins, which need nothing of phase 1, are drawn while that is
 // still running. Bytes a block: 4 read, 1 written.
 //
-// Q2_MX: there are no worths (n = 0), and g is `norm`.
+// Q2_MX: there are no worths (n = 0), nothing is read of `largest`, and g is `norm`.
 // Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
 // zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
@@ -41,15 +42,12 @@ static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout
 // Four scales of consecutive blocks as four bytes.
 Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
   u32 drawn[4] = {coins.x, coins.y, coins.z, coins.w}, bytes = 0;
-  if (fminf(fminf(x[0], x[1]), fminf(x[2], x[3])) >= 0x1p-6f) {
+  if (min_or_nan(min_or_nan(x[0], x[1]), min_or_nan(x[2], x[3])) >= 0x1p-6f) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) bytes |= stochastic_normal(x[j], drawn[j]) << (8 * j);
   } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      bytes |= (x[j] >= 0x1p-6f ? stochastic_normal(x[j], drawn[j])
-                                : stochastic_subnormal(x[j], drawn[j]))
-               << (8 * j);
+    for (int j = 0; j < 4; ++j) bytes |= stochastic_e4m3(x[j], drawn[j]) << (8 * j);
   }
   return bytes;
 }
@@ -158,7 +156,7 @@ Q2_INLINE void make_eight(const Side& side, const Octet& octet, float factor, fl
 #else
     x[j] = __fdiv_rn(worth, global_scale);
 #endif
-    x[j] = fminf(x[j], 448.0f);
+    x[j] = min_or_nan(x[j], 448.0f);
   }
 #pragma unroll
   for (int q = 0; q < 2; ++q) {

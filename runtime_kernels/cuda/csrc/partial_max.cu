@@ -1,7 +1,8 @@
-// The largest of non-negative numbers, by parts: what align_scales.cu wants to know of its worths.
+// The largest of numbers that are not negative, by parts, but for NaN: what align_scales.cu wants to know
+// of its worths.
 //
 //   worth    fp32 [n], 16-byte aligned
-//   largest  u32, one a thread block: bits of the largest it saw; NaN compares above all
+//   largest  u32, one a thread block: bits of the largest it saw, or 0
 //
 // Bytes a number: 4 read.
 
@@ -19,18 +20,18 @@ static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout
 extern "C" __global__ void __launch_bounds__(kThreads) partial_max(const __grid_constant__ Params p) {
   allow_next_kernel();
   __shared__ u32 of_warp[kThreads / 32];
-  u32 value = 0;
+  float own = 0.0f;
   long long stride = (long long)gridDim.x * kThreads;
 #pragma unroll 4
   for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; 4 * i < p.count; i += stride) {
     if (4 * i + 4 <= p.count) {
-      uint4 four = ((const uint4*)p.worth)[i];
-      value = max(value, max(max(four.x, four.y), max(four.z, four.w)));
+      float4 four = ((const float4*)p.worth)[i];
+      own = fmaxf(own, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
     } else {
-      for (long long j = 4 * i; j < p.count; ++j) value = max(value, __float_as_uint(p.worth[j]));
+      for (long long j = 4 * i; j < p.count; ++j) own = fmaxf(own, p.worth[j]);
     }
   }
-  value = __reduce_max_sync(~0u, value);
+  u32 value = __reduce_max_sync(~0u, __float_as_uint(own));
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   if (threadIdx.x == 0) {

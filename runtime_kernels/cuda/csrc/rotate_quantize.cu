@@ -10,8 +10,9 @@
 //               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (numerics/swizzle.py),
 //               with zeros to the end of the last tiles, which the tiles of x cover
 //   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
-//   largest     u32, one a thread block: bits of the largest worth it made (MX, AMAX: of the largest
-//               rotated number); NaN compares above all
+//   largest     u32, one a thread block: bits of the largest worth it made (AMAX: of the largest
+//               rotated number of a finite block; MX: not written). NaN, of poisoned blocks, is left out
+//               (numerics/blocks.py)
 //   sums        Q2_SUMS: fp32 [ceil(M/128), K in whole tiles], of the columns of 128 rows each
 //   Q2_GROUPED   along columns by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
 //                that of the padded layout, which `tiles` covers
@@ -89,8 +90,9 @@ Q2_INLINE Pair larger(Pair x, Pair y) {
   return {max_or_nan(x.a, y.a), max_or_nan(x.b, y.b)};
 }
 
-Q2_INLINE u32 largest_of(Pair x) {
-  return max(__float_as_uint(x.a), __float_as_uint(x.b));
+// The larger of two numbers that are not negative, of which NaN is left out, as bits.
+Q2_INLINE u32 larger_bits(u32 x, float y) {
+  return __float_as_uint(fmaxf(__uint_as_float(x), y));
 }
 
 // first: index of the first coin's Philox block, for each member of group 0; step: from there to
@@ -116,9 +118,14 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
     } else if constexpr (kRule == MX) {
       most[0] = most[1] = larger(most[0], most[1]);
     }
-    if constexpr (kRule == MX || kRule == AMAX)
-      extent.largest = max(extent.largest, max(largest_of(most[0]), largest_of(most[1])));
-    if constexpr (kRule == AMAX) return;
+    if constexpr (kRule == AMAX) {
+#pragma unroll
+      for (Pair m : most) {
+        m = fma(m, both(0.0f), m);  // Inf becomes NaN, too
+        extent.largest = larger_bits(larger_bits(extent.largest, m.a), m.b);
+      }
+      return;
+    }
     if constexpr (kMasked && !kAcross) {  // a mask is made along rows alone
       uint2 stored = round_trusting(x, most[0], common, results.codes, results.trusted);
       results.stored[0][0] = stored.x, results.stored[0][1] = stored.y;
@@ -135,8 +142,8 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       u32 worth = results.stored[i / 2][i % 2];
-      extent.largest = max(extent.largest, worth);
-      extent.smallest = min(extent.smallest, worth - 1);
+      extent.largest = larger_bits(extent.largest, __uint_as_float(worth));
+      extent.smallest = min(extent.smallest, worth - 1);  // NaN is above all
     }
   }
 }

@@ -4,7 +4,8 @@
 //
 //   worth, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
 //                              worths but for zeros, less 1
-//   values        bf16 [16 n], code * provisional(scale), becomes code * scale * g; all NaN if g is
+//   values        bf16 [16 n], code * provisional(scale), becomes code * scale * g; NaN, as they are,
+//                 under a worth of NaN, and all if g is
 //   global_scale  1; NaN if g is
 //
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
@@ -33,13 +34,12 @@ struct Scales {
 
 // worth: times factor; x: that over g.
 Q2_INLINE Scales scales_of(const Side& side, long long block, float worth, float x) {
-  x = fminf(x, 448.0f);
+  x = min_or_nan(x, 448.0f);
   if constexpr (Q2_STOCHASTIC) {
     uint4 coins[1];
     philox(*side.seed, (u64)(block / 4), side.stream, COINS, coins);
     u32 drawn = coin(coins, block % 4);
-    u32 byte = x >= 0x1p-6f ? stochastic_normal(x, drawn) : stochastic_subnormal(x, drawn);
-    return {provisional(stochastic_4_bits(worth, drawn)), from_e4m3(byte)};
+    return {provisional(stochastic_4_bits(worth, drawn)), from_e4m3(stochastic_e4m3(x, drawn))};
   } else {
     return {provisional(worth), from_e4m3(to_e4m3(x))};
   }

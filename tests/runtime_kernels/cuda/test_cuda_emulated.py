@@ -99,14 +99,6 @@ def test_tiny_numbers() -> None:
     assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_poison(value) -> None:
-    x = matrix(130, 140)
-    x[77, 88] = value
-    results = rotating_ops.rht_quantize_both(x, *SEEDS, POW2, "rht128", 0)
-    assert results[2].isnan() and results[5].isnan()
-
-
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
 def test_empty(shape) -> None:
     args = (torch.empty(shape, dtype=torch.bfloat16), *SEEDS, POW2, "rht128", 0)
@@ -174,17 +166,6 @@ def test_other_schemes(scheme, transform) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
         args = (x, *SEEDS, scheme, transform, 3)
         assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
-
-
-@pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
-@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_poison_of_other_schemes(scheme, value) -> None:
-    x = matrix(40, 72)
-    x[17, 30] = value
-    for transform in ("none", "rht32"):
-        results = rotating_ops.rht_quantize_both(x, *SEEDS, scheme, transform, 0)
-        assert results[2].isnan() and results[5].isnan()
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn34"])
@@ -358,13 +339,6 @@ def test_quantize_masked_of_other_transforms(transform) -> None:
     assert_same_bits(quantize_masked(*args), q2.quantize_masked(*args))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_poison_of_quantize_masked(value) -> None:
-    x = matrix(40, 72)
-    x[17, 30] = value
-    assert quantize_masked(x, "mxfp4_quest", "h32")[2].isnan()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_masked_unrotate(dtype) -> None:
     for shape in ((130, 192), (1, 32), (0, 64)):
@@ -414,13 +388,6 @@ def test_values_of_a_requantised_operand() -> None:
     packed = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1)
     assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
-
-
-def test_poisoned_values() -> None:
-    x = matrix(130, 140)
-    x[77, 88] = float("inf")
-    results = rotating_ops.rht_quantize_both(x, *SEEDS, POW2 + WIDENED, "rht128", 0)
-    assert all(r.isnan().all() for i, r in enumerate(results) if i % 3 != 1)
 
 
 CONVERSIONS = """

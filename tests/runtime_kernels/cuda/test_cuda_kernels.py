@@ -179,14 +179,6 @@ def test_empty(shape) -> None:
     assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_poison_reaches_the_global_scale(value) -> None:
-    x = matrix((300, 200), torch.bfloat16)
-    x[123, 45] = value
-    got, _ = run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0)
-    assert got[2].isnan() and got[5].isnan()
-
-
 @pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"])
 @pytest.mark.parametrize("shape", [(256, 256), (130, 200), (257, 120), (3000, 4100)])
 def test_requantize(source, shape) -> None:

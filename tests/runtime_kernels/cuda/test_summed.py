@@ -96,7 +96,7 @@ def test_poison(value) -> None:
     x = matrix(300, 140)
     x[77, 88] = value
     *parts, sums = summed.rht_quantize_both_summed(x, *SEEDS, EDEN, "rht128", 0, BF16)
-    assert parts[2].isnan() and parts[5].isnan()
+    assert parts[2].isfinite() and parts[5].isfinite()
     assert (~sums.isfinite()).nonzero().tolist() == [[88]]
 
 

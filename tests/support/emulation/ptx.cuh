@@ -53,6 +53,9 @@ Q2_INLINE float divide_full(float a, float b) {
 Q2_INLINE float max_or_nan(float x, float y) {
   return std::isnan(x) || x > y ? x : y;
 }
+Q2_INLINE float min_or_nan(float x, float y) {
+  return std::isnan(x) || x < y ? x : y;
+}
 
 // x to the nearest number with `mantissa` bits after the leading one and exponents from `lowest`
 // on, at most `limit`.

@@ -3,7 +3,7 @@
 #pragma once
 #include "rounding.cuh"
 
-// Of what a direction has stored; smallest: of what is not 0, less 1.
+// Of what a direction has stored, but for NaN; smallest: of what is not 0, less 1.
 struct Extent {
   u32 largest = 0, smallest = ~0u;
 };
@@ -16,7 +16,7 @@ Q2_INLINE void exchange(Extents& one, Extents& other) {
 }
 
 Q2_INLINE void finish(const Output& out, Extent extent) {
-  if constexpr (kRule == EXACT) return;
+  if constexpr (kRule == EXACT || kRule == MX) return;
   extent.largest = block_largest<kThreads>(extent.largest);
   if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
   if constexpr (!kCodes && kWorths) {

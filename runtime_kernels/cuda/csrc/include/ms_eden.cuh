@@ -25,7 +25,7 @@ Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
 
 // Two blocks of 16, one in each half of the pairs; x becomes what its codes stand for, in kUnit.
 // codes[h]: eight bytes of half h. Returns p * S of each: what a code is worth, before the split
-// into block and global scale.
+// into block and global scale; NaN of a block that is not finite, whose sums are NaN.
 Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
   Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
 #pragma unroll
@@ -33,8 +33,8 @@ Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
     largest = {fmaxf(largest.a, fabsf(x[i].a)), fmaxf(largest.b, fabsf(x[i].b))};
   Pair pseudo = {keep_4_bits(largest.a * Q2_INVERSE_CLIP),
                  keep_4_bits(largest.b * Q2_INVERSE_CLIP)};
-  // Blocks with a subnormal pseudo-scale count as zeros. NaN fails the test too: it comes back with
-  // the sums.
+  // Blocks with a subnormal pseudo-scale count as zeros. NaN, which may be alone in its block, fails
+  // the test too: it comes back with the sums, and Inf, whose reciprocal is NaN, with it.
   bool live_a = pseudo.a >= 0x1p-126f, live_b = pseudo.b >= 0x1p-126f;
   pseudo = {live_a ? pseudo.a : 0.0f, live_b ? pseudo.b : 0.0f};
   Pair inverse = {live_a ? reciprocal(pseudo.a) : 1.0f, live_b ? reciprocal(pseudo.b) : 1.0f};

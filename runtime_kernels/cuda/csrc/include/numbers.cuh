@@ -98,9 +98,9 @@ Q2_INLINE float stochastic_4_bits(float x, u32 coin) {
 }
 
 // What stands for a scale until its global scale is known: 1 where code * scale could be too small
-// for bf16.
+// for bf16. NaN stays.
 Q2_INLINE float provisional(float scale) {
-  return scale >= 0x1p-100f ? scale : 1.0f;
+  return scale < 0x1p-100f ? 1.0f : scale;
 }
 
 // 1 / x to the nearest, for x with 4 significant bits within [2^-126, 2^126]: the quotient is then

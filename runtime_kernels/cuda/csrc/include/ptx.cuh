@@ -101,10 +101,16 @@ Q2_INLINE float divide_full(float a, float b) {
   return z;
 }
 
-// The larger, or NaN where one of them is.
+// The larger or the smaller, or NaN where one of them is.
 Q2_INLINE float max_or_nan(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+Q2_INLINE float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 

@@ -8,6 +8,8 @@
 //            Q2_MASKED: s = 2^round(log2(2.92247856/6 * rms)), and which |x / s| < 6 (QuEST)
 //   AMAX     nothing but the largest of the rotated numbers, which EXACT needs first
 //
+// A block that is not finite gets a scale or a worth of NaN, and any codes (numerics/blocks.py).
+//
 // round is to the nearest, ties to even, or stochastic: coin i of element i of the padded result,
 // row-major. All but MS_EDEN and AMAX round x = u * factor, where u was rotated without its norm.
 //
@@ -61,7 +63,7 @@ Q2_INLINE float divide_by(float x, float divisor, float reciprocal) {
 Q2_INLINE BlockScale block_scale(float largest, const Common& common, const double to = kVmax) {
   if constexpr (kRule == MX) {
     u32 byte = (u32)min(max((int)(__float_as_uint(largest) >> 23) - 2, 0), 253);
-    return {byte, kShrink * __uint_as_float((254 - byte) << 23)};
+    return {largest <= kHuge ? byte : 255, kShrink * __uint_as_float((254 - byte) << 23)};
   } else if constexpr (kRule == EXACT) {
     const float vmax = (float)to;
     float q = divide_by(largest, vmax, (float)(1.0 / vmax));
@@ -244,7 +246,9 @@ Q2_INLINE uint2 round_trusting(Pair (&x)[2][16], Pair largest, const Common& com
     sums[group] = sum_of_squares<16>(x[group], down);
   }
   Pair mean = mul(add(sums[0], sums[1]), both(1.0f / 32));
-  uint2 bytes = {quest_byte(mean.a, top_a), quest_byte(mean.b, top_b)};
+  uint2 bytes = {largest.a <= kHuge ? quest_byte(mean.a, top_a) : 255,
+                 largest.b <= kHuge ? quest_byte(mean.b, top_b) : 255};
+  // Of 255 this is -Inf, whose products, Inf or NaN, are not below 6: nothing is trusted.
   Pair inverse = {__uint_as_float((254 - bytes.x) << 23), __uint_as_float((254 - bytes.y) << 23)};
   trusted[0] = trusted[1] = 0;
 #pragma unroll

@@ -37,11 +37,12 @@ Q2_INLINE float factor_of(const Side& side) {
 
 // All threads of a thread block ask together. factor: factor_of(side).
 Q2_INLINE float global_scale_of(const Side& side, float factor) {
-  float largest = __uint_as_float(largest_of(side.largest, side.parts)) * (Q2_MX ? 1.0f : factor);
-  if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
 #if Q2_MX
   return side.norm;
-#elif Q2_POW2
+#else
+  float largest = __uint_as_float(largest_of(side.largest, side.parts)) * factor;
+  if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
+#if Q2_POW2
   // cap = 2^8, or 1.75 * 2^8. Subnormals get the floor of 2^-126.
   constexpr u32 kCapMantissa = Q2_STOCHASTIC ? 0 : 0x600000;
   if (largest == 0.0f) return 1.0f;
@@ -50,6 +51,7 @@ Q2_INLINE float global_scale_of(const Side& side, float factor) {
   return __uint_as_float((u32)max(exponent, 1) << 23);
 #else
   return largest == 0.0f ? 1.0f : fmaxf(largest * 0x1p-8f, 0x1p-126f);
+#endif
 #endif
 }
 
@@ -63,6 +65,12 @@ Q2_INLINE u32 stochastic_subnormal(float x, u32 coin) {
   float steps = x * 0x1p9f;
   u32 below = (u32)steps;
   return below + (coin < (u32)((steps - (float)below) * 0x1p32f));
+}
+
+// Either, and NaN.
+Q2_INLINE u32 stochastic_e4m3(float x, u32 coin) {
+  if (x >= 0x1p-6f) return stochastic_normal(x, coin);
+  return x == x ? stochastic_subnormal(x, coin) : 0x7F;
 }
 
 // Two numbers, code * made, as code * settled * g. The quotient of the two scales is rounded, but what a

@@ -30,8 +30,11 @@ Q2_INLINE float scale_value(const Common& common, u32 stored, u32 coin) {
   if constexpr (kRule == MX) return from_e8m0(stored);
   if constexpr (kRule == EXACT) return from_e4m3(stored);
   float worth = __uint_as_float(stored);
-  if constexpr (kRule == MS_EDEN)  // 0 becomes 1, which serves as well for codes that are all 0
-    return provisional(stochastic_4_bits(worth * common.factor, coin));
+  if constexpr (kRule == MS_EDEN) {  // 0 becomes 1, which serves as well for codes that are all 0
+    worth *= common.factor;
+    float scale = provisional(stochastic_4_bits(worth, coin));
+    return __fmaf_rn(worth, 0.0f, scale);  // which does not change it, or is NaN
+  }
   return stored == 0 ? 0.0f : provisional(worth);
 }
 

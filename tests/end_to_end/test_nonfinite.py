@@ -1,0 +1,84 @@
+"""One token with a NaN or Inf in a batch of eight: the others' rows are those of the batch without
+it, in the forward and in dX; gradients of weights show it (numerics/blocks.py)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from q2compile.recipes.published import RECIPES
+from tests.support.nonfinite import VALUES
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+QUANTIZING = [name for name in RECIPES if name != "bf16"]
+BAD_ROW = 5
+
+
+class Mlp(nn.Module):
+    """Rows are tokens that do not look at each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.gate, self.up = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down = nn.Linear(128, 64)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def check(recipe: str, device: str, value: float, **options) -> None:
+    torch.manual_seed(0)
+    model, x = Mlp().to(device), torch.randn(8, 64).to(device)
+    bad = x.clone()
+    bad[BAD_ROW, 7] = value
+    compiled = torch.compile(model, backend="quartet2", options={"recipe": recipe, **options})
+    others = torch.arange(8) != BAD_ROW
+
+    def step(x):
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = x.clone().requires_grad_()
+        y = compiled(x)
+        y.square().sum().backward()
+        return y.detach().cpu(), x.grad.cpu(), [p.grad.cpu() for p in model.parameters()]
+
+    (y, dx, _), (y_bad, dx_bad, gradients) = step(x), step(bad)
+    assert torch.equal(y_bad[others], y[others]) and torch.equal(dx_bad[others], dx[others])
+    assert y[others].isfinite().all() and not y_bad[BAD_ROW].isfinite().any()
+    assert not dx_bad[BAD_ROW].isfinite().any()
+    assert all(not gradient.isfinite().all() for gradient in gradients)
+    with torch.no_grad():  # a graph of its own
+        y, y_bad = compiled(x).cpu(), compiled(bad).cpu()
+    assert torch.equal(y_bad[others], y[others]) and not y_bad[BAD_ROW].isfinite().any()
+
+
+@pytest.mark.parametrize("value", VALUES[:2])
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_other_tokens_do_not_see_it(recipe, value) -> None:
+    check(recipe, "cpu", value, inner="eager")
+
+
+def test_through_inductor() -> None:
+    check("quartet2", "cpu", torch.nan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_on_a_gpu(recipe) -> None:
+    check(recipe, "cuda", torch.inf)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_with_exact_global_scales(recipe) -> None:
+    """Other rows stay finite. Their bits may differ: all tokens share one global scale."""
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(8, 64)
+    x[BAD_ROW, 7] = torch.nan
+    options = {"recipe": recipe, "global_scale": "exact", "inner": "eager"}
+    y = torch.compile(model, backend="quartet2", options=options)(x)
+    assert torch.equal(y.isfinite().all(1), torch.arange(8) != BAD_ROW)
+    y.square().sum().backward()
+    assert all(not p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,171 @@
+"""The CUDA kernels on a CPU (tests/support/emulation) with NaN and Inf: the reference's bits, but
+for the codes of poisoned blocks (numerics/blocks.py)."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda import transpose as turn
+from q2compile.runtime_kernels.cuda.quantize import grouped_ops, rotating_ops, summed
+from q2compile.runtime_kernels.cuda.quantize import split_scales as split
+from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+from tests.support.nonfinite import VALUES, assert_same, with_bad
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+q2 = torch.ops.q2
+EDEN, EXACT_EDEN = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
+
+each_value = pytest.mark.parametrize("value", VALUES)
+
+
+@pytest.fixture
+def architecture() -> str:
+    return HOPPER
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(architecture, monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, architecture)
+
+
+ROTATED = [
+    *((scheme, "rht128") for scheme in (EDEN, EXACT_EDEN, EDEN + WIDENED, EDEN + SWIZZLED)),
+    *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),
+    *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2" + WIDENED, "nvfp4_sr" + WIDENED)),
+    *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_sr" + WIDENED, "rht64")),
+    *(("nvfp4" + SWIZZLED, "rht16"), ("mxfp4_rtn34" + SWIZZLED, "rht32")),
+    *((scheme, "none") for scheme in ("nvfp4_46_pow2", "nvfp4_sr", "mxfp4_rtn", EDEN)),
+    ("nvfp4_46_pow2" + WIDENED, "none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "transform", "architecture"),
+    [(*case, HOPPER) for case in ROTATED]
+    + [(*case, other) for case in ROTATED[:8:3] for other in (AMPERE, BLACKWELL)],
+)
+def test_both_directions(scheme, transform) -> None:
+    for value in VALUES:
+        args = (with_bad(matrix(300, 200), value), *SEEDS, scheme, transform, 3)
+        assert_same(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args), scheme)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_other_dtypes(dtype, transpose) -> None:
+    for value in VALUES:
+        for scheme in (EDEN, "nvfp4"):
+            x = with_bad(matrix(300, 200, dtype), value)
+            args = (x, SEEDS[0], scheme, "rht128", transpose, 0)
+            assert_same(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args), scheme)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "architecture"),
+    [
+        *((s, HOPPER) for s in ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae", "nvfp4_sr")),
+        *(("nvfp4_46_pow2", other) for other in (AMPERE, BLACKWELL)),
+        *(("nvfp4", other) for other in (AMPERE, BLACKWELL)),
+        *((s + WIDENED, HOPPER) for s in ("nvfp4_pow2", "nvfp4", "mxfp4_rtn")),
+        *((s + SWIZZLED, HOPPER) for s in ("nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34")),
+    ],
+)
+def test_quantize(scheme) -> None:
+    spec = get_scheme(scheme)
+    for value in VALUES:
+        x = with_bad(matrix(145, 200), value)
+        amax = q2.amax(x) if spec.takes_amax else None
+        args = (x, amax, SEEDS[0] if spec.stochastic else None, scheme, 0)
+        assert_same(rotating_ops.quantize(*args), q2.quantize(*args), scheme)
+
+
+@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("transform", ["h32", "none"])
+def test_quantize_masked(transform) -> None:
+    for value in VALUES:
+        args = (with_bad(matrix(130, 200), value), "mxfp4_quest", transform)
+        got, want = quantize_masked(*args), q2.quantize_masked(*args)
+        assert_same(got, want, "mxfp4_quest")
+
+
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_rtn"])
+def test_requantize(source) -> None:
+    """By tensor cores, too, which leave columns with a NaN to the reference's order."""
+    x = with_bad(matrix(300, 200), torch.nan)
+    amax = q2.amax(x) if get_scheme(source).takes_amax else None
+    packed = q2.quantize(x, amax, None, source, 0)
+    for scheme, transform in ((EDEN, "rht128"), ("nvfp4", "rht64"), (EDEN + WIDENED, "rht128")):
+        args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
+        assert_same(rotating_ops.requantize(*args), q2.requantize(*args), scheme)
+
+
+@each_value
+@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46_pow2" + SWIZZLED])
+def test_requantize_by_scales(source, value) -> None:
+    x = with_bad(matrix(300, 200), value)
+    scales = q2.quantize(x, None, None, source, 0)[1:]
+    for scheme, transform in ((EDEN, "rht128"), ("nvfp4_pow2", "none"), (EDEN + WIDENED, "rht128")):
+        args = (x, *scales, SEEDS[0], source, scheme, transform, 1)
+        assert_same(
+            rotating_ops.requantize_by_scales(*args), q2.requantize_by_scales(*args), scheme
+        )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "transform"),
+    [(EDEN, "rht128"), (EDEN + WIDENED, "rht128"), ("nvfp4_sr", "rht16"), ("mxfp4_sr", "rht64")],
+)
+def test_groups(scheme, transform) -> None:
+    """Of groups that are filled with copies, too, and rows of no group, whose poison is along rows
+    alone."""
+    offs = torch.tensor([3, 20, 20, 170, 230, 290], dtype=torch.int32)
+    groups = offs, q2.padded_ends(offs)
+    for value in VALUES:
+        x = with_bad(matrix(300, 150), value)
+        x[299, 7] = value
+        args = (x, *groups, *SEEDS, scheme, transform, 3)
+        want = q2.rht_quantize_groups_both(*args)
+        assert_same(grouped_ops.rht_quantize_groups_both(*args), want, scheme)
+    packed = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    args = (*packed, *groups, SEEDS[0], "nvfp4_46_pow2", scheme, transform, 150, 1)
+    assert_same(grouped_ops.requantize_groups(*args), q2.requantize_groups(*args), scheme)
+
+
+@each_value
+def test_sums_of_columns(value) -> None:
+    x = with_bad(matrix(300, 140), value)
+    args = (x, *SEEDS, EDEN, "rht128", 0, torch.bfloat16)
+    got, want = summed.rht_quantize_both_summed(*args), q2.rht_quantize_both_summed(*args)
+    assert_same(got[:6], want[:6], EDEN)
+    assert torch.equal(got[6].isfinite(), want[6].isfinite())
+    assert torch.equal(got[6][got[6].isfinite()], want[6][want[6].isfinite()])
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_pow2" + SWIZZLED])
+def test_split_scales(scheme, monkeypatch) -> None:
+    raw = torch.randn((300, 41), generator=torch.Generator().manual_seed(1)).mul(4).exp()
+    for bad in (raw.clone(), raw):
+        bad[3, 4], bad[17], bad[299, 40] = torch.nan, torch.nan, torch.nan
+        assert_same_bits(split.split_scales(bad, scheme), q2.split_scales(bad, scheme))
+        raw[:] = torch.nan
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
+def test_dequantize_and_transpose(scheme) -> None:
+    packed = q2.quantize(with_bad(matrix(64, 96), torch.inf), None, None, scheme, 0)
+    args = (*packed, scheme, 96, torch.bfloat16)
+    got, want = dequantize.dequantize(*args), q2.dequantize(*args)
+    assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True) and want.isnan().any()
+    if get_scheme(scheme).block[0] > 1:
+        args = (*packed[:2], scheme, 96, False)
+        assert_same_bits(turn.transpose(*args), q2.transpose(*args))

@@ -1,0 +1,196 @@
+"""A NaN or Inf poisons its own blocks and nothing else, for every scheme and op (blocks.py)."""
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.numerics.groups import padded_ends
+from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
+from tests.support.nonfinite import VALUES, poisoned_elements, spread, with_bad
+
+q2 = torch.ops.q2
+ONE_ROW = [name for name, s in SCHEMES.items() if s.block[0] == 1]
+EVERY_FORM = [*SCHEMES, *(s + WIDENED for s in SCHEMES), *(s + SWIZZLED for s in ONE_ROW)]
+SEED = torch.tensor(11)
+
+
+def matrix(rows: int = 48, columns: int = 160) -> torch.Tensor:
+    return torch.randn((rows, columns), generator=torch.Generator().manual_seed(rows + columns))
+
+
+def assert_poison(parts, expected, scheme: str) -> None:
+    """The elements that are NaN are the expected ones, and the global scale is finite."""
+    assert parts[2].isfinite()
+    got = poisoned_elements(*parts, scheme)
+    assert torch.equal(got, expected), f"{got.nonzero()} instead of {expected.nonzero()}"
+    assert expected.any() and not expected.all()
+
+
+def assert_others_as_without(parts, clean, expected, scheme: str) -> None:
+    """The others dequantize to what they would with zeros in place of the poisoned elements."""
+    assert torch.equal(parts[2], clean[2])
+    got, want = (scaled_codes(*one[:2], get_scheme(scheme))[~expected] for one in (parts, clean))
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("scheme", EVERY_FORM)
+def test_quantize(scheme, value) -> None:
+    spec, x = get_scheme(scheme), matrix()
+    bad = with_bad(x, value)
+    expected = spread(~bad.isfinite(), scheme, "none")
+    without = bad.masked_fill(expected, 0.0)
+    amax = q2.amax(without) if spec.takes_amax else None
+    seed = SEED if spec.stochastic else None
+    parts, clean = (q2.quantize(one, amax, seed, scheme, 3) for one in (bad, without))
+    assert_poison(parts, expected, scheme)
+    assert_others_as_without(parts, clean, expected, scheme)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("scheme", ONE_ROW)
+def test_rht_quantize(scheme, transform, transpose) -> None:
+    for value in VALUES:
+        bad = with_bad(matrix(), value)
+        expected = spread(~(bad.t() if transpose else bad).isfinite(), scheme, transform)
+        if expected.all():  # a chunk of 128 rows holds all there are
+            continue
+        cut = expected[:, : bad.shape[0 if transpose else 1]]
+        without = bad.masked_fill(cut.t() if transpose else cut, 0.0)
+        args = (SEED, scheme, transform, transpose, 3)
+        parts, clean = q2.rht_quantize(bad, *args), q2.rht_quantize(without, *args)
+        assert_poison(parts, expected, scheme)
+        assert_others_as_without(parts, clean, expected, scheme)
+
+
+@pytest.mark.parametrize("transform", ["none", "h32", "rht64_fixed"])
+def test_quantize_masked(transform) -> None:
+    """QuEST trusts nothing in a poisoned block."""
+    bad = with_bad(matrix(), torch.nan)
+    codes, scales, unit, mask = q2.quantize_masked(bad, "mxfp4_quest", transform)
+    expected = spread(~bad.isfinite(), "mxfp4_quest", transform)
+    assert_poison((codes, scales, unit), expected, "mxfp4_quest")
+    bits = mask[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    assert not bits.flatten(1)[expected].any() and bits.flatten(1)[~expected].any()
+
+
+@pytest.mark.parametrize("source", ["nvfp4_46", "nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
+@pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4", "mxfp4_sr"])
+@pytest.mark.parametrize("transform", ["none", "rht16"])
+def test_requantize(source, scheme, transform) -> None:
+    """A block of NaN poisons the blocks, or the rotated chunks, that hold one of its elements."""
+    x = matrix(160, 96)
+    x[37, 41] = torch.inf
+    amax = q2.amax(x) if get_scheme(source).takes_amax else None
+    packed = q2.quantize(x, amax, None, source, 0)
+    nan = spread(~x.isfinite(), source, "none")
+    parts = q2.requantize(*packed, SEED, source, scheme, transform, 96, 1)
+    assert_poison(parts, spread(nan.t(), scheme, transform), scheme)
+    if source == "nvfp4_46_pow2":
+        again = q2.requantize_by_scales(x, *packed[1:], SEED, source, scheme, transform, 1)
+        assert_poison(again, spread(nan.t(), scheme, transform), scheme)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr"])
+@pytest.mark.parametrize("transform", ["none", "rht128"])
+def test_groups_keep_their_poison(scheme, transform) -> None:
+    """Of groups of 10, 0, 130 and 33 rows the third has an Inf."""
+    x, offs = matrix(180, 64), torch.tensor([10, 10, 140, 173], dtype=torch.int32)
+    ends = padded_ends(offs)
+    bad = x.clone()
+    bad[57, 9] = torch.inf
+    args = (offs, ends, SEED, scheme, transform, 1)
+    parts = q2.rht_quantize_groups(bad, *args)
+    nan = poisoned_elements(*parts, scheme)
+    size = max(get_scheme(scheme).width, get_transform(transform).size)
+    first = (int(ends[1]) + 47) // size * size
+    expected = torch.zeros_like(nan)
+    expected[9, first : first + size] = True
+    assert torch.equal(nan, expected) and parts[2].isfinite()
+    packed = q2.quantize(bad, None, None, "nvfp4_46_pow2", 0)
+    again = q2.requantize_groups(
+        *packed, offs, ends, SEED, "nvfp4_46_pow2", scheme, transform, 64, 1
+    )
+    expected[:16] = expected[9].clone()
+    assert torch.equal(poisoned_elements(*again, scheme), expected)
+
+
+def test_columns_are_summed_plainly() -> None:
+    bad = with_bad(matrix(), torch.nan)
+    *parts, sums = q2.rht_quantize_both_summed(
+        bad, SEED, SEED, "nvfp4_ms_eden_pow2", "rht128", 0, torch.float32
+    )
+    assert torch.equal(sums.isnan(), bad.isnan().any(0))
+    want = q2.rht_quantize_both(bad, SEED, SEED, "nvfp4_ms_eden_pow2", "rht128", 0)
+    assert all(map(torch.equal, (parts[0], parts[3]), (want[0], want[3])))
+
+
+def test_amax_of_the_finite_elements() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = matrix().to(dtype)
+        for value in VALUES:
+            bad = with_bad(x, value)
+            assert q2.amax(bad) == bad[bad.isfinite()].abs().max()
+            assert q2.amax(torch.full((4, 4), value, dtype=dtype)) == 0
+
+
+@pytest.mark.parametrize("scheme", EVERY_FORM)
+def test_nothing_but_nan(scheme) -> None:
+    """No finite number is left to scale by."""
+    spec, x = get_scheme(scheme), torch.full((32, 64), torch.nan)
+    amax = q2.amax(x) if spec.takes_amax else None
+    parts = q2.quantize(x, amax, SEED if spec.stochastic else None, scheme, 0)
+    assert poisoned_elements(*parts, scheme).all()
+    if spec.format == "nvfp4":
+        assert parts[2] == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_global_scale_that_is_not_known_poisons_all(scheme) -> None:
+    """An amax that somebody gives, or the global scale of a source."""
+    spec, x = get_scheme(scheme), matrix()
+    seed = SEED if spec.stochastic else None
+    if spec.takes_amax:
+        parts = q2.quantize(x, torch.tensor(torch.nan), seed, scheme, 0)
+        assert poisoned_elements(*parts, scheme).all()
+    if spec.block[0] == 1:
+        codes, scales, _ = q2.quantize(x, None, None, "nvfp4_pow2", 0)
+        args = (SEED, "nvfp4_pow2", scheme, "rht16", 160, 1)
+        parts = q2.requantize(codes, scales, torch.tensor(torch.nan), *args)
+        assert poisoned_elements(*parts, scheme).all()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_pow2" + SWIZZLED])
+def test_split_scales(scheme) -> None:
+    raw = matrix(40, 9).abs()
+    bad = raw.clone()
+    bad[3, 4] = torch.nan
+    raw[3, 4] = 0
+    (scales, unit), (clean, same) = q2.split_scales(bad, scheme), q2.split_scales(raw, scheme)
+    assert torch.equal(unit, same)
+    differ = scales.view(torch.uint8) != clean.view(torch.uint8)
+    assert differ.sum() == 1 and (scales.view(torch.uint8)[differ] == 0x7F).all()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_46", "nvfp4_46_pow2", "mxfp4_rtn", "nvfp4_46_pow2@bf16"])
+def test_a_row_of_a_product(scheme) -> None:
+    """Tokens do not see each other's NaN; a weight's is in its output of every token."""
+    spec = get_scheme(scheme)
+
+    def packed(x):
+        return q2.quantize(x, q2.amax(x) if spec.takes_amax else None, None, scheme, 0)
+
+    x, w = matrix(48, 96), matrix(32, 96)
+    bad, w_bad = x.clone(), w.clone()
+    x[19, 32:64] = bad[19, 32:64] = 0
+    bad[19, 37], w_bad[5, 0] = torch.nan, torch.inf
+    y, y_bad = (
+        q2.gemm(*packed(one), *packed(w), None, scheme, scheme, torch.bfloat16) for one in (x, bad)
+    )
+    others = torch.arange(48) != 19
+    assert y_bad[19].isnan().all() and torch.equal(y[others], y_bad[others])
+    of_weight = q2.gemm(*packed(x), *packed(w_bad), None, scheme, scheme, torch.bfloat16)
+    assert torch.equal(of_weight.isnan().any(0), torch.arange(32) == 5)
+    assert of_weight[:, 5].isnan().all()
