@@ -25,9 +25,10 @@ from q2compile.rewrite.rewrite_graph import rewrite
 from q2compile.telemetry.begin import recorder_of
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time
 from q2compile.torch_internals.dynamo import (
-    calling_wrapper,
+    compile_call,
     control_flow,
     copied,
+    forget_arguments,
     restore_arguments,
 )
 from q2compile.torch_internals.tested_versions import warn_if_untested
@@ -52,18 +53,18 @@ def quartet2(
     """
     warn_if_untested()
     config = Config.from_options(options, mode)
-    if called := calling_wrapper(quartet2):  # calls are equal only if their options mean the same
-        called.kwargs = CallArguments(config)
+    if call := compile_call(quartet2):  # calls are equal only if their options mean the same
+        call.kwargs = CallArguments(config)
     if compiles_ahead_of_time():
         config.refuse_unsaved()
     restore_arguments(gm, example_inputs)
     names = Names.of_graph(gm)
     log = GraphLog(config, names)
     faults = Faults(config, log.title, log.folder, names.by_id)
+    rewritten = copied(gm)
     stage = REWRITE
     try:
         log.graph("0_dynamo", gm)
-        rewritten = copied(gm)
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
         log.rewritten("1_rewritten", rewritten, rows, names)
@@ -86,6 +87,8 @@ def quartet2(
             raise
         log.left_in_bf16(faults.raise_or_warn(stage, gm, error), names)
         return compile_plain(gm, example_inputs, config)
+    finally:
+        forget_arguments(rewritten, dynamo=gm)
     return log.checked(compiled)
 
 

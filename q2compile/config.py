@@ -290,11 +290,13 @@ class CallArguments(Mapping[str, Any]):
     Dynamo runs a graph again that an equal call compiled, and calls are equal if their arguments
     are. As torch keeps them these are the user's own dicts: equal in any order, changed when the
     user changes them, and silent about the file that Q2COMPILE_CONFIG names. These ones are equal
-    to the arguments that mean the same now.
+    to the arguments that mean the same now. Nothing of the user's is changed: torch's record of
+    the call holds these in place of the user's dict, and the dict is only read.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._equal: dict[Any, bool] = {}  # what other arguments say -> whether they mean the same
 
     def __getitem__(self, key: str) -> Config:
         return {"options": self._config}[key]
@@ -308,21 +310,43 @@ class CallArguments(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
+        options, mode = other.get("options"), other.get("mode")
+        if isinstance(options, Config):
+            return options is self._config or options == self._config
         try:
-            config = Config.from_options(other.get("options"), other.get("mode"))
+            said = (_meaning(_copied(options, "options")), mode, _config_file_stamp())
+            return self._equal[said]
+        except KeyError:
+            known = self._equal if len(self._equal) < _MOST_KNOWN else {}
+            return known.setdefault(said, self._means(options, mode))
+        except (ConfigError, TypeError):  # too deep, or with what can't be a key, such as a set
+            return self._means(options, mode)
+
+    def _means(self, options: Any, mode: Any) -> bool:
+        try:
+            return Config.from_options(options, mode) == self._config
         except ConfigError:
             return False  # Dynamo calls the backend then, and that raises it
-        if config is not self._config and config != self._config:
-            return False
-        if isinstance(other, dict):  # what it means is settled, and need not be read at every call
-            other.pop("mode", None)
-            other["options"] = self._config
-        return True
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # torch shows it where it says why it compiles again
         return repr(dict(self))
+
+
+_MOST_KNOWN = 1000  # calls that Dynamo compares are as many as blocks that are compiled one by one
+
+
+def _config_file_stamp() -> tuple[str, int, int] | None:
+    """What tells whether the file that the environment names was changed; None if it names none."""
+    path = os.environ.get(CONFIG_FILE_VARIABLE)
+    if not path:
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return path, -1, -1
+    return path, status.st_mtime_ns, status.st_size
 
 
 def _read_config_file() -> Mapping[str, Any]:
@@ -334,7 +358,9 @@ def _read_config_file() -> Mapping[str, Any]:
     where = f"{CONFIG_FILE_VARIABLE}={path_text}"
     with naming(where):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(
+                encoding="utf-8-sig"
+            )  # editors of Windows write a byte order mark
             if path.suffix == ".toml":
                 loaded = tomllib.loads(text)
             elif path.suffix == ".json":

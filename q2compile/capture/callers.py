@@ -1,151 +1,199 @@
-"""What the user calls a model, where one function runs several: ``student``, ``teacher``.
+"""What a function that is given to torch.compile calls its models: ``student``, ``teacher``.
 
 A model that is compiled itself needs no such name. A function that runs two does, if both have an
-``up``: under torch.compile(function), whether Dynamo makes one graph of it or breaks it in the
-middle of a model, and where blocks of both models are compiled one by one.
+``up``, whether Dynamo makes one graph of the function or breaks it in the middle of a model.
+
+A variable is a model, or holds models: a dict, a list or a tuple under keys that the function's
+code has as constants, any other object in attributes that the code names. Nothing is searched, so
+the time does not depend on what the variables hold, and no code of theirs runs.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from types import CodeType, FrameType, ModuleType
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import (
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+)
 from typing import Any
 
 from torch import nn
 
-from q2compile.capture.frames import look
-from q2compile.torch_internals.dynamo import compiled_function, is_compiled, is_region
+from q2compile.capture.frames import Running, look
+from q2compile.capture.module_tree import is_module, named_modules, named_parameters, unwrapped
+from q2compile.torch_internals.dynamo import compiled_frame, is_wrapper_of_callable, original_code
 
 # Where a model was found: a variable, and what leads from there to it.
 Path = tuple[str, ...]
 
 
-def models_in_sight(root: nn.Module | None) -> dict[str, nn.Module]:
-    """The models that the user's function knows, by what it calls them; {} if there is no function.
+@dataclass(frozen=True)
+class Function:
+    """A function and its variables by name, with those of its closure; ``namespace``: its
+    globals."""
+
+    code: CodeType
+    variables: Mapping[str, Any]
+    namespace: Mapping[str, Any]
+
+
+def compiled_callable() -> Function | nn.Module | None:
+    """What Dynamo compiles now: a function, or a model that was given to torch.compile inside of a
+    functools.partial. None if no Dynamo compiles.
+    """
+    found = compiled_frame()
+    if found is None:
+        return None
+    code, variables, namespace = found
+    if is_wrapper_of_callable(code):
+        return _called(variables.get("fn"), (), {})
+    return Function(code, variables, namespace)
+
+
+def _called(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The function or the module that a call of ``value`` with these arguments runs."""
+    while type(value) is functools.partial:
+        args, kwargs = (*value.args, *args), {**value.keywords, **kwargs}
+        value = value.func
+    if is_module(value):
+        return unwrapped(value)
+    if type(value) is MethodType:
+        return _called(value.__func__, (value.__self__, *args), kwargs)
+    if type(value) is not FunctionType:
+        return _called_object(value)
+    code, cells = value.__code__, value.__closure__ or ()
+    given = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False))
+    closure = {n: c.cell_contents for n, c in zip(code.co_freevars, cells, strict=True) if _full(c)}
+    return Function(code, {**closure, **given, **kwargs}, value.__globals__)
+
+
+def _called_object(value: Any) -> Function | None:
+    """The method ``__call__`` of an object, whose attributes are its variables."""
+    method = next((vars(c)["__call__"] for c in type(value).__mro__ if "__call__" in vars(c)), None)
+    if type(method) is not FunctionType:
+        return None
+    attributes = _attributes(value)
+    named = {name: attributes[name] for name in _names(method.__code__) if name in attributes}
+    return Function(method.__code__, named, method.__globals__)
+
+
+def _full(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def models_that_run(frames: Sequence[Running]) -> list[nn.Module]:
+    """All models that are known while Dynamo compiles: running ones, and the function's."""
+    given = compiled_callable()
+    own = [given] if isinstance(given, nn.Module) else []
+    return [
+        *own,
+        *(f.module for f in frames if f.module is not None),
+        *models_of(frames, None).values(),
+    ]
+
+
+def models_of(frames: Sequence[Running], root: nn.Module | None) -> dict[str, nn.Module]:
+    """The models that the function around ``root`` knows, by what it calls them; {} if there is no
+    function in what torch.compile was given.
 
     root    the model that the compiled frame belongs to; None if it is the function's own frame
 
     A single model that is a variable has the name "", as it had when it was compiled alone.
     """
-    region, outside = _split(_frames())
-    if root is None or _last_of(root, region) >= 0:
-        users = [f for f in region[_last_of(root, region) + 1 :] if _is_users(f)]
-        if users:
-            return _named(_models(_variables(users[-1])))
-        function = compiled_function() if root is None else None
-        return _named(_models(_known_to(*function))) if function else {}
-    for frame in outside[_last_of(root, outside) + 1 :]:
-        if _is_users(frame):
-            models = {p: m for p, m in _models(_variables(frame)).items() if _has_compiled(m)}
-            if len(models) > 1 and any(root in m.modules() for m in models.values()):
-                return _named(models)
+    region = next((i for i, f in enumerate(frames) if f.is_region), len(frames))
+    of_root = [i for i, f in enumerate(frames[:region]) if root is not None and f.module is root]
+    if root is not None and not of_root:
+        return {}
+    inside = frames[of_root[-1] + 1 if of_root else 0 : region]
+    users = [f.frame for f in inside if f.frame is not None]
+    if users:
+        code, namespace = original_code(users[-1].f_code), users[-1].f_globals
+        return look(users[-1], lambda v: _named(_models(Function(code, v, namespace))))
+    function = compiled_callable() if root is None else None
+    return _named(_models(function)) if isinstance(function, Function) else {}
+
+
+def _models(function: Function) -> dict[Path, nn.Module]:
+    """The models that a function names: what has a weight of a matmul, and is no part of another
+    one."""
+    found: dict[Path, nn.Module] = {}
+    for path, value in _values(function):
+        model = unwrapped(value)
+        weighs = any(parameter.ndim >= 2 for _, parameter in named_parameters(model))
+        if weighs and not any(model is other for other in found.values()):
+            found[path] = model
+    parts = {id(part) for m in found.values() for name, part in named_modules(m) if name}
+    return {path: model for path, model in found.items() if id(model) not in parts}
+
+
+def _values(function: Function) -> Iterator[tuple[Path, nn.Module]]:
+    """The modules that the code leads to: from its arguments first, then from its other variables
+    and those of its closure, then from the globals that it names."""
+    code, names, constants = function.code, _names(function.code), _constants(function.code)
+    own = [*code.co_varnames, *code.co_cellvars, *code.co_freevars, *function.variables]
+    variables = {name: function.variables[name] for name in own if name in function.variables}
+    for name in names:
+        if name not in variables and name in function.namespace:
+            variables[name] = function.namespace[name]
+    for name, value in variables.items():
+        if is_module(value):
+            yield (name,), value
+        elif type(value) is MethodType and is_module(value.__self__):
+            yield (name,), value.__self__
+        else:
+            for key, inner in _inside(value, names, constants):
+                if is_module(inner):
+                    yield (name, str(key)), inner
+
+
+def _inside(value: Any, names: list[str], constants: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """What ``value`` holds under the keys and the attributes that a function's code has."""
+    if issubclass(type(value), dict):
+        yield from ((key, dict.get(value, key)) for key in constants)
+    elif issubclass(type(value), list | tuple):
+        of = list if issubclass(type(value), list) else tuple
+        places = [i for i in constants if type(i) is int and 0 <= i < of.__len__(value)]
+        yield from ((i, of.__getitem__(value, i)) for i in places)
+    elif not issubclass(type(value), type):
+        attributes = _attributes(value)
+        yield from ((name, attributes[name]) for name in names if name in attributes)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The instance's own attributes, where Python keeps them; a ``__dict__`` of the class's own
+    making is left alone."""
+    for cls in type(value).__mro__:
+        if "__dict__" in vars(cls):
+            kept = vars(cls)["__dict__"]
+            if type(kept) in (GetSetDescriptorType, MemberDescriptorType):
+                found = kept.__get__(value)
+                return found if type(found) is dict else {}
+            return {}
     return {}
-
-
-def _frames() -> list[FrameType]:
-    """The frames on the Python stack, innermost first, but for ours: they would hold the list that
-    holds them, and with it the variables of all."""
-    found, frame = [], sys._getframe(1)
-    while frame is not None:
-        if _package(frame) != "q2compile":
-            found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-def _split(frames: list[FrameType]) -> tuple[list[FrameType], list[FrameType]]:
-    """Those inside the call of what torch.compile returned, and those around it."""
-    for i, frame in enumerate(frames):
-        if is_region(frame.f_code):
-            return frames[:i], frames[i + 1 :]
-    return frames, []
-
-
-def _last_of(root: nn.Module | None, frames: list[FrameType]) -> int:
-    """The index of the outermost method of ``root``; -1 if there is none."""
-    methods = [i for i, f in enumerate(frames) if root is not None and _self(f) is root]
-    return methods[-1] if methods else -1
-
-
-def _self(frame: FrameType) -> Any:
-    is_method = "self" in frame.f_code.co_varnames[:1]
-    owner = look(frame, lambda variables: variables.get("self")) if is_method else None
-    return unwrapped(owner) if isinstance(owner, nn.Module) else owner
-
-
-def _package(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
-
-
-def _is_users(frame: FrameType) -> bool:
-    return _package(frame) != "torch"
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    return look(frame, lambda variables: _known_to(frame.f_code, variables, frame.f_globals))
-
-
-def _known_to(
-    code: CodeType, variables: Mapping[str, Any], namespace: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The variables of a function by name: its arguments first, then its others and those of its
-    closure, then the globals that it names."""
-    own = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
-    found = {name: variables[name] for name in own if name in variables}
-    for name in _names(code):
-        if name not in found and name in namespace:
-            found[name] = namespace[name]
-            if isinstance(found[name], ModuleType):  # of which it uses some attributes
-                inside = vars(found[name])
-                found[name] = _Namespace({n: inside[n] for n in _names(code) if n in inside})
-    return found
-
-
-class _Namespace:
-    """Attributes of a Python module."""
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        self.__dict__.update(attributes)
 
 
 def _names(code: CodeType) -> list[str]:
     """The names of globals and attributes in a function and in those that are defined in it."""
-    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
-    return [*code.co_names, *inner]
+    return [*code.co_names, *(name for inner in _inner(code) for name in _names(inner))]
 
 
-def _models(variables: Mapping[str, Any]) -> dict[Path, nn.Module]:
-    """The models among variables, in lists, tuples and dicts of them, and in attributes of objects:
-    what has a weight of a matmul, and is no part of another one."""
-    found: dict[Path, nn.Module] = {}
-    for path, value in _values(variables):
-        model = unwrapped(value)
-        weighs = any(parameter.ndim >= 2 for parameter in model.parameters())
-        if weighs and not any(model is other for other in found.values()):
-            found[path] = model
-    parts = {id(part) for m in found.values() for part in m.modules() if part is not m}
-    return {path: model for path, model in found.items() if id(model) not in parts}
+def _constants(code: CodeType) -> list[Any]:
+    """The texts and numbers in a function and in those that are defined in it."""
+    own = [c for c in code.co_consts if type(c) in (str, int)]
+    return list(dict.fromkeys([*own, *(c for inner in _inner(code) for c in _constants(inner))]))
 
 
-def _values(variables: Mapping[str, Any]) -> Iterator[tuple[Path, nn.Module]]:
-    for name, value in variables.items():
-        if isinstance(value, nn.Module):
-            yield (name,), value
-        else:
-            for key, inner in _inside(value):
-                if isinstance(inner, nn.Module):
-                    yield (name, str(key)), inner
-
-
-def _inside(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
-        return []
-    return list(vars(value).items())
+def _inner(code: CodeType) -> list[CodeType]:
+    return [c for c in code.co_consts if isinstance(c, CodeType)]
 
 
 def _named(models: Mapping[Path, nn.Module]) -> dict[str, nn.Module]:
@@ -155,18 +203,3 @@ def _named(models: Mapping[Path, nn.Module]) -> dict[str, nn.Module]:
     if len(short) == len(models) and (len(models) == 1 or "" not in short):
         return short
     return {".".join(path[path[0] == "self" and len(path) > 1 :]): m for path, m in models.items()}
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's and DistributedDataParallel's wrappers."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    return any(map(is_compiled, model.modules()))

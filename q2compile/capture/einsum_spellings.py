@@ -10,6 +10,7 @@ x [T, K], w[index] [T, N, K]        "tk,tnk->tn": see `expert_spellings`        
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
@@ -35,13 +36,13 @@ class _Equation:
         return cls(text, _spelt_out(xs, x_ndim), ws, out.replace("...", batch))
 
 
-def einsum(call: Call) -> Matmul | NotTaken:
+def einsum(call: Call) -> Matmul | NotTaken | None:
     """Two operands, one a parameter: a matrix, with its sides in one dimension each or in several,
-    or a stack of matrices with a matrix of activations for each.
+    or a stack of matrices with a matrix of activations for each. One operand is no matmul: None.
     """
-    text, operands = call.args["equation"], call.args["operands"]
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
+    text, operands = call.args["equation"], _operands(call.args.get("operands"))
+    if isinstance(text, str) and len(operands) == 1:
+        return None
     if not isinstance(text, str) or len(operands) != 2:
         return call.left("einsum of other than two operands with an equation", call.weight())
     inputs, arrow, out = text.replace(" ", "").partition("->")
@@ -65,6 +66,13 @@ def einsum(call: Call) -> Matmul | NotTaken:
         return call.left("activation × activation")
     equation = _Equation.of(text, subs[x], subs[w], out, example(operands[x]).ndim)
     return _of_parameter(call, equation, operands[x], operands[w], parameter)
+
+
+def _operands(given: Any) -> tuple[Any, ...]:
+    """A node, several, or a list of them: einsum("...", x), ("...", x, w), ("...", [x, w])."""
+    if isinstance(given, list | tuple):
+        return _operands(given[0]) if len(given) == 1 else tuple(given)
+    return () if given is None else (given,)
 
 
 def _of_parameter(

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from q2compile.capture.call import Scope
+from q2compile.capture.call import Call, Scope
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.spellings import call_of
 from q2compile.capture.views import example
-from q2compile.torch_internals.dynamo import inner_graph, parameter_of
+from q2compile.torch_internals.dynamo import control_flow, inner_graph, parameter_of
+
+UNREAD = "could not be read"  # how the reason of a node begins that q2compile failed on
 
 
 def find_matmuls(gm: fx.GraphModule) -> Iterator[Matmul | NotTaken]:
@@ -39,13 +41,40 @@ def _walk(scope: Scope) -> Iterator[Matmul | NotTaken]:
         name = getattr(node.target, "__name__", "")
         depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
         scope = inside if depth else outside
-        found = call_of(scope, node)
+        found = _read(scope, node)
         if found is not None:
-            call, handler = found
-            yield handler(call)
+            yield found
         elif node.op == "call_function":
             for inner in _inner_scopes(scope, node):
                 yield from _walk(inner)
+
+
+def _read(scope: Scope, node: fx.Node) -> Matmul | NotTaken | None:
+    """What ``node`` multiplies, None if it is no matmul. One that can't be read is left alone, with
+    what was raised as the reason."""
+    try:
+        found = call_of(scope, node)
+        return None if found is None else found[1](found[0])
+    except control_flow():
+        raise
+    except Exception as error:
+        return unread(scope.gm, node, error, _weight(scope, node))
+
+
+def unread(
+    gm: fx.GraphModule, node: fx.Node, error: Exception, parameter: nn.Parameter | None
+) -> NotTaken:
+    """A node that q2compile failed on: a fault of ours, so it is left as the user wrote it."""
+    why = f"{UNREAD}: {type(error).__name__}: {error}"
+    name = getattr(node.target, "__name__", None) or str(node.target)
+    return NotTaken(gm, node, name, why, parameter, unread=True)
+
+
+def _weight(scope: Scope, node: fx.Node) -> nn.Parameter | None:
+    try:
+        return Call(scope, node, "", {}).weight()
+    except Exception:
+        return None
 
 
 def _inner_scopes(scope: Scope, node: fx.Node) -> Iterator[Scope]:

@@ -68,10 +68,14 @@ class Matmul:
 
 @dataclass(frozen=True)
 class NotTaken:
-    """A matmul that is not activation × parameter, or not in a form that can be rewritten."""
+    """A matmul that is not activation × parameter, or not in a form that can be rewritten.
+
+    unread: reading it raised; ``why`` says what
+    """
 
     gm: fx.GraphModule
     node: fx.Node
     spelling: str
     why: str
     parameter: nn.Parameter | None = None
+    unread: bool = False

@@ -8,16 +8,21 @@ from ``named_parameters`` of the outermost module on the Python stack.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
-from q2compile.capture.callers import models_in_sight, unwrapped
-from q2compile.capture.frames import has_variable, look
+from q2compile.capture.callers import compiled_callable, models_of
+from q2compile.capture.frames import Running, running
+from q2compile.capture.module_tree import (
+    named_modules,
+    named_parameters,
+    own_parameters,
+    under,
+)
+from q2compile.capture.same_graph import same_graph
 from q2compile.torch_internals.aot_autograd import in_compiled_autograd
 from q2compile.torch_internals.dynamo import parameter_of, source_text
 
@@ -31,7 +36,7 @@ def site_name(parameter_name: str) -> str:
     "mlp.up.weight" -> "mlp.up"; "attn.in_proj_weight" -> "attn.in_proj"; "head.table" ->
     "head.table"; "up.parametrizations.weight.original1" -> "up".
     """
-    parts = [p for p in parameter_name.split(".") if p not in _WRAPPERS]
+    parts = _without_wrappers(parameter_name).split(".")
     if len(parts) > 2 and parts[-3] == "parametrizations":
         parts[-3:] = [parts[-2]]
     if parts[-1] == "weight" and len(parts) > 1:
@@ -41,17 +46,8 @@ def site_name(parameter_name: str) -> str:
     return ".".join(parts)
 
 
-def modules_on_stack() -> Iterator[nn.Module]:
-    """The modules whose methods are on the Python stack, outermost first."""
-    found: list[nn.Module] = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if has_variable(frame, "self"):
-            owner = look(frame, lambda variables: variables.get("self"))
-            if isinstance(owner, nn.Module) and not any(owner is m for m in found):
-                found.append(owner)
-        frame = frame.f_back  # type: ignore[assignment]
-    return reversed(found)
+def _without_wrappers(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 @dataclass
@@ -68,6 +64,8 @@ class Names:
               several models (see `callers`), else ""
     sites     every name that a policy could match, in all models of the function; [] if not known
     served    id(parameter) -> sites of equal layers that Dynamo will run with the same graph
+    failure   what was raised while the model was looked for; the names are then relative to the
+              compiled frame
     """
 
     root: nn.Module | None = None
@@ -77,6 +75,7 @@ class Names:
     label: str = ""
     sites: list[str] = field(default_factory=list)
     served: dict[int, list[str]] = field(default_factory=dict)
+    failure: Exception | None = None
 
     @classmethod
     def of_graph(cls, gm: fx.GraphModule) -> Names:
@@ -91,22 +90,40 @@ class Names:
             if parameter is not None:
                 sources[id(parameter)] = _path_in_frame(node)
                 held.append(parameter)
-        # Compiled autograd runs a module of its own making, whose frame has no user's module in it.
-        modules = [] if in_compiled_autograd() else [unwrapped(m) for m in modules_on_stack()]
+        try:
+            # Compiled autograd runs a module of its own making: no user's module is in its frame.
+            return cls._found([] if in_compiled_autograd() else running(), held, sources)
+        except Exception as error:
+            by_path = {key: [path] for key, path in sources.items()}
+            return cls(None, by_path, held, None, failure=error)
+
+    @classmethod
+    def _found(
+        cls, frames: Sequence[Running], held: list[nn.Parameter], sources: dict[int, str]
+    ) -> Names:
+        modules = [f.module for f in reversed(frames) if f.module is not None]
+        given = compiled_callable() if frames else None
+        if isinstance(given, nn.Module):
+            modules.append(given)
         if modules and not sources:  # what is left of a model whose linears Dynamo skipped
             return cls(modules[0], prefix=None)
         for root in modules:
-            if any(id(p) in sources for p in root.parameters()):
-                return cls._in_model(root, held, sources)
-        by_path = {key: [path] for key, path in sources.items()}
-        models = {} if in_compiled_autograd() else models_in_sight(None)
+            if any(id(p) in sources for _, p in named_parameters(root)):
+                return cls._in_model(root, held, sources, models_of(frames, root))
+        models = models_of(frames, None) if frames else {}
+        names = {key: [path] for key, path in sources.items()}
         by_id = _names_by_id(models)
-        sites = _sites(models) if by_path.keys() <= by_id.keys() else []
-        return cls(None, by_path | by_id if len(models) > 1 else by_path, held, None, sites=sites)
+        sites = _sites(models) if names.keys() <= by_id.keys() else []
+        return cls(None, names | by_id, held, None, sites=sites)
 
     @classmethod
-    def _in_model(cls, root: nn.Module, held: list[nn.Parameter], sources: dict[int, str]) -> Names:
-        models = models_in_sight(root)
+    def _in_model(
+        cls,
+        root: nn.Module,
+        held: list[nn.Parameter],
+        sources: dict[int, str],
+        models: dict[str, nn.Module],
+    ) -> Names:
         label = _label(root, models)
         if not label:
             models = {"": root}
@@ -115,21 +132,26 @@ class Names:
         names = cls(root, by_id, held, prefix, label, _sites(models))
         # A whole model has a graph of its own, unless a function runs another one of its class.
         if prefix or prefix == "" and label:
-            own = root.get_submodule(prefix)
-            names.served = {id(p): _served(p, own, by_id, names.place, models) for p in held}
+            names.served = {
+                id(p): [
+                    site_name(name) for name in same_graph(p, by_id, root, label, prefix, models)
+                ]
+                for p in held
+            }
         return names
 
     @property
     def place(self) -> str:
         """Where the compiled frame's own module stands, by the name that its sites begin with."""
-        return _under(self.label, self.prefix or "")
+        return under(self.label, _without_wrappers(self.prefix or ""))
 
     @property
     def trained(self) -> int:
         """How many parameters the model trains, if this graph holds them all; else 0."""
         held = {id(p) for p in self.held}
-        trained = [p for p in self.root.parameters() if p.requires_grad] if self.root else []
-        return len(trained) if all(id(p) in held for p in trained) else 0
+        named = () if self.root is None else named_parameters(self.root)
+        trained = {id(p) for _, p in named if p.requires_grad}
+        return len(trained) if trained <= held else 0
 
     def of(self, parameter: nn.Parameter, node: fx.Node) -> str:
         """The site's name: of a tied parameter's names, the one that the calling module ends in."""
@@ -147,53 +169,11 @@ class Names:
     def scope(self, node: fx.Node) -> str:
         """The module whose code made the node; "" where Dynamo does not say."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
-        return _under(self.place, _strip_root(stack[-1][0])) if stack else self.place
+        return under(self.place, _strip_root(stack[-1][0])) if stack else self.place
 
     def served_too(self, parameter: nn.Parameter) -> list[str]:
         """Sites of equal layers that Dynamo will run with the graph compiled for this one."""
         return self.served.get(id(parameter), [])
-
-
-def _served(
-    parameter: nn.Parameter,
-    own: nn.Module,
-    by_id: Mapping[int, list[str]],
-    place: str,
-    models: Mapping[str, nn.Module],
-) -> list[str]:
-    """Sites of layers equal to the one that has ``parameter``, in ``own``, a module at ``place``.
-
-    When the compiled frame is not the whole model's, Dynamo takes parameters as inputs and runs
-    every module of the same class with the same code: those whose parameter of the same path looks
-    the same to its guards.
-    """
-    dot = f"{place}."
-    tails = [n[len(dot) :] for n in by_id.get(id(parameter), []) if n.startswith(dot)]
-    return [
-        site_name(_under(label, _under(name, tail)))
-        for label, model in models.items()
-        for name, module in model.named_modules()
-        if type(module) is type(own) and module is not own
-        for tail in tails
-        if _looks_like(parameter, module, tail)
-    ]
-
-
-def _looks_like(parameter: nn.Parameter, module: nn.Module, path: str) -> bool:
-    """Whether Dynamo's guards on ``parameter`` hold for the one at ``path``, as the module tree has
-    it: a checkpoint wrapper's named_parameters leaves its own component out.
-
-    One that FSDP2 has sharded until its layer runs has the shape that it will have then, but not
-    its dtype, which is that of a mixed precision policy: equal layers are taken to have equal ones.
-    """
-    try:
-        other = module.get_parameter(path)
-    except AttributeError:
-        return False
-    mesh = getattr(parameter, "device_mesh", None)
-    sharded = isinstance(other, DTensor) and other.device_mesh != mesh
-    seen = ("shape", "device", "requires_grad", *["dtype"] * (not sharded))
-    return all(getattr(parameter, what) == getattr(other, what) for what in seen)
 
 
 def expected_sites(root: nn.Module, label: str = "") -> dict[str, torch.Size]:
@@ -203,54 +183,54 @@ def expected_sites(root: nn.Module, label: str = "") -> dict[str, torch.Size]:
     and nn.LSTM, nn.GRU and nn.RNN, each by its first weight. ``label``: see `Names`.
     """
     found = {}
-    for name, module in root.named_modules():
-        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    for name, module in named_modules(root):
+        is_linear = _is_linear(module)
+        parameters = own_parameters(module)
         for leaf in ("weight",) if is_linear else ("in_proj_weight", "weight_ih_l0"):
-            weight = getattr(module, leaf, None)
-            if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-                found[site_name(_under(label, _under(name, leaf)))] = weight.shape
+            if leaf in parameters and parameters[leaf].ndim == 2:
+                found[site_name(under(label, under(name, leaf)))] = parameters[leaf].shape
     return found
 
 
 def loose_weights(root: nn.Module, label: str = "") -> dict[str, torch.Size]:
     """The weights outside torch's own modules: {site name: shape}. Experts are such, one 3-D
-    parameter for all; whether they are multiplied, only a graph that holds them can tell.
+    parameter for all; whether they are multiplied, only a graph that holds them can tell. So is
+    what an nn.Linear computes its ``weight`` from.
     """
-    no_matmul = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
+    others = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
     return {
-        site_name(_under(label, _under(name, leaf))): parameter.shape
-        for name, module in root.named_modules()
-        if not isinstance(module, (nn.Linear, nn.RNNBase, *no_matmul))
-        for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim >= 2
+        site_name(under(label, under(name, leaf))): parameter.shape
+        for name, module in named_modules(root)
+        if not issubclass(type(module), (nn.RNNBase, *others))
+        for leaf, parameter in own_parameters(module).items()
+        if parameter.ndim >= 2 and not (_is_linear(module) and leaf == "weight")
     }
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return issubclass(type(module), nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def site_names(root: nn.Module, label: str = "") -> list[str]:
     """Every name that a matmul with a parameter of ``root`` could have."""
-    named = root.named_parameters(remove_duplicate=False)
-    return [site_name(_under(label, name)) for name, p in named if p.ndim >= 2]
-
-
-def _under(label: str, name: str) -> str:
-    return f"{label}.{name}" if label and name else label or name
+    return [site_name(under(label, name)) for name, p in named_parameters(root) if p.ndim >= 2]
 
 
 def _label(root: nn.Module, models: Mapping[str, nn.Module]) -> str:
     """What the function calls ``root``, a model of its or a part of one; "" for an only model."""
     if len(models) > 1:
         for label, model in models.items():
-            for name, module in model.named_modules():
+            for name, module in named_modules(model):
                 if module is root:
-                    return _under(label, name)
+                    return under(label, name)
     return ""
 
 
 def _names_by_id(models: Mapping[str, nn.Module]) -> dict[int, list[str]]:
     by_id: dict[int, list[str]] = {}
     for label, model in models.items():
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            by_id.setdefault(id(parameter), []).append(_under(label, name))
+        for name, parameter in named_parameters(model):
+            by_id.setdefault(id(parameter), []).append(under(label, name))
     return by_id
 
 

@@ -84,7 +84,7 @@ def _matmul(call: Call) -> Matmul | NotTaken:
     return call.left("activation × activation")
 
 
-_Handler = Callable[[Call], Matmul | NotTaken]
+_Handler = Callable[[Call], Matmul | NotTaken | None]
 
 
 def _never(why: str) -> _Handler:

@@ -21,7 +21,7 @@ from q2compile.torch_internals.aot_autograd import (
     backward_at_once,
     checkpoints_left_on_error,
 )
-from q2compile.torch_internals.dynamo import called_graphs, copied
+from q2compile.torch_internals.dynamo import called_graphs, copied, forget_arguments
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     inductor_compile,
@@ -62,7 +62,10 @@ def compile_graph(
         gm, inputs, sites = take_codes(gm, example_inputs, root)
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
-        compiled = _variants(gm, inputs, one, watcher, instrument)
+        try:
+            compiled = _variants(gm, inputs, one, watcher, instrument)
+        finally:
+            forget_arguments(gm)
         return with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
@@ -103,8 +106,14 @@ def _variants(
     compiled: list[Callable[..., Any]] = []
     for recording in (True, False) if instrument.records else (False,):
         put_in = PutIn(instrument, recording)
-        given, watched = (copied(gm), None) if recording else (gm, watcher)
-        compiled.append(one(given, example_inputs, watched, put_in))
+        if not recording:
+            compiled.append(one(gm, example_inputs, watcher, put_in))
+            continue
+        own = copied(gm)
+        try:
+            compiled.append(one(own, example_inputs, None, put_in))
+        finally:
+            forget_arguments(own)
     return instrument.choose(compiled[-1], compiled[0])
 
 

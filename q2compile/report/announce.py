@@ -3,6 +3,7 @@ that tlparse reads.
 
 The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
 
+    WARNING what q2compile failed on and left in bf16; what was asked for and does nothing
     INFO    a line for the first graph with matmuls to quantise that a process compiles; it is shown
             even where nobody has configured logging: once, on stderr, by rank 0
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
@@ -66,6 +68,18 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         what = f"{row.recipe} ({row.pattern!r})" if row.pattern else row.recipe
         said = what if row.taken else f"left: {row.why}"
         LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), said)
+
+
+def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:
+    """Of a graph on which q2compile failed in part: matmuls that could not be read, and the search
+    for the model's names."""
+    for row in rows:
+        if row.why.startswith(UNREAD):
+            LOG.warning("q2compile: %s: %s stays in bf16: it %s", title, row.module, row.why)
+    if names is not None:
+        what = f"{type(names).__name__}: {names}"
+        text = "q2compile: %s: names are relative to the compiled frame; the model's failed: %s"
+        LOG.warning(text, title, what)
 
 
 def passed(title: str, record: PassRecord) -> None:

@@ -76,6 +76,7 @@ class GraphLog:
         self._coverage.add(rows, names)
         self._add(rows)
         announce.compiled(self.title, rows, self._config)
+        announce.failed(self.title, rows, names.failure)
         trace_artifact("q2compile_config", lambda: repr(self._config))
         trace_artifact("q2compile_report", lambda: table(rows))
         if self._config.strict:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.capture.module_names import (
     Names,
@@ -19,15 +21,16 @@ from q2compile.capture.module_names import (
 )
 from q2compile.config import Config
 from q2compile.errors import ConfigError, NotTakenError
+from q2compile.recipes.policy import compiled_pattern
 from q2compile.report.row import Row
 
 
 class Coverage:
     """What of one model, under one Config, has reached the backend so far."""
 
-    _by_root: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Config, str], Coverage]] = (
-        weakref.WeakKeyDictionary()
-    )
+    # By identity: a model may define __eq__, and have no hash then.
+    _by_root: Any = WeakIdKeyDictionary()  # model -> {(Config, label): Coverage}
+    _seen_without: Any = WeakIdKeyDictionary()  # Config -> sites in graphs whose models are unknown
 
     def __init__(self, root: nn.Module | None, config: Config, label: str = "") -> None:
         self.config = config
@@ -42,13 +45,15 @@ class Coverage:
     @classmethod
     def of(cls, root: nn.Module | None, config: Config, label: str = "") -> Coverage:
         if root is None:
-            return cls(None, config)
+            coverage = cls(None, config)
+            coverage.seen = cls._seen_without.setdefault(config, set())
+            return coverage
         of_root = cls._by_root.setdefault(root, {})
         return of_root.setdefault((config, label), cls(root, config, label))
 
     def add(self, rows: list[Row], names: Names) -> None:
         self.sites.update(names.sites)
-        self.seen.update(row.module for row in rows)
+        self.seen.update(row.module for row in rows if row.has_parameter)
         for parameter in names.held:
             own = {site_name(name) for name in names.by_id.get(id(parameter), [])}
             served = names.served_too(parameter)
@@ -100,9 +105,17 @@ class Coverage:
             if patterns:
                 raise ConfigError(
                     f"strict: {whose} pattern(s) {', '.join(map(repr, patterns))} match no "
-                    f"module with a weight{self._hint(patterns)}; print "
-                    "q2compile.explain(model, ...) for the names"
+                    f"module with a weight{self._hint(patterns)}; {self._advice()}"
                 )
+
+    def _advice(self) -> str:
+        if self._sites():
+            return "print q2compile.explain(model, ...) for the names"
+        names = ", ".join(map(repr, sorted(self.seen)[:8])) + ", ..." * (len(self.seen) > 8)
+        return (
+            "q2compile found no model behind what was compiled, so it knows only the names in its "
+            f"graphs: {names}. Compile the model itself, or leave strict out"
+        )
 
     def says_that_nothing_is_recorded(self) -> str:
         """A sentence, the first time, where telemetry's patterns match nothing at all; else ""."""
@@ -116,9 +129,9 @@ class Coverage:
         )
 
     def _unmatched(self) -> dict[str, list[str]]:
-        """Whose patterns -> those of them that match nothing; none while no name is known."""
-        sites = self._sites()
-        names = sites | self.seen if sites else set()
+        """Whose patterns -> those of them that match nothing; none while no name is known. Where no
+        model was found names are those in the graphs so far."""
+        names = self._sites() | self.seen
         options = self.config.telemetry_options
         return {
             "the policy's": self.config.resolved_policy.unmatched(names) if names else [],
@@ -132,14 +145,14 @@ class Coverage:
     def _hint(self, patterns: list[str]) -> str:
         """The nearest patterns that would match, in brackets: of all modules of a name that differs
         in a letter or two, or else of one module."""
-        names = sorted(self._sites())
+        names = sorted(self._sites() | self.seen)
         last = {name.rpartition(".")[2]: name for name in names}
         near = []
         for pattern in patterns:
             if found := difflib.get_close_matches(pattern.strip("*."), last, n=1, cutoff=0.8):
-                near += ["*." * ("." in last[found[0]]) + found[0]]
-            else:
-                near += difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+                near.append(_pattern_of(found[0], last[found[0]]))
+            elif found := difflib.get_close_matches(pattern, names, n=1, cutoff=0.5):
+                near.append(_pattern_of(found[0], found[0]))
         return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
 
     def refuse_not_seen(self) -> None:
@@ -177,3 +190,15 @@ class Coverage:
             return outputs
 
         return call
+
+
+def _pattern_of(leaf: str, name: str) -> str:
+    """A pattern that matches ``name`` by its last component, or by all of it: a glob, unless the
+    name has characters that mean something else in one, as that of ParameterDict()["x[0]"]."""
+    glob = leaf if leaf == name else f"*.{leaf}"
+    try:
+        if compiled_pattern(glob).fullmatch(name):
+            return glob
+    except ConfigError:
+        pass
+    return f"re:{'' if leaf == name else '.*'}{re.escape(leaf)}"

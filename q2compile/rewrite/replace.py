@@ -32,6 +32,23 @@ def replace_by_linear(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
     """Put `q2::linear`, or its kin for experts, and its views in the place of one matmul; return
     the node of the result.
     """
+    before = found.node.prev
+    try:
+        out = _built(found, recipe, salt)
+    except Exception:  # the graph is as it was, and the caller says what could not be done
+        while found.node.prev is not before:
+            found.gm.graph.erase_node(found.node.prev)
+        raise
+    operands = found.node.all_input_nodes
+    found.node.replace_all_uses_with(out)
+    found.gm.graph.erase_node(found.node)
+    for operand in operands:
+        _erase_unused_views(found.gm.graph, operand)
+    return out
+
+
+def _built(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
+    """The new nodes, before the one that they stand for; returns that of the result."""
     graph, node = found.gm.graph, found.node
     site = {**node.meta.get("custom", {}), SALT: salt}
     with graph.inserting_before(node):
@@ -47,11 +64,6 @@ def replace_by_linear(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
                 y.meta["example_value"] = example(node).new_empty(shape)
         out = _view(graph, y, found.y_views)
     out.meta = {**node.meta, "custom": site}
-    operands = node.all_input_nodes
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
-    for operand in operands:
-        _erase_unused_views(graph, operand)
     return out
 
 

@@ -7,19 +7,20 @@ from torch import fx
 
 import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
-from q2compile.capture.find_matmuls import find_matmuls
+from q2compile.capture.find_matmuls import find_matmuls, unread
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names
 from q2compile.capture.node_meta import SITE
 from q2compile.capture.routers import is_router
 from q2compile.config import Config
+from q2compile.errors import BackendError
 from q2compile.linear.tensor_parallel import refuse_async_inputs
 from q2compile.report.row import Row
 from q2compile.rewrite.decide import refuse_shared, why_bf16, with_prediction
 from q2compile.rewrite.replace import replace_by_linear
 from q2compile.rewrite.shared_bodies import own_bodies, share_bodies
 from q2compile.torch_internals.aot_autograd import in_compiled_autograd
-from q2compile.torch_internals.dynamo import called_graphs
+from q2compile.torch_internals.dynamo import called_graphs, control_flow
 from q2compile.torch_internals.node_origin import stack_of
 
 
@@ -29,28 +30,24 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
 
     Raises ValueError when the policy gives different recipes to modules that one graph will serve.
     """
-    rows = []
+    if names.failure is not None and config.resolved_policy.rules:
+        raise names.failure  # a policy would be kept by names that are not those it means
+    rows: list[Row] = []
     salt = 0
     calls = own_bodies(gm)
     for found in find_matmuls(gm):
         if found.parameter is None and in_compiled_autograd():
             continue  # part of a gradient: the graph of its forward has the row
-        row = _row(found, names)
-        if row.has_parameter:
-            found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
-            router = isinstance(found, Matmul) and is_router(found)
-            recipe, row.pattern = config.resolved_policy.resolve(row.module, router=router)
-            row.recipe, row.wanted = recipe.name, recipe.quantises
-        if isinstance(found, Matmul):
-            refuse_shared(found, recipe, names, config, router=router)
-            recipe = with_prediction(row, found, recipe, config)
-            row.fprop, row.dgrad, row.wgrad = recipe.texts()
-            if recipe.quantises:
-                replace_by_linear(found, recipe, salt)
-                row.taken, row.salt = True, salt
-                salt += 1
-            else:
-                row.why = row.why or why_bf16(row, config, router=router)
+        try:
+            row = _rewritten(found, config, names, salt)
+        except control_flow():
+            raise
+        except BackendError:  # the user's to mend
+            raise
+        except Exception as error:  # this matmul stays as it is, and the others are rewritten
+            left = unread(found.gm, found.node, error, found.parameter)
+            row = _policy_row(left, config, names)
+        salt += row.taken
         rows.append(row)
     if salt:
         inputs = gm.graph.find_nodes(op="placeholder")
@@ -62,6 +59,38 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     for module in called_graphs(gm):
         module.recompile()
     return rows
+
+
+def _rewritten(found: Matmul | NotTaken, config: Config, names: Names, salt: int) -> Row:
+    """The row of a matmul, which is rewritten with this salt if the policy says so."""
+    router = isinstance(found, Matmul) and is_router(found)
+    row = _policy_row(found, config, names, router=router)
+    if isinstance(found, NotTaken):
+        return row
+    recipe, _ = config.resolved_policy.resolve(row.module, router=router)
+    refuse_shared(found, recipe, names, config, router=router)
+    recipe = with_prediction(row, found, recipe, config)
+    row.fprop, row.dgrad, row.wgrad = recipe.texts()
+    if recipe.quantises:
+        replace_by_linear(found, recipe, salt)
+        row.taken, row.salt = True, salt
+    else:
+        row.why = row.why or why_bf16(row, config, router=router)
+    return row
+
+
+def _policy_row(
+    found: Matmul | NotTaken, config: Config, names: Names, *, router: bool = False
+) -> Row:
+    """A row with what the policy wants of the matmul, before anything is done with it."""
+    row = _row(found, names)
+    if row.has_parameter:
+        found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
+        recipe, row.pattern = config.resolved_policy.resolve(row.module, router=router)
+        row.recipe, row.wanted = recipe.name, recipe.quantises
+    elif isinstance(found, NotTaken) and found.unread:
+        row.wanted = config.resolved_policy.default.quantises  # it may have a weight
+    return row
 
 
 def _row(found: Matmul | NotTaken, names: Names) -> Row:

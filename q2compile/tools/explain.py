@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from q2compile.backend import quartet2
+from q2compile.capture.callers import models_that_run
+from q2compile.capture.frames import running
 from q2compile.config import Config
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector
-from q2compile.torch_internals.dynamo import not_compiled
+from q2compile.tools.as_it_was import as_it_was
+from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 
 def explain(
@@ -24,23 +27,29 @@ def explain(
     The report prints as a table, with one row per matmul: module, shape, the recipe of each GEMM,
     taken or not and why, and what is saved for backward (when the call runs with gradients
     enabled). Linears that the forward did not bring to the backend are rows too. Raises what the
-    backend raises.
+    backend raises. Buffers, gradients, training flags and torch's random state are afterwards what
+    they were; a function that steps an optimizer steps it.
     """
-    model = getattr(model, "_orig_mod", model)
+    is_model = isinstance(model, torch.nn.Module)
+    original = original_module(model) if is_model else None
+    model = model if original is None else original
     config = Config.from_options(options)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         # A function of its own, so that code compiled before by the same options is not reused.
+        for running_model in models_that_run(running()):  # by a function, which is not known before
+            state.keep_model(running_model)
+        state.keep_tensors(example_inputs)
         return quartet2(gm, example_inputs, options=config)
 
     report = Report()
     token = collector.set(report)
     try:
-        with not_compiled(model):
+        with as_it_was(model if is_model else None) as state, not_compiled(model):
             torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         collector.reset(token)
-    if isinstance(model, torch.nn.Module):
+    if is_model:
         report.add_coverage(Coverage.of(model, config))
     report.close()
     return report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,30 +31,63 @@ def control_flow() -> tuple[type[BaseException], ...]:
     )
 
 
-def calling_wrapper(backend: Callable[..., Any]) -> Any:
-    """What torch.compile(backend="quartet2", ...) made and Dynamo called, which calls ``backend``,
-    the function that this one is called from. None if something else calls it.
+def compile_call(backend: Callable[..., Any]) -> Any:
+    """Dynamo's record of the call torch.compile(backend=``backend``, ...) that it compiles for.
+    None if something else calls the backend.
 
     Its attribute ``kwargs`` holds the mode and the options, and is what Dynamo compares to tell
     whether a graph was compiled by an equal call.
     """
-    caller = sys._getframe(2)
-    wrapper = torch._TorchCompileWrapper
-    if caller.f_code is not wrapper.__call__.__code__:
-        return None
-    called = caller.f_locals["self"]
-    return called if called.compiler_fn is backend else None
+    tracer = _tracer()
+    call = None if tracer is None else _innermost_backend(tracer.output.compiler_fn)
+    is_call = isinstance(call, torch._TorchCompileWrapper) and call.compiler_fn is backend
+    return call if is_call else None
 
 
-def compiled_function() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]] | None:
-    """The code, the variables and the globals of the function that Dynamo compiles now."""
+def compiled_frame() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]] | None:
+    """The code, the variables and the globals of the frame that Dynamo compiles now."""
+    tracer = _tracer()
+    frame = None if tracer is None else tracer.output.root_tx
+    return None if frame is None else (frame.f_code, frame.f_locals, frame.f_globals)
+
+
+def _tracer() -> Any:
+    """What Dynamo traces with now; None if something else calls the backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        frame = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # something else calls the backend
+        return InstructionTranslator.current_tx()
+    except AttributeError:
         return None
-    return frame.f_code, frame.f_locals, frame.f_globals
+
+
+def _innermost_backend(function: Any) -> Any:
+    """What was given to torch.compile, inside of what Dynamo has put around it."""
+    while hasattr(function, "_torchdynamo_orig_backend"):
+        function = function._torchdynamo_orig_backend
+    return function
+
+
+def original_code(code: CodeType) -> CodeType:
+    """A function's code as it was before Dynamo wrote it anew."""
+    from torch._dynamo.utils import orig_code_map
+
+    return code if (found := orig_code_map.get(code)) is None else found
+
+
+def is_wrapper_of_callable(code: CodeType) -> bool:
+    """Whether it is the function that torch.compile puts around what is not a function itself: a
+    functools.partial, an object with ``__call__``. Its variable ``fn`` is that."""
+    from torch._dynamo import external_utils
+
+    return code.co_filename == external_utils.__file__ and "fn" in code.co_freevars
+
+
+def original_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """What torch.compile(module) was called with, for what it returned; else None."""
+    if not issubclass(type(module), torch._dynamo.OptimizedModule):
+        return None
+    return object.__getattribute__(module, "__dict__")["_modules"].get("_orig_mod")
 
 
 @contextmanager
@@ -78,10 +110,25 @@ def is_region(code: CodeType) -> bool:
     return code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether torch.compile or Module.compile was called on it."""
-    compiled = module._compiled_call_impl is not None
-    return compiled or isinstance(module, torch._dynamo.OptimizedModule)
+def own_compile_call(module: torch.nn.Module) -> Any:
+    """What Dynamo compares to tell whether a graph serves a module that torch.compile or
+    Module.compile was called on: ``compile_call``'s record, for most backends. None for a module
+    that was not; `UNKNOWN` if torch does not show it.
+    """
+    attributes = object.__getattribute__(module, "__dict__")
+    if issubclass(type(module), torch._dynamo.OptimizedModule):
+        context = attributes.get("dynamo_ctx")
+        return _innermost_backend(getattr(context, "callback", UNKNOWN))
+    compiled = attributes.get("_compiled_call_impl")
+    if compiled is None:
+        return None
+    code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None)
+    if code is None or cells is None or "callback" not in code.co_freevars:
+        return UNKNOWN
+    return _innermost_backend(cells[code.co_freevars.index("callback")].cell_contents)
+
+
+UNKNOWN = object()
 
 
 @contextmanager
@@ -149,6 +196,19 @@ def restore_arguments(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None
         source = getattr(tracing.tensor_to_context.get(value), "tensor_source", None)
         if source is not None:
             node.meta["grapharg"] = _Argument(weakref.ref(value), source)
+
+
+def forget_arguments(*copies: fx.GraphModule, dynamo: fx.GraphModule | None = None) -> None:
+    """Drop what copies of Dynamo's graph say of their inputs' tensors, once they are compiled: it
+    holds weak references, and torch.utils.swap_tensors refuses a tensor that has any. From
+    ``dynamo``'s own graph Dynamo does so itself, but for what `restore_arguments` noted.
+    """
+    for outer in copies if dynamo is None else (*copies, dynamo):
+        for gm in outer.modules():
+            nodes = gm.graph.find_nodes(op="placeholder") if isinstance(gm, fx.GraphModule) else ()
+            for node in nodes:
+                if outer is not dynamo or isinstance(node.meta.get("grapharg"), _Argument):
+                    node.meta.pop("grapharg", None)
 
 
 def _is_own_parameter(value: Any) -> bool:

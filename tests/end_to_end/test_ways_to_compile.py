@@ -1,6 +1,9 @@
 """How a model is compiled for training: whole, in one graph or several, per block, with dynamic
 shapes, under torch.func and torch.export. Loops around it are in test_training_loops."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -257,3 +260,35 @@ def test_export_takes_the_plain_model(way):
     exported = torch.export.export(compiled, (tokens,))
     assert "q2" not in str(exported.graph)
     torch.testing.assert_close(exported.module()(tokens), model.forward(tokens))
+
+
+def test_inside_another_torch_compile_it_is_that_ones_backend(monkeypatch):
+    """As the page of limits says: Dynamo asks the outermost call's backend alone."""
+    called = []
+    monkeypatch.setattr("q2compile.backend.rewrite", lambda *args: called.append(args))
+    model, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
+    model.compile(backend="quartet2", options={"strict": True})
+    outer = torch.compile(lambda x: model(x) + 1, backend="eager")
+    torch.testing.assert_close(
+        outer(x), torch.nn.functional.linear(x, model.weight, model.bias) + 1
+    )
+    assert called == []
+
+
+def test_threads_that_compile_at_once_after_a_lookup():
+    """As the page of limits says; without the lookup torch's registry fails some of them."""
+    code = """
+import threading, torch
+torch._dynamo.lookup_backend("quartet2")
+errors = []
+def work():
+    try:
+        torch.compile(torch.nn.Linear(32, 32), backend="quartet2")
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not errors, errors
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -11,6 +11,7 @@ from torch import nn
 
 from q2compile import Config
 from q2compile.config import CONFIG_FILE_VARIABLE, CallArguments
+from q2compile.torch_internals.dynamo import own_compile_call
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -135,6 +136,19 @@ def test_equal_options_share_one_graph(formats, way):
         compiled(x)
         compiled(x)
     assert len(formats) == 1
+
+
+def test_nothing_of_the_user_is_written_to():
+    """Neither the options nor torch's record of a call that is only compared."""
+    given = [{**EAGER, "policy": {"up": "bf16"}} for _ in range(2)]
+    before, model, x = copy.deepcopy(given), Net(), torch.randn(4, 32)
+    compiled = [by_torch_compile(model, options) for options in given]
+    for call in compiled:
+        call(x)
+        call(x)
+    assert given == before and all(type(options["policy"]) is dict for options in given)
+    assert own_compile_call(compiled[1]).kwargs == {"options": given[1]}
+    assert own_compile_call(compiled[1]).kwargs["options"] is given[1]
 
 
 def test_a_compiled_model_does_not_follow_its_options(formats):

@@ -163,3 +163,13 @@ def test_a_config_file_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "none.toml"))
     with pytest.raises(ValueError, match="No such file"):
         Config.from_options(None)
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_a_file_with_a_byte_order_mark_is_read(suffix, tmp_path, monkeypatch):
+    """As editors of Windows write it."""
+    text = {"json": '{"recipe": "nvfp4"}', "toml": 'recipe = "nvfp4"\n'}[suffix]
+    path = tmp_path / f"q2.{suffix}"
+    path.write_text(text, encoding="utf-8-sig")
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(path))
+    assert Config.from_options({}).recipe == "nvfp4"

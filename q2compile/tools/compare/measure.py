@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from q2compile.capture.module_tree import named_parameters
 from q2compile.config import Config
 from q2compile.errors import ConfigError, shown
 from q2compile.recipes.recipe import GEMMS
+from q2compile.tools.as_it_was import as_it_was, same_random_numbers
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measurements import ModuleError
 from q2compile.tools.compare.probe import Probes, Run
-from q2compile.torch_internals.dynamo import not_compiled
+from q2compile.torch_internals.dynamo import not_compiled, original_module
 
 _BF16 = Run(gemms=())
 
@@ -53,10 +54,16 @@ def compare(
     - of the gradient of all parameters the relative error of the recipe, of each of its GEMMs
       alone, and of each module alone.
 
-    Raises ValueError for options that can't be used, for no batches, for an output without a loss,
-    and when no matmul of the model is taken.
+    Raises ValueError for what is no nn.Module, for options that can't be used, for no batches, for
+    an output without a loss, and when no matmul of the model is taken.
     """
-    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"compare: got {shown(model)} for a model; allowed: an nn.Module, whose parameters' "
+            "gradients are compared. Make a function that runs a model the forward of one"
+        )
+    original = original_module(model)
+    model = model if original is None else original
     batches = list(batches)
     if not batches:
         raise ConfigError("compare: got no batches; it takes at least one, better three or more")
@@ -66,7 +73,7 @@ def compare(
     compiled = torch.compile(model, backend=probes.backend, dynamic=False)
     runs = _Runs(model, compiled, probes, loss or _loss_of)
     with not_compiled(model):
-        with _as_it_was(model):
+        with as_it_was(model):
             comparison = runs.compare(batches, config, alone)
         if optimizer is not None:
             comparison.losses = {
@@ -85,6 +92,13 @@ class _Runs:
         loss: Callable[[Any], Tensor],
     ) -> None:
         self._model, self._compiled, self._probes, self._loss = model, compiled, probes, loss
+        seen: dict[int, str] = {}  # of a shared parameter the first name
+        named = list(named_parameters(model))
+        self._parameters = {n: p for n, p in named if seen.setdefault(id(p), n) == n}
+
+    def _forget_gradients(self) -> None:
+        for p in self._parameters.values():
+            p.grad = None
 
     def compare(self, batches: list[Any], config: Config, alone: bool) -> Comparison:
         name = config.resolved_policy.default.name
@@ -125,8 +139,8 @@ class _Runs:
         """The losses of training over the batches, each before its step."""
         losses = []
         self._probes.run = run
-        with _as_it_was(self._model, weights=True):
-            steps = optimizer(self._model.parameters())
+        with as_it_was(self._model, weights=True):
+            steps = optimizer(self._parameters.values())
             for batch in batches:
                 loss = self._loss_on(batch)
                 loss.backward()
@@ -138,14 +152,12 @@ class _Runs:
     def _gradients(self, batch: Any, run: Run) -> tuple[float, dict[str, Tensor]]:
         """The loss on a batch and the gradient of every parameter that has one."""
         self._probes.run = run
-        self._model.zero_grad(set_to_none=True)
-        with _same_random_numbers():
+        self._forget_gradients()
+        with same_random_numbers():
             loss = self._loss_on(batch)
             loss.backward()
-        gradients = {
-            name: p.grad for name, p in self._model.named_parameters() if p.grad is not None
-        }
-        self._model.zero_grad(set_to_none=True)
+        gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        self._forget_gradients()
         return float(loss.detach()), gradients
 
     def _loss_on(self, batch: Any) -> Tensor:
@@ -202,29 +214,3 @@ def _relative(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> f
         difference += float((gradients[name].double() - g).square().sum())
         norm += float(g.square().sum())
     return (difference / norm) ** 0.5 if norm else 0.0
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Every run draws the same: torch's generators are put back."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        yield
-
-
-@contextmanager
-def _as_it_was(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
-    """Gradients and buffers (and weights, if the runs change them) are put back."""
-    tensors = list(model.buffers()) + (list(model.parameters()) if weights else [])
-    kept = [t.detach().clone() for t in tensors]
-    gradients = [p.grad for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
-    try:
-        with _same_random_numbers():
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
-                tensor.copy_(value)
-        for p, gradient in zip(model.parameters(), gradients, strict=True):
-            p.grad = gradient

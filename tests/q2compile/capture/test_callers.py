@@ -1,5 +1,6 @@
 """Where a function runs several models, names begin with what it calls each."""
 
+import functools
 import gc
 import weakref
 from functools import partial
@@ -219,33 +220,23 @@ def by_block(options, *models):
     return models
 
 
-def test_per_block_compile():
-    """In a function that is not compiled. An average of the weights, say, has nothing compiled, and
-    does not count."""
-    student, teacher = by_block({"policy": {"teacher.*": "bf16"}}, Model(), Model())
-    teacher.requires_grad_(False)
-    average, x = Model(), torch.randn(4, 32)
-
-    def step():
-        assert average is not student
-        return student(x) - teacher(x)
-
-    report = collected(step)
-    taken = {row.module: row.taken for row in report.rows}
-    assert taken == dict.fromkeys(sites("student"), True) | dict.fromkeys(sites("teacher"), False)
+def test_per_block_compile_has_each_models_own_names():
+    """In a function that is not compiled: its variables are nobody's business. Options of its own
+    tell a model's blocks from another's."""
+    student, teacher, x = Model(), Model(), torch.randn(4, 32)
+    by_block({"policy": {"block.up": "bf16"}}, student)
+    by_block({}, teacher)
+    report = collected(lambda: student(x) - teacher(x))
+    assert modules(report) == [*sites(""), *sites("")]
+    assert [row.taken for row in report.rows] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("by", ["function", "block"])
-def test_models_that_share_a_graph_are_not_told_apart_by_a_policy(by):
+def test_models_that_share_a_graph_are_not_told_apart_by_a_policy():
     """Dynamo runs both with the code compiled for the first, whose parameters are inputs."""
     for policy in ({"teacher.*": "bf16"}, {"*block.up": "bf16"}):
-        student, teacher, x = Model(by == "function"), Model(by == "function"), torch.randn(4, 32)
-        call = arguments
-        if by == "block":
-            by_block({"policy": policy}, student, teacher)
-        else:
-            options = {**EAGER, "policy": policy}
-            call = torch.compile(arguments, backend="quartet2", options=options)
+        student, teacher, x = Model(True), Model(True), torch.randn(4, 32)
+        options = {**EAGER, "policy": policy}
+        call = torch.compile(arguments, backend="quartet2", options=options)
         step = partial(call, student, teacher, x)
         if "teacher.*" in policy:
             said = "'student.block.up' and 'teacher.block.up' different recipes"
@@ -299,3 +290,157 @@ def test_nothing_of_the_callers_is_kept():
     finally:
         gc.enable()
     assert freed == [True]
+
+
+# ---- what the callers hold ----------------------------------------------------------------------
+
+
+class OldNames(nn.Module):
+    """As of torch < 2.0."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        raise TypeError("no remove_duplicate")
+
+
+class NoInit(nn.Module):
+    def __init__(self):
+        pass
+
+
+class NoDict:
+    @property
+    def __dict__(self):
+        raise RuntimeError("touched")
+
+
+class Untouchable(dict):
+    def items(self):
+        raise RuntimeError("touched")
+
+    __iter__ = __len__ = __bool__ = values = keys = get = __getitem__ = items
+
+
+class Proxy:
+    def __getattribute__(self, name):
+        if name == "__class__":  # Dynamo asks every variable for it
+            return Proxy
+        raise RuntimeError(f"touched: {name}")
+
+    __bool__ = __len__ = __eq__ = __hash__ = lambda self: 1 / 0
+
+
+def strange():
+    return [OldNames(), NoInit(), NoDict(), Untouchable(a=1), Proxy(), [Proxy()], {"a": NoInit()}]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_objects_in_scope_are_not_touched(breaks):
+    """The model does not use them: variables of a caller, of the function, of its globals."""
+    student, teacher, x = Model(breaks), Model(breaks), torch.randn(4, 32)
+    teacher.requires_grad_(False)
+    old, no_init, no_dict, untouchable, proxy, in_list, in_dict = strange()
+
+    def step(x, kept):
+        if kept is None:
+            return old, no_init, no_dict, untouchable, proxy, in_list, in_dict
+        return student(x) - teacher(x)
+
+    policy = {"teacher.*": "bf16"}
+    report = explain(step, x, kept=1, options={**EAGER, "strict": True, "policy": policy})
+    assert modules(report) == [*sites("student"), *sites("teacher")]
+
+
+def test_the_time_does_not_depend_on_a_list_in_scope():
+    """Nothing of a list is read but what the code names, so elements are never asked for."""
+    asked = []
+
+    class Counted(list):
+        def __iter__(self):
+            asked.append("iter")
+            return super().__iter__()
+
+        def __getitem__(self, i):
+            asked.append(i)
+            return super().__getitem__(i)
+
+    data, model = Counted([0] * 10), Model(breaks=True)
+
+    def step(x):
+        return len(data) if x is None else model(x)
+
+    explain(step, torch.randn(4, 32), options=EAGER)
+    data = Counted([0] * 10)
+    model = Model()
+    compiled = torch.compile(model, backend="quartet2", options=EAGER)
+    compiled(torch.randn(4, 32))
+    assert asked == []
+
+
+# ---- what torch.compile is given ----------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+GIVEN = {
+    "partial": partial,
+    "partial of a partial": lambda model: partial(partial(model)),
+    "partial of a bound method": lambda model: partial(model.forward),
+    "bound method": lambda model: model.forward,
+    "decorated forward": lambda model: decorated(model.forward),
+    "decorated model": lambda model: decorated(model),
+    "callable object": Holder,
+    "partial of a callable object": lambda model: partial(Holder(model)),
+    "lambda": lambda model: lambda x: model(x),
+    "partial of a function": lambda model: partial(one_of_a_kind, model),
+}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("way", GIVEN)
+def test_names_are_the_models_whatever_holds_it(way, breaks):
+    given, x = GIVEN[way](Model(breaks)), torch.randn(4, 32)
+    options = {**EAGER, "strict": True, "policy": {"block.up": "bf16"}}
+    compiled = torch.compile(given, backend="quartet2", options=options)
+    report = collected(lambda: compiled(x))
+    assert {row.module: row.taken for row in report.rows} == {"block.up": False, "block.down": True}
+    torch._dynamo.reset()
+    options["policy"] = {"blok.up": "bf16"}
+    with pytest.raises(ValueError, match=r"'blok.up' match no module.*did you mean 'block.up'"):
+        torch.compile(given, backend="quartet2", options=options)(x)
+
+
+def test_partial_of_a_function_names_models_by_its_arguments():
+    given = partial(partial(arguments, Model()), Model())
+    report = explain(given, torch.randn(4, 32), options={**EAGER, "policy": {"teacher*": "bf16"}})
+    assert [row.module for row in report.rows if row.taken] == sites("student")
+
+
+def test_strict_refuses_a_pattern_also_where_no_model_was_found():
+    """Models that a loop takes from a list have no name in the code."""
+    models, x = [Model(), Model()], torch.randn(4, 32)
+
+    def step(x):
+        for model in models:
+            x = model(x)
+        return x
+
+    options = {**EAGER, "strict": True, "policy": {"nothing": "bf16"}}
+    with pytest.raises(ValueError, match="found no model.*'0.block.down', '0.block.up'"):
+        torch.compile(step, backend="quartet2", options=options)(x)
+    options["policy"] = {"1.*": "bf16"}
+    taken = [r.module for r in explain(step, x, options=options).rows if r.taken]
+    assert taken == sites("0")

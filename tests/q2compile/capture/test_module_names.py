@@ -85,6 +85,28 @@ def test_inside_another_module_names_start_at_the_outermost():
     Harness()(torch.randn(4, 32)).backward()  # strict: the pattern matched
 
 
+class Lightning(nn.Module):
+    """Whose methods are called, not the module itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Model()
+        options = {**EAGER, "strict": True, "policy": {"net.layers.0.*": "bf16"}}
+        self.net.compile(backend="quartet2", options=options)
+
+    def training_step(this, x):
+        return this.net(x).sum()
+
+    @torch.no_grad()
+    def validation_step(self, x):
+        return self.net(x).sum()
+
+
+@pytest.mark.parametrize("method", ["training_step", "validation_step"])
+def test_names_start_at_the_module_whose_method_runs(method):
+    getattr(Lightning(), method)(torch.randn(4, 32))  # strict: the pattern matched
+
+
 def test_after_a_graph_break_names_are_absolute_and_what_was_not_seen_is_said():
     """Trap: a graph break inside a Python loop makes Dynamo skip the outer frame: its head is never
     seen, and the blocks share one graph."""

@@ -1,0 +1,87 @@
+"""A model that was run to learn something of it, and is afterwards what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from q2compile.capture.module_tree import named_modules, own_buffers, own_parameters
+
+
+class State:
+    """What a call may change of models: buffers, training flags, gradients; of `weights`, too.
+
+    A buffer that the call replaces by one of another shape, a cache that grew, stays replaced, and
+    so do attributes that the model's own Python code sets.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (tensor, a copy of it)
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._modules: dict[int, tuple[nn.Module, bool, dict[str, Tensor]]] = {}
+
+    def keep_model(self, model: nn.Module, *, weights: bool = False) -> None:
+        """``weights``: the values of its parameters, too. There are no gradients from now on."""
+        for _, module in named_modules(model):
+            if id(module) in self._modules:
+                continue
+            self._modules[id(module)] = module, module.training, own_buffers(module)
+            parameters = own_parameters(module).values()
+            self.keep_tensors(own_buffers(module).values())
+            self.keep_tensors(parameters)
+            for p in parameters if weights else ():
+                self._keep_value(p)
+
+    def keep_tensors(self, tensors: Iterable[Any]) -> None:
+        """The values of tensors, of parameters the gradients alone."""
+        for t in tensors:
+            if isinstance(t, nn.Parameter):
+                if id(t) not in self._gradients:
+                    self._gradients[id(t)] = t, t.grad
+                    t.grad = None
+            elif isinstance(t, Tensor) and not isinstance(t, FakeTensor):
+                self._keep_value(t)
+
+    def _keep_value(self, t: Tensor) -> None:
+        if not t.is_meta and id(t) not in self._values:
+            self._values[id(t)] = t, t.detach().clone()
+
+    def put_back(self) -> None:
+        for module, training, buffers in self._modules.values():
+            module.training = training
+            for name, buffer in buffers.items():
+                now = module._buffers.get(name)
+                if now is not None and now is not buffer and now.shape == buffer.shape:
+                    module._buffers[name] = buffer
+        with torch.no_grad():
+            for t, value in self._values.values():
+                if not torch.equal(t, value):  # a write would count as a change of the tensor
+                    t.copy_(value)
+        for p, gradient in self._gradients.values():
+            p.grad = gradient
+
+
+@contextmanager
+def as_it_was(model: nn.Module | None, *, weights: bool = False) -> Iterator[State]:
+    """What the code inside does to ``model`` (see `State`) and to torch's generators is undone."""
+    state = State()
+    if model is not None:
+        state.keep_model(model, weights=weights)
+    try:
+        with same_random_numbers():
+            yield state
+    finally:
+        state.put_back()
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """torch's generators are put back. CUDA's only where a program uses CUDA already."""
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    with torch.random.fork_rng(devices=range(count)):
+        yield
