@@ -6,6 +6,7 @@ q2compile.Config      the backend's options as a frozen dataclass
 q2compile.explain     what the backend does with a model: one row per matmul
 q2compile.compare     which modules a recipe's error comes from, and the policy that follows
 q2compile.quantize    the quantisers, on any device
+q2compile.export      a trained model as an inference checkpoint, by the codes of its forward
 q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
 q2compile.telemetry   step() and flush(), for the option telemetry
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from q2compile.config import Config as Config
     from q2compile.tools.compare.measure import compare as compare
     from q2compile.tools.explain import explain as explain
+    from q2compile.tools.export.export import export as export
     from q2compile.tools.quantize import QuantizedTensor as QuantizedTensor
     from q2compile.tools.quantize import quantize as quantize
     from q2compile.weight_cache.cache import forget_weights as forget_weights
@@ -29,6 +31,7 @@ __all__ = [
     "__version__",
     "compare",
     "explain",
+    "export",
     "forget_weights",
     "quantize",
     "telemetry",
@@ -38,6 +41,7 @@ _HOMES = {
     "Config": "q2compile.config",
     "compare": "q2compile.tools.compare.measure",
     "explain": "q2compile.tools.explain",
+    "export": "q2compile.tools.export.export",
     "forget_weights": "q2compile.weight_cache.cache",
     "quantize": "q2compile.tools.quantize",
     "QuantizedTensor": "q2compile.tools.quantize",

@@ -30,13 +30,18 @@ from q2compile.torch_internals.dynamo import parameter_of, source_text
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+def plain_name(name: str) -> str:
+    """``name`` without the components that wrappers (torch.compile, checkpointing, FSDP) put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def site_name(parameter_name: str) -> str:
     """The name a policy sees: the module's for ``weight``, else the parameter's without "_weight".
 
     "mlp.up.weight" -> "mlp.up"; "attn.in_proj_weight" -> "attn.in_proj"; "head.table" ->
     "head.table"; "up.parametrizations.weight.original1" -> "up".
     """
-    parts = _without_wrappers(parameter_name).split(".")
+    parts = plain_name(parameter_name).split(".")
     if len(parts) > 2 and parts[-3] == "parametrizations":
         parts[-3:] = [parts[-2]]
     if parts[-1] == "weight" and len(parts) > 1:
@@ -44,10 +49,6 @@ def site_name(parameter_name: str) -> str:
     else:
         parts[-1] = parts[-1].removesuffix("_weight")
     return ".".join(parts)
-
-
-def _without_wrappers(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Names:
     @property
     def place(self) -> str:
         """Where the compiled frame's own module stands, by the name that its sites begin with."""
-        return under(self.label, _without_wrappers(self.prefix or ""))
+        return under(self.label, plain_name(self.prefix or ""))
 
     @property
     def trained(self) -> int:

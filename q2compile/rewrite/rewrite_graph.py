@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 
@@ -15,6 +17,8 @@ from q2compile.capture.routers import is_router
 from q2compile.config import Config
 from q2compile.errors import BackendError
 from q2compile.linear.tensor_parallel import refuse_async_inputs
+from q2compile.recipes.published import RECIPES
+from q2compile.recipes.recipe import Recipe
 from q2compile.report.row import Row
 from q2compile.rewrite.decide import refuse_shared, why_bf16, with_prediction
 from q2compile.rewrite.replace import replace_by_linear
@@ -35,19 +39,16 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     rows: list[Row] = []
     salt = 0
     calls = own_bodies(gm)
-    for found in find_matmuls(gm):
-        if found.parameter is None and in_compiled_autograd():
-            continue  # part of a gradient: the graph of its forward has the row
-        try:
-            row = _rewritten(found, config, names, salt)
-        except control_flow():
-            raise
-        except BackendError:  # the user's to mend
-            raise
-        except Exception as error:  # this matmul stays as it is, and the others are rewritten
-            left = unread(found.gm, found.node, error, found.parameter)
-            row = _policy_row(left, config, names)
-        salt += row.taken
+    for found, row, recipe in planned(gm, config, names):
+        if isinstance(found, Matmul) and recipe.quantises:
+            try:
+                replace_by_linear(found, recipe, salt)
+                row.taken, row.salt = True, salt
+                salt += 1
+            except (*control_flow(), BackendError):
+                raise
+            except Exception as error:
+                _, row, _ = _left_alone(found, error, config, names)
         rows.append(row)
     if salt:
         inputs = gm.graph.find_nodes(op="placeholder")
@@ -61,22 +62,50 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     return rows
 
 
-def _rewritten(found: Matmul | NotTaken, config: Config, names: Names, salt: int) -> Row:
-    """The row of a matmul, which is rewritten with this salt if the policy says so."""
+def planned(
+    gm: fx.GraphModule, config: Config, names: Names
+) -> Iterator[tuple[Matmul | NotTaken, Row, Recipe]]:
+    """Every matmul of ``gm``, its row, and the recipe that the policy and the cost model give it;
+    that of a matmul that can't be taken is bf16. The graph keeps its nodes: a caller may replace a
+    matmul before it asks for the next.
+
+    Raises ValueError when the policy gives different recipes to modules that one graph will serve.
+    """
+    for found in find_matmuls(gm):
+        if found.parameter is None and in_compiled_autograd():
+            continue  # part of a gradient: the graph of its forward has the row
+        try:
+            plan = _plan(found, config, names)
+        except (*control_flow(), BackendError):  # an error of the user's is the user's to mend
+            raise
+        except Exception as error:
+            plan = _left_alone(found, error, config, names)
+        yield plan
+
+
+def _plan(
+    found: Matmul | NotTaken, config: Config, names: Names
+) -> tuple[Matmul | NotTaken, Row, Recipe]:
     router = isinstance(found, Matmul) and is_router(found)
     row = _policy_row(found, config, names, router=router)
     if isinstance(found, NotTaken):
-        return row
-    recipe, _ = config.resolved_policy.resolve(row.module, router=router)
-    refuse_shared(found, recipe, names, config, router=router)
-    recipe = with_prediction(row, found, recipe, config)
+        return found, row, RECIPES["bf16"]
+    wanted, _ = config.resolved_policy.resolve(row.module, router=router)
+    refuse_shared(found, wanted, names, config, router=router)
+    recipe = with_prediction(row, found, wanted, config)
     row.fprop, row.dgrad, row.wgrad = recipe.texts()
-    if recipe.quantises:
-        replace_by_linear(found, recipe, salt)
-        row.taken, row.salt = True, salt
-    else:
+    if not recipe.quantises:
         row.why = row.why or why_bf16(row, config, router=router)
-    return row
+    return found, row, recipe
+
+
+def _left_alone(
+    found: Matmul | NotTaken, error: Exception, config: Config, names: Names
+) -> tuple[NotTaken, Row, Recipe]:
+    """A matmul that could not be read or replaced: it stays as it is, with the error as its reason,
+    and the others are rewritten."""
+    left = unread(found.gm, found.node, error, found.parameter)
+    return left, _policy_row(left, config, names), RECIPES["bf16"]
 
 
 def _policy_row(

@@ -19,6 +19,10 @@ COMMANDS = {
         "a dump folder, or one of telemetry, as one HTML page",
     ),
     "compare": ("q2compile.tools.compare.command", "which modules a recipe's error comes from"),
+    "export": (
+        "q2compile.tools.export.command",
+        "a checkpoint as one for inference, by the codes of its forward",
+    ),
     "tables": ("q2compile.tools.paper_tables.command", "the papers' numeric tables, measured here"),
     "bench": ("q2compile.tools.bench.command", "measures this machine, beside BF16"),
     "doctor": ("q2compile.tools.doctor", "what this machine can run, with a self-check"),
@@ -48,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         said: object = error
         if isinstance(error, OSError) and error.filename is not None:
             said = f"{shown(str(error.filename))}: {error.strerror}"
-        text = str(said).removeprefix(f"{arguments.command}: ")  # compare's begin with its name
+        # compare's and export's messages begin with the command's name.
+        text = str(said).removeprefix(f"{arguments.command}: ")
         print(f"q2compile {arguments.command}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

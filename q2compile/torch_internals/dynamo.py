@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -129,6 +130,34 @@ def own_compile_call(module: torch.nn.Module) -> Any:
 
 
 UNKNOWN = object()
+
+
+def compile_arguments(
+    module: torch.nn.Module, backend: Callable[..., Any]
+) -> Mapping[str, Any] | None:
+    """The mode and the options of the last ``torch.compile(module, backend=...)`` or
+    ``module.compile(...)`` by ``backend``, given as a name. None if something else compiled the
+    module, if nothing did, or if this torch keeps them elsewhere.
+    """
+    call = own_compile_call(module)
+    is_call = isinstance(call, torch._TorchCompileWrapper) and call.compiler_fn is backend
+    return call.kwargs if is_call else None
+
+
+@contextmanager
+def compiled_apart(
+    model: torch.nn.Module, backend: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
+    """``model`` compiled by ``backend`` without a trace in what else compiles it: where this torch
+    can isolate them, its compiled versions don't count against the limit of those of training. An
+    older torch gets a higher limit as long as this lasts.
+    """
+    isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    more = {} if isolates else dict.fromkeys(("recompile_limit", "cache_size_limit"), 1 << 16)
+    changes = {name: limit for name, limit in more.items() if hasattr(torch._dynamo.config, name)}
+    options: dict[str, Any] = {"isolate_recompiles": True} if isolates else {}
+    with torch._dynamo.config.patch(changes) if changes else nullcontext():
+        yield torch.compile(model, backend=backend, **options)
 
 
 @contextmanager

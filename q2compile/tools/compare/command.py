@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     check_budget(arguments.budget)  # before the minutes that measuring takes
-    model, batches, loss = _built(arguments.build)
+    model, batches, loss = built(arguments.build)
     arguments.out.mkdir(parents=True, exist_ok=True)  # what can't be written is said first
 
     config = Config.from_options({} if arguments.recipe is None else {"recipe": arguments.recipe})
@@ -109,7 +109,7 @@ def _written(folder: Path, comparison: Comparison, options: str) -> list[Path]:
     return written
 
 
-def _built(where: str) -> tuple[torch.nn.Module, Any, Any]:
+def built(where: str) -> tuple[torch.nn.Module, Any, Any]:
     """What the user's function returns: a model, batches, and a loss or None."""
     function = _function(where)
     built = function()

@@ -1,0 +1,13 @@
+"""`export`: a trained model as an inference checkpoint of the codes that its forward multiplies.
+
+    traced.py        which weights the backend takes, in which scheme and dtype
+    places.py        where the matrix of a matmul lies in its parameter
+    codes.py         the codes of a weight, and common global scales
+    formats.py       what each format stores, under which names
+    names.py         the names that Hugging Face's loaders expect
+    activations.py   static scales of activations
+    shards.py        files that appear whole or not at all
+    export.py        all of it, in order;  command.py  the same for a checkpoint
+
+May import what the rest of `tools` may.
+"""

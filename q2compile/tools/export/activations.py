@@ -1,0 +1,44 @@
+"""Static scales of activations, of the largest magnitude seen in training or in calibration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from q2compile.errors import ConfigError
+
+
+def of_telemetry(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Site -> the largest amax of x in fprop that any rank recorded at any step (option
+    ``telemetry``, its ``rank*.jsonl``). Raises ConfigError where there is none.
+    """
+    files = sorted(Path(folder).glob("rank*.jsonl"))
+    found: dict[str, float] = {}
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                is_x = (row.get("gemm"), row.get("operand")) == ("fprop", "x")
+                if is_x and row.get("amax") is not None:
+                    found[row["module"]] = max(found.get(row["module"], 0.0), row["amax"])
+    if not found:
+        raise ConfigError(
+            f"export: telemetry: {Path(folder)} has no record of an activation; give the folder "
+            "that options={'telemetry': {'to': ...}} wrote, or calibration="
+        )
+    return {site: torch.tensor(amax) for site, amax in found.items()}
+
+
+def of_all_ranks(amax: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What calibration batches showed, the largest of all ranks, which saw batches of their own."""
+    if not amax or not (dist.is_available() and dist.is_initialized()):
+        return dict(amax)
+    values = torch.stack(list(amax.values()))
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(amax, values.unbind(), strict=True))

@@ -1,0 +1,193 @@
+"""The codes of a weight, as its forward multiplies them, and common global scales.
+
+A loader that fuses q, k and v (or gate and up) keeps one global scale for all. Ours are powers of
+two, so block scales move to another one by an exact power of two, as long as e4m3 holds them: 4
+significant bits down to 2^-6, fewer down to 2^-9, up to 448. A scale is one of 256 bytes, so what
+moves and what is lost is looked up in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import q2compile.linear.dense  # noqa: F401  registers q2::quantize_weight
+from q2compile.errors import ConfigError
+from q2compile.recipes.recipe import Operand
+from q2compile.runtime_kernels.numerics.nvfp4 import pow2_global_scale
+from q2compile.runtime_kernels.numerics.schemes import E4M3_MAX, SCHEMES
+from q2compile.tools.export.places import Place, matrix_of
+from q2compile.tools.export.traced import Use
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight in 4 bits; value = e2m1(code) * scale * global_scale.
+
+    codes         uint8 [R, K/2], low nibble the even column; no minus zero
+    scales        float8_e4m3fn [R, K/16] or float8_e8m0fnu [R, K/32]
+    global_scale  float32, 0-dim
+    operand       how they were made: scheme and transform
+    """
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor
+    operand: Operand
+
+    @property
+    def block_format(self) -> str:
+        """ "nvfp4" or "mxfp4", by the scales: codes of one may be moved to the other."""
+        return "mxfp4" if self.scales.dtype == torch.float8_e8m0fnu else "nvfp4"
+
+
+class InexactError(ConfigError):
+    """A format can't hold a layer's codes as they are."""
+
+
+def codes_of(parameter: Tensor, uses: Sequence[Use]) -> Codes:
+    """The codes of all rows of a parameter, from what its matmuls make of it.
+
+    Raises InexactError where the matmuls quantize it in more than one way, or not all of it, or
+    where the parts that they quantize apart have no common global scale; ConfigError for a weight
+    that is not finite.
+    """
+    first = uses[0]
+    how = {(use.fprop.b, use.dtype, use.place.k, use.place.transposed) for use in uses}
+    if len(how) > 1:
+        raise InexactError("its matmuls quantize it in several ways")
+    matrix = matrix_of(parameter.detach(), first.place.k, first.place.transposed)
+    places = sorted({use.place for use in uses}, key=lambda place: place.start)
+    ends = [0, *(place.stop for place in places)]
+    if [place.start for place in places] != ends[:-1] or ends[-1] != matrix.shape[0]:
+        rows = ", ".join(f"{place.start}:{place.stop}" for place in places)
+        raise InexactError(f"rows {rows} of {matrix.shape[0]} are multiplied in 4 bits, not all")
+    whole = [
+        _cut_codes(matrix[place.start : place.stop], place, first, place.cuts) for place in places
+    ]
+    return _joined(whole, 0)
+
+
+def _cut_codes(w: Tensor, place: Place, use: Use, cuts: Sequence[tuple[int, int]]) -> Codes:
+    """Codes of w [N, K], each rank's part for itself, as tensor parallelism has it."""
+    if not cuts:
+        return _quantized(w, use)
+    (dim, ranks), *inner = cuts
+    parts = [_cut_codes(part, place, use, inner) for part in w.chunk(ranks, dim)]
+    return _joined(parts, dim)
+
+
+def _quantized(w: Tensor, use: Use) -> Codes:
+    """What fprop makes of w [N, K]."""
+    operand = use.fprop.b
+    scheme = SCHEMES[operand.scheme]
+    if w.shape[1] % scheme.width:
+        raise InexactError(f"{w.shape[1]} columns are not whole blocks of {scheme.width}")
+    made = torch.ops.q2.quantize_weight(w.contiguous(), str(operand), use.dtype)
+    codes, scales, global_scale = made[:3]
+    if not global_scale.isfinite():
+        raise ConfigError(f"export: the weight of {use.site!r} holds a NaN or an Inf")
+    if scheme.block[0] > 1:
+        scales = scales.view(torch.uint8).repeat_interleave(scheme.block[0], 0)[: w.shape[0]]
+        scales = scales.view(torch.float8_e4m3fn)
+    return Codes(_plus_zero(codes), scales, global_scale, operand)
+
+
+def _plus_zero(codes: Tensor) -> Tensor:
+    """Minus zero, code 8, becomes plus zero: loaders that unpack by a table may have none."""
+    low, high = codes & 15, codes >> 4
+    low, high = (torch.where(half == 8, 0, half) for half in (low, high))
+    return low | (high << 4)
+
+
+def _joined(parts: Sequence[Codes], dim: int) -> Codes:
+    if len(parts) == 1:
+        return parts[0]
+    first, *rest = with_common_scale({f"part {i}": p for i, p in enumerate(parts)}).values()
+    every = [first, *rest]
+    scales = torch.cat([p.scales.view(torch.uint8) for p in every], dim)
+    return replace(
+        first,
+        codes=torch.cat([p.codes for p in every], dim),
+        scales=scales.view(first.scales.dtype),
+    )
+
+
+def with_common_scale(members: dict[str, Codes]) -> dict[str, Codes]:
+    """The same values with one global scale: the least power of two under which e4m3 holds the
+    largest block scale of all. Raises InexactError saying which block scales e4m3 would round.
+    """
+    if len({float(codes.global_scale) for codes in members.values()}) <= 1:
+        return members
+    for name, codes in members.items():
+        if not is_power_of_two(codes.global_scale):
+            raise InexactError(
+                f"{name}: its global scale {float(codes.global_scale):g} is no power of two "
+                "(global_scale='exact', or a scheme that shrinks), so its block scales can't be "
+                "moved to another one exactly"
+            )
+    tops = [_top(codes) for codes in members.values()]
+    top = torch.stack(tops).amax()
+    common = pow2_global_scale(top, top, E4M3_MAX)
+    return {name: moved(codes, common, name) for name, codes in members.items()}
+
+
+def as_nvfp4(codes: Codes, name: str) -> Codes:
+    """MXFP4 codes as NVFP4: each block of 32 as two of 16 with the same scale, a power of two.
+    Raises InexactError where the powers of two are further apart than e4m3's."""
+    if codes.block_format == "nvfp4":
+        return codes
+    zero = (codes.codes.view(*codes.scales.shape, 16) == 0).all(-1)
+    scales = torch.where(zero, 0, codes.scales.view(torch.uint8)).repeat_interleave(2, 1)
+    wide = replace(codes, scales=scales.view(torch.float8_e8m0fnu))
+    present = _present(wide)
+    present[0] = False  # 2^-127, the scale of a block of zeros: any will do
+    top = torch.where(present, _values(wide), 0.0).amax() * codes.global_scale
+    return moved(wide, pow2_global_scale(top, top, E4M3_MAX), name, zero=0)
+
+
+def moved(codes: Codes, common: Tensor, name: str, zero: int | None = None) -> Codes:
+    """The same values under the global scale ``common``, with e4m3 scales. zero: a byte of the
+    present scales that stands for 0."""
+    values = _values(codes)
+    if zero is not None:
+        values[zero] = 0.0
+    wanted = values * (codes.global_scale / common)
+    table = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    rounded = table.float() != wanted
+    counts = _counts(codes)
+    lost = int(torch.where(rounded, counts, 0).sum())
+    if lost:
+        raise InexactError(
+            f"{name}: {lost} of {codes.scales.numel()} block scales fall below what e4m3 holds "
+            f"under the global scale {float(common):g} of the layers that a loader fuses with it, "
+            "and would be rounded"
+        )
+    scales = table.view(torch.uint8)[codes.scales.view(torch.uint8).int()]
+    return replace(codes, scales=scales.view(torch.float8_e4m3fn), global_scale=common)
+
+
+def is_power_of_two(scale: Tensor) -> bool:
+    return bool(torch.frexp(scale).mantissa == 0.5)
+
+
+def _values(codes: Codes) -> Tensor:
+    """What each of the 256 bytes of a scale stands for, fp32; 0 for NaN."""
+    every = torch.arange(256, dtype=torch.uint8, device=codes.scales.device)
+    return every.view(codes.scales.dtype).float().nan_to_num(0.0)
+
+
+def _counts(codes: Codes) -> Tensor:
+    return torch.bincount(codes.scales.view(torch.uint8).int().flatten(), minlength=256)
+
+
+def _present(codes: Codes) -> Tensor:
+    return _counts(codes) > 0
+
+
+def _top(codes: Codes) -> Tensor:
+    """The largest block scale, global scale and all."""
+    return torch.where(_present(codes), _values(codes), 0.0).amax() * codes.global_scale

@@ -1,0 +1,168 @@
+"""Which weights the backend takes, and how its forward quantizes each: asked of the code that
+compiles (`rewrite.planned`), in a forward of the model that quantizes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from q2compile.capture.inline_attention import inline_attention
+from q2compile.capture.matmul import Matmul, NotTaken
+from q2compile.capture.module_names import Names, plain_name, site_name
+from q2compile.capture.views import example
+from q2compile.config import Config
+from q2compile.recipes.recipe import Gemm
+from q2compile.rewrite.rewrite_graph import planned
+from q2compile.rewrite.shared_bodies import own_bodies
+from q2compile.tools.export.places import Place, place_of
+from q2compile.torch_internals.dynamo import (
+    called_graphs,
+    compiled_apart,
+    not_compiled,
+    restore_arguments,
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A matmul of a taken weight: what its forward does.
+
+    site    the name that the policy sees
+    fprop   the recipe's forward; its second operand is w
+    dtype   that the forward quantizes w in: the parameter's, or autocast's
+    place   the rows of the parameter that it multiplies
+    """
+
+    site: str
+    fprop: Gemm
+    dtype: torch.dtype
+    place: Place
+
+
+@dataclass
+class Trace:
+    """What one or more forwards showed.
+
+    uses    name of a parameter -> its matmuls
+    left    site -> why it is not taken
+    amax    site -> largest |x| of its activations, 0-dim, in the batches that ran
+    """
+
+    uses: dict[str, list[Use]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    amax: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, found: Matmul | NotTaken, names: Names, gemm: str, why: str, site: str) -> None:
+        """Note one matmul with a parameter. gemm: the text of its forward; "" if not taken."""
+        fprop = Gemm.parse(gemm) if gemm else None
+        if not isinstance(found, Matmul) or fprop is None:
+            self.left.setdefault(site, why or "the recipe's forward is bf16: there are no codes")
+            return
+        place = place_of(found)
+        if isinstance(place, str):
+            self.left.setdefault(site, place)
+            return
+        use = Use(site, fprop, example(found.node).dtype, place)
+        own = [plain_name(name) for name in names.by_id.get(id(found.parameter), [])]
+        served = names.served_too(found.parameter)
+        named = [name for name in own if site_name(name) == site] or own[:1]
+        for name in named:
+            self._note(name, use)
+        for name, _ in names.root.named_parameters() if served and names.root else ():
+            if site_name(name) in served:  # an equal layer, which the same graph computes
+                self._note(plain_name(name), Use(site_name(name), fprop, use.dtype, place))
+
+    def _note(self, name: str, use: Use) -> None:
+        uses = self.uses.setdefault(name, [])
+        if use not in uses:
+            uses.append(use)
+
+    def see(self, x: Tensor, sites: Sequence[str], dtype: torch.dtype) -> None:
+        """The activations of a matmul."""
+        with torch.no_grad():
+            x = x.values() if x.is_nested else x
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            if not x.numel():  # an expert without tokens
+                return
+            amax = x.detach().to(dtype).abs().amax().float()
+            for site in sites:
+                self.amax[site] = torch.maximum(self.amax.get(site, amax), amax)
+
+
+def trace(
+    model: nn.Module,
+    config: Config,
+    batches: Iterable[Any],
+    autocast: torch.dtype | None,
+    *,
+    activations: bool,
+) -> Trace:
+    """Run ``model`` forward on each of ``batches``, in the precision of its tensors, and note what
+    the backend would take of it under ``config``.
+
+    The model is in eval mode meanwhile, and random states are put back: no dropout, no running
+    statistics, and a training that goes on draws what it would have drawn.
+
+    batches: of keyword arguments (mappings), positional arguments (tuples), or one argument each.
+    autocast: the dtype to run under; None leaves autocast as it is. activations: note their amax.
+    """
+    found = Trace()
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        restore_arguments(gm, example_inputs)
+        names = Names.of_graph(gm)
+        inline_attention(gm)
+        own_bodies(gm)
+        for matmul, row, recipe in planned(gm, config, names):
+            if matmul.parameter is None:
+                continue
+            gemm = str(recipe.fprop) if recipe.fprop else ""
+            found.add(matmul, names, gemm, row.why, row.module)
+            if activations and gemm and isinstance(matmul, Matmul):
+                sites = (row.module, *names.served_too(matmul.parameter))
+                with matmul.gm.graph.inserting_before(matmul.node):
+                    noted = (matmul.x, sites, example(matmul.node).dtype)
+                    matmul.gm.graph.call_function(found.see, noted)
+        for graph in called_graphs(gm):
+            graph.recompile()
+        return gm
+
+    device = next(model.parameters()).device
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(_in_eval_mode(model))
+        for module in model.modules():
+            stack.enter_context(not_compiled(module))
+        if autocast is not None:
+            on = autocast != torch.float32
+            stack.enter_context(torch.autocast(device.type, autocast if on else None, enabled=on))
+        compiled = stack.enter_context(compiled_apart(model, backend))
+        for batch in batches:
+            args, kwargs = arguments_of(batch)
+            compiled(*args, **kwargs)
+    return found
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of the model, from a batch as a data loader gives it."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}

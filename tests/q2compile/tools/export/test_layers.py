@@ -1,0 +1,127 @@
+"""Each layer of an exported folder, as compressed-tensors reads it, is what the forward multiplies,
+bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import q2compile
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from tests.support.exported import (
+    CONFIGS,
+    by_module,
+    decompressed,
+    dequantized,
+    forward_weights,
+    model_of,
+    modules,
+    tensors,
+    tokens,
+)
+
+pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the extra 'dev'")
+
+INPUTS = {"input_ids": tokens()}
+NO_ROTATION = {
+    "base": "quartet",
+    "fprop": {role: {"scheme": "mxfp4_rtn", "transform": "none"} for role in ("x", "w")},
+}
+RECIPES = {
+    "quartet2": ("quartet2", "nvfp4_46_pow2"),
+    "nvfp4": ("nvfp4", "nvfp4_16x16_pow2"),
+    "tetrajet2": ("tetrajet2", "nvfp4_pow2"),
+    "mxfp4": (NO_ROTATION, "mxfp4_rtn"),
+}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name].to(torch.bfloat16), weight), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    done = q2compile.export(model, tmp_path / "out", options={}, example_inputs=INPUTS)
+    weights = forward_weights(model, "nvfp4_46_pow2")
+    assert done.layers.keys() == weights.keys()
+    same(decompressed(tmp_path / "out"), by_module(model, weights))
+    assert not any("router" in n or n.endswith("mlp.gate") for n in done.layers)
+    held = tensors(tmp_path / "out")
+    for layer in modules(tmp_path / "out", "weight_packed").values():
+        codes = layer["weight_packed"]
+        assert not ((codes & 15) == 8).any() and not ((codes >> 4) == 8).any(), "minus zero"
+    exported = [n for n in held if "weight_" in n or n.endswith(".weight_packed")]
+    assert {n.rpartition(".")[2] for n in exported} == {
+        "weight_packed",
+        "weight_scale",
+        "weight_global_scale",
+    }
+    for key, tensor in model.state_dict().items():  # everything else as it is
+        if key in held:
+            assert torch.equal(held[key], tensor)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe(recipe: str, tmp_path: Path) -> None:
+    spec, scheme = RECIPES[recipe]
+    model = model_of("llama")
+    options = {"recipe": spec, "policy": {"*lm_head*": "bf16"}}
+    done = q2compile.export(model, tmp_path / "out", options=options, example_inputs=INPUTS)
+    weights = by_module(model, forward_weights(model, scheme))
+    head = weights.pop("lm_head")
+    same(decompressed(tmp_path / "out"), weights)
+    assert not torch.equal(model.lm_head.weight, head), "the check can fail"
+    assert torch.equal(tensors(tmp_path / "out")["lm_head.weight"], model.lm_head.weight)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    assert config["format"] == f"{SCHEMES[scheme].format}-pack-quantized" == done.variant
+
+
+def test_siblings_have_one_global_scale(tmp_path: Path) -> None:
+    """`model_of` gives q, k and v other scales; o and down are of no group."""
+    model = model_of("llama")
+    done = q2compile.export(model, tmp_path / "out", options={}, example_inputs=INPUTS)
+    layer = "model.layers.0"
+    of = {name: layer["global_scale"] for name, layer in done.layers.items()}
+    own = {
+        name: float(q2compile.quantize(model.get_parameter(name), "nvfp4_46_pow2").global_scale)
+        for name in of
+    }
+    for group in (("q", "k", "v"), ("gate", "up")):
+        part = "self_attn" if "q" in group else "mlp"
+        names = [f"{layer}.{part}.{g}_proj.weight" for g in group]
+        assert len({own[n] for n in names}) > 1
+        assert {of[n] for n in names} == {max(own[n] for n in names)}
+    assert of[f"{layer}.self_attn.o_proj.weight"] == own[f"{layer}.self_attn.o_proj.weight"]
+
+
+def test_fp32_masters_are_quantized_as_autocast_casts_them(tmp_path: Path) -> None:
+    model = model_of("llama").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)  # no bf16 numbers
+    done = q2compile.export(
+        model, tmp_path / "out", options={}, example_inputs=INPUTS, autocast=torch.bfloat16
+    )
+    assert {layer["dtype"] for layer in done.layers.values()} == {"bfloat16"}
+    w = model.model.layers[0].mlp.down_proj.weight
+    found = decompressed(tmp_path / "out")["model.layers.0.mlp.down_proj"]
+    assert torch.equal(found, dequantized(w.bfloat16(), "nvfp4_46_pow2"))
+    of_fp32 = q2compile.quantize(w, "nvfp4_46_pow2").dequantize(torch.bfloat16)
+    assert not torch.equal(found, of_fp32), "the check can fail"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    model, out = model_of("qwen3_moe"), tmp_path / "out"
+    q2compile.export(model, out, options={}, example_inputs=INPUTS, max_shard_bytes=8_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2 and all(f"of-{len(files):05}" in f.name for f in files)
+    same(decompressed(out), by_module(model, forward_weights(model, "nvfp4_46_pow2")))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
