@@ -114,8 +114,8 @@ class Config:
     fuse_rotations  True: quantisers that rotate compute their operand themselves, where that is an
                     expression and expected to pay (see `lowering.fused_launches`); "auto": on GPUs
                     of compute capability 9.x, where that was measured
-                    (`examples/benchmarks/fusion.py`), without telemetry, whose recorded steps read
-                    it; False: they read it
+                    (`examples/benchmarks/quantizers.py`), without telemetry, whose recorded steps
+                    read it; False: they read it
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone

@@ -48,11 +48,11 @@ def _no_kernel_given_up_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_compiler() -> None:
     """Nothing is compiled or counted yet, and no dump folder is in use, as in a new process."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(DumpFolder, "_open", {})
+    DumpFolder.close_all()
 
 
 @pytest.fixture

@@ -1,33 +1,44 @@
-"""What the cost model predicts of the rows that were measured on an H200, beside them.
+"""Compares the cost model with the rows that were measured on an H200, and writes PREDICTED.md.
 
     python examples/benchmarks/predicted.py [--out FILE]
 
-Needs no GPU: it reads `results/` and writes `PREDICTED.md`. Predicted are
+Needs no GPU: it reads `results/`. It predicts
 
-    the quantisers of kernels.json, from their bytes, instructions and launches;
+    the quantizers of kernels.json, from their bytes, instructions and launches;
     linear layers and a stack of experts, whole;
-    steps of Llamas: BF16's step as measured, and what its linears take more under the recipe by the
-    prediction, on the GPU or on the host, whichever is more. (A step that one of the two bounds
-    in BF16 and the other under the recipe takes less than that.) Under CUDA graphs the GPU alone.
+    steps of Llamas: BF16's step as measured, plus what the linears cost more under the recipe, on
+    the GPU or on the host, whichever is more. (If the GPU limits one of the two steps and the host
+    the other, this is an upper bound.) Under CUDA graphs only the GPU counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels import BYTES
-from models import BATCH, COLUMNS, LLAMA, ROWS, TOKENS
-from models import SEQUENCE as LONG
-from moe import BATCH as MOE_BATCH
-from moe import CHOSEN, EXPERTS, INNER, WIDTH
-from moe import SEQUENCE as MOE_SEQUENCE
-from steps import EIGHT_B, SEQUENCE, VOCABULARY
+from quantizers import BYTES, COLUMNS, ROWS
+from rows import HERE, RESULTS
+from workloads import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    LINEAR_TOKENS,
+    LLAMA,
+    LLAMA_8B,
+    LLAMA_8B_TOKENS,
+    LLAMA_30M,
+    LLAMA_BATCH,
+    LLAMA_SEQUENCE,
+    MOE_BATCH,
+    MOE_SEQUENCE,
+    MOE_WIDTH,
+    SEQUENCE_30M,
+    VOCABULARY_30M,
+)
 
 from q2compile.cost_model.devices import H200
 from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
@@ -35,17 +46,13 @@ from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
 from q2compile.tools.bench.cases import CASES, OTHERS, step_of
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from pretraining.model import SIZES
-
-RESULTS = Path(__file__).parent / "results"
-PAGE_FILE = Path(__file__).parent / "PREDICTED.md"
-KERNELS, STEPS_WITHIN = 0.15, 0.20  # what is aimed at: the greatest error of a prediction
+PAGE_FILE = HERE / "PREDICTED.md"
+KERNELS, STEPS_WITHIN = 0.15, 0.20  # aims: the largest error of a prediction
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of the results and its prediction, in `unit`s."""
+    """A row of the results and its prediction, both in this unit."""
 
     name: str
     predicted: float
@@ -64,11 +71,11 @@ def rows_of(file: str) -> list[dict[str, Any]]:
 
 
 def kernels() -> Iterator[Compared]:
-    """Microseconds of every quantiser and of dequantize, at the shapes that were measured."""
+    """Microseconds of every kernel, at the shapes that were measured."""
     for row in rows_of("kernels.json"):
         name, (rows, cols) = row["name"], row["shape"]
         if name not in (*OTHERS, *CASES):
-            continue  # copies, and what the host takes: the model's own constants
+            continue  # copies and host times: they set constants of the model
         predicted = 1e6 * step_of(name, rows * cols).seconds(H200)
         yield Compared(f"{name} {rows}x{cols}", predicted, row["microseconds"], "us", KERNELS)
     for row in rows_of("models.json"):
@@ -81,7 +88,7 @@ def kernels() -> Iterator[Compared]:
 def llama(
     tokens: int, hidden: int, inner: int, layers: int, key_values: int, words: int
 ) -> list[tuple[int, Layer]]:
-    """The linears of a Llama, and how many there are of each."""
+    """(count, linear) of a Llama."""
 
     def of(n: int, k: int, **how: Any) -> Layer:
         return Layer(tokens, n, k, emulated=True, **how)
@@ -89,7 +96,7 @@ def llama(
     return [
         (layers, of(hidden, hidden, x_users=3)),  # q
         (2 * layers, of(key_values, hidden, x_users=3)),  # k, v
-        (layers, of(hidden, hidden, x_fuses=False)),  # o, of what attention leaves in memory
+        (layers, of(hidden, hidden, x_fuses=False)),  # o: attention writes x to memory
         (2 * layers, of(inner, hidden, x_users=2)),  # gate, up
         (layers, of(hidden, inner)),  # down
         (1, of(words, hidden)),  # lm_head
@@ -109,13 +116,13 @@ def _transformers(config: dict[str, Any], tokens: int) -> list[tuple[int, Layer]
 
 
 def _30m(sequences: int) -> list[tuple[int, Layer]]:
-    size = SIZES["30m"]
-    tokens, hidden = sequences * SEQUENCE, size.hidden
-    return llama(tokens, hidden, size.intermediate, size.layers, hidden, VOCABULARY)
+    size = LLAMA_30M
+    tokens, hidden = sequences * SEQUENCE_30M, size.hidden
+    return llama(tokens, hidden, size.intermediate, size.layers, hidden, VOCABULARY_30M)
 
 
 def _times(recipe: str, layers: list[tuple[int, Layer]]) -> tuple[float, float, float, float]:
-    """Milliseconds of the linears: GPU under the recipe and in BF16, host likewise."""
+    """Milliseconds of the linears: GPU under the recipe, GPU in BF16, host likewise."""
     of = resolve(recipe)
     own = [(n, s) for n, layer in layers for s in recipe_steps(of, layer, GEMMS)]
     bf16 = [(n, s) for n, layer in layers for s in bf16_steps(layer, GEMMS)]
@@ -125,23 +132,28 @@ def _times(recipe: str, layers: list[tuple[int, Layer]]) -> tuple[float, float, 
 
 
 def linears() -> Iterator[Compared]:
-    """Milliseconds of single layers, BF16's too."""
-    tokens = MOE_BATCH * MOE_SEQUENCE * CHOSEN
-    experts = Layer(tokens, 2 * INNER, WIDTH, EXPERTS, grouped=True, x_fuses=False, emulated=True)
+    """Milliseconds of single layers, under quartet2 and in BF16."""
+    tokens = MOE_BATCH * MOE_SEQUENCE * EXPERTS_PER_TOKEN
+    experts = Layer(
+        *(tokens, 2 * EXPERT_WIDTH, MOE_WIDTH, EXPERTS),
+        grouped=True,
+        x_fuses=False,
+        emulated=True,
+    )
     layers = {"moe_grouped_gemm": experts} | {
-        f"linear_4096_{n}": Layer(TOKENS, n, 4096, emulated=True, x_fuses=False)
+        f"linear_4096_{n}": Layer(LINEAR_TOKENS, n, 4096, emulated=True, x_fuses=False)
         for n in (4096, 14336)
     }
     for row in [*rows_of("models.json"), *rows_of("moe.json")]:
         if row["name"] in layers:
             own, bf16, *_ = _times("quartet2", [(1, layers[row["name"]])])
             yield Compared(f"{row['name']}, BF16", bf16, row["bf16"], "ms", STEPS_WITHIN)
-            yield Compared(row["name"], own, row["quartet2"], "ms", STEPS_WITHIN)
+            yield Compared(row["name"], own, row["value"], "ms", STEPS_WITHIN)
 
 
 STEPS = {
-    "llama_step": ("quartet2", _transformers(LLAMA, BATCH * LONG)),
-    "llama_8b_step": ("quartet2", _transformers(EIGHT_B, 4096)),
+    "llama_step": ("quartet2", _transformers(LLAMA, LLAMA_BATCH * LLAMA_SEQUENCE)),
+    "llama_8b_step": ("quartet2", _transformers(LLAMA_8B, LLAMA_8B_TOKENS)),
     "llama_30m_8x512": ("quartet2", _30m(8)),
     "llama_30m_64x512": ("quartet2", _30m(64)),
     "llama_30m_64x512_graphs": ("quartet2", _30m(64)),
@@ -157,15 +169,14 @@ def steps() -> Iterator[Compared]:
         more = own - bf16
         if not row["name"].endswith("_graphs"):
             more = max(more, host - bf16_host)
-        measured = row["value"] if "value" in row else row["quartet2"]
-        yield Compared(row["name"], row["bf16"] + more, measured, "ms", STEPS_WITHIN)
+        yield Compared(row["name"], row["bf16"] + more, row["value"], "ms", STEPS_WITHIN)
 
 
 PER_LINEAR = "host_us_per_linear"
 
 
 def of_the_host() -> Iterator[Compared]:
-    """Microseconds of a linear of a training step, beside BF16's."""
+    """Host microseconds of one linear of a training step."""
     layer = Layer(128, 128, 128, bias=True, emulated=True)
     for row in rows_of("steps.json"):
         if row["name"] == PER_LINEAR:
@@ -175,7 +186,7 @@ def of_the_host() -> Iterator[Compared]:
 
 
 def missing() -> list[str]:
-    """Rows that there are predictions for, and no measurements."""
+    """Names of rows that are predicted and have not been measured."""
     files = ("models.json", "steps.json", "kernels.json")
     found = {row["name"] for file in files for row in rows_of(file)}
     return [name for name in (*STEPS, PER_LINEAR, *BYTES) if name not in found]
@@ -197,33 +208,34 @@ def table(rows: Iterable[Compared]) -> str:
 PAGE = """\
 # Predicted and measured
 
-Written by `python examples/benchmarks/predicted.py`, from the cost model (`q2compile/cost_model`)
-and the rows of `results/` of one H200. Each row says in its file when and with which versions it
-was measured. The aims are {kernels:.0%} for kernels and {steps:.0%} for whole steps; a row outside
-of them says "missed".
+Written by `python examples/benchmarks/predicted.py` from the cost model (`q2compile/cost_model`)
+and the rows of `results/` that were measured on an H200. Each row in `results/` has its date, its
+versions and its command. The aims are {kernels:.0%} for kernels and {steps:.0%} for layers and
+steps. A row that misses its aim says "missed".
 
 ## Kernels
 
-All launches of a call. Five constants were set by these rows: the share of the issue slots that a
-quantiser fills, with coins and without, of the bandwidth, what is constant in a launch
-(`q2compile/cost_model/devices.py`), and a product of tensor cores (`instructions.py`). The rest is
-bytes and instructions counted in machine code.
+All launches of a call. Five constants of the model were fitted to these rows: the share of the
+issue slots that a quantizer fills, with and without stochastic rounding; the share of the
+bandwidth; the constant part of a launch (all in `q2compile/cost_model/devices.py`); and the issue
+slots of a tensor-core instruction (`instructions.py`). The rest follows from bytes and from
+instructions counted in machine code.
 
 {kernel_table}
 
 ## Layers and steps
 
-Of a linear everything is predicted, BF16's time too: the share of the peak that its GEMM reaches is
-set by `linear_4096_4096`, BF16. Of a Llama's step the prediction is BF16's step as measured, and
-what its linears take more, on the GPU or on the host, whichever is more; under CUDA graphs on the
-GPU. Nothing was set by these rows. Those of 64 x 512 tokens without CUDA graphs were measured
-before quantisers were launched together, as they are predicted: a step has some five launches a
-linear less now.
+For a linear, BF16's time is predicted, too. Its share of the peak was fitted to
+`linear_4096_4096, BF16`. For a step of a Llama the prediction is BF16's measured step plus what the
+linears cost more, on the GPU or on the host, whichever is more. Under CUDA graphs only the GPU
+counts. No constant was fitted to these rows. The model groups launches of the forward's quantizers;
+the rows of 64 x 512 tokens without CUDA graphs were measured before the kernels were grouped, with
+some five more launches per linear.
 
-In the step of 8 x 512 tokens the host is the limit, and what a linear takes of it is more than the
-calls that `host_us_per_call` was measured on: buffers, and what autograd keeps for the backward,
-three times as many tensors as in BF16, are not in the model. Of a linear that shares nothing, nor
-has anything to be fused with, `host_us_per_linear`, they are the greater part.
+At 8 x 512 tokens the host limits the step. There a linear costs the host more than the calls that
+`host_us_per_call` measures: allocating buffers, and autograd saving three times as many tensors as
+in BF16, are not in the model. `host_us_per_linear` shows the difference for a linear that shares no
+launch and has nothing to fuse with.
 
 {step_table}
 
@@ -240,7 +252,7 @@ def page() -> str:
         steps=STEPS_WITHIN,
         kernel_table=table(kernels()),
         step_table=table((*linears(), *steps(), *of_the_host())),
-        missing=f"Of what is predicted: {names}." if names else "Nothing of what is predicted.",
+        missing=f"{names}." if names else "Every row that is predicted has been measured.",
     )
 
 

@@ -1,162 +1,490 @@
-"""Times whole training steps of Hugging Face Llamas against plain Inductor, on one GPU.
+"""Times forward and backward of layers and models against plain Inductor.
 
-    python examples/benchmarks/steps.py [--only NAME,...] [--out FILE]
+    python examples/benchmarks/steps.py [--only NAME,...] [--out FOLDER]
 
-A step is forward and backward, fp32 parameters, bf16 autocast. Ratios are within this run:
+On one GPU, within one run: the variants take turns, and a row has the median. BF16 is the same
+module under torch.compile's default backend. Models have fp32 parameters and bf16 autocast unless
+said otherwise. Names, and the rows that each makes:
 
-    llama_30m_64x512          30M parameters (examples/pretraining), 64 x 512 tokens; over BF16
-    llama_30m_64x512_graphs   the same under mode="reduce-overhead", both
-    llama_30m_8x512           8 x 512 tokens, where the host is the limit
-    RECIPE_30m_64x512         the other recipes; `kernels` is the time of its kernels over BF16's
-                              step, what a step with nothing else would take
-    llama_8b_step             width 4096, MLP 14336, 32 layers, 1 x 4096 tokens, bf16 parameters;
-                              llama_8b_peak_memory, llama_8b_first_step (empty caches) beside it
-    llama_8b_step_kept        the same with recompute_weights=False, llama_8b_kept_peak_memory and
-                              llama_8b_kept_first_step beside it
-    llama_8b_step_unfused     the same with fuse_rotations=False, and likewise
-    host_us_per_call          microseconds of the host for a call of an op of two launches in a
-                              compiled graph, its buffers included: not a ratio
-    host_us_per_linear        likewise for one linear more in a forward and backward, with what
-                              autograd keeps of it; `bf16` is BF16's
+    linears         linear_K_N: a bf16 linear, 16384 tokens, K -> N
+    llama           llama_step: a Llama of 8 layers, width 2048, 8 x 2048 tokens; llama_peak_memory,
+                    llama_compile (the first step with empty caches, less a usual one), and
+                    saved_bits, bits per element that its linears save for the backward
+    30m_64x512      llama_30m_64x512: the 30M Llama of examples/pretraining, 64 x 512 tokens, and
+                    RECIPE_30m_64x512 for the other recipes
+    30m_8x512       llama_30m_8x512: 8 x 512 tokens, where the host is the limit
+    30m_graphs      llama_30m_64x512_graphs: both under mode="reduce-overhead"
+    8b              llama_8b_step: 32 layers of width 4096, bf16 parameters, 1 x 4096 tokens;
+                    llama_8b_step_kept: recompute_weights=False. Each with its peak memory and the
+                    time of its first step with empty caches
+    8b_unfused      llama_8b_step_unfused: fuse_rotations=False, likewise
+    fused           fused_llama_step, fused_llama_first_step: `llama` with fuse_rotations over
+                    without; the first step with warm caches of kernels
+    host            host_us_per_call: microseconds of the host for an op of two launches in a
+                    compiled graph, its buffers included; host_us_per_linear: for one linear more in
+                    a forward and backward
+    moe             moe_step: Qwen3-MoE, 4 layers of 64 experts, 8 per token, bf16 parameters, 4 x
+                    2048 tokens; moe_peak_memory
+    moe_left_out    moe_step_*: the same step with one optimization around the experts left out,
+                    over the step with all
+    moe_gemm        moe_grouped_gemm: one stack of experts, [64, 1536, 2048], 8192 tokens by 8
+    options         quartet2 with one pass or option changed, time and peak memory over quartet2's:
+                    plain, with gradient checkpointing, with four micro-batches; 4 layers of `llama`
+    telemetry       telemetry_every_100: a Llama of 2 layers with {"telemetry": {"every": 100}} over
+                    without; telemetry_idle: a step that records nothing; telemetry_recorded: the
+                    recorded step alone. Runs on a CPU, too, with a tiny Llama
 
-`launches` counts the kernels of a step, `kernel_milliseconds` adds up their times.
+`launches` counts the kernels of a step, `kernel_milliseconds` adds up their times, `kernels` is
+that over BF16's step: what a step without gaps between its kernels would take.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
+import statistics
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from models import GPU, record
-from training_step import Step, first_seconds, training_step
-from transformers import LlamaConfig, LlamaForCausalLM
+from rows import Benchmark, Row, over_bf16, run
+from torch import nn
+from workloads import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    GPU,
+    LINEAR_TOKENS,
+    LINEARS,
+    LLAMA,
+    LLAMA_8B,
+    LLAMA_8B_TOKENS,
+    LLAMA_BATCH,
+    LLAMA_SEQUENCE,
+    MOE,
+    MOE_BATCH,
+    MOE_SEQUENCE,
+    MOE_WIDTH,
+    SEQUENCE_30M,
+    TINY_LLAMA,
+    VOCABULARY_30M,
+    ExpertStack,
+    Step,
+    first_seconds,
+    launches_of,
+    llama,
+    llama_30m,
+    mixture_of_experts,
+    peak_gib,
+    profiles_of,
+    random_tokens,
+    training_step,
+)
 
+import q2compile
+from q2compile import telemetry
+from q2compile.tools.bench.alive import measured
 from q2compile.tools.bench.host import per_call, per_linear
 from q2compile.tools.bench.timing import in_turns
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from pretraining.model import SIZES, build_model
-
-VOCABULARY, SEQUENCE = 4096, 512
-EIGHT_B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
-OTHERS = ("nvfp4", "tetrajet2", "quartet", "mxfp4")
+BACKENDS = ("inductor", "quartet2")
+RECIPES_30M = ("nvfp4", "tetrajet2", "quartet", "mxfp4")  # beside quartet2
+TIMES, PEAKS, COMPILE_TIMES = "BF16 times", "BF16 peaks", "BF16 compile times"
 
 
-def kernels_of(step: Step) -> tuple[int, float]:
-    """How many kernels a step launches, and milliseconds of them together."""
-    step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    events = [e for e in profile.key_averages() if e.self_device_time_total]
-    return sum(e.count for e in events), sum(e.self_device_time_total for e in events) / 1e3
+# ---- layers --------------------------------------------------------------------------------------
 
 
-def small(names: Mapping[str, tuple[str, int, str | None]]) -> list[dict[str, Any]]:
-    """Rows of the 30M Llama: name -> (recipe, sequences, mode), all of one number of sequences and
-    one mode, in turns with BF16."""
-    (sequences, mode), *others = {row[1:] for row in names.values()}
-    assert not others
+def linears(args: Namespace) -> list[Row]:
+    return [linear(inputs, outputs) for inputs, outputs in LINEARS]
+
+
+def linear(inputs: int, outputs: int) -> Row:
+    layer = nn.Linear(inputs, outputs, bias=False, device=GPU, dtype=torch.bfloat16)
+    x = torch.randn(LINEAR_TOKENS, inputs, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(LINEAR_TOKENS, outputs, device=GPU, dtype=torch.bfloat16)
+    times = in_turns(_layer_steps(layer, (x,), dy))
+    return over_bf16(f"linear_{inputs}_{outputs}", times["quartet2"], times["inductor"], TIMES)
+
+
+def _layer_steps(layer: nn.Module, inputs: tuple[torch.Tensor, ...], dy: torch.Tensor) -> dict:
+    """Backend -> forward and backward, compiled."""
+    steps: dict[str, Step] = {}
     torch._dynamo.reset()
+    for backend in BACKENDS:
+        compiled = torch.compile(layer, backend=backend)
+
+        def step(compiled: Any = compiled) -> None:
+            layer.zero_grad(set_to_none=True)
+            inputs[0].grad = None
+            compiled(*inputs).backward(dy)
+
+        steps[backend] = step
+        step()  # compiles
+    return steps
+
+
+def expert_stack(args: Namespace) -> list[Row]:
     torch.manual_seed(0)
-    model: torch.nn.Module = build_model(SIZES["30m"], VOCABULARY, SEQUENCE)
-    model.to(GPU)
-    tokens = torch.randint(VOCABULARY, (sequences, SEQUENCE), device=GPU)
+    stack = ExpertStack().to(GPU, torch.bfloat16)
+    tokens = MOE_BATCH * MOE_SEQUENCE
+    scores = torch.randn(tokens, EXPERTS, device=GPU)
+    chosen = scores.topk(EXPERTS_PER_TOKEN).indices.flatten()
+    offs = chosen.bincount(minlength=EXPERTS).cumsum(0).to(torch.int32)
+    rows = EXPERTS_PER_TOKEN * tokens
+    x = torch.randn(rows, MOE_WIDTH, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(rows, 2 * EXPERT_WIDTH, device=GPU, dtype=torch.bfloat16)
+    steps = _layer_steps(stack, (x, offs), dy)
+    times = in_turns(steps)
+    row = over_bf16("moe_grouped_gemm", times["quartet2"], times["inductor"], TIMES)
+    return [{**row, **profiles_of(steps)}]
+
+
+# ---- Llamas --------------------------------------------------------------------------------------
+
+
+def whole_llama(args: Namespace) -> list[Row]:
+    torch._dynamo.reset()
+    steps: dict[str, Step] = {}
+    peaks, first = {}, {}
+    model, tokens = _llama()
+    for backend in BACKENDS:
+        step = steps[backend] = training_step(model, tokens, backend=backend)
+        first[backend] = first_seconds(step)
+        peaks[backend] = peak_gib(step)
+    times = in_turns(steps, calls=2)
+    bf16, own = ((first[name] - times[name] / 1e3) for name in BACKENDS)
+    return [
+        over_bf16("llama_step", times["quartet2"], times["inductor"], TIMES),
+        over_bf16("llama_peak_memory", peaks["quartet2"], peaks["inductor"], PEAKS),
+        over_bf16("llama_compile", own, bf16, COMPILE_TIMES),
+        _saved_bits(model, tokens),
+    ]
+
+
+def _llama(**changed: Any) -> tuple[nn.Module, torch.Tensor]:
+    tokens = random_tokens(LLAMA["vocab_size"], LLAMA_BATCH, LLAMA_SEQUENCE)
+    return llama({**LLAMA, **changed}), tokens
+
+
+def _saved_bits(model: nn.Module, tokens: torch.Tensor) -> Row:
+    torch._dynamo.reset()
+    with torch.autocast("cuda", torch.bfloat16):
+        report = q2compile.explain(model, input_ids=tokens, labels=tokens)
+    linears = [row for row in report.to_json() if row["saved_elements"]]
+    elements = sum(row["saved_elements"] for row in linears)
+    bits = 8 * sum(row["saved_bytes"] for row in linears) / elements
+    return {"name": "saved_bits", "ratio": round(bits, 3), "unit": "bits an element"}
+
+
+def fused_llama(args: Namespace) -> list[Row]:
+    model, tokens = _llama()
+    steps: dict[str, Step] = {}
+    first: dict[str, list[float]] = {"unfused": [], "fused": []}
+    for _ in range(2):  # the second time with warm caches of kernels
+        torch._dynamo.reset()
+        for how in first:
+            options = {"fuse_rotations": how == "fused"}
+            steps[how] = training_step(model, tokens, backend="quartet2", options=options)
+            first[how].append(first_seconds(steps[how]))
+    times = in_turns(steps, calls=2)
+    unit = "of that without fuse_rotations"
+    begin = {how: seconds[-1] for how, seconds in first.items()}
+    return [
+        {"name": "fused_llama_step", "ratio": round(times["fused"] / times["unfused"], 3)}
+        | {"unit": unit, "milliseconds": times},
+        {"name": "fused_llama_first_step", "ratio": round(begin["fused"] / begin["unfused"], 3)}
+        | {"unit": unit, "seconds": begin, "cold": {how: s[0] for how, s in first.items()}},
+    ]
+
+
+def small_llama(
+    args: Namespace, recipes: Mapping[str, str], sequences: int, mode: str | None = None
+) -> list[Row]:
+    """Rows of the 30M Llama: name -> recipe, all in turns with BF16."""
+    torch._dynamo.reset()
+    model = llama_30m()
+    tokens = random_tokens(VOCABULARY_30M, sequences, SEQUENCE_30M)
     in_mode = {} if mode is None else {"mode": mode}
     steps = {"bf16": training_step(model, tokens, **in_mode)}
-    for name, (recipe, *_) in names.items():
+    for name, recipe in recipes.items():
         options = {"recipe": recipe, **in_mode}
         steps[name] = training_step(model, tokens, backend="quartet2", options=options)
     times = in_turns(steps, rounds=10, calls=4)
     rows = []
-    for name in names:
-        own: dict[str, Any] = {}
+    for name in recipes:
+        own: Row = {}
         if mode is None:
-            launches, busy = kernels_of(steps[name])
+            launches, busy = launches_of(steps[name])
             own = {"launches": launches, "kernel_milliseconds": round(busy, 2)}
             own["kernels"] = round(busy / times["bf16"], 3)
-            own["bf16_launches"], bf16_busy = kernels_of(steps["bf16"])
+            own["bf16_launches"], bf16_busy = launches_of(steps["bf16"])
             own["bf16_kernel_milliseconds"] = round(bf16_busy, 2)
-        rows.append({**_row(name, times[name], times["bf16"], "BF16 times"), **own})
+        rows.append({**over_bf16(name, times[name], times["bf16"], TIMES), **own})
     return rows
 
 
-def _row(name: str, own: float, bf16: float, unit: str) -> dict[str, Any]:
-    values = {"value": round(own, 3), "bf16": round(bf16, 3)}
-    return {"name": name, "ratio": round(own / bf16, 3), "unit": unit, **values}
-
-
-def large(names: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the 8B Llama, by the options of each, in turns with BF16."""
+def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """Rows of the 8B Llama: name -> options, all in turns with BF16."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    tokens = torch.randint(EIGHT_B["vocab_size"], (1, 4096), device=GPU)
-    with torch.device(GPU):
-        model: Any = LlamaForCausalLM(LlamaConfig(**EIGHT_B, use_cache=False)).bfloat16()
-    variants: dict[str, dict[str, Any]] = {"bf16": {}}
-    for name, options in names.items():
-        variants[name] = {"backend": "quartet2", "options": options}
+    model = llama(LLAMA_8B, torch.bfloat16)
+    tokens = random_tokens(LLAMA_8B["vocab_size"], 1, LLAMA_8B_TOKENS)
+    compile_with: dict[str, dict[str, Any]] = {"bf16": {}}
+    for name, options in variants.items():
+        compile_with[name] = {"backend": "quartet2", "options": options}
     steps, first, peaks = {}, {}, {}
-    for name, compile_with in variants.items():
-        step = steps[name] = training_step(model, tokens, **compile_with)
+    for name, how in compile_with.items():
+        step = steps[name] = training_step(model, tokens, **how)
         gc.collect()
         first[name] = first_seconds(step)
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-        print(
-            name, "first step", round(first[name], 1), "s, peak", round(peaks[name], 2), flush=True
-        )
+        peaks[name] = peak_gib(step)
+        print(f"{name}: first step {first[name]:.1f} s, peak {peaks[name]:.2f} GiB", flush=True)
     times = in_turns(steps, rounds=6, calls=1)
-    rows = [
-        _row(name, times[name], times["bf16"], "BF16 times") for name in variants if name != "bf16"
-    ]
-    for name, values, unit in (("peak_memory", peaks, "BF16 peaks"), ("first_step", first, "BF16")):
-        for variant in steps:
-            if variant != "bf16":
-                row = variant.replace("_step", "", 1) + f"_{name}"
-                rows.append(_row(row, values[variant], values["bf16"], unit))
+    rows = [over_bf16(name, times[name], times["bf16"], TIMES) for name in variants]
+    for ending, values, unit in (
+        ("peak_memory", peaks, PEAKS),
+        ("first_step", first, "BF16"),
+    ):
+        for name in variants:
+            row = f"{name.replace('_step', '', 1)}_{ending}"
+            rows.append(over_bf16(row, values[name], values["bf16"], unit))
     return rows
 
 
-def host() -> list[dict[str, Any]]:
-    """The host's part (q2compile/tools/bench/host.py)."""
-    each = {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": "microseconds"}
+def host(args: Namespace) -> list[Row]:
     own, bf16 = (per_linear(GPU, backend) for backend in ("quartet2", "inductor"))
-    linear = {"name": "host_us_per_linear", "ratio": round(own, 2), "unit": "microseconds"}
-    return [each, {**linear, "value": round(own, 2), "bf16": round(bf16, 2)}]
+    unit = "microseconds"
+    return [
+        {"name": "host_us_per_call", "ratio": round(per_call(GPU), 2), "unit": unit},
+        {"name": "host_us_per_linear", "ratio": round(own, 2), "unit": unit}
+        | {"value": round(own, 2), "bf16": round(bf16, 2)},
+    ]
 
 
-BENCHMARKS: dict[str, Callable[[], Any]] = {
-    "host": host,
-    "30m_8x512": partial(small, {"llama_30m_8x512": ("quartet2", 8, None)}),
-    "30m_64x512": partial(
-        small,
-        {"llama_30m_64x512": ("quartet2", 64, None)}
-        | {f"{recipe}_30m_64x512": (recipe, 64, None) for recipe in OTHERS},
+# ---- a mixture of experts ------------------------------------------------------------------------
+
+# Optimizations around the experts, one left out of each.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "moe_step_added": {"disable_passes": ["gather_scattered"]},
+    "moe_step_masked": {"disable_passes": ["mask_again"]},
+    "moe_step_reduced": {"inductor": {"unroll_reductions_threshold": 8}},
+}
+
+
+def _moe_steps(ways: Mapping[str, dict[str, Any]]) -> dict[str, Callable[[], Step]]:
+    """Name -> what compiles the step with these arguments of torch.compile and runs it once."""
+    torch._dynamo.reset()
+    model = mixture_of_experts()
+    tokens = random_tokens(MOE["vocab_size"], MOE_BATCH, MOE_SEQUENCE)
+
+    def compiled_step(how: dict[str, Any]) -> Step:
+        compiled: Any = torch.compile(model, **how)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            compiled(input_ids=tokens, labels=tokens).loss.backward()
+
+        step()
+        model.zero_grad(set_to_none=True)
+        return step
+
+    return {name: partial(compiled_step, how) for name, how in ways.items()}
+
+
+def moe(args: Namespace) -> list[Row]:
+    steps, allocated = {}, {}
+    for backend, make in _moe_steps({name: {"backend": name} for name in BACKENDS}).items():
+        steps[backend] = make()
+        allocated[backend] = measured(steps[backend])
+    times = in_turns(steps, calls=2)
+    bf16, own = (allocated[backend]["peak"] for backend in BACKENDS)
+    step = over_bf16("moe_step", times["quartet2"], times["inductor"], TIMES)
+    peak = over_bf16("moe_peak_memory", own, bf16, PEAKS)
+    return [{**step, **profiles_of(steps)}, {**peak, "allocated": allocated}]
+
+
+def moe_left_out(args: Namespace) -> list[Row]:
+    ways: dict[str, dict[str, Any]] = {"all": {}, **LEFT_OUT}
+    made = _moe_steps({name: {"backend": "quartet2", "options": way} for name, way in ways.items()})
+    times = in_turns({name: make() for name, make in made.items()}, calls=2)
+    rows = ({"name": name, "ratio": round(times[name] / times["all"], 3)} for name in LEFT_OUT)
+    return [{**row, "unit": "steps with all"} for row in rows]
+
+
+# ---- options and passes --------------------------------------------------------------------------
+
+OPTIONS_LAYERS = 4
+PASSES = ("share_operands", "pair_directions", "share_rotations", "widen_operands")
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {
+        "quartet2": {},
+        **{f"without {name}": {"disable_passes": [name]} for name in PASSES},
+        "recompute_weights": {"recompute_weights": True},
+    },
+    "checkpointed": {"quartet2": {}, "keep_packed": {"keep_packed": True}},
+    "micro_batches": {"quartet2": {}, "cache_weights": {"cache_weights": True}},
+}
+
+
+def options(args: Namespace) -> list[Row]:
+    return [row for group in OPTIONS for row in _options_of(group)]
+
+
+def _options_of(group: str) -> list[Row]:
+    torch._dynamo.reset()
+    model: Any = llama({**LLAMA, "num_hidden_layers": OPTIONS_LAYERS})
+    if group == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    batches = 4 if group == "micro_batches" else 1
+    tokens = random_tokens(LLAMA["vocab_size"], LLAMA_BATCH, LLAMA_SEQUENCE).chunk(batches)
+    steps: dict[str, Step] = {}
+    peaks: dict[str, float] = {}
+    for name, changed in OPTIONS[group].items():
+        compiled = torch.compile(model, backend="quartet2", options=dict(changed))
+
+        def step(compiled: Any = compiled) -> None:
+            model.zero_grad(set_to_none=True)
+            for batch in tokens:
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = compiled(input_ids=batch, labels=batch).loss
+                loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.0)  # a new version, as an optimizer's step makes
+
+        step()
+        peaks[name] = peak_gib(step)
+        steps[name] = step
+    times = in_turns(steps, calls=2)
+    first = next(iter(times))
+    return [
+        {
+            "name": f"{group}: {name}",
+            "ratio": round(times[name] / times[first], 3),
+            "unit": "quartet2 times",
+            "milliseconds": round(times[name], 2),
+            "peak_ratio": round(peaks[name] / peaks[first], 3),
+            "peak_gib": round(peaks[name], 2),
+        }
+        for name in times
+    ]
+
+
+# ---- telemetry -----------------------------------------------------------------------------------
+
+EVERY = 100
+
+
+def _telemetry_steps(device: torch.device, mode: str | None, folder: str) -> dict[str, Step]:
+    """Variant -> one training step of the same model."""
+    on_gpu = device.type != "cpu"
+    config = {**LLAMA, "num_hidden_layers": 2} if on_gpu else TINY_LLAMA
+    model = llama(config, device=device)
+    shape = (LLAMA_BATCH, LLAMA_SEQUENCE) if on_gpu else (2, 64)
+    tokens = torch.randint(config["vocab_size"], shape, device=device)
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "idle": {"telemetry": {"every": 10**9, "to": f"{folder}/idle"}},
+        "every": {"telemetry": {"every": EVERY, "to": f"{folder}/every"}},
+    }
+
+    def step_of(name: str) -> Step:
+        own = {**variants[name], **({"mode": mode} if mode else {})}
+        compiled: Any = torch.compile(model, backend="quartet2", options=own)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = compiled(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            telemetry.step()
+
+        return step
+
+    return {name: step_of(name) for name in variants}
+
+
+def telemetry_cost(args: Namespace) -> list[Row]:
+    """From the wall clock over 100 steps, with a synchronization at their end."""
+    device = GPU if torch.cuda.is_available() else torch.device("cpu")
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        steps = _telemetry_steps(device, args.mode, folder)
+        for step in steps.values():
+            # Both variants of both graphs, each often enough for a CUDA graph to be captured.
+            for number in (0, 1, 2, EVERY, EVERY + 1, EVERY + 2, 0, 1, 2):
+                telemetry.step(number)
+                step()
+        for _ in range(args.rounds):
+            for name, step in steps.items():
+                telemetry.step(1)
+                _wait(device)
+                start = time.perf_counter()
+                for _ in range(EVERY):  # steps 1 to 100
+                    step()
+                _wait(device)
+                times.setdefault(name, []).append((time.perf_counter() - start) / EVERY)
+        telemetry.flush()
+    plain, idle, every = (statistics.median(times[name]) for name in ("plain", "idle", "every"))
+    found = {"every_100": every, "idle": idle, "recorded": idle + EVERY * (every - idle)}
+    return [
+        {
+            "name": f"telemetry_{name}",
+            "ratio": round(own / plain, 4),
+            "unit": "times the step without telemetry",
+            "milliseconds": round(1e3 * own, 3),
+            "without": round(1e3 * plain, 3),
+            "mode": args.mode or "default",
+        }
+        for name, own in found.items()
+    ]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+_30M = {"llama_30m_64x512": "quartet2"} | {f"{name}_30m_64x512": name for name in RECIPES_30M}
+_8B: dict[str, dict[str, Any]] = {
+    "llama_8b_step": {},
+    "llama_8b_step_kept": {"recompute_weights": False},
+}
+_UNFUSED = {"llama_8b_step_unfused": {"fuse_rotations": False}}
+_GRAPHS = {"llama_30m_64x512_graphs": "quartet2"}
+BENCHMARKS = {
+    "linears": Benchmark(linears, "models.json"),
+    "llama": Benchmark(whole_llama, "models.json"),
+    "30m_64x512": Benchmark(partial(small_llama, recipes=_30M, sequences=64), "steps.json"),
+    "30m_8x512": Benchmark(
+        partial(small_llama, recipes={"llama_30m_8x512": "quartet2"}, sequences=8), "steps.json"
     ),
-    "30m_graphs": partial(small, {"llama_30m_64x512_graphs": ("quartet2", 64, "reduce-overhead")}),
-    "8b": partial(large, {"llama_8b_step": {}, "llama_8b_step_kept": {"recompute_weights": False}}),
-    "8b_unfused": partial(large, {"llama_8b_step_unfused": {"fuse_rotations": False}}),
+    "30m_graphs": Benchmark(
+        partial(small_llama, recipes=_GRAPHS, sequences=64, mode="reduce-overhead"), "steps.json"
+    ),
+    "8b": Benchmark(partial(large_llama, variants=_8B), "steps.json"),
+    "8b_unfused": Benchmark(partial(large_llama, variants=_UNFUSED), "steps.json"),
+    "fused": Benchmark(fused_llama, "fusion.json"),
+    "host": Benchmark(host, "steps.json"),
+    "moe": Benchmark(moe, "moe.json"),
+    "moe_left_out": Benchmark(moe_left_out, "moe.json"),
+    "moe_gemm": Benchmark(expert_stack, "moe.json"),
+    "options": Benchmark(options, "options.json"),
+    "telemetry": Benchmark(telemetry_cost, "telemetry.json", ("mode", "rounds"), "either"),
 }
 
 
 def main() -> None:
-    record("steps", __doc__, BENCHMARKS)
+    parser = ArgumentParser()
+    parser.add_argument("--mode", help="of Inductor, such as reduce-overhead: telemetry")
+    parser.add_argument("--rounds", type=int, default=3, help="telemetry")
+    run("steps", __doc__, BENCHMARKS, parser)
 
 
 if __name__ == "__main__":

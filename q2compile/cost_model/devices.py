@@ -1,9 +1,9 @@
 """GPUs by their data sheets, what share of that kernels were measured to reach, and what a call
 costs the host.
 
-The figures that were measured are those of `examples/benchmarks/results`, on one H200; a test
-holds them to its rows. Of a Blackwell nobody of the project has measured anything: there the same
-shares are assumed, but for its GEMMs.
+The measured figures come from `examples/benchmarks/results`, of one H200. After new rows set them
+anew. `examples/benchmarks/predicted.py` shows the errors of the predictions that follow. No
+Blackwell has been measured: its shares are assumed to be the same, except for its GEMMs.
 """
 
 from __future__ import annotations

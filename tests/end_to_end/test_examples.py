@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import re
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -214,33 +216,33 @@ def test_options_given_to_the_backend(
     assert run.options == {"recipe": "quartet2"}  # the file's policy is not overridden
 
 
-def test_benchmark_ratios() -> None:
-    step_cpu = load(ROOT / "examples" / "benchmarks" / "step_cpu.py")
+@pytest.fixture
+def cpu(monkeypatch) -> ModuleType:
+    """examples/benchmarks/cpu.py"""
+    folder = ROOT / "examples" / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    return load(folder / "cpu.py")
+
+
+def test_benchmark_ratios(cpu) -> None:
     samples = {
-        "bf16": [step_cpu.Sample(1.0, 10.0), step_cpu.Sample(2.0, 4.0), step_cpu.Sample(3.0, 6.0)],
-        "quartet2": [
-            step_cpu.Sample(6.0, 15.0),
-            step_cpu.Sample(5.0, 5.0),
-            step_cpu.Sample(9.0, 7.0),
-        ],
+        "bf16": [cpu.Sample(1.0, 10.0), cpu.Sample(2.0, 4.0), cpu.Sample(3.0, 6.0)],
+        "quartet2": [cpu.Sample(6.0, 15.0), cpu.Sample(5.0, 5.0), cpu.Sample(9.0, 7.0)],
     }
-    rows = {row["name"]: row for row in step_cpu.ratios(samples)}
+    rows = {row["name"]: row for row in cpu.ratios(samples)}
     assert rows["training step"]["ratio"] == 3.0
     assert rows["compile, cold caches"]["ratio"] == 1.5
     assert rows["compile, warm caches"]["seconds"] == {"bf16": 5.0, "quartet2": 6.0}
 
 
-def test_slopes_of_the_first_step(monkeypatch) -> None:
-    folder = ROOT / "examples" / "benchmarks"
-    monkeypatch.syspath_prepend(folder)
-    first_step = load(folder / "first_step.py")
+def test_slopes_of_the_first_step(cpu) -> None:
     found = {
         ("bf16", 2): {"lowering": 1.0, "scheduler": 1.0},
         ("bf16", 4): {"lowering": 2.0, "scheduler": 2.0},
         ("quartet2", 2): {"lowering": 1.5, "scheduler": 1.0, "q2compile: rewrite": 0.5},
         ("quartet2", 4): {"lowering": 3.0, "scheduler": 2.0, "q2compile: rewrite": 1.0},
     }
-    rows = {row["name"]: row for row in first_step.slopes(found, [2, 4])}
+    rows = {row["name"]: row for row in cpu.slopes(found, [2, 4])}
     assert (rows["all"]["bf16"], rows["all"]["quartet2"], rows["all"]["ratio"]) == (1.0, 1.5, 1.5)
     assert rows["lowering"]["ratio"] == 1.5 and rows["scheduler"]["ratio"] == 1.0
     assert rows["q2compile: rewrite"] == {
@@ -252,16 +254,47 @@ def test_slopes_of_the_first_step(monkeypatch) -> None:
     }
 
 
-def test_phases_of_the_first_step_are_without_those_inside(monkeypatch) -> None:
-    folder = ROOT / "examples" / "benchmarks"
-    monkeypatch.syspath_prepend(folder)
-    first_step = load(folder / "first_step.py")
+def test_phases_of_the_first_step_are_without_those_inside(cpu, monkeypatch) -> None:
     now = iter([0.0, 1.0, 3.0, 7.0])
-    monkeypatch.setattr(first_step, "time", Namespace(process_time=lambda: next(now)))
-    clock = first_step.Clock()
+    monkeypatch.setattr(cpu, "time", Namespace(process_time=lambda: next(now)))
+    clock = cpu.Clock()
     with clock.of("outer"), clock.of("inner"):
         pass
     assert clock.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
+
+
+def test_rows_replace_those_of_their_name_shape_and_mode(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    rows = load(ROOT / "examples" / "benchmarks" / "rows.py")
+    benchmark = rows.Benchmark(
+        lambda args: [
+            {"name": "a", "shape": [args.size, 4], "ratio": 2.0, "unit": "copies"},
+            {"name": "b", "mode": "reduce-overhead", "ratio": 3.0, "unit": "copies"},
+        ],
+        "made.json",
+        ("size",),
+        "cpu",
+    )
+    kept = [{"name": "a", "shape": [8, 4]}, {"name": "b", "mode": "default"}]
+    old = [{"name": "a", "shape": [16, 4]}, {"name": "b", "mode": "reduce-overhead"}]
+    (tmp_path / "made.json").write_text(json.dumps(kept + old))
+    parser = ArgumentParser()
+    parser.add_argument("--size", type=int, default=8)
+    words = ["--only", "mine", "--size", "16", "--out", str(tmp_path)]
+    rows.run("script", "What it does.", {"mine": benchmark}, parser, words)
+    *others, a, b = json.loads((tmp_path / "made.json").read_text())
+    assert others == kept and (a["ratio"], b["ratio"]) == (2.0, 3.0)
+    command = "python examples/benchmarks/script.py --only mine --size 16"
+    assert a["command"] == b["command"] == command
+    assert {"device", "versions", "date"} <= set(a)
+
+
+def test_a_benchmark_that_does_not_exist(capsys, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    rows = load(ROOT / "examples" / "benchmarks" / "rows.py")
+    with pytest.raises(SystemExit):
+        rows.run("script", "What it does.", {}, argv=["--only", "mine"])
+    assert "--only mine: give names of" in capsys.readouterr().err
 
 
 def test_recorded_results_say_where_they_come_from() -> None:
@@ -274,29 +307,42 @@ def test_recorded_results_say_where_they_come_from() -> None:
             assert {"ratio", "unit", "versions"} <= set(row), path.name
 
 
-# Tables in the README of the benchmarks: which cell of a row has its ratio, the first of several.
-TABLES = {"models": 2, "steps": 1, "moe": 3, "fusion": 1}
+def tables(text: str) -> Iterator[dict[str, str]]:
+    """Every row of a Markdown page's tables: title of the column -> cell."""
+    titles: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if cells and titles and not set(cells[0]) <= set("-: "):
+            yield dict(zip(titles, cells, strict=True))
+        titles = titles or cells if cells else []
 
 
 def test_the_tables_of_figures_say_what_was_recorded() -> None:
-    """Of several runs the first figure of a cell is the recorded one; the tables round. Of several
-    shapes each has a cell."""
+    """Every row in `results/` is in a table of the README, and the other way round: a cell in a
+    column "ratio", or one named like the row's shape, rounds its ratio."""
     folder = ROOT / "examples" / "benchmarks"
-    recorded: dict[str, list[str | float]] = {}
-    for script, cell in TABLES.items():
-        for row in json.loads((folder / "results" / f"{script}.json").read_text()):
-            assert {"gpu", "unit"} <= set(row)
-            if row["unit"] != "microseconds":
-                recorded.setdefault(row["name"], [cell]).append(row["ratio"])
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (folder / "README.md").read_text().splitlines()
-        if line.startswith("| `")
-    ]
-    shown = {cells[0].strip("`"): cells for cells in lines}
-    assert set(shown) == set(recorded) and len(shown) == len(lines)
-    for name, (cell, *ratios) in recorded.items():
-        texts = [text.partition(",")[0] for text in shown[name][cell : cell + len(ratios)]]
-        for text, ratio in zip(texts, ratios, strict=True):
-            digits = len(text.partition(".")[2])
-            assert abs(float(text) - ratio) <= 0.5 * 10**-digits + 1e-9, name
+    shown = {
+        (cells["row"].strip("`"), title): cell
+        for cells in tables((folder / "README.md").read_text())
+        if "row" in cells
+        for title, cell in cells.items()
+        if title == "ratio" or re.fullmatch(r"\d+ x \d+", title)
+    }
+    shown = {key: cell for key, cell in shown.items() if cell}
+    recorded = {}
+    for path in sorted((folder / "results").glob("*.json")):
+        for row in json.loads(path.read_text()):
+            name = row["name"] + (
+                ", CUDA graphs" if row.get("mode", "default") != "default" else ""
+            )
+            several = path.name in ("kernels.json", "fusion.json") and "shape" in row
+            title = " x ".join(map(str, row["shape"])) if several else "ratio"
+            if row["name"] != "copy" and row["ratio"] is not None:
+                recorded[name, title] = row["ratio"]
+    hosts = {key: ratio for key, ratio in recorded.items() if key[0].startswith("host_")}
+    recorded = {key: ratio for key, ratio in recorded.items() if key not in hosts}
+    recorded |= {(name, "ratio"): ratio for (name, _), ratio in hosts.items()}
+    assert set(shown) == set(recorded)
+    for key, ratio in recorded.items():
+        digits = len(shown[key].partition(".")[2])
+        assert abs(float(shown[key]) - ratio) <= 0.5 * 10**-digits + 1e-9, key

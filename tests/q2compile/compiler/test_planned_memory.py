@@ -10,7 +10,7 @@ from torch import nn
 from q2compile.passes.post_grad import gather_quantisers
 from tests.support.planned_memory import MIB, Peak, generated_step, peaks_of_step
 
-# Two of the four layers, and half the vocabulary, of the mixture of examples/benchmarks/moe.py.
+# Two of the four layers, and half the vocabulary, of the model of `steps.py --only moe`.
 # Nothing runs, so its sizes cost nothing.
 MIXTURE = {
     "hidden_size": 2048,

@@ -37,7 +37,7 @@ def test_a_users_report_is_not_replaced(tmp_path, name):
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
 
 
-def test_a_users_graph_is_not_replaced(tmp_path, monkeypatch):
+def test_a_users_graph_is_not_replaced(tmp_path):
     """Nor removed by the next run, if its number was not reached by the first."""
     for number in (1, 7):
         (tmp_path / f"graph_{number}").mkdir()
@@ -45,7 +45,7 @@ def test_a_users_graph_is_not_replaced(tmp_path, monkeypatch):
     dumped(tmp_path)
     with pytest.raises(ValueError, match="graph_1 holds files that q2compile did not write"):
         dumped(tmp_path)
-    monkeypatch.setattr(DumpFolder, "_open", {})
+    DumpFolder.close_all()
     dumped(tmp_path)
     assert (tmp_path / "graph_0" / "0_dynamo.txt").exists()
     assert [p.read_text() for p in tmp_path.glob("graph_*/mine.txt")] == ["mine", "mine"]

@@ -207,12 +207,12 @@ def test_a_graph_each_has_its_folder(tmp_path):
     assert [row["graph"] for row in rows] == [0, 1]
 
 
-def test_a_new_run_replaces_old_dumps_and_nothing_else(tmp_path, monkeypatch):
+def test_a_new_run_replaces_old_dumps_and_nothing_else(tmp_path):
     folder = tmp_path / "graphs"
     explained(dump=str(folder))
     (folder / "graph_7").mkdir()
     (folder / "mine.txt").write_text("kept")
-    monkeypatch.setattr(DumpFolder, "_open", {})
+    DumpFolder.close_all()
     torch._dynamo.reset()
     explained(dump=str(folder))
     assert not (folder / "graph_7").exists() and (folder / "mine.txt").exists()

@@ -1,22 +1,25 @@
-"""What the first step of a Llama takes one CPU core, phase by phase, for a GPU that is not there.
+"""Times on a CPU: a training step of the demo, and the compilation of a Llama for a GPU.
 
-    python examples/benchmarks/first_step.py [--layers 4 8] [--rounds 2] [--capability 90]
+    python examples/benchmarks/cpu.py [--only NAME,...] [--rounds N] [--out FOLDER]
 
-Needs no GPU and launches nothing: graphs are traced, rewritten, cut, lowered, and their code is
-written, as on the GPU named; Triton's kernels, which equal layers share, are not compiled. Each
-sample is a process of its own without compiler caches; variants take turns. Seconds are those of
-the process, since a busy machine changes those least, and those of a phase are without the phases
-inside of it. What counts is the slope: the seconds of one layer more.
+    step            examples/train_llama.py in BF16 and with quartet2: a training step (forward,
+                    backward, gradient clipping, AdamW), the compilation with empty and with warm
+                    caches (the first step less a median one). One process per recipe and round,
+                    recipes in turn. On a CPU every op is emulated: this says nothing about GPUs
+    first_step      CPU seconds that one more layer of a Llama adds to the first step, by phase of
+                    the compilation, for a GPU that need not be there (--capability 90: 9.0).
+                    Graphs are captured, partitioned and lowered, and code is written; Triton's
+                    kernels, which equal layers share, are not compiled. One process per sample,
+                    without caches; the minimum over rounds. A phase does not include the phases
+                    inside it. Options as "auto" decides for an 8B model on an H200
 
-Weights' codes are made again in the backward, as "auto" decides for a model of 8B parameters, and
-rotating quantisers compute their operand, as "auto" decides for an H200.
-
-Prints a table and writes results/first_step.json beside this file.
+Measure on an idle machine: emulation consists of many short parallel operations, which a busy
+machine delays more than it delays BF16. The load average is printed.
 """
 
 from __future__ import annotations
 
-import argparse
+import csv
 import functools
 import json
 import os
@@ -24,20 +27,94 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from step_cpu import provenance
-from transformers import LlamaConfig, LlamaForCausalLM
+from rows import HERE, Benchmark, Row, run
 
-HERE = Path(__file__).resolve().parent
+DEMO = HERE.parent / "train_llama.py"
+RECIPES = ("bf16", "quartet2")
+WARM_UP_STEPS = 2
+
+
+# ---- a training step -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one process: the median step, and what the first step took beyond it."""
+
+    step: float
+    compile: float
+
+
+def run_demo(recipe: str, size: str, steps: int, folder: Path) -> Sample:
+    """Train in a fresh process that keeps its compiler caches in `folder`."""
+    out = folder / "out"
+    command = [sys.executable, str(DEMO), "--recipes", recipe, "--size", size, "--device", "cpu"]
+    command += ["--steps", str(steps), "--eval-every", str(steps), "--eval-batches", "1"]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        env={**os.environ, **caches},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-4000:]}")
+    with open(out / f"{recipe}-seed0" / "losses.csv", newline="", encoding="utf-8") as file:
+        seconds = [float(r["seconds"]) for r in csv.DictReader(file) if r["split"] == "train"]
+    step = statistics.median(seconds[WARM_UP_STEPS:])
+    return Sample(step=step, compile=seconds[0] - step)
+
+
+def measure(size: str, steps: int, rounds: int) -> dict[str, list[Sample]]:
+    """recipe -> one sample per round."""
+    samples: dict[str, list[Sample]] = {recipe: [] for recipe in RECIPES}
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(rounds):
+            for recipe in RECIPES:
+                load = os.getloadavg()[0]
+                sample = run_demo(recipe, size, steps, Path(folder) / recipe)
+                print(f"round {index + 1} {recipe}: {sample}, load average {load:.2f}", flush=True)
+                samples[recipe].append(sample)
+    return samples
+
+
+def ratios(samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
+    """One row per quantity: quartet2's seconds over bf16's."""
+    quantities = {
+        "training step": lambda s: statistics.median(sample.step for sample in s),
+        "compile, cold caches": lambda s: s[0].compile,
+    }
+    if all(len(rounds) > 1 for rounds in samples.values()):
+        quantities["compile, warm caches"] = lambda s: statistics.median(x.compile for x in s[1:])
+    rows: list[dict[str, Any]] = []
+    for name, quantity in quantities.items():
+        seconds = {recipe: round(quantity(rounds), 4) for recipe, rounds in samples.items()}
+        ratio = round(seconds["quartet2"] / seconds["bf16"], 3)
+        rows.append({"name": name, "ratio": ratio, "unit": "quartet2 / bf16", "seconds": seconds})
+    return rows
+
+
+def step(args: Namespace) -> list[Row]:
+    if args.steps <= WARM_UP_STEPS:
+        sys.exit(f"--steps {args.steps}: the first {WARM_UP_STEPS} are not timed, give more")
+    return ratios(measure(args.size, args.steps, args.rounds or 3))
+
+
+# ---- the first step by phase ---------------------------------------------------------------------
+
 WIDTH, TOKENS, VOCABULARY = 256, 512, 512
 OPTIONS = {"bf16": None, "quartet2": {"recompute_weights": True, "fuse_rotations": True}}
 # Phase -> the functions that it is, and all phases but "Dynamo" are inside that one.
@@ -119,6 +196,8 @@ def sample(variant: str, layers: int, capability: int) -> dict[str, float]:
     for phase, paths in {**PHASES, **(OUR_PHASES if options is not None else {})}.items():
         for path in paths:
             clock.watch(phase, path)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -138,7 +217,9 @@ def sample(variant: str, layers: int, capability: int) -> dict[str, float]:
     return dict(clock.seconds)
 
 
-def measure(layers: Sequence[int], rounds: int, capability: int) -> dict[Any, dict[str, float]]:
+def measure_layers(
+    layers: Sequence[int], rounds: int, capability: int
+) -> dict[Any, dict[str, float]]:
     """(variant, layers) -> the least seconds of each phase over the rounds."""
     found: dict[Any, list[dict[str, float]]] = {}
     for _ in range(rounds):
@@ -178,36 +259,44 @@ def slopes(found: dict[Any, dict[str, float]], layers: Sequence[int]) -> list[di
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], help="of which the slope")
-    parser.add_argument("--rounds", type=int, default=2, help="processes for each sample")
-    parser.add_argument("--capability", type=int, default=90, help="90: 9.0, as an H200 has")
-    parser.add_argument("--sample", choices=OPTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "first_step.json")
-    args = parser.parse_args(argv)
-    if args.sample:
-        print(json.dumps(sample(args.sample, args.layers[0], args.capability)))
-        return 0
+def first_step(args: Namespace) -> list[Row]:
     if len(set(args.layers)) < 2:
-        parser.error("--layers: a slope needs two numbers of layers, give both")
-
-    found = measure(args.layers, args.rounds, args.capability)
-    arguments = shlex.join(sys.argv[1:] if argv is None else argv)
-    source = provenance(f"python examples/benchmarks/first_step.py {arguments}".strip())
-    source["load"] = round(statistics.mean(os.getloadavg()), 1)
+        sys.exit("--layers: a slope needs two numbers of layers, give both")
+    found = measure_layers(args.layers, args.rounds or 2, args.capability)
     rows = slopes(found, args.layers)
-    print(f"{'a layer':<30}{'bf16, s':>10}{'quartet2, s':>13}{'ratio':>8}")
-    for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        print(f"{row['name']:<30}{row['bf16']:>10.3f}{row['quartet2']:>13.3f}{ratio:>8}")
     rows[0]["seconds"] = {
         f"{variant}, {count} layers": round(sum(phases.values()), 2)
         for (variant, count), phases in found.items()
     }
-    args.out.write_text(json.dumps([{**row, **source} for row in rows], indent=2) + "\n")
-    return 0
+    load = round(statistics.mean(os.getloadavg()), 1)
+    return [{**row, "load": load} for row in rows]
+
+
+BENCHMARKS = {
+    "step": Benchmark(step, "step_cpu.json", ("size", "steps", "rounds"), "cpu"),
+    "first_step": Benchmark(
+        first_step, "first_step.json", ("layers", "rounds", "capability"), "cpu"
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser()
+    parser.add_argument(
+        "--rounds", type=int, help="processes per sample: 3 for step, 2 for first_step"
+    )
+    parser.add_argument("--size", default="demo", help="step: a size of train_llama.py")
+    parser.add_argument("--steps", type=int, default=20, help="step: of one process")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], help="first_step: slope")
+    parser.add_argument("--capability", type=int, default=90, help="first_step: of the GPU")
+    parser.add_argument("--sample", choices=OPTIONS, help=SUPPRESS)
+    words = sys.argv[1:] if argv is None else argv
+    if "--sample" in words:  # a process of measure_layers
+        args = parser.parse_args(words)
+        print(json.dumps(sample(args.sample, args.layers[0], args.capability)))
+        return
+    run("cpu", __doc__, BENCHMARKS, parser, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
