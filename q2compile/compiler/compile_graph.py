@@ -57,6 +57,7 @@ def compile_graph(
     with checkpoints_left_on_error(), at_once:
         if not config.cache_weights:
             return _variants(gm, example_inputs, one, watcher, instrument)
+        from q2compile.weight_cache.adapters import Merged
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
 
         gm, inputs, sites = take_codes(gm, example_inputs, root)
@@ -66,7 +67,8 @@ def compile_graph(
             compiled = _variants(gm, inputs, one, watcher, instrument)
         finally:
             forget_arguments(gm)
-        return with_codes(compiled, sites, inputs, partial(_compiled_form, config))
+        merged = Merged.of_model(root)
+        return with_codes(compiled, sites, inputs, partial(_compiled_form, config), merged)
 
 
 def compile_plain(

@@ -24,7 +24,7 @@ _HOMES = {"TelemetryWarning": "folder", "flush": "folder", "step": "clock"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load on first use: who does not record should not have optimizers listened to."""
+    """Load on first use: most programs record nothing."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

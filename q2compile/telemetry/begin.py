@@ -19,6 +19,7 @@ def recorder_of(
     """
     if options is None:
         return None
-    from q2compile.telemetry import of_graph  # which listens to optimizers from now on
+    from q2compile.telemetry import folder, of_graph
 
+    folder.asked_for(options)
     return of_graph.recorder_of(gm, options, rows, names)

@@ -1,31 +1,83 @@
 """Which training step it is.
 
-A step ends when an optimizer steps: the first step of any torch.optim.Optimizer after a forward
-that was compiled with telemetry counts, so several optimizers of one step (Muon and AdamW) count
-once, and all micro-batches of an accumulated gradient belong to one step. Who trains without
-torch.optim, or replays the optimizer in a CUDA graph of his own, calls `step` after each step;
-from the first such call on optimizers are not listened to. Steps are counted from 0, for the
-process: a model that is compiled again goes on where it was.
+A step ends when an optimizer steps that holds a parameter of a recorded graph. What steps before
+the next training forward counts once, so several optimizers of one step (Muon and AdamW) do, and
+all micro-batches of an accumulated gradient belong to one step. Optimizers are found, and their
+steps counted, by `optimizer_steps`. Where none is found a step ends when the version counter of a
+parameter changes. A program whose optimizer shows neither, or that replays the optimizer in a CUDA
+graph of its own, calls `step` after each step; from the first such call on nothing else counts.
+Steps are counted from 0, for the process: a model that is compiled again goes on where it was.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor
 
 from q2compile.errors import ConfigError, shown
+from q2compile.torch_internals.optimizer_steps import Holders, Steps
 
 
 class _Clock:
-    """number: of the step that runs now. trained: there was a forward in it. own: `step` was
-    called."""
+    """number: of the step that runs now. calls: training forwards so far. own: `step` was called.
+    seen: the steps of each optimizer up to now."""
 
     def __init__(self) -> None:
-        self.number, self.trained, self.own = 0, False, False
+        self.number, self.calls, self.own = 0, 0, False
+        self.seen: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
+
+    def have_stepped(self) -> bool:
+        """Whether an optimizer has, since the last call."""
+        counts = {steps: steps.count for steps in list(self.seen)}
+        stepped = any(self.seen[steps] != count for steps, count in counts.items())
+        self.seen.update(counts)
+        return stepped
 
 
 _clock = _Clock()
+
+
+class Trained:
+    """One parameter of a recorded graph, by which the optimizers of the graph are found."""
+
+    def __init__(self) -> None:
+        self._holders, self._steps = Holders(), tuple[Steps, ...]()
+        self._version = self._number = -1
+
+    def look(self, w: Tensor) -> bool:
+        """Find the optimizers; whether the version of ``w`` shows a step, where there is none."""
+        self._holders.note(w)
+        known = self._steps
+        self._steps = self._holders.all(w) or known
+        for steps in self._steps:
+            _clock.seen.setdefault(steps, steps.count)
+        changed = self._version != w._version and self._number == _clock.number
+        self._version = w._version
+        return changed and not known
+
+    def in_step(self, number: int) -> None:
+        self._number = number
+
+
+def trains(trained: Trained, w: Tensor | None) -> int:
+    """The number of the step that runs now, for a training forward.
+
+    w: the parameter of ``trained``; None in a call that has others.
+    """
+    stepped = _clock.have_stepped()
+    changed = w is not None and trained.look(w)
+    if (stepped or changed) and not _clock.own:
+        _clock.number += 1
+    trained.in_step(_clock.number)
+    _clock.calls += 1
+    return _clock.number
+
+
+def calls_without_a_step() -> int:
+    """How many training forwards there were, if no step has ended so far; else 0."""
+    stands = _clock.number == 0 and not _clock.own and not _clock.have_stepped()
+    return _clock.calls if stands else 0
 
 
 def step(number: int | None = None) -> None:
@@ -38,24 +90,8 @@ def step(number: int | None = None) -> None:
         raise ConfigError(f"step: got {shown(number)}; allowed: a whole number from 0 on, or none")
     _clock.own = True
     _clock.number = _clock.number + 1 if number is None else number
-    _clock.trained = False
-
-
-def trains() -> int:
-    """The number of the step that runs now, for a training forward: only what trained can end."""
-    _clock.trained = True
-    return _clock.number
 
 
 def restart() -> None:
     """Count from 0 again, and listen to optimizers."""
     _clock.__init__()  # type: ignore[misc]
-
-
-def _after_step(*_: Any) -> None:
-    if _clock.trained and not _clock.own:
-        _clock.number += 1
-        _clock.trained = False
-
-
-register_optimizer_step_post_hook(_after_step)

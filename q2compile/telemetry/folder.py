@@ -30,6 +30,7 @@ import torch
 
 from q2compile.errors import ConfigError
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, SUMS, statistics
+from q2compile.telemetry import clock
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import EVERY, Finding, Watch
@@ -104,6 +105,10 @@ class Folder:
             raise ConfigError(
                 f"telemetry: to: {self.path} is no folder and can't be made one: {error}"
             ) from None
+
+    @property
+    def has_written(self) -> bool:
+        return self._started
 
     @classmethod
     def get(cls, options: TelemetryOptions) -> Folder:
@@ -237,4 +242,34 @@ def flush() -> None:
             folder.flush()
 
 
-atexit.register(flush)
+# A forked process inherits the table; its parent says what is in it.
+_asked_for: dict[tuple[int, Path], None] = {}
+
+
+def asked_for(options: TelemetryOptions) -> None:
+    """A graph was compiled with these options."""
+    _asked_for[os.getpid(), Path(options.to).absolute()] = None
+
+
+def _at_exit() -> None:
+    flush()
+    for process, path in _asked_for:
+        if process != os.getpid():
+            continue
+        if not any(f.path == path and f.has_written for f in Folder._open.values()):
+            warnings.warn(
+                f"q2compile: telemetry: nothing was written to {path}: no linear layer that was "
+                "quantized and that the option's modules name was called in training",
+                TelemetryWarning,
+                stacklevel=1,
+            )
+        elif (calls := clock.calls_without_a_step()) > 1:
+            warnings.warn(
+                f"q2compile: telemetry: {path}: no optimizer step was seen in {calls} training "
+                "calls, so all belong to step 0; call q2compile.telemetry.step() after each step",
+                TelemetryWarning,
+                stacklevel=1,
+            )
+
+
+atexit.register(_at_exit)

@@ -109,6 +109,7 @@ class Recorder:
         self._wanted = {s for s, site in sites.items() if any(map(options.wants, site.modules))}
         self._capacity = max(len(site.modules) for site in sites.values())
         self._calls = _Calls()
+        self._trained = clock.Trained()
         self._memory: dict[str, _Memory] = {}
         self._previous: dict[int, Tensor] = {}  # call -> the codes of its weights
         self._row = -1
@@ -139,7 +140,7 @@ class Recorder:
         def call(*args: Any) -> Any:
             if not torch.is_grad_enabled() or computes_again():
                 return plain(*args)
-            number = self._begin(clock.trains(), args)
+            number = self._begin(args)
             step = self._calls.step
             records = step % self.options.every == 0 and number not in self._calls.recorded
             if not (records and self.records):
@@ -155,15 +156,17 @@ class Recorder:
 
         return call
 
-    def _begin(self, step: int, args: Sequence[Any]) -> int:
+    def _begin(self, args: Sequence[Any]) -> int:
         """Prepare a training call; returns its number, 0 for a graph of one layer's."""
         if not self._memory:
             self._allocate()
+        number = self._number(args)
+        own = (args[i] for i in self._parameters if number == 0 and args[i].requires_grad)
+        step = clock.trains(self._trained, next(own, None))
         if step != self._calls.step:
             self._calls.step = step
             self._calls.recorded.clear()
             self.folder.begin(step)
-        number = self._number(args)
         self._point(step, number)
         return number
 

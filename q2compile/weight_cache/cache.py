@@ -1,31 +1,37 @@
 """The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
 
-Without it every forward quantises every weight: in each micro-batch of an accumulated gradient, and
+Without it every forward quantizes every weight: in each micro-batch of an accumulated gradient, and
 in each call of a model that does not train. With it the graph takes the codes as inputs, and what
 calls it makes them, before the graph and so outside of any CUDA graph:
 
     before    y = q2.linear(x, w, b, ...)
     after     y = q2.linear_of_codes(x, w, [codes, scales, global_scale], b, ...)
 
-Codes are kept as long as their weight's memory lives, 4.5 bits a parameter. They are made again
-after
+Codes live as long as their weight's memory, 4.5 bits a parameter. They are made again after
 
     a change of the weight's version counter: every in-place change that autograd sees, by
         optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
     another storage, address or layout: ``p.data = other``, .to(), swap_tensors;
-    the step of any torch.optim.Optimizer, for all weights that need or have a gradient: torch's own
-        fused optimizers, and others that write through ``p.data``, leave the version as it was, and
-        some hold copies of the weights. A frozen weight stays quantised.
+    the step of an optimizer that holds the weight. torch's fused SGD, Adam, AdamW and Adagrad leave
+        the version as it was, and so do optimizers of others that write through ``p.data``. A
+        frozen weight that the optimizer skips keeps its codes;
+    merging or unmerging adapters: PEFT and loralib write through ``p.data``, and note it in
+        attributes of the module (`adapters`).
+
+Steps are counted by a hook on each optimizer that holds such a weight (`optimizer_steps`); other
+optimizers get none. Optimizers that hold copies of the weights, or that are no
+torch.optim.Optimizer, are not found. So codes of a weight that a backward pass can have reached,
+and that no known optimizer holds, are made in every call.
 
 Memory that something besides the weight holds can change without any of these: the vector that
 `torch.nn.utils.vector_to_parameters` cut the weights out of, the flat buffer of an optimizer, a
 NumPy array, another process. Codes of such a weight are made in every call, and never kept.
 
-What nothing shows is a write through an alias that is gone by the next call, outside of an
-optimizer's step: ``p.data.copy_(average)``, a raw pointer, the replay of a CUDA graph that holds a
-step. Who writes so calls `forget_weights` after it. FSDP does it in every gather, and is refused.
-A checksum in every call would show it, but on a GPU the host would wait for its result, and
-reading the weight is most of what quantising it costs there.
+Nothing shows a write through an alias that is gone by the next call, outside of an optimizer's
+step: ``p.data.copy_(average)``, a raw pointer, the replay of a CUDA graph that holds a step. Code
+that writes so calls `forget_weights` afterwards. FSDP does it in every gather, and is refused. A
+checksum in every call would show it, but on a GPU the host would wait for its result, and reading
+the weight is most of what quantizing it costs there.
 """
 
 from __future__ import annotations
@@ -38,13 +44,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.torch_internals.optimizer_steps import Holders, Steps
 from q2compile.torch_internals.storage import has_other_holders
 
 
@@ -73,19 +78,36 @@ class Form:
 class _Made:
     """What was made of the weight in one storage.
 
-    state      what changes when the weight does
-    trains     whether the weight needs or has a gradient: the step of any optimizer may change it
-    forms      Form -> its parts
+    state    what changes when the weight does, its optimizers' steps aside
+    steps    the steps of the known optimizers that hold the weight, when the codes were made
+    trained  whether a backward pass can have followed a call
+    forms    Form -> its parts
     """
 
-    state: Any
-    trains: bool
+    state: Any = None
+    steps: tuple[tuple[Steps, int], ...] = ()
+    trained: bool = False
+    holders: Holders = field(default_factory=Holders)
     forms: dict[Form, Sequence[Tensor]] = field(default_factory=dict)
+
+    def changed(self, w: Tensor, state: Any) -> bool:
+        """Whether ``w`` is, or may be, another than the codes were made of."""
+        if state != self.state:
+            return True
+        needs = _trains(w)
+        holders = self.holders.all(w) if needs else self.holders.known(w)
+        if holders is None or self.steps != _counted(w, holders):
+            return True
+        return needs and self.trained and not holders
+
+    def begin(self, w: Tensor, state: Any) -> None:
+        """Codes are made of ``w`` as it is now."""
+        self.state, self.steps = state, _counted(w, self.holders.known(w))
+        self.forms.clear()
 
 
 # By storage, not by tensor: torch.utils.swap_tensors refuses a tensor that has weak references.
 _made: Any = WeakIdKeyDictionary()  # storage -> _Made
-# A model may be called in one thread while an optimizer steps in another, which walks over _made.
 _lock = RLock()
 
 
@@ -99,21 +121,14 @@ def forget_weights() -> None:
         _made.clear()
 
 
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    with _lock:
-        for storage in [s for s, made in _made.items() if made.trains]:
-            del _made[storage]
-    for group in optimizer.param_groups:
-        for w in group["params"]:
-            if _trains(w):
-                _forget(w)
-
-
-register_optimizer_step_post_hook(_after_step)
-
-
 def _trains(w: Tensor) -> bool:
     return w.requires_grad or w.grad is not None
+
+
+def _counted(w: Tensor, holders: Sequence[Steps]) -> tuple[tuple[Steps, int], ...]:
+    """Optimizers skip a weight that has no gradient."""
+    trains = _trains(w)
+    return tuple((s, s.count) for s in holders if trains or s.has_state_of(w))
 
 
 def _forget(w: Tensor) -> None:
@@ -134,18 +149,23 @@ def _traceable(w: Tensor) -> bool:
     return not (w.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def parts_of(w: Tensor, form: Form, make: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
-    """``make(w.detach())``, or what it gave when ``w`` was last as it is now."""
+def parts_of(
+    w: Tensor, form: Form, make: Callable[[Tensor], Sequence[Tensor]], adapters: Any = ()
+) -> Sequence[Tensor]:
+    """``make(w.detach())``, or what it gave when ``w`` was last as it is now.
+
+    adapters  which are merged into ``w`` (see `adapters.Merged`)
+    """
     if not _traceable(w):
         _forget(w)
         return make(w.detach())
-    storage = w.untyped_storage()
-    state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version)
+    state = (w.data_ptr(), w.shape, w.stride(), w.dtype, w._version, adapters)
     with _lock:
-        made = _made.get(storage)
-        if made is None or made.state != state:
-            made = _made[storage] = _Made(state, False)
-        made.trains = made.trains or _trains(w)
+        made = _made.setdefault(w.untyped_storage(), _Made())
+        made.holders.note(w)
+        if made.changed(w, state):
+            made.begin(w, state)
+        made.trained |= w.grad is not None or w.requires_grad and torch.is_grad_enabled()
     if form not in made.forms:
         # Codes made in inference mode could not be saved for a backward later.
         with torch.inference_mode(False), torch.no_grad():

@@ -14,7 +14,9 @@ from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
 from q2compile.recipes.recipe import parse
 from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
+from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 from q2compile.torch_internals.private_names import FakeTensor
+from q2compile.weight_cache.adapters import Merged
 from q2compile.weight_cache.cache import Form, parts_of
 
 _LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default
@@ -168,9 +170,11 @@ def with_codes(
     sites: list[Site],
     example_inputs: list[Any],
     compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    merged: Merged | None = None,
 ) -> Callable[..., Any]:
     """``compiled``, called with the weights' codes after its own inputs.
 
+    merged: which adapters are merged into the weights of the model, if it is known.
     compile_form: makes a function of `Form.graph`, once for each form and kind of weight. Now: a
         backend is called in Dynamo's compilation, in which the other threads go on. Tracing at the
         first call instead would fail theirs, as FX marks it for the whole process.
@@ -185,10 +189,17 @@ def with_codes(
                 compiled_forms[key] = compile_form(form.graph(), [example_input])
         makers.append(compiled_forms[key])
 
+    first = True
+
     def call(*args: Any) -> Any:
+        nonlocal first
+        if first:  # or each weight would wait for a look-up of its own
+            first = False
+            look_up_optimizers()
         codes: list[Tensor] = []
         for (index, form), make in zip(sites, makers, strict=True):
-            codes += parts_of(args[index], form, make)
+            w = args[index]
+            codes += parts_of(w, form, make, () if merged is None else merged.of(w))
         return compiled(*args, *codes)
 
     return call

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -322,3 +325,54 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     model = new_model(blocks=1)
     with pytest.raises(ValueError, match="telemetry: to: .*file.*is no folder"):
         compiled(model, tmp_path / "file")(batch(0, model))
+
+
+PROGRAM = """
+import sys
+import torch
+from tests.q2compile.telemetry.training import batch, compiled, new_model
+from pathlib import Path
+
+model = new_model(blocks=1)
+call = compiled(model, Path(sys.argv[1]))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
+for step in range(3):
+    if sys.argv[2] == "inference":
+        with torch.no_grad():
+            call(batch(0, model))
+        continue
+    call(batch(0, model)).sum().backward()
+    if sys.argv[2] == "raw writes":
+        for p in model.parameters():
+            p.data.sub_(p.grad, alpha=1e-3)
+    else:
+        optimizer.step()
+"""
+SAID = {
+    "inference": "nothing was written to",
+    "raw writes": "no optimizer step was seen in 3 training calls",
+    "fused": "",
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_what_was_not_recorded_is_said_at_exit(kind, tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "to"), kind]
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert ("TelemetryWarning" in done.stderr) == bool(SAID[kind]), done.stderr
+    assert SAID[kind] in done.stderr
+
+
+def test_steps_of_a_fused_optimizer_count(tmp_path):
+    """Which leaves the version counters as they were."""
+    model = new_model(blocks=1)
+    call = compiled(model, tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    others = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)
+    for _ in range(3):
+        for _ in range(2):
+            call(batch(0, model)).sum().backward()
+        optimizer.step()
+    assert {r["step"] for r in records(tmp_path)} == {0, 1, 2}
+    assert not others._optimizer_step_post_hooks

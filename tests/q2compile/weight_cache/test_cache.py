@@ -1,23 +1,25 @@
 """What is kept of a weight, and when it is made again: never stale."""
 
 import gc
-import threading
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import q2compile
-from q2compile.weight_cache.cache import Form, _after_step, _made, parts_of
+from q2compile.torch_internals import optimizer_steps
+from q2compile.weight_cache.cache import Form, _made, parts_of
 
 FORM = Form("nvfp4_46_pow2", torch.float32, False)
 
 
 @pytest.fixture(autouse=True)
-def fresh(fresh_compiler):
+def fresh(fresh_compiler, monkeypatch):
     q2compile.forget_weights()
+    monkeypatch.setattr(optimizer_steps, "PAUSE", 0.0)
 
 
 class Counting:
@@ -31,15 +33,18 @@ class Counting:
         return [w.detach().clone()]
 
 
-def is_made_again(w, change):
-    """Whether codes made before ``change()`` are made again after it."""
+def is_made_again(w, change, training=False):
+    """Whether codes made before ``change()`` are made again after it: by calls that a backward pass
+    can follow, or by others."""
     q2compile.forget_weights()
     make = Counting()
-    for _ in range(2):
-        (codes,) = parts_of(w, FORM, make)
-        assert make.calls == 1 and torch.equal(codes, w)
+    with torch.set_grad_enabled(training):
+        for _ in range(2):
+            (codes,) = parts_of(w, FORM, make)
+            assert make.calls == 1 and torch.equal(codes, w)
     change()
-    (codes,) = parts_of(w, FORM, make)
+    with torch.set_grad_enabled(training):
+        (codes,) = parts_of(w, FORM, make)
     again = make.calls == 2
     assert torch.equal(codes, w) or not again
     return again
@@ -103,18 +108,79 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_step_is_seen(name):
+def test_every_optimizer_step_is_seen(name, training):
     """Trap: torch's fused optimizers leave the version counter of what they change as it was."""
     cls, options = OPTIMIZERS[name]
     w = weight()
     w.grad = torch.randn_like(w)
     optimizer = cls([w], lr=0.1, **options)
+    optimizer_steps.look_up_optimizers()
     version, before = w._version, w.detach().clone()
-    assert is_made_again(w, optimizer.step)
+    for _ in range(2):
+        assert is_made_again(w, optimizer.step, training)
     assert not torch.equal(before, w)
     if name == "AdamW fused":
         assert w._version == version, "the trap is gone: this test can go, too"
+
+
+def step_of_fused(w):
+    w.grad = torch.ones_like(w)
+    return torch.optim.SGD([w], lr=0.1, fused=True)
+
+
+def test_micro_batches_share_codes():
+    w = weight()
+    optimizer, make = step_of_fused(w), Counting()
+    optimizer_steps.look_up_optimizers()
+    for step in range(1, 4):
+        for _ in range(3):
+            assert torch.equal(parts_of(w, FORM, make)[0], w)
+        assert make.calls == step
+        optimizer.step()
+
+
+def test_an_optimizer_that_comes_later_is_seen():
+    """After the look-up, in the place of one that is gone, or beside it."""
+    w, make = weight(), Counting()
+    first = step_of_fused(w)
+    parts_of(w, FORM, make)
+    first.step()
+    assert torch.equal(parts_of(w, FORM, make)[0], w)
+    second = step_of_fused(w)
+    parts_of(w, FORM, make)
+    second.step()
+    assert torch.equal(parts_of(w, FORM, make)[0], w)
+    del first, second
+    gc.collect()
+    third = step_of_fused(w)
+    parts_of(w, FORM, make)
+    third.step()
+    assert torch.equal(parts_of(w, FORM, make)[0], w)
+
+
+def test_only_optimizers_that_hold_the_weight_get_a_hook():
+    """And only while its codes are kept."""
+    w, other = weight(), weight()
+    own, others = step_of_fused(w), step_of_fused(other)
+    optimizer_steps.look_up_optimizers()
+    parts_of(w, FORM, Counting())
+    assert len(own._optimizer_step_post_hooks) == 1
+    assert not others._optimizer_step_post_hooks
+    assert not _global_optimizer_post_hooks
+    q2compile.forget_weights()
+    assert not own._optimizer_step_post_hooks
+
+
+def test_without_a_look_up_codes_are_not_trusted(monkeypatch):
+    w, make = weight(), Counting()
+    optimizer = step_of_fused(w)
+    monkeypatch.setattr(optimizer_steps, "PAUSE", float("inf"))
+    optimizer_steps.look_up_optimizers()
+    for calls in range(1, 4):
+        assert torch.equal(parts_of(w, FORM, make)[0], w) and make.calls == calls
+        optimizer.step()
 
 
 class ThroughData(torch.optim.Optimizer):
@@ -129,25 +195,96 @@ class ThroughData(torch.optim.Optimizer):
             w.data.add_(1)
 
 
-def test_an_optimizer_that_writes_through_data_is_seen():
-    w = weight()
-    assert is_made_again(w, ThroughData([w]).step)
+class Wrapper(torch.optim.Optimizer):
+    """As those of trainers: its own __init__ does not run, its groups are those of another."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
 
 
-def test_a_compiled_step_is_seen():
+class Plain:
+    """No torch.optim.Optimizer at all."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def step(self):
+        for w in self.weights:
+            w.data.add_(1)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda w: ThroughData([w]),
+        lambda w: Plain([w]),
+        lambda w: Wrapper(step_of_fused(w)),
+    ],
+    ids=["copies", "plain", "wrapped"],
+)
+def test_optimizers_of_others(make_optimizer):
+    """Whether they are found, or codes are made in every call because none is."""
+    w, make = weight(), Counting()
+    optimizer = make_optimizer(w)
+    for _ in range(3):
+        parts_of(w, FORM, make)
+        with torch.no_grad():  # an evaluation between the training call and the step
+            parts_of(w, FORM, make)
+        optimizer.step()
+        assert torch.equal(parts_of(w, FORM, make)[0], w)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_compiled_step_is_seen(fused):
     w = weight()
     w.grad = torch.randn_like(w)
-    optimizer = torch.optim.AdamW([w], lr=torch.tensor(0.1))
-    assert is_made_again(w, torch.compile(lambda: optimizer.step(), backend="eager"))
+    optimizer = torch.optim.AdamW([w], lr=0.1 if fused else torch.tensor(0.1), fused=fused)
+    optimizer_steps.look_up_optimizers()
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(3):
+        assert is_made_again(w, step, training=True)
+
+
+def test_the_hook_costs_a_compiled_step_no_graph_break():
+    """And no compilation after the first with it."""
+
+    def counted(hooked):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        w, make = weight(), Counting()
+        w.grad = torch.randn_like(w)
+        optimizer = torch.optim.AdamW([w], lr=torch.tensor(0.1))
+        if hooked:
+            optimizer_steps.look_up_optimizers()
+            parts_of(w, FORM, make)
+        step = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(2):
+            step()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(3):
+                parts_of(w, FORM, make)
+                step()
+        return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+    assert counted(True) == counted(False)
 
 
 def test_a_frozen_weight_is_not_made_again_by_the_steps_of_others():
     frozen, adapter = weight().requires_grad_(False), weight()
     adapter.grad = torch.ones_like(adapter)
-    optimizer = torch.optim.SGD([adapter], lr=0.1, fused=True)
-    assert not is_made_again(frozen, optimizer.step)
+    optimizer = torch.optim.AdamW([frozen, adapter], lr=0.1, fused=True)
+    optimizer_steps.look_up_optimizers()
+    assert not is_made_again(frozen, optimizer.step, training=True)
     thawed = torch.optim.SGD([frozen, adapter], lr=0.1, fused=True)
     frozen.grad = torch.ones_like(frozen)
+    optimizer_steps.look_up_optimizers()
     assert is_made_again(frozen, thawed.step)
 
 
@@ -210,7 +347,7 @@ OTHER_HOLDERS = {
 
 @pytest.mark.parametrize("holder", OTHER_HOLDERS)
 def test_codes_of_memory_that_others_hold_are_never_kept(holder):
-    w, make = weight(), Counting()
+    w, make = weight().requires_grad_(False), Counting()
     parts_of(w, FORM, make)
     change = OTHER_HOLDERS[holder](w)
     for calls in (2, 3):
@@ -223,11 +360,6 @@ def test_codes_of_memory_that_others_hold_are_never_kept(holder):
         parts_of(w, FORM, make)
         parts_of(w, FORM, make)
         assert make.calls == 4, "kept again once the others are gone"
-
-
-def test_a_weight_of_another_kind_is_no_matter_for_the_steps_hook():
-    sparse = torch.eye(4).to_sparse().requires_grad_()  # has no storage
-    _after_step(torch.optim.SGD([sparse], lr=0.1))
 
 
 def test_a_write_behind_autograds_back_needs_forget_weights():
@@ -280,24 +412,3 @@ def test_tensors_whose_changes_cannot_be_seen_are_not_cached():
         parts_of(w, FORM, make)
         parts_of(w, FORM, make)
         assert make.calls == 2 and len(_made) == 0
-
-
-def test_an_optimizer_steps_while_another_thread_makes_codes():
-    """In the middle of the step's walk over all weights the thread adds one; unless it had to wait,
-    the walk would fail."""
-    threads, new = [], weight()
-
-    class MadeOfAFrozenWeight:
-        @property
-        def trains(self):
-            threads.append(threading.Thread(target=parts_of, args=(new, FORM, Counting())))
-            threads[-1].start()
-            threads[-1].join(0.2)
-            return False
-
-    old = weight()
-    _made[old.untyped_storage()] = MadeOfAFrozenWeight()
-    _after_step(torch.optim.SGD([weight()]))
-    (thread,) = threads
-    thread.join()
-    assert new.untyped_storage() in _made

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import q2compile
+from q2compile.torch_internals import optimizer_steps
 from q2compile.weight_cache import graph_inputs
 from q2compile.weight_cache.cache import Form, parts_of
 from tests.q2compile.weight_cache.test_cache import FORM, Counting
@@ -17,8 +18,9 @@ from tests.support.small_model import Mlp, quantised
 
 
 @pytest.fixture(autouse=True)
-def fresh(fresh_compiler):
+def fresh(fresh_compiler, monkeypatch):
     q2compile.forget_weights()
+    monkeypatch.setattr(optimizer_steps, "PAUSE", 0.0)
 
 
 @contextlib.contextmanager
@@ -27,12 +29,12 @@ def counted():
     making = Counting()
     plain = parts_of
 
-    def counting(w, form, make):
+    def counting(w, form, make, *adapters):
         def counted_make(w):
             making.calls += 1
             return make(w)
 
-        return plain(w, form, counted_make)
+        return plain(w, form, counted_make, *adapters)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_inputs, "parts_of", counting)
@@ -143,6 +145,70 @@ def test_the_frozen_base_of_an_adapter_is_quantised_once():
     assert making.calls == 1
 
 
+class Merging(nn.Module):
+    """A linear with adapters as in PEFT, whose ``merge`` writes through ``.data`` and notes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.deltas = {name: torch.randn(64, 64) for name in "ab"}
+        self.merged_adapters = []
+
+    def merge(self, name):
+        self.base_layer.weight.data += self.deltas[name]
+        self.merged_adapters.append(name)
+
+    def unmerge(self):
+        self.base_layer.weight.data -= self.deltas[self.merged_adapters.pop()]
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        return y if self.merged_adapters else y + x @ self.deltas["a"].t()
+
+
+class MergedAlone(Merging):
+    """As in loralib, whose linear is the layer itself."""
+
+    def __init__(self):
+        super().__init__()
+        del self.merged_adapters
+        self.merged = False
+
+    def merge(self, name):
+        self.base_layer.weight.data += self.deltas[name]
+        self.merged, self.name = True, name
+
+    def unmerge(self):
+        self.base_layer.weight.data -= self.deltas[self.name]
+        self.merged = False
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+@pytest.mark.parametrize("kind", [Merging, MergedAlone])
+def test_merging_adapters_is_seen(kind):
+    """One after the other, and back: each time the result is that of the weight as it is."""
+    plain, cached = models(lambda: nn.ModuleDict({"proj": kind()}))
+    x = torch.randn(8, 64)
+    results = []
+    for model, cache in ((plain, False), (cached, True)):
+        torch._dynamo.reset()
+        layer, seen = model["proj"], []
+        compiled = quantised(layer, cache_weights=cache)
+        with torch.no_grad(), counted() as making:
+            for name in (None, "a", "b"):
+                if name is not None:
+                    layer.merge(name)
+                seen += [compiled(x), compiled(x)]
+                if name is not None:
+                    layer.unmerge()
+                    seen += [compiled(x), compiled(x)]
+        results.append(seen)
+        assert making.calls == 5 * cache
+    assert all(map(torch.equal, *results))
+
+
 def test_other_spellings(tmp_path):
     """x @ w is a transpose that is made with the codes; tied weights are looked up, too."""
 
@@ -160,7 +226,7 @@ def test_other_spellings(tmp_path):
     outputs = []
     for cache in (False, True):
         torch._dynamo.reset()
-        with counted() as making:
+        with counted() as making, torch.no_grad():
             compiled = quantised(model, cache_weights=cache)
             outputs += [compiled(tokens), compiled(tokens)]
         assert making.calls == 2 * cache

@@ -1,0 +1,44 @@
+"""Which adapters are merged into a weight.
+
+PEFT (``merge_adapter``, ``unmerge_adapter``) and loralib (``train``, ``eval``) add an adapter's
+product to its weight through ``weight.data``, which leaves the version counter as it was. Both note
+it in an attribute of the module that holds the weight, or that wraps it: ``merged_adapters``, a
+list of names, and ``merged``, a bool. Modules of others that write so may do the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+_ATTRIBUTES = ("merged_adapters", "merged")
+
+
+class Merged:
+    """For the parameters of one model: id -> the modules that note what is merged into it."""
+
+    def __init__(self, noting: dict[int, list[weakref.ref[nn.Module]]]) -> None:
+        self._noting = noting
+
+    @classmethod
+    def of_model(cls, root: nn.Module | None) -> Merged | None:
+        """None for a model that has no such module, or that is not known."""
+        noting: dict[int, list[weakref.ref[nn.Module]]] = {}
+        for module in () if root is None else root.modules():
+            if any(name in vars(module) for name in _ATTRIBUTES):
+                for w in module.parameters():
+                    noting.setdefault(id(w), []).append(weakref.ref(module))
+        return cls(noting) if noting else None
+
+    def of(self, w: Tensor) -> tuple[Any, ...]:
+        """What changes when an adapter is merged into ``w``, or taken out of it."""
+        modules = [ref() for ref in self._noting.get(id(w), ())]
+        return tuple(
+            tuple(value) if isinstance(value, list) else value
+            for module in modules
+            if module is not None
+            for name in _ATTRIBUTES
+            if isinstance(value := vars(module).get(name), list | bool)
+        )

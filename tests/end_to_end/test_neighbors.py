@@ -1,0 +1,111 @@
+"""A process in which q2compile has trained a model is, for all else in it, as one without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import neighbors_models
+from tests.support.neighbors_state import names
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = names()
+
+# What q2compile registers under names of its own; all else that changes is a fault.
+OWN = (
+    "[q2.",  # lowerings of ops of its own
+    "logger q2compile",  # the first graph is announced on stderr
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """The changes by each case, seen by a fresh process."""
+    file = tmp_path_factory.mktemp("state") / "changes.json"
+    command = [sys.executable, "-m", "tests.support.neighbors_state", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_torch_alone_changes_nothing(found: dict[str, dict[str, str]]) -> None:
+    """Or the other tests would name what torch does."""
+    assert found["by torch"] == {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torch_and_python_are_as_before(case: str, found: dict[str, dict[str, str]]) -> None:
+    others = {name for name in found[case] if not any(own in name for own in OWN)}
+    assert sorted(others) == []
+
+
+def test_the_test_sees_what_is_registered(found: dict[str, dict[str, str]]) -> None:
+    """A lowering of q2compile's own, in a dictionary of torch's."""
+    seen = found["recipe quartet2"]
+    assert "torch._inductor.lowering:lowerings[q2.gemm.default]" in seen
+
+
+# ---- other models -------------------------------------------------------------------------------
+
+
+def compiled_models(folder: Path, trained: str) -> dict[str, Any]:
+    """What `neighbors_models` writes. Both processes share the folder of compiled objects: equal
+    sources are compiled by the C++ compiler once."""
+    file = folder / f"{trained}.pt"
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.support.neighbors_models", str(file), trained]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = torch.load(file)
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By what was trained before: nothing, or a model with some options."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: compiled_models(folder, name) for name in ("without", *neighbors_models.TRAINED)}
+
+
+def test_there_are_enough_models() -> None:
+    assert len(neighbors_models.CASES) >= 40
+
+
+@pytest.mark.parametrize("trained", neighbors_models.TRAINED)
+@pytest.mark.parametrize("case", neighbors_models.CASES)
+def test_the_same_code_and_bits(case: str, trained: str, models: dict[str, dict[str, Any]]) -> None:
+    code, results = models["without"]["cases"][case]
+    other_code, other_results = models[trained]["cases"][case]
+    assert code and other_code == code
+    assert len(results) == len(other_results)
+    for one, other in zip(results, other_results, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # NaN is NaN
+
+
+@pytest.mark.parametrize("trained", neighbors_models.TRAINED)
+def test_a_compiled_optimizer_of_another_model(
+    trained: str, models: dict[str, dict[str, Any]]
+) -> None:
+    """As many frames and graph breaks, and no recompilation."""
+    assert models[trained]["optimizer"] == models["without"]["optimizer"]
+
+
+@pytest.mark.parametrize("trained", neighbors_models.TRAINED)
+def test_what_a_user_has_set_stays(trained: str, models: dict[str, dict[str, Any]]) -> None:
+    """A choices handler, a lowering, a pass and a setting of Inductor: they are used for the
+    user's model, compiled after a model with q2compile was."""
+    assert models[trained]["set by the user"] == dict.fromkeys(neighbors_models.OF_THE_USER, True)

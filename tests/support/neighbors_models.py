@@ -1,0 +1,327 @@
+"""A program: small models compiled by plain torch.compile, in a process in which q2compile has just
+trained a model, or in one without it. Writes the generated code and the results of each.
+
+    python -m tests.support.neighbors_models FILE [without|CASE]
+
+CASE is a name of `TRAINED`: what q2compile has compiled before.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Result = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """make: of a function or module, and its inputs. settings: of torch.compile and Inductor."""
+
+    make: Callable[[], tuple[Callable[..., Any], Sequence[Tensor]]]
+    trains: bool = True
+    compile: dict[str, Any] = field(default_factory=dict)
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
+    return lambda: (function, [randn(*shape) for shape in shapes])
+
+
+def module(make: Callable[[], nn.Module], *shape: int) -> Any:
+    return lambda: (make(), [randn(*shape)])
+
+
+def tokens(make: Callable[[], nn.Module], vocabulary: int, *shape: int) -> Any:
+    return lambda: (make(), [torch.randint(vocabulary, shape)])
+
+
+def _by_permutation(x: Tensor) -> Tensor:
+    p = x.detach()[:, 0].argsort()
+    return x[p // 4].sin() * x[p]
+
+
+def _scattered(x: Tensor) -> Tensor:
+    index = torch.arange(x.numel()).view_as(x) % x.shape[0]
+    return torch.zeros_like(x).scatter_add(0, index, x) + x.scatter(0, index[:2], x[2:4])
+
+
+def _index_add(x: Tensor) -> Tensor:
+    p = torch.arange(16).flip(0)
+    return torch.zeros(8, 32).index_add(0, p // 2, x) * 2
+
+
+def _index_put(x: Tensor) -> Tensor:
+    i = torch.arange(8) * 3 % 8
+    return x.clone().index_put((i,), x[i] * 2, accumulate=True)
+
+
+def _routed(x: Tensor) -> Tensor:
+    """As tokens go to experts and back."""
+    weight, expert = x[:, :4].softmax(-1).topk(2)
+    order = expert.flatten().argsort(stable=True)
+    rows = x[order // 2].tanh() * weight.flatten()[order][:, None]
+    return torch.zeros_like(x).index_add(0, order // 2, rows)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    scale = x.detach().abs().amax() / 448
+    return (x.detach() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _many(x: Tensor) -> Tensor:
+    for i in range(60):
+        x = x + (x * (0.01 * i)).sin() if i % 3 else x * x.cos()
+    return x
+
+
+def _rope(x: Tensor) -> Tensor:
+    angle = torch.outer(torch.arange(16.0), torch.arange(16.0) / 16)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.view_as_real(torch.view_as_complex(x.view(16, 16, 2)) * 1j).flatten(1)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * dy
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class _Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 16)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.bag(ids, torch.tensor([0, 3, 5]))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _break(x: Tensor) -> Tensor:
+    x = x.sin()
+    torch._dynamo.graph_break()
+    return x.cos() + torch.cat([x, x], 0)[:16]
+
+
+def _cond(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+ROWS = (16, 32)
+LINEAR = module(_mlp, *ROWS)
+CASES = {
+    "index by permutation": Case(of(_by_permutation, ROWS)),
+    "scatter": Case(of(_scattered, ROWS)),
+    "index_add": Case(of(_index_add, ROWS)),
+    "index_put": Case(of(_index_put, (8, 32))),
+    "routed": Case(of(_routed, ROWS)),
+    "gather": Case(of(lambda x: x.gather(1, x.detach().argsort(1) // 2), ROWS)),
+    "sort": Case(of(lambda x: x.sort(1).values * 2, ROWS)),
+    "cumsum": Case(of(lambda x: x.cumsum(0).exp(), ROWS)),
+    "cat": Case(of(lambda x: torch.cat([x.sin(), x.cos(), x[:, :8]], 1), ROWS)),
+    "cat unused": Case(of(lambda x: (torch.cat([x, x], 0), x * 2)[1], ROWS)),
+    "cat of rows": Case(of(lambda x: F.silu(torch.cat([x, x * 2], 0)).sum(1), ROWS)),
+    "stack": Case(of(lambda x: torch.stack([x, x * 2]).amax(0), ROWS)),
+    **{f"sum of {n}": Case(of(lambda x: (x * x).sum(-1), (12, n))) for n in (2, 3, 8, 9, 10, 16)},
+    "mean of 8": Case(
+        of(lambda x: x - x.view(16, 4, 8).mean(-1, True).expand(16, 4, 8).flatten(1), ROWS)
+    ),
+    "amax of 4": Case(of(lambda x: x.view(16, 8, 4).amax(-1), ROWS)),
+    "softmax": Case(of(lambda x: (x @ x.t()).softmax(-1), ROWS)),
+    "logsumexp": Case(of(lambda x: x.logsumexp(-1), (16, 10))),
+    "var": Case(of(lambda x: x.var(-1), (16, 9))),
+    "fp8": Case(of(_fp8, ROWS), trains=False),
+    "many nodes": Case(of(_many, ROWS)),
+    "rope": Case(of(_rope, ROWS)),
+    "complex": Case(of(_complex, ROWS)),
+    "dynamic": Case(LINEAR, compile={"dynamic": True}),
+    "dynamic cat": Case(
+        of(lambda x: torch.cat([x, x * x.shape[0]], 0), ROWS), compile={"dynamic": True}
+    ),
+    "linear": Case(LINEAR),
+    "linear bf16": Case(lambda: (_mlp().bfloat16(), [torch.randn(ROWS).bfloat16()])),
+    "inference": Case(LINEAR, trains=False),
+    "freezing": Case(LINEAR, trains=False, inductor={"freezing": True}),
+    "cuda graphs": Case(LINEAR, compile={"mode": "reduce-overhead"}),
+    "cpp_wrapper": Case(LINEAR, trains=False, inductor={"cpp_wrapper": True}),
+    "max_autotune": Case(LINEAR, trains=False, inductor={"max_autotune": True}),
+    "nan_asserts": Case(LINEAR, inductor={"nan_asserts": True}),
+    "no fusion": Case(of(lambda x: x.sin().cos(), ROWS), inductor={"epilogue_fusion": False}),
+    "emulated casts": Case(LINEAR, inductor={"emulate_precision_casts": True}),
+    "batchnorm": Case(module(lambda: nn.BatchNorm1d(32), *ROWS)),
+    "layernorm": Case(module(lambda: nn.LayerNorm(32), *ROWS)),
+    "conv": Case(module(lambda: nn.Conv2d(3, 4, 3), 2, 3, 8, 8)),
+    "embedding": Case(tokens(lambda: nn.Embedding(20, 16), 20, 4, 5)),
+    "embedding bag": Case(tokens(_Bag, 20, 8)),
+    "dropout": Case(module(lambda: nn.Dropout(0.5), *ROWS)),
+    "custom function": Case(of(_Square.apply, ROWS)),
+    "checkpoint": Case(module(_Checkpointed, *ROWS)),
+    "attention": Case(of(_attention, *[(2, 2, 8, 16)] * 3)),
+    "cross entropy": Case(of(lambda x: F.cross_entropy(x, torch.arange(16)), ROWS)),
+    "graph break": Case(of(_break, ROWS)),
+    "cond": Case(of(_cond, ROWS), trains=False),
+    "einsum": Case(of(lambda x, y: torch.einsum("ij,kj->ik", x, y), ROWS, ROWS)),
+    "bmm": Case(of(lambda x, y: x @ y, (2, 8, 16), (2, 16, 8))),
+}
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "bf16": {"recipe": "bf16"},
+    "quartet2": {"recipe": "quartet2", "fuse_rotations": True},
+    "nvfp4 cached": {"recipe": "nvfp4", "cache_weights": True, "inductor": {"nan_asserts": True}},
+}
+
+
+def train_with_q2compile(name: str) -> None:
+    """A step of a small model, and a compiled optimizer of another, made meanwhile."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+    options = dict(TRAINED[name])
+    compiled = torch.compile(model, backend="quartet2", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        compiled(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+    globals()["_kept"] = (model, compiled, optimizer)  # alive while the others are compiled
+
+
+def run(case: Case) -> tuple[list[str], Result]:
+    """Code and results of one model."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    function, inputs = case.make()
+    with inductor_config.patch({"fx_graph_cache": False, **case.inductor}):
+        compiled = torch.compile(function, **case.compile)
+        results, code = run_and_get_code(_call, compiled, function, inputs, case.trains)
+    return [_normal(text) for text in code], results
+
+
+def _call(compiled: Any, function: Any, inputs: Sequence[Tensor], trains: bool) -> Result:
+    if not trains:
+        with torch.no_grad():
+            return [compiled(*inputs)]
+    y = compiled(*inputs)
+    y.float().square().sum().backward()
+    leaves = [*inputs, *(function.parameters() if isinstance(function, nn.Module) else ())]
+    return [y.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def _normal(code: str) -> str:
+    """Without AOTAutograd's number of the graph in its process."""
+    return re.sub(r"# AOT ID: .*", "", code)
+
+
+def main() -> None:
+    file, trained = sys.argv[1:]
+    inductor_config.compile_threads = 1
+    if trained != "without":
+        train_with_q2compile(trained)
+    found = {
+        "cases": {name: run(case) for name, case in CASES.items()},
+        "optimizer": compiled_optimizer(),
+    }
+    if trained != "without":
+        found["set by the user"] = set_by_the_user(trained)
+    assert trained != "without" or "q2compile" not in sys.modules
+    torch.save(found, file)
+
+
+OF_THE_USER = ("choices handler", "lowering", "pass", "setting")
+
+
+def set_by_the_user(trained: str) -> dict[str, bool]:
+    """What a user has set before a model is trained with q2compile: is it there, and used for a
+    model of his own, afterwards?"""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    used = dict.fromkeys(OF_THE_USER, False)
+
+    usual, asinh = V.choices, lowerings[torch.ops.aten.asinh.default]
+
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        used["lowering"] = True
+        return asinh(*args, **kwargs)
+
+    def own_pass(graph: Any) -> None:
+        used["pass"] = True
+
+    handler = InductorChoices()
+    V.set_choices_handler(handler)
+    lowerings[torch.ops.aten.asinh.default] = lowering
+    settings = {"post_grad_custom_pre_pass": own_pass, "split_reductions": False}
+    try:
+        with inductor_config.patch({"fx_graph_cache": False, **settings}):
+            train_with_q2compile(trained)
+            used.update(dict.fromkeys(OF_THE_USER, False))
+            torch._dynamo.reset()
+            torch.compile(lambda x: x.asinh().sum(-1))(torch.randn(ROWS))
+            used["choices handler"] = V.choices is handler
+            used["setting"] = all(
+                getattr(inductor_config, key) == value for key, value in settings.items()
+            )
+    finally:
+        V.set_choices_handler(usual)
+        lowerings[torch.ops.aten.asinh.default] = asinh
+    return used
+
+
+def compiled_optimizer() -> dict[str, Any]:
+    """What Dynamo makes of the optimizer of a model that does not use q2compile."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    w = nn.Parameter(torch.ones(4, 4))
+    w.grad = torch.ones(4, 4)
+    optimizer = torch.optim.AdamW([w], lr=torch.tensor(0.1))
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(3):
+            step()
+    return {"frames": dict(counters["frames"]), "breaks": dict(counters["graph_break"])}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A program: what a process with q2compile is like after models were trained in it, one with each
+recipe and each option. Writes the changes as JSON: by plain torch.compile, run once more than it
+takes to import everything, and by q2compile.
+
+    python -m tests.support.neighbors_state FILE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import nn
+
+from tests.support.process_state import changes, state
+from tests.support.small_model import Mlp
+
+RECIPES = ("bf16", "quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2")
+EAGER = {"inner": "eager"}
+
+
+def options(folder: str) -> dict[str, dict[str, Any]]:
+    """What a model is compiled with, by a name for it."""
+    return {
+        **{f"recipe {name}": {"recipe": name} for name in RECIPES},
+        "bf16 by policy": {"policy": {"*": "bf16"}},
+        "cache_weights": {"cache_weights": True},
+        "telemetry": {"telemetry": {"every": 1, "to": f"{folder}/telemetry"}, **EAGER},
+        "dump": {"dump": f"{folder}/dump"},
+        "on_error": {"on_error": "bf16", **EAGER},
+        "strict": {"strict": True, **EAGER},
+        "keep_packed": {"keep_packed": True, **EAGER},
+        "recompute_weights": {"recompute_weights": True, **EAGER},
+        "fuse_rotations": {"fuse_rotations": True},
+        "disable_passes": {"disable_passes": ["share_operands"], **EAGER},
+        "global_scale": {"global_scale": "exact", **EAGER},
+        "inductor": {"inductor": {"nan_asserts": True}},
+    }
+
+
+def names() -> list[str]:
+    """Of the cases that are written."""
+    return [*options(""), "tools"]
+
+
+def train(compiled: Callable[..., Any], model: nn.Module) -> None:
+    """Two steps, an evaluation, and nothing is left of them."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        compiled(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        compiled(torch.randn(32, 64))
+
+
+def train_with(backend: str, given: dict[str, Any] | None = None, checkpointed: bool = False):
+    torch._dynamo.reset()
+    model = Mlp(checkpointed)
+    train(torch.compile(model, backend=backend, options=given), model)
+
+
+def tools(q2compile: Any) -> None:
+    """explain and compare."""
+    torch._dynamo.reset()
+    q2compile.explain(Mlp(), torch.randn(32, 64), options=EAGER)
+    q2compile.compare(Mlp(), torch.randn(32, 64), options=EAGER, loss=lambda y: y.square().mean())
+
+
+def main() -> None:
+    # A graph out of a cache would leave out what compiling it does to the process.
+    torch._inductor.config.force_disable_caches = True
+    with tempfile.TemporaryDirectory() as folder:
+        for checkpointed in (False, True, False, True):  # twice: the first imports
+            train_with("inductor", None, checkpointed)
+        torch.manual_seed(0)
+        before = state()
+        train_with("inductor")
+        by_torch = changes(before, state())
+        # The entry point is looked up, q2compile and what it needs of torch are imported.
+        train_with("quartet2", {"recipe": "bf16", **EAGER})
+        import q2compile
+
+        found = {}
+        for name, given in options(folder).items():
+            before = state() if not found else before
+            train_with("quartet2", given, checkpointed=name == "keep_packed")
+            found[name] = changes(before, state())
+        tools(q2compile)
+        q2compile.telemetry.flush()
+        found["tools"] = changes(before, state())
+    Path(sys.argv[1]).write_text(json.dumps({"by torch": by_torch, **found}))
+
+
+if __name__ == "__main__":
+    main()
