@@ -27,7 +27,7 @@ TYPED := build/typed
 # compile, faults. The rest of the tests stands on these, or on no torch but its public functions.
 INTERNALS := $(addprefix tests/q2compile/,capture rewrite passes compiler recipes torch_internals \
     failures) $(addprefix tests/runtime_kernels/,numerics cuda/test_summed_static.py \
-    cuda/test_cuda_static.py::test_instructions_an_element) \
+    cuda/test_cuda_static.py::test_spills_and_instructions_are_those_recorded) \
     tests/lowering tests/end_to_end/test_ways_to_compile.py
 
 # What a change most likely breaks: recipes, numerics, schemas, capture, rewrite, passes, the goldens of

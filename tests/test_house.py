@@ -81,7 +81,6 @@ PRIVATE_IMPORTS = {
         *(("lowering", f"torch._inductor.{name}") for name in ("ir", "lowering", "virtualized")),
         ("lowering/producers.py", "torch._inductor.inductor_prims"),
         ("lowering/producers.py", "torch._inductor.ops_handler"),
-        ("lowering/gemm_operands.py", "torch._inductor.utils"),
         ("lowering", "torch.utils._sympy.functions"),
     ],
     "tiles and roundings follow Inductor's settings, and are given in its terms": [

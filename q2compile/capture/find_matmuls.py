@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from q2compile.capture.call import Call, Scope
 from q2compile.capture.matmul import Matmul, NotTaken
+from q2compile.capture.node_meta import FAILURE
 from q2compile.capture.spellings import call_of
 from q2compile.capture.views import example
 from q2compile.torch_internals.dynamo import control_flow, inner_graph, parameter_of
@@ -52,6 +53,8 @@ def _walk(scope: Scope) -> Iterator[Matmul | NotTaken]:
 def _read(scope: Scope, node: fx.Node) -> Matmul | NotTaken | None:
     """What ``node`` multiplies, None if it is no matmul. One that can't be read is left alone, with
     what was raised as the reason."""
+    if FAILURE in node.meta:
+        return unread(scope.gm, node, node.meta[FAILURE], _weight(scope, node))
     try:
         found = call_of(scope, node)
         return None if found is None else found[1](found[0])

@@ -13,6 +13,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from q2compile.capture.node_meta import FAILURE
+from q2compile.torch_internals.dynamo import control_flow
+
 
 def inline_attention(gm: fx.GraphModule) -> int:
     """Replace each ``multi_head_attention_forward``, and each fused encoder layer, by the aten ops
@@ -32,12 +35,26 @@ def inline_attention(gm: fx.GraphModule) -> int:
     for module in list(gm.modules()):
         if isinstance(module, fx.GraphModule):
             nodes = [n for n in module.graph.nodes if _can_be_inlined(n)]
-            for node in nodes:
-                _inline(module, node)
-            if nodes:
+            inlined = sum(_inlined(module, node) for node in nodes)
+            if inlined:
                 module.recompile()
-            count += len(nodes)
+            count += inlined
     return count
+
+
+def _inlined(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether it could be; what was raised is noted at the node, whose weights are then left."""
+    last = node.prev
+    try:
+        _inline(gm, node)
+    except control_flow():
+        raise
+    except Exception as error:
+        while node.prev is not last:
+            gm.graph.erase_node(node.prev)
+        node.meta[FAILURE] = error.with_traceback(None)  # which would keep the frames
+        return False
+    return True
 
 
 def _encoder_layer(

@@ -2,3 +2,6 @@
 
 # Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.
 SITE, SALT = "q2_site", "q2_salt"
+
+# A key in node.meta: what was raised when q2compile prepared the node.
+FAILURE = "q2_failure"

@@ -9,10 +9,11 @@ A joint graph holds forward and backward, before the partitioner cuts it. A post
 forward or a backward, before Inductor lowers it. Three passes run over both: over joint graphs in
 training, where they decide what is saved, and over post-grad graphs for inference.
 
-Passes `mask_again`, `keep_packed` and `recompute_weights` change no result. They tag nodes with torch's CheckpointPolicy, in ``node.meta["recompute"]``. That is how
-torch.utils.checkpoint tells the partitioner what to save and what to recompute; see
-``_functorch/partitioners.py`` of torch 2.11 to 2.13. The min-cut partitioner looks at the op, the
-default one at the getitems, so both carry the tag.
+Passes `mask_again`, `keep_packed` and `recompute_weights` change no result. They tag nodes with
+torch's CheckpointPolicy, in ``node.meta["recompute"]``. That is how torch.utils.checkpoint tells
+the partitioner what to save and what to recompute; see ``_functorch/partitioners.py`` of torch 2.11
+to 2.13. The min-cut partitioner looks at the op, the default one at the getitems, so both carry the
+tag.
 """
 
 from __future__ import annotations

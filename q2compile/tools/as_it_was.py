@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from q2compile.capture.module_tree import named_modules, own_buffers, own_parameters
+from q2compile.torch_internals.private_names import FakeTensor
 
 
 class State:
@@ -52,6 +52,7 @@ class State:
             self._values[id(t)] = t, t.detach().clone()
 
     def put_back(self) -> None:
+        """And keep nothing any more: Dynamo keeps a backend, and what that refers to."""
         for module, training, buffers in self._modules.values():
             module.training = training
             for name, buffer in buffers.items():
@@ -64,6 +65,8 @@ class State:
                     t.copy_(value)
         for p, gradient in self._gradients.values():
             p.grad = gradient
+        for kept in (self._modules, self._values, self._gradients):
+            kept.clear()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import q2compile.linear.dense  # noqa: F401  registers the ops
+from q2compile.capture.module_tree import named_modules
 from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
 from q2compile.recipes.recipe import parse
@@ -37,7 +38,7 @@ def take_codes(
 
     Raises ConfigError under FSDP.
     """
-    for module in () if root is None else root.modules():
+    for _, module in () if root is None else named_modules(root):
         if isinstance(module, FSDPModule | FullyShardedDataParallel):
             raise ConfigError(
                 "cache_weights: FSDP gathers weights without a trace in their version counters, so "

@@ -6,7 +6,10 @@
     formats.py       what each format stores, under which names
     names.py         the names that Hugging Face's loaders expect
     activations.py   static scales of activations
+    job.py           what an export is given, and what it returns
     shards.py        files that appear whole or not at all
+    write.py         layer by layer into them;  configs.py  the JSON files beside them
+    ranks.py         what rank 0 does for all
     export.py        all of it, in order;  command.py  the same for a checkpoint
 
 May import what the rest of `tools` may.

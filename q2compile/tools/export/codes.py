@@ -132,24 +132,33 @@ def with_common_scale(members: dict[str, Codes]) -> dict[str, Codes]:
     tops = [_top(codes) for codes in members.values()]
     top = torch.stack(tops).amax()
     common = pow2_global_scale(top, top, E4M3_MAX)
-    return {name: moved(codes, common, name) for name, codes in members.items()}
+    found = {}
+    for name, codes in members.items():
+        try:
+            found[name] = moved(codes, common)
+        except InexactError as error:
+            raise InexactError(f"{name}: {error}") from None
+    return found
 
 
-def as_nvfp4(codes: Codes, name: str) -> Codes:
+def as_nvfp4(codes: Codes) -> Codes:
     """MXFP4 codes as NVFP4: each block of 32 as two of 16 with the same scale, a power of two.
     Raises InexactError where the powers of two are further apart than e4m3's."""
     if codes.block_format == "nvfp4":
         return codes
     zero = (codes.codes.view(*codes.scales.shape, 16) == 0).all(-1)
-    scales = torch.where(zero, 0, codes.scales.view(torch.uint8)).repeat_interleave(2, 1)
+    exponents = codes.scales.view(torch.uint8)
+    if ((exponents == 0) & ~zero).any():
+        raise InexactError("block scales of 2^-127 are below what NVFP4 holds")
+    scales = torch.where(zero, 0, exponents).repeat_interleave(2, 1)
     wide = replace(codes, scales=scales.view(torch.float8_e8m0fnu))
     present = _present(wide)
     present[0] = False  # 2^-127, the scale of a block of zeros: any will do
     top = torch.where(present, _values(wide), 0.0).amax() * codes.global_scale
-    return moved(wide, pow2_global_scale(top, top, E4M3_MAX), name, zero=0)
+    return moved(wide, pow2_global_scale(top, top, E4M3_MAX), zero=0)
 
 
-def moved(codes: Codes, common: Tensor, name: str, zero: int | None = None) -> Codes:
+def moved(codes: Codes, common: Tensor, zero: int | None = None) -> Codes:
     """The same values under the global scale ``common``, with e4m3 scales. zero: a byte of the
     present scales that stands for 0."""
     values = _values(codes)
@@ -162,9 +171,9 @@ def moved(codes: Codes, common: Tensor, name: str, zero: int | None = None) -> C
     lost = int(torch.where(rounded, counts, 0).sum())
     if lost:
         raise InexactError(
-            f"{name}: {lost} of {codes.scales.numel()} block scales fall below what e4m3 holds "
-            f"under the global scale {float(common):g} of the layers that a loader fuses with it, "
-            "and would be rounded"
+            f"{lost} of {codes.scales.numel()} block scales fall below what e4m3 holds "
+            f"under the global scale {float(common):g}, that of the largest it must hold or of the "
+            "layers that a loader fuses with it, and would be rounded"
         )
     scales = table.view(torch.uint8)[codes.scales.view(torch.uint8).int()]
     return replace(codes, scales=scales.view(torch.float8_e4m3fn), global_scale=common)

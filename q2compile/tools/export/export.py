@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from itertools import chain, islice
 from typing import Any
 
@@ -16,10 +17,12 @@ from q2compile.config import Config
 from q2compile.errors import ConfigError, one_of, shown
 from q2compile.tools.export import activations as recorded
 from q2compile.tools.export.formats import ACTIVATIONS, DYNAMIC, FORMATS, STATIC, Format, format_for
+from q2compile.tools.export.job import Exported, Job
 from q2compile.tools.export.names import is_hugging_face
+from q2compile.tools.export.ranks import on_rank_0
 from q2compile.tools.export.shards import checked_folder
 from q2compile.tools.export.traced import Trace, trace
-from q2compile.tools.export.write import Exported, Job, write
+from q2compile.tools.export.write import write
 from q2compile.torch_internals.dynamo import compile_arguments
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
@@ -71,7 +74,9 @@ def export(
     one_of("format of export", format, FORMATS)
     one_of("activations of export", activations, ACTIVATIONS)
     one_of("inexact of export", inexact, ("raise", "leave"))
-    path = checked_folder(folder)
+    path = on_rank_0(lambda: checked_folder(folder))
+    if find_spec("safetensors") is None:
+        raise ConfigError("export: writing takes the package safetensors: pip install safetensors")
     _check_sources(activations, calibration, telemetry)
     if autocast is not None and autocast not in AUTOCAST:
         raise ConfigError(f"export: autocast: got {shown(autocast)}; allowed: {list(AUTOCAST)}")

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.node import map_arg
 
 from q2compile.capture.matmul import Matmul
 from q2compile.capture.views import example, viewed
 from q2compile.torch_internals.dynamo import attribute_read, is_to_local
+from q2compile.torch_internals.private_names import FakeTensorMode
 from q2compile.torch_internals.storage import share_storage
 
 

@@ -138,6 +138,7 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(_in_eval_mode(model))
+        stack.enter_context(torch.enable_grad())  # "auto" predicts all GEMMs of a training step
         for module in model.modules():
             stack.enter_context(not_compiled(module))
         if autocast is not None:

@@ -41,12 +41,14 @@ class Code:
         what the branch before such a run skips with it."""
         first, last = max(self.loops, key=lambda loop: loop[1] - loop[0])
         inside = set(range(first, last + 1))
+        starts = [start for start in self.starts if first < start <= last]
         for start, end in self.loops:
             if first < start and end < last:
                 inside -= set(range(start, end + 1))
-        for start, end in pairwise((*self.starts, len(self.names))):
+        for start, end in pairwise((first, *starts, last + 1)):
             if any(name.startswith(rare) for name in self.names[start:end]):
-                inside -= set(range(start, max(end, self.jumps.get(start - 1, end))))
+                skipped = self.jumps.get(start - 1, end) if start > first else end
+                inside -= set(range(start, max(end, skipped)))
         return Counter(self.names[i].partition(".")[0] for i in inside)
 
 

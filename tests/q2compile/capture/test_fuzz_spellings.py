@@ -251,6 +251,23 @@ def test_one_node_that_can_not_be_read_is_left_alone(fault, monkeypatch, caplog)
         explain(model, x, options={"inner": "eager", "strict": True})
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_attention_that_can_not_be_taken_apart_is_left_alone(monkeypatch):
+    from q2compile import explain
+
+    monkeypatch.setattr("q2compile.capture.inline_attention._trace", fails)
+    model, x = (
+        nn.ModuleList([nn.MultiheadAttention(32, 2), nn.Linear(32, 32)]),
+        torch.randn(8, 2, 32),
+    )
+
+    def forward(x):
+        return model[1](model[0](x, x, x, need_weights=False)[0])
+
+    rows = {row.module: row.why for row in explain(forward, x, options={"inner": "eager"}).rows}
+    assert rows == {"0.in_proj": f"{UNREAD}: KeyError: 'boom'", "1": ""}
+
+
 # ---- the nearest pattern ------------------------------------------------------------------------
 
 

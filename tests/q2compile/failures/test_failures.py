@@ -132,7 +132,7 @@ def test_a_reproducer_builds_the_very_graph(tmp_path, monkeypatch, dynamic):
             if stage == "pass":
                 replace_pass(patch, "merge_seeds", fails_on("requantize"))
             else:
-                patch.setattr("q2compile.rewrite.rewrite_graph.replace_by_linear", fails)
+                patch.setattr("q2compile.rewrite.rewrite_graph.share_bodies", fails)
             model = torch.compile(
                 Net(), backend="quartet2", options={**EAGER, "dump": str(folder)}, dynamic=dynamic
             )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import product
 
 import pytest
@@ -17,166 +16,47 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize import rotating_ops
-from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     _KIB,
     ROUNDED,
-    ROUNDED_SWIZZLED,
-    SOURCES,
     not_served,
-    rotate_launch,
     several_launch,
     shared_memory,
 )
-from q2compile.runtime_kernels.cuda.transpose import transpose_launch
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.tools import doctor
+from tests.support import machine_code
+from tests.support.machine_code import (
+    AMPERE,
+    BF16,
+    BLACKWELL,
+    BOTH,
+    CASES,
+    COL,
+    EDEN,
+    FP32,
+    HOT,
+    NVFP4,
+    OTHERS,
+    ROW,
+    SEVERAL,
+    SR,
+    align,
+    instructions,
+    regressions,
+    rotate,
+)
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
-AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89")  # and Ada, the last
-BLACKWELL = [a for a in nvrtc.ARCHITECTURES.values() if a not in (*AMPERE, "sm_90a")]
-BF16, FP16, FP32 = (SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.float32))
-NVFP4, MXFP4 = SOURCES["nvfp4"], SOURCES["mxfp4"]
-ROW, COL, BOTH = (True, False), (False, True), (True, True)
-EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
-RARE = ("LDS.U16",)  # of elements in the reference's order, where tensor cores might not be exact
 
-
-def rotate(source: int, transform: str, scheme: str, directions: tuple, **options) -> Launch:
-    spec = get_scheme(scheme)
-    return rotate_launch(source, get_transform(transform), spec, *directions, **options)
-
-
-def align(scheme: str, interleaved: bool) -> Launch:
-    return align_launch(get_scheme(scheme), interleaved)
-
-
-# The kernels of the backward passes of the recipes.
-HOT = {
-    "rht_quantize_row": rotate(BF16, "rht128", EDEN, ROW),
-    "rht_quantize_col": rotate(BF16, "rht128", EDEN, COL),
-    "rht_quantize_both": rotate(BF16, "rht128", EDEN, BOTH),
-    "requantize": rotate(NVFP4, "rht128", EDEN, COL),
-    "tetrajet2 both": rotate(BF16, "rht128", SR, BOTH),
-    "tetrajet2 requantize": rotate(NVFP4, "rht128", SR, COL),
-    "nvfp4 dgrad": rotate(BF16, "none", SR, ROW),
-    "quartet2 fprop": rotate(BF16, "none", "nvfp4_46_pow2", ROW),
-    "nvfp4 wgrad": rotate(BF16, "rht16", SR, COL),
-    "nvfp4 wgrad x": rotate(BF16, "rht16", "nvfp4_pow2", COL),
-    "mxfp4 both": rotate(BF16, "rht64", "mxfp4_sr", BOTH),
-    "mxfp4 col": rotate(BF16, "rht64", "mxfp4_sr", COL),
-    "quartet fprop": rotate(BF16, "h32", "mxfp4_quest", ROW),
-    "quartet both": rotate(BF16, "rht32", "mxfp4_rtn34", BOTH),
-    "quartet requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34", COL),
-    "exact both": rotate(BF16, "rht128", "nvfp4_sr", BOTH),
-    "amax both": rotate(BF16, "rht128", "nvfp4_sr", BOTH, amax=True),
-    "mxfp4 both swizzled": rotate(BF16, "rht64", "mxfp4_sr" + SWIZZLED, BOTH),
-    "quartet both swizzled": rotate(BF16, "rht32", "mxfp4_rtn34" + SWIZZLED, BOTH),
-    "exact both swizzled": rotate(BF16, "rht128", "nvfp4_sr" + SWIZZLED, BOTH),
-    "exact col swizzled": rotate(BF16, "rht16", "nvfp4_sr" + SWIZZLED, COL),
-    "requantize swizzled": rotate(SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
-    "by scales": rotate(ROUNDED, "rht128", EDEN, COL),
-    "by scales swizzled": rotate(ROUNDED_SWIZZLED, "rht128", EDEN, COL),
-    "groups both": rotate(BF16, "rht128", EDEN, BOTH, grouped=True),
-    "groups col": rotate(BF16, "rht128", EDEN, COL, grouped=True),
-    "groups requantize": rotate(NVFP4, "rht128", EDEN, COL, grouped=True),
-    "nvfp4 groups col": rotate(BF16, "rht16", SR, COL, grouped=True),
-}
-OTHERS = {
-    "float16": rotate(FP16, "rht64", EDEN, BOTH),
-    "float32": rotate(FP32, "rht128", EDEN, BOTH),
-    "unaligned": rotate(BF16, "rht128", EDEN, BOTH, vectors=False),
-    "no signs": rotate(BF16, "h32", EDEN, BOTH),
-    "no rotation": rotate(NVFP4, "none", EDEN, COL),
-    "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
-    "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
-    "values by scales": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL),
-    "values by scales unaligned": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL, vectors=False),
-    "values groups both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH, grouped=True),
-    "values groups requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL, grouped=True),
-    "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
-    "values sr requantize": rotate(NVFP4, "rht128", SR + WIDENED, COL),
-    "values mx requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34" + WIDENED, COL),
-    "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + WIDENED, BOTH),
-    "align eden": align(EDEN, True),
-    "align eden exact": align("nvfp4_ms_eden", False),
-    "align sr": align(SR, False),
-    "align mx": align("mxfp4_sr", False),
-    "align swizzled": align(EDEN + SWIZZLED, True),
-    "align swizzled of any rows": align(EDEN + SWIZZLED, False),
-    "quartet requantize swizzled": rotate(
-        SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
-    ),
-    "settle eden": align(EDEN + WIDENED, True),
-    "settle sr": align(SR + WIDENED, False),
-    "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
-    "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
-    "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
-    "swizzle": swizzle_launch(),
-    "transpose": transpose_launch(True),
-    "masked unrotate": unrotate_launch(torch.bfloat16),
-    "masked unrotate fp32": unrotate_launch(torch.float32),
-}
-
-
-# The same for several operands, whose structs are chosen from.
-SEVERAL = {
-    f"{name}, several": several_launch({**HOT, **OTHERS}[name])
-    for name in (
-        *("quartet2 fprop", "requantize", "rht_quantize_both", "requantize swizzled"),
-        *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
-        *("quartet requantize", "quartet requantize swizzled", "mxfp4 col", "groups requantize"),
-        *("values both", "values requantize", "values groups requantize"),
-        *("values sr requantize", "values mx requantize", "by scales", "values by scales"),
-    )
-}
-OTHERS |= SEVERAL
-
-
-# Coins and codes of both directions leave no register for what changes once a tile: a few loads and
-# stores for 8192 elements of a warp.
-SPILLS = {
-    ("tetrajet2 both", "sm_80"): 16,
-    # 64 numbers wait for their scales, too
-    ("values sr both", "sm_80"): 37,
-    ("values sr both", "sm_90a"): 57,
-}
-if nvrtc.version() >= (13, 2):  # that of torch 2.15 takes up to eight registers more
-    SPILLS |= {("mxfp4 both", architecture): 44 for architecture in ("sm_100a", "sm_103a")}
-    SPILLS |= {("mxfp4 both", architecture): 67 for architecture in ("sm_120a", "sm_121a")}
-    SPILLS |= {("quartet both", architecture): 19 for architecture in ("sm_100a", "sm_103a")}
-
-# Which are compiled for which. Values are not written where there are fp4 tensor cores. Below sm_90
-# the sources differ in two places, the conversions and the overlap of launches: a sample of the
-# kernels, and a smaller one for 8.6 and 8.7, which compile what 8.0 does, and 8.9.
-SAMPLE = (
-    *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
-    *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
-    *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
-    "values by scales",
-    *("quartet2 fprop, several", "values both, several", "values requantize, several"),
-)
-CASES = [
-    (name, architecture)
-    for name, architecture in product([*HOT, *OTHERS], ["sm_90a", *BLACKWELL])
-    if not (name.startswith("values") and architecture in BLACKWELL)
-    and not (name in SEVERAL and architecture in ("sm_103a", "sm_121a"))
-]
-CASES += [*product(SAMPLE, ["sm_80"]), *product(SAMPLE[:2], ["sm_86", "sm_87", "sm_89"])]
-
-
-@cache
 def disassembled(launch: Launch, architecture: str) -> disassemble.Code:
     try:
-        return disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
+        return machine_code.disassembled(launch, architecture)
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
@@ -199,12 +79,26 @@ def test_every_architecture_is_compiled_for() -> None:
 
 
 @pytest.mark.parametrize("name, architecture", CASES)
-def test_compiles_without_local_memory(name, architecture) -> None:
-    """A static_assert in each source also holds its parameter struct to the launch's layout."""
+def test_spills_and_instructions_are_those_recorded(name, architecture) -> None:
+    """Issue slots limit these kernels, so a slower one shows here first. A static_assert in each
+    source also holds its parameter struct to the launch's layout. The counts and the tolerance are
+    those of tests/support/machine_code.py."""
     code = disassembled({**HOT, **OTHERS}[name], architecture)
     assert code.names[-1] == "NOP" and code.count("EXIT")
-    spills = code.count("LDL") + code.count("STL")
-    assert spills <= SPILLS.get((name, architecture), 0), "a spill, or an indexed register array"
+    assert regressions(name, architecture, code) == {}
+
+
+def test_a_rare_path_ahead_of_the_loop_takes_nothing_from_it() -> None:
+    """The branch that skips it may skip the loop as well."""
+    names = ("BRA", "F2I", "IADD", "FADD", "FMUL", "BRA")
+    code = disassemble.Code(names, ((2, 5),), (0, 1, 2), {0: 6}, frozenset())
+    assert code.hot_loop(("F2I",)) == dict.fromkeys(("IADD", "FADD", "FMUL", "BRA"), 1)
+
+
+def test_what_is_recorded_is_what_is_compiled() -> None:
+    """`python -m tests.support.machine_code` writes the file."""
+    found = {(name, each) for name, own in machine_code.recorded().items() for each in own}
+    assert found == set(machine_code.everything())
 
 
 @pytest.mark.parametrize("name, architecture", [c for c in CASES if c[1] not in AMPERE])
@@ -353,38 +247,13 @@ def test_sm_100_works_on_pairs() -> None:
     assert disassembled(HOT["rht_quantize_row"], "sm_100a").count("FFMA2")
 
 
-@pytest.mark.parametrize(
-    "name, most",
-    [
-        ("rht_quantize_row", {"sm_90a": 23, "sm_100a": 15, "sm_120a": 20}),
-        ("rht_quantize_col", {"sm_90a": 25, "sm_100a": 16, "sm_120a": 22}),
-        ("rht_quantize_both", {"sm_80": 50, "sm_90a": 46, "sm_100a": 30, "sm_120a": 41}),
-        ("requantize", {"sm_80": 23, "sm_90a": 20, "sm_100a": 16, "sm_120a": 18}),
-        ("by scales", {"sm_80": 27, "sm_90a": 26, "sm_100a": 20, "sm_120a": 23}),
-        ("by scales swizzled", {"sm_90a": 26, "sm_100a": 20, "sm_120a": 23}),
-        ("groups both", {"sm_90a": 48, "sm_100a": 32}),
-        ("groups requantize", {"sm_90a": 22, "sm_100a": 18}),
-    ],
-)
-def test_instructions_an_element(name, most) -> None:
-    """These kernels are bound by instruction issue: a slower one shows here first. The numbers are
-    those of NVRTC 13.0, rounded up; that of torch 2.15, 13.2, needs up to 4.9% more."""
-    if nvrtc.version()[0] != 13:
-        pytest.skip("counted with NVRTC 13")
-    more = 1.0 if nvrtc.version() == (13, 0) else 1.05
-    for architecture, bound in most.items():
-        loop = disassembled(HOT[name], architecture).hot_loop(RARE)
-        assert sum(loop.values()) / 64 <= bound * more
-
-
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
     """Up to 3.5% of an element's, 4% with NVRTC 13.2, which plan.py weighs against a launch."""
     most = 1.035 if nvrtc.version() == (13, 0) else 1.04
     for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
-        kernels = {**HOT, **OTHERS}
         one, several = (
-            sum(disassembled(kernels[each], architecture).hot_loop(RARE).values())
+            instructions(disassembled({**HOT, **OTHERS}[each], architecture))
             for each in (name.partition(",")[0], name)
         )
         assert several <= most * one

@@ -16,6 +16,7 @@ from tests.support.exported import (
     by_module,
     decompressed,
     dequantized,
+    e2m1_values,
     forward_weights,
     model_of,
     modules,
@@ -81,6 +82,46 @@ def test_every_recipe(recipe: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"]
     assert config["format"] == f"{SCHEMES[scheme].format}-pack-quantized" == done.variant
+
+
+def test_mxfp4_as_nvfp4(tmp_path: Path) -> None:
+    """By ModelOpt, which has no MXFP4 here; and where a policy has both formats. A block of 32 is
+    two of 16, its power of two is an e4m3 number."""
+    model = model_of("llama")
+    with torch.no_grad():
+        model.lm_head.weight[:, 32:] = 0  # a block of zeros has e8m0's least scale
+    options = {"recipe": RECIPES["mxfp4"][0], "policy": {"*down_proj": "quartet2"}}
+    expected = by_module(model, forward_weights(model, "mxfp4_rtn"))
+    for format, codes in (("modelopt", "weight"), ("compressed-tensors", "weight_packed")):
+        out = tmp_path / format
+        q2compile.export(model, out, format=format, options=options, example_inputs=INPUTS)
+        for module, held in modules(out, codes).items():
+            if "weight_scale" not in held or module.endswith("down_proj"):
+                continue
+            assert held["weight_scale"].dtype == torch.float8_e4m3fn
+            packed = format == "compressed-tensors"
+            scale = 1 / held["weight_global_scale"] if packed else held["weight_scale_2"]
+            found = e2m1_values(held[codes], held["weight_scale"], scale)
+            assert torch.equal(found, expected[module]), module
+    down = "model.layers.0.mlp.down_proj"
+    own = dequantized(model.get_parameter(f"{down}.weight"), "nvfp4_46_pow2")
+    assert torch.equal(decompressed(tmp_path / "compressed-tensors")[down], own)
+
+
+def test_mxfp4_that_nvfp4_does_not_hold(tmp_path: Path) -> None:
+    """Powers of two 2^20 apart: e4m3 spans 2^17."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
+    with torch.no_grad():
+        model[0].weight[3] *= 2.0**-20
+    arguments = {
+        "options": {"recipe": RECIPES["mxfp4"][0]},
+        "example_inputs": (torch.ones(2, 64).bfloat16(),),
+    }
+    with pytest.raises(ValueError, match="4 of 128 block scales"):
+        q2compile.export(model, tmp_path / "modelopt", format="modelopt", **arguments)
+    q2compile.export(model, tmp_path / "out", **arguments)
+    own = dequantized(model[0].weight, "mxfp4_rtn")
+    assert torch.equal(decompressed(tmp_path / "out")["0"], own)
 
 
 def test_siblings_have_one_global_scale(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The JSON files beside the tensors: what loaders read of a folder, and a record of the export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from q2compile.capture.module_names import plain_name, site_name
+from q2compile.report.announce import LOG
+from q2compile.tools.export.formats import compressed_tensors_config, modelopt_configs
+from q2compile.tools.export.job import Exported, Job
+from q2compile.tools.export.names import module_name, siblings
+from q2compile.tools.export.shards import write_json
+from q2compile.version import __version__
+
+RECORD = "q2compile_export.json"
+_NO_MATMUL = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
+
+
+def write_configs(job: Job, folder: Path, done: Exported) -> None:
+    """The record of the export, and the configurations that loaders read."""
+    ignore = _ignored(job, done)
+    done.notes += _notes(job, done)
+    for note in done.notes:
+        LOG.warning("q2compile: export: %s", note)
+    write_json(folder / RECORD, {"q2compile": __version__, **asdict(done), "folder": ""})
+    quantization, own = None, None
+    if job.fmt.name == "compressed-tensors":
+        quantization = compressed_tensors_config(job.fmt, job.activations, ignore)
+    elif job.fmt.name == "modelopt":
+        quantization, own = modelopt_configs(job.activations, ignore, __version__)
+    if own is not None:
+        write_json(folder / "hf_quant_config.json", own)
+    if job.is_hugging_face:
+        _write_hugging_face(job, folder, done, quantization)
+    elif quantization is not None:
+        write_json(folder / "config.json", {"quantization_config": quantization})
+    if job.tokenizer is not None:
+        job.tokenizer.save_pretrained(folder)
+
+
+def _notes(job: Job, done: Exported) -> list[str]:
+    """What known loaders don't read as it is written."""
+    notes = []
+    taken = [name for name in job.state if name in done.layers]
+    stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]
+    turned = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
+    if job.is_hugging_face and job.fmt.name == "compressed-tensors":
+        if stacks and job.fmt.global_scale is not None:
+            notes.append(
+                f"transformers (seen in 5.23) loads experts without their global scale, so wrongly "
+                f"and in silence: {stacks[0]} and {len(stacks) - 1} more"
+            )
+        if turned:
+            notes.append(
+                "transformers (seen in 5.23) puts no codes into Conv1D and initializes it anew: "
+                f"{turned[0]} and {len(turned) - 1} more"
+            )
+    for group in siblings(list(job.state)) if job.fmt.fuses else ():
+        parts = [name for name in group if name in done.layers]
+        if 0 < len(parts) < len(group):
+            notes.append(
+                f"of {', '.join(group)} only {', '.join(parts)} is in 4 bits: vLLM, which fuses "
+                "them, refuses that. Give them one policy"
+            )
+    return notes
+
+
+def _ignored(job: Job, done: Exported) -> Sequence[str]:
+    """The modules that hold a matrix that is not in 4 bits, by their names in the file: heads and
+    routers among them. Embeddings, norms and convolutions are no matmuls of a loader."""
+    modules = {plain_name(name): module for name, module in job.model.named_modules()}
+    found: dict[str, None] = {}
+    for name, tensor in job.state.items():
+        owner = modules.get(name.rpartition(".")[0])
+        if name in done.layers or tensor.ndim < 2 or isinstance(owner, _NO_MATMUL):
+            continue
+        if name.removesuffix("_bias") in done.layers:  # of experts, one row each
+            continue
+        shape = torch.empty(tensor.shape, device="meta")
+        site = site_name(name)
+        if not {name, site} & done.left.keys():
+            done.left[site] = "not seen: no matmul of it came to the backend in this forward"
+        for key in job.left_tensors(done, name, shape):
+            found[module_name(key)] = None
+    return list(found)
+
+
+def _write_hugging_face(
+    job: Job, folder: Path, done: Exported, quantization: dict[str, Any] | None
+) -> None:
+    """config.json and generation_config.json, as save_pretrained writes them."""
+    model: Any = job.model
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = next(iter(job.found.uses.values()))[0].dtype
+    if quantization is not None:
+        config.quantization_config = quantization
+    in_codes = {id(job.state[name]) for name in done.layers}
+    if any(id(t) in in_codes and n not in done.layers for n, t in job.state.items()):
+        # A tied head in 4 bits, of an embedding that is not.
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)

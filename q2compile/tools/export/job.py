@@ -1,0 +1,76 @@
+"""What an export is given, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from q2compile.capture.module_names import plain_name
+from q2compile.tools.export.formats import Format
+from q2compile.tools.export.names import checkpoint_tensors, is_hugging_face
+from q2compile.tools.export.traced import Trace
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to write; see `export.export`. amax: site -> of its activations."""
+
+    model: nn.Module
+    path: Path
+    fmt: Format
+    activations: str
+    found: Trace
+    amax: dict[str, Tensor]
+    leaves: bool
+    tokenizer: Any
+    limit: int
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """The model's state by plain names; parameters are themselves, so tied ones are known."""
+        state = self.model.state_dict(keep_vars=True)
+        return {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
+
+    @cached_property
+    def is_hugging_face(self) -> bool:
+        return is_hugging_face(self.model)
+
+    def left_tensors(self, done: Exported, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A tensor that is written as it is, under its names in the file."""
+        if not self.fmt.of_modules or not self.is_hugging_face:
+            return {name: tensor}
+        of_codes = name.removesuffix("_bias") in done.layers
+        return checkpoint_tensors(self.model, name, tensor, stacks=of_codes)
+
+
+@dataclass
+class Exported:
+    """What was written.
+
+    layers  name of a parameter -> {"site", "scheme", "transform", "dtype", "shape", "transposed",
+            "global_scale", and "input_scale" with static activations}
+    left    name of a parameter, or a site -> why it keeps its precision
+    tied    name of a parameter -> the name that the same tensor is written under
+    notes   what a reader should know before loading the folder with a loader named in them
+    """
+
+    folder: str
+    format: str
+    variant: str
+    activations: str
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.layers)} weights in 4 bits ({self.variant}, {self.activations}) in "
+            f"{self.folder}"
+        ]
+        lines += [f"left: {name}: {why}" for name, why in self.left.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -1,0 +1,270 @@
+"""The CUDA kernels whose machine code the tests read, and what it counted: a file for each NVRTC.
+
+    python -m tests.support.machine_code
+
+compiles and disassembles them with the NVRTC of this environment, without a GPU, and writes
+`tests/runtime_kernels/cuda/machine_code/nvrtc_VERSION.json`: for each kernel and architecture the
+loads and stores of spilled registers, and the instructions per element of the loop over tiles.
+Run it after a change of a kernel and for another NVRTC, and read the difference as code: it is the
+change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
+from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
+from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
+    ROUNDED,
+    ROUNDED_SWIZZLED,
+    SOURCES,
+    rotate_launch,
+    several_launch,
+)
+from q2compile.runtime_kernels.cuda.transpose import transpose_launch
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+
+FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
+# What a count may exceed the recorded one by. The same NVRTC makes the same code of the same source
+# on every machine, so this is room for changes that are not worth a new file: 0.2 of the 9
+# instructions per element of the shortest kernel; where there are spills, 2 of 3000 instructions.
+INSTRUCTIONS_TOLERANCE, SPILLS_TOLERANCE = 1.02, 2
+
+AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89")  # and Ada, the last
+BLACKWELL = [a for a in nvrtc.ARCHITECTURES.values() if a not in (*AMPERE, "sm_90a")]
+BF16, FP16, FP32 = (SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.float32))
+NVFP4, MXFP4 = SOURCES["nvfp4"], SOURCES["mxfp4"]
+ROW, COL, BOTH = (True, False), (False, True), (True, True)
+EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
+# Straight runs that hold one of these are rarely taken: random bits so close to a fraction that all
+# its bits count; elements in the reference's order, where tensor cores might not be exact.
+RARE = ("F2I", "LDS.U16")
+
+
+def rotate(source: int, transform: str, scheme: str, directions: tuple, **options) -> Launch:
+    spec = get_scheme(scheme)
+    return rotate_launch(source, get_transform(transform), spec, *directions, **options)
+
+
+def align(scheme: str, interleaved: bool) -> Launch:
+    return align_launch(get_scheme(scheme), interleaved)
+
+
+# The kernels of the backward passes of the recipes.
+HOT = {
+    "rht_quantize_row": rotate(BF16, "rht128", EDEN, ROW),
+    "rht_quantize_col": rotate(BF16, "rht128", EDEN, COL),
+    "rht_quantize_both": rotate(BF16, "rht128", EDEN, BOTH),
+    "requantize": rotate(NVFP4, "rht128", EDEN, COL),
+    "tetrajet2 both": rotate(BF16, "rht128", SR, BOTH),
+    "tetrajet2 requantize": rotate(NVFP4, "rht128", SR, COL),
+    "nvfp4 dgrad": rotate(BF16, "none", SR, ROW),
+    "quartet2 fprop": rotate(BF16, "none", "nvfp4_46_pow2", ROW),
+    "nvfp4 wgrad": rotate(BF16, "rht16", SR, COL),
+    "nvfp4 wgrad x": rotate(BF16, "rht16", "nvfp4_pow2", COL),
+    "mxfp4 both": rotate(BF16, "rht64", "mxfp4_sr", BOTH),
+    "mxfp4 col": rotate(BF16, "rht64", "mxfp4_sr", COL),
+    "quartet fprop": rotate(BF16, "h32", "mxfp4_quest", ROW),
+    "quartet both": rotate(BF16, "rht32", "mxfp4_rtn34", BOTH),
+    "quartet requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34", COL),
+    "exact both": rotate(BF16, "rht128", "nvfp4_sr", BOTH),
+    "amax both": rotate(BF16, "rht128", "nvfp4_sr", BOTH, amax=True),
+    "mxfp4 both swizzled": rotate(BF16, "rht64", "mxfp4_sr" + SWIZZLED, BOTH),
+    "quartet both swizzled": rotate(BF16, "rht32", "mxfp4_rtn34" + SWIZZLED, BOTH),
+    "exact both swizzled": rotate(BF16, "rht128", "nvfp4_sr" + SWIZZLED, BOTH),
+    "exact col swizzled": rotate(BF16, "rht16", "nvfp4_sr" + SWIZZLED, COL),
+    "requantize swizzled": rotate(SOURCES["nvfp4" + SWIZZLED], "rht128", EDEN, COL),
+    "by scales": rotate(ROUNDED, "rht128", EDEN, COL),
+    "by scales swizzled": rotate(ROUNDED_SWIZZLED, "rht128", EDEN, COL),
+    "groups both": rotate(BF16, "rht128", EDEN, BOTH, grouped=True),
+    "groups col": rotate(BF16, "rht128", EDEN, COL, grouped=True),
+    "groups requantize": rotate(NVFP4, "rht128", EDEN, COL, grouped=True),
+    "nvfp4 groups col": rotate(BF16, "rht16", SR, COL, grouped=True),
+}
+OTHERS = {
+    "float16": rotate(FP16, "rht64", EDEN, BOTH),
+    "float32": rotate(FP32, "rht128", EDEN, BOTH),
+    "unaligned": rotate(BF16, "rht128", EDEN, BOTH, vectors=False),
+    "no signs": rotate(BF16, "h32", EDEN, BOTH),
+    "no rotation": rotate(NVFP4, "none", EDEN, COL),
+    "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
+    "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
+    "values by scales": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL),
+    "values by scales unaligned": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL, vectors=False),
+    "values groups both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH, grouped=True),
+    "values groups requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL, grouped=True),
+    "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
+    "values sr requantize": rotate(NVFP4, "rht128", SR + WIDENED, COL),
+    "values mx requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34" + WIDENED, COL),
+    "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + WIDENED, BOTH),
+    "align eden": align(EDEN, True),
+    "align eden exact": align("nvfp4_ms_eden", False),
+    "align sr": align(SR, False),
+    "align mx": align("mxfp4_sr", False),
+    "align swizzled": align(EDEN + SWIZZLED, True),
+    "align swizzled of any rows": align(EDEN + SWIZZLED, False),
+    "quartet requantize swizzled": rotate(
+        SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
+    ),
+    "settle eden": align(EDEN + WIDENED, True),
+    "settle sr": align(SR + WIDENED, False),
+    "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
+    "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
+    "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
+    "swizzle": swizzle_launch(),
+    "transpose": transpose_launch(True),
+    "masked unrotate": unrotate_launch(torch.bfloat16),
+    "masked unrotate fp32": unrotate_launch(torch.float32),
+}
+
+
+# The same for several operands, whose structs are chosen from.
+SEVERAL = {
+    f"{name}, several": several_launch({**HOT, **OTHERS}[name])
+    for name in (
+        *("quartet2 fprop", "requantize", "rht_quantize_both", "requantize swizzled"),
+        *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
+        *("quartet requantize", "quartet requantize swizzled", "mxfp4 col", "groups requantize"),
+        *("values both", "values requantize", "values groups requantize"),
+        *("values sr requantize", "values mx requantize", "by scales", "values by scales"),
+    )
+}
+OTHERS |= SEVERAL
+
+# Which are compiled for which. Values are not written where there are fp4 tensor cores. Below sm_90
+# the sources differ in two places, the conversions and the overlap of launches: a sample of the
+# kernels, and a smaller one for 8.6 and 8.7, which compile what 8.0 does, and 8.9.
+SAMPLE = (
+    *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
+    *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
+    *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
+    "values by scales",
+    *("quartet2 fprop, several", "values both, several", "values requantize, several"),
+)
+CASES = [
+    (name, architecture)
+    for name, architecture in product([*HOT, *OTHERS], ["sm_90a", *BLACKWELL])
+    if not (name.startswith("values") and architecture in BLACKWELL)
+    and not (name in SEVERAL and architecture in ("sm_103a", "sm_121a"))
+]
+CASES += [*product(SAMPLE, ["sm_80"]), *product(SAMPLE[:2], ["sm_86", "sm_87", "sm_89"])]
+
+
+# ---- dbias ---------------------------------------------------------------------------------------
+
+# Recipe -> scheme, transform, whether rowwise as well.
+DBIAS = {
+    "quartet2": (EDEN, "rht128", True),
+    "tetrajet2": (SR, "rht128", True),
+    "nvfp4": (SR, "rht16", False),
+    "mxfp4": ("mxfp4_sr", "rht64", True),
+    "quartet": ("mxfp4_rtn34", "rht32", True),
+}
+DBIAS_CASES = [
+    *(("quartet2", architecture) for architecture in ("sm_80", "sm_89", "sm_90a", *BLACKWELL)),
+    *[("tetrajet2", "sm_90a"), ("tetrajet2", "sm_120a"), ("nvfp4", "sm_90a"), ("nvfp4", "sm_100a")],
+    *[("mxfp4", "sm_100a"), ("mxfp4", "sm_120a"), ("quartet", "sm_90a"), ("quartet", "sm_100a")],
+]
+
+
+def dbias_scheme(recipe: str, architecture: str) -> str:
+    """Dequantized operands where GEMMs are emulated, codes on a Blackwell."""
+    ending = "" if recipe == "quartet2" and architecture in BLACKWELL else SWIZZLED
+    return DBIAS[recipe][0] + (ending if architecture in BLACKWELL else WIDENED)
+
+
+def dbias(recipe: str, architecture: str) -> Launch:
+    _, transform, rows = DBIAS[recipe]
+    spec = get_scheme(dbias_scheme(recipe, architecture))
+    return rotate_launch(BF16, get_transform(transform), spec, rows, True, sums=True)
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+@cache
+def disassembled(launch: Launch, architecture: str) -> disassemble.Code:
+    """Raises FileNotFoundError without nvdisasm."""
+    return disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
+
+
+def spills(code: disassemble.Code) -> int:
+    """Loads and stores of local memory: spilled registers, and arrays that are indexed."""
+    return code.count("LDL") + code.count("STL")
+
+
+def instructions(code: disassemble.Code) -> float:
+    """Per element, of the loop over tiles; a thread has 64 elements in one pass of it."""
+    return round(sum(code.hot_loop(RARE).values()) / 64, 2)
+
+
+def everything() -> dict[tuple[str, str], Launch]:
+    """(name, architecture) -> kernel, all that are recorded."""
+    kernels = {**HOT, **OTHERS}
+    made = {(name, architecture): kernels[name] for name, architecture in CASES}
+    dbiases = {(f"dbias {case[0]}", case[1]): dbias(*case) for case in DBIAS_CASES}
+    return {**made, **dbiases}
+
+
+def file() -> Path:
+    major, minor = nvrtc.version()
+    return FOLDER / f"nvrtc_{major}.{minor}.json"
+
+
+@cache
+def recorded() -> dict[str, dict[str, dict[str, float]]]:
+    """Kernel -> architecture -> "spills" and, of those that quantize, "instructions"."""
+    if not file().exists():
+        raise FileNotFoundError(
+            f"{file().name}: nothing is recorded for this NVRTC. Run `python -m "
+            "tests.support.machine_code`, compare the file with those of other versions, commit it."
+        )
+    kernels: dict[str, dict[str, dict[str, float]]] = json.loads(file().read_text())["kernels"]
+    return kernels
+
+
+def regressions(name: str, architecture: str, code: disassemble.Code) -> dict[str, float]:
+    """What exceeds the recorded counts by more than the tolerance: empty is good."""
+    known = recorded()[name][architecture]
+    found = {}
+    if spills(code) > known["spills"] + (SPILLS_TOLERANCE if known["spills"] else 0):
+        found["spills"] = spills(code)
+    if "instructions" in known:
+        counted = instructions(code)
+        if counted > known["instructions"] * INSTRUCTIONS_TOLERANCE:
+            found["instructions"] = counted
+    return found
+
+
+def main() -> None:
+    launches = everything()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        codes = pool.map(lambda key: disassembled(launches[key], key[1]), launches)
+    kernels: dict[str, dict[str, dict[str, float]]] = {}
+    for ((name, architecture), launch), code in zip(launches.items(), codes, strict=True):
+        counts: dict[str, float] = {"spills": spills(code)}
+        if launch.variant.entry == "rotate_quantize":
+            counts["instructions"] = instructions(code)
+        kernels.setdefault(name, {})[architecture] = counts
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(own)}" for name, own in kernels.items())
+    FOLDER.mkdir(exist_ok=True)
+    command = "python -m tests.support.machine_code"
+    file().write_text(f'{{\n "command": "{command}",\n "kernels": {{\n{lines}\n }}\n}}\n')
+    print(f"{file()}: {len(launches)} kernels")
+
+
+if __name__ == "__main__":
+    main()
