@@ -1,7 +1,7 @@
 """Loops of Inductor in the place of q2 ops, so that they fuse with what computes their operand. May
 import runtime_kernels and torch_internals.
 
-quantize.py          the lowerings: of q2::quantize and q2::rht_quantize
+quantize.py          the lowering of q2::quantize
 support.py           for which schemes, and when instead of a kernel's call
 selfcheck.py         on a GPU where nobody ran them: a small graph against the reference
 rounding.py          the rounding rules, once, in Inductor's `ops`; nvfp4.py, mxfp4.py the formats'
@@ -30,8 +30,6 @@ def register() -> None:
     from q2compile.lowering import (
         concatenated,  # noqa: F401
         emulated_gemm,  # noqa: F401
-        fused_halves,
-        fused_launches,
         gathered,  # noqa: F401
         launches,
         quantize,  # noqa: F401
@@ -39,5 +37,3 @@ def register() -> None:
     )
 
     launches.register()
-    fused_launches.register()
-    fused_halves.register()

@@ -21,16 +21,11 @@ from torch._inductor.virtualized import V
 
 from q2compile.lowering.fused_halves import in_the_quantiser
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.torch_internals.patches import replaces
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.reshape.default, _aten.view.default)
-# Quantisers that are calls and no loops, wherever they have a kernel.
-_CALLED = frozenset(
-    getattr(torch.ops.q2, name).default
-    for name in ("rht_quantize_both", "rht_quantize_groups", "rht_quantize_groups_both")
-)
-_FUSED = (torch.ops.q2.rht_quantize_both.default,)
 
 
 @replaces("cat")
@@ -56,11 +51,17 @@ def _is_called_with(node: fx.Node) -> bool:
     """Whether the tensor is read, through views, by such quantisers alone, and none of them may
     compute it itself as Inductor's loop (fused_launches.py)."""
     return bool(node.users) and all(
-        _is_called_with(user)
-        if user.target in _VIEWS
-        else user.target in _CALLED and (user.target not in _FUSED or MAY_FUSE not in user.meta)
-        for user in node.users
+        _is_called_with(user) if user.target in _VIEWS else _is_called(user) for user in node.users
     )
+
+
+def _is_called(node: fx.Node) -> bool:
+    """Whether a node is a quantizer that Inductor never makes a kernel of its own of, and that does
+    not compute this operand."""
+    call = quantizer_of(node)
+    if call is None or not call.spec.is_lowered or call.recorded or call.dbias is not None:
+        return False
+    return call.grouped or (len(call.operands) > 1 and MAY_FUSE not in node.meta)
 
 
 def _are_one_loop(inputs: Any) -> bool:

@@ -16,29 +16,21 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V, ops
+from torch.fx.node import map_arg
 
-from q2compile.lowering import launches
 from q2compile.lowering.fused_launches import Asked, FusedLaunches, quantised, refuse
 from q2compile.lowering.producers import Found, NotProduced, producer_of
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import TILE
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 from q2compile.runtime_kernels.registry import serving
 
-_OP = torch.ops.q2.rht_quantize_groups_both.default
-_NAME = "rht_quantize_groups_both"
 # Of the graph that is lowered: by quantisers, what their operand is computed from.
 _FOUND: WeakKeyDictionary[Any, dict[fx.Node, Found]] = WeakKeyDictionary()
-
-
-def register() -> None:
-    """In the place of launches.py's lowering."""
-    register_lowering(_OP, type_promotion_kind=None)(launches.ending(_fused_or_not))
 
 
 def in_the_quantiser(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
@@ -47,13 +39,13 @@ def in_the_quantiser(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorB
     if len(cat.users) != 1:
         return None
     (reader,) = cat.users
-    notes = reader.meta.get(MAY_FUSE)
-    if notes is None or reader.target is not _OP:
+    notes, call = reader.meta.get(MAY_FUSE), quantizer_of(reader)
+    if notes is None or call is None or not call.grouped or call.recorded:
         return None
     size = cat.meta["val"].shape
-    label = f"{reader.name} ({_NAME} of {' x '.join(map(str, size))})"
+    label = f"{reader.name} ({call.label} of {' x '.join(map(str, size))})"
     try:
-        found = _halves(cat, reader, inputs)
+        found = _halves(cat, reader, call, inputs)
     except NotProduced as reason:
         notes.append(f"{label}: not fused: {reason}")
         return None
@@ -70,7 +62,9 @@ def in_the_quantiser(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorB
     )
 
 
-def _halves(cat: fx.Node, reader: fx.Node, inputs: Sequence[ir.TensorBox]) -> Found:
+def _halves(
+    cat: fx.Node, reader: fx.Node, call: QuantizerCall, inputs: Sequence[ir.TensorBox]
+) -> Found:
     """Raises NotProduced where they cannot be computed in the kernel, or it would not pay."""
     parts: Any = cat.args[0]
     sizes = [tuple(part.meta["val"].shape) for part in parts]
@@ -82,24 +76,26 @@ def _halves(cat: fx.Node, reader: fx.Node, inputs: Sequence[ir.TensorBox]) -> Fo
         raise NotProduced(f"halves of {sizes[0][1]} columns are no multiple of {TILE}")
     if any(len(part.users) > 1 for part in parts):
         raise NotProduced("a half has other readers")
-    fakes = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in reader.args]
-    if serving(_NAME, fakes).launching is None:
+    if serving(QUANTIZE, map_arg(call.positional, lambda n: n.meta["val"])).launching is None:
         raise NotProduced("no CUDA kernel of q2compile serves it here")
     found = producer_of(*inputs)
     found = found._replace(producer=dataclasses.replace(found.producer, halves=True))
     device = inputs[0].get_device_or_error()
-    args = [... if isinstance(arg, fx.Node) else arg for arg in reader.args[1:]]
-    refuse(_NAME, found.producer, device, args, reader)
+    tensors = {name: ... for name, a in call.args.items() if isinstance(a, fx.Node) and name != "x"}
+    asked = call.replace(**tensors)
+    refuse(found.producer, Asked(reader, asked))
     if device.type == "cuda":
-        fused.prepare(_NAME, found.producer, args, device.index)
+        fused.prepare(found.producer, asked.written()[1], device.index)
     return found
 
 
-def _fused_or_not(x: ir.TensorBox, *args: Any) -> Any:
+def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
+    """The outputs of the quantizer that is lowered, where it computes both halves of its operand;
+    None where it does not."""
     found = _FOUND.get(V.graph, {}).pop(V.current_node, None)
     if found is None:
-        return launches.call(_OP, x, *args)
-    made = quantised(_OP, Asked(V.current_node, x, args))
+        return None
+    made = quantised(Asked(V.current_node, asked))
     made.make_buffers()
-    FusedLaunches(_NAME, found, [made])
+    FusedLaunches(found, [made])
     return made.outputs

@@ -1,4 +1,4 @@
-"""Rotating quantisers that compute their operand.
+"""Quantizers that compute their operand.
 
 Where one may (the pass fuse_rotations marks it), can (producers.py) and should (fusion_rule.py),
 its call in generated code gets the producer's inputs in the operand's place, and the producer's own
@@ -20,7 +20,6 @@ C++ wrapper; and any on a GPU on which a small fused kernel has not agreed with 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,10 +27,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import register_lowering, view
+from torch._inductor.lowering import view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import fusion_rule, launches
+from q2compile.lowering import fusion_rule
 from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.launches import (
     is_tensor,
@@ -48,9 +47,8 @@ from q2compile.lowering.producers import (
 )
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
-from q2compile.runtime_kernels.ops.summed import SUMMED
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 
 _IMPORTS = (
     "from q2compile.runtime_kernels.cuda.fused_site import FusedSite as q2_FusedSite",
@@ -59,40 +57,32 @@ _IMPORTS = (
 )
 
 
-def register() -> None:
-    """In the place of launches.py's lowerings of the ops that are launches alone."""
-    summing = ("rht_quantize_summed", "rht_quantize_both_summed")
-    for name in ("rht_quantize_both", "quantize_masked", *summing):
-        op = getattr(torch.ops.q2, name).default
-        lowering = launches.ending(functools.partial(_fused_or_not, op))
-        register_lowering(op, type_promotion_kind=None)(lowering)
-
-
 # Of the graph that is lowered: what quantisers made that came in one call with another one.
 _MADE: WeakKeyDictionary[Any, dict[fx.Node, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class Asked(NamedTuple):
-    """A quantiser: its node, its operand, its arguments after that."""
+    """A quantizer: its node, and the call that it is, of what is lowered."""
 
     node: fx.Node
-    x: ir.TensorBox
-    args: Sequence[Any]
+    call: QuantizerCall
 
-    def label(self, op: torch._ops.OpOverload) -> str:
-        size = " x ".join(map(str, self.x.get_size()))
-        return f"{self.node.name} ({op.name().partition('::')[2]} of {size})"
+    @property
+    def label(self) -> str:
+        size = " x ".join(map(str, self.call.x.get_size()))
+        return f"{self.node.name} ({self.call.label} of {size})"
 
-    def note(self, op: torch._ops.OpOverload) -> str:
-        return f"{self.label(op)}: fused with {_origins(self.x)}"
+    @property
+    def note(self) -> str:
+        return f"{self.label}: fused with {_origins(self.call.x)}"
 
 
 class Quantised(NamedTuple):
-    """A quantiser: its node, its arguments after x with tensors among them in memory, its results
-    as fakes, which of them are read, and a buffer for each of those, else None."""
+    """A quantizer: its node, its keywords with tensors among them in memory, its results as fakes,
+    which of them are read, and a buffer for each of those, else None."""
 
     node: fx.Node
-    args: list[Any]
+    keywords: dict[str, Any]
     results: Sequence[torch.Tensor]
     wanted: list[bool]
     buffers: list[Any]
@@ -109,107 +99,111 @@ class Quantised(NamedTuple):
         )
 
 
-def _fused_or_not(op: torch._ops.OpOverload, *args: Any) -> Any:
-    made = call(op, *args)
-    return launches.call(op, *args) if made is None else made
-
-
-def call(op: torch._ops.OpOverload, x: ir.TensorBox, *args: Any) -> tuple[Any, ...] | None:
-    """The outputs of the op with x computed in its kernel, or None where the pass has not marked
-    the node or one of the conditions says no; which is noted for the record of the pass."""
+def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
+    """The outputs of a call, of the node that is lowered, with x computed in its kernel; or None
+    where the pass has not marked the node or one of the conditions says no, which is noted for the
+    record of the pass."""
     node = V.current_node
     notes = node.meta.get(MAY_FUSE)
-    if notes is None or node.target is not op:
+    if notes is None or quantizer_of(node) is None or asked.recorded:
         return None
     made = _MADE.get(V.graph, {}).pop(node, None)
     if made is not None:
         return made
-    first, second = Asked(node, x, args), _second_of_pair(node)
+    first, second = Asked(node, asked), _second_of_pair(node)
     if second is not None:
         try:
-            made, second_made = _call(op, [first, second])
+            made, second_made = _call([first, second])
         except NotProduced as reason:
             notes.append(f"{node.name} and {second.node.name}: not in one kernel: {reason}")
         else:
             _MADE.setdefault(V.graph, {})[second.node] = second_made
-            notes += [first.note(op), f"{second.note(op)}, in one kernel with {node.name}"]
+            notes += [first.note, f"{second.note}, in one kernel with {node.name}"]
             return made
     try:
-        (made,) = _call(op, [first])
+        (made,) = _call([first])
     except NotProduced as reason:
-        notes.append(f"{first.label(op)}: not fused: {reason}")
+        notes.append(f"{first.label}: not fused: {reason}")
         return None
-    notes.append(first.note(op))
+    notes.append(first.note)
     return made
 
 
 def _second_of_pair(node: fx.Node) -> Asked | None:
-    """The quantiser behind this one that one kernel may serve with it."""
+    """The quantizer behind this one that one kernel may serve with it."""
     other: Any = node.next
     pair = node.meta.get(PAIR)
     while pair is not None and other.op != "root":
-        if other.meta.get(PAIR) == pair:
-            x, *args = (V.graph.env[a] if isinstance(a, fx.Node) else a for a in other.args)
-            return Asked(other, x, args)
+        found = quantizer_of(other) if other.meta.get(PAIR) == pair else None
+        if found is not None and not found.recorded:
+            lowered = {
+                name: V.graph.env[a] if isinstance(a, fx.Node) else a
+                for name, a in found.args.items()
+            }
+            return Asked(other, found.replace(**lowered))
         other = other.next
     return None
 
 
-def _call(op: torch._ops.OpOverload, calls: Sequence[Asked]) -> list[tuple[Any, ...]]:
-    """The outputs of one quantiser, or of two in one kernel.
+def _call(calls: Sequence[Asked]) -> list[tuple[Any, ...]]:
+    """The outputs of one quantizer, or of two in one kernel.
 
     Raises:
         NotProduced: it cannot be, or would not pay.
     """
-    name = op.name().partition("::")[2]
-    if name.endswith(SUMMED):
+    if any(asked.call.dbias is not None for asked in calls):
         raise NotProduced("its columns are summed, too, by a kernel that reads the operand")
     if V.graph.cpp_wrapper:
         raise NotProduced("generated code is in C++")
-    for node, x, _ in calls:
-        if not is_expression(x):
+    for node, asked in calls:
+        if not is_expression(asked.x):
             raise NotProduced("the operand is in memory already")
         readers = other_readers(node)
         if readers:
             raise NotProduced(f"{', '.join(readers)} read the operand, too")
-    made = [quantised(op, each) for each in calls]
-    found = producer_of(*(x for _, x, _ in calls))
-    node, x, args = calls[0]
-    device = x.get_device_or_error()
-    refuse(name, found.producer, device, args, node)
+    made = [quantised(each) for each in calls]
+    found = producer_of(*(asked.x for _, asked in calls))
+    refuse(found.producer, calls[0])
+    device = calls[0].call.x.get_device_or_error()
     if device.type == "cuda":
-        fused.prepare(name, found.producer, args, device.index)
+        fused.prepare(found.producer, made[0].keywords, device.index)
     for each in made:
         each.make_buffers()
-    FusedLaunches(name, found, made)
+    FusedLaunches(found, made)
     return [each.outputs for each in made]
 
 
-def quantised(op: torch._ops.OpOverload, asked: Asked) -> Quantised:
+def quantised(asked: Asked) -> Quantised:
     """Without buffers as yet."""
-    node, x, args = asked
-    realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
-    if launching(op.name().partition("::")[2], [x, *realized]) is None:
+    node, call = asked
+    in_memory = {
+        name: ir.ExternKernel.realize_input(a) if is_tensor(a) and name != "x" else a
+        for name, a in call.args.items()
+    }
+    call = call.replace(**in_memory)
+    if launching(QUANTIZE, call.positional) is None:
         raise NotProduced("no CUDA kernel of q2compile serves it here")
-    results = results_of(op, [x, *realized])
-    return Quantised(node, realized, results, wanted_outputs(op, len(results), node), [])
+    results = results_of(call.spec.overload, call.positional)
+    wanted = wanted_outputs(call.spec.overload, len(results), node)
+    _, keywords = call.written()
+    return Quantised(node, keywords, results, wanted, [])
 
 
-def refuse(
-    name: str, producer: Producer, device: torch.device, args: Sequence[Any], node: fx.Node
-) -> None:
+def refuse(producer: Producer, asked: Asked) -> None:
     """Raises NotProduced where the kernel would not pay, or does not do what it should."""
+    node, call = asked
     operands = len(producer.results)
+    device = call.x.meta["val"].device if isinstance(call.x, fx.Node) else call.x.get_device()
     index = device.index or 0
-    scheme = get_scheme(fused.scheme_and_transform(name, args)[0])
-    directions = fused.directions(name)
+    _, keywords = call.written()
     capability = torch.cuda.get_device_capability(device)[0]
-    reason = fused.no_pair(name, producer, args, index) if operands > 1 else None
+    reason = fused.no_pair(producer, keywords, index) if operands > 1 else None
     if reason is None:
         shared = operands == 1 and node.meta[READS_THE_SAME]
-        reason = fusion_rule.why_not(producer, scheme, directions, capability, shared)
+        how = call.scheme, len(call.operands), capability, shared
+        reason = fusion_rule.why_not(producer, *how)
     if reason is None and device.type == "cuda":
-        reason = fused.refusal(name, index, args, operands)
+        reason = fused.refusal(index, keywords, operands)
     if reason is not None:
         raise NotProduced(reason)
 
@@ -244,11 +238,11 @@ class FusedLaunches(Enqueued):
     _imports = _IMPORTS
     _called = "q2_fused"
 
-    def __init__(self, op: str, found: Found, quantised: Sequence[Quantised]) -> None:
-        self._op, self._found, self._quantised = op, found, quantised
+    def __init__(self, found: Found, quantised: Sequence[Quantised]) -> None:
+        self._found, self._quantised = found, quantised
         unwrapped = ir.InputsKernel.unwrap_storage_for_input
         sources = [unwrapped(V.graph.get_buffer(name)) for name in found.buffers]
-        operands = [unwrapped(a) for each in quantised for a in each.args if is_tensor(a)]
+        operands = [unwrapped(a) for each in quantised for a in fused.tensors_in(each.keywords)]
         buffers = [b for each in quantised for b in each.buffers if b is not None]
         written = [unwrapped(ir.ExternKernel.realize_input(b)) for b in buffers]
         super().__init__([*sources, *operands], written)
@@ -260,15 +254,18 @@ class FusedLaunches(Enqueued):
         operands = iter(self._tensors[len(self._found.buffers) :])
         calls = []
         for each in self._quantised:
-            args = []
-            for arg in each.args:
+            # In the order in which a FusedSite is given tensors.
+            call = fused.call_of(each.keywords)
+            shown = {}
+            for name, arg in call.args.items():
                 if is_tensor(arg):
-                    shown, reference = given_as(next(operands), True)
+                    text, reference = given_as(next(operands), True)
                     given.append(reference)
-                else:
-                    shown = repr(arg)
-                args.append(shown)
+                    shown[name] = text
+                elif name in each.keywords:
+                    shown[name] = repr(arg)
+            keywords = ", ".join(f"{name}={text}" for name, text in shown.items())
             wanted = ", ".join(str(int(w)) for w in each.wanted)
-            calls.append(f"(({', '.join(args)},), ({wanted},))")
-        site = f"q2_FusedSite('{self._op}', q2_{producer!r}, [{', '.join(calls)}])"
+            calls.append(f"(dict({keywords}), ({wanted},))")
+        site = f"q2_FusedSite(q2_{producer!r}, [{', '.join(calls)}])"
         self._write(wrapper, site, given)

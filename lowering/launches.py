@@ -22,24 +22,31 @@ from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.ops.recorded import RECORDED
-from q2compile.runtime_kernels.registry import serving
+from q2compile.runtime_kernels.ops.table import (
+    DEQUANTIZE,
+    GEMM_MASKED_UNROTATE,
+    MASKED_UNROTATE,
+    PADDED_ENDS,
+    SPECS,
+    SPLIT_SCALES,
+    TRANSPOSE,
+    QuantizerCall,
+)
+from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
 
 _MODULE = "q2compile.runtime_kernels.cuda.site"
 _IMPORT = f"from {_MODULE} import Site as q2_Site, Together as q2_Together, View as q2_View"
 
-# Those that are never loops (quantize.py has the lowerings of the others).
-_QUANTISERS = tuple(q for q in together.QUANTISERS if q not in ("quantize", "rht_quantize"))
-_NEVER_LOOPS = (
-    *_QUANTISERS,
-    *("split_scales", "dequantize", "masked_unrotate", "gemm_masked_unrotate", "padded_ends"),
-    "transpose",
+# Ops that are launches alone, of which Inductor never makes a kernel of its own.
+_LAUNCHED = (
+    *(spec.name for spec in SPECS.values() if not spec.is_lowered),
+    *(SPLIT_SCALES, DEQUANTIZE, TRANSPOSE, MASKED_UNROTATE, GEMM_MASKED_UNROTATE, PADDED_ENDS),
 )
 
 
 class Member(NamedTuple):
-    """One call of an op: its arguments, tensors among them in memory; a buffer for each output, or
-    None where nobody reads it."""
+    """One call of an op: all its arguments, in the order of the schema, tensors among them in
+    memory; a buffer for each output, or None where nobody reads it."""
 
     node: torch.fx.Node
     op: str
@@ -52,15 +59,19 @@ class Member(NamedTuple):
         return last_launch(self.op, self.args)
 
     @property
+    def quantizer(self) -> QuantizerCall | None:
+        """None for other ops."""
+        return QuantizerCall.of(self.op, self.args) if self.op in SPECS else None
+
+    @property
     def scheme(self) -> Scheme:
-        arguments = getattr(torch.ops.q2, self.op).default._schema.arguments
-        names = [argument.name for argument in arguments]
+        names = [name for name, _ in parameters(self.op)]
         return get_scheme(self.args[names.index("scheme")])
 
     @property
     def sides(self) -> int:
         """Of the last launch."""
-        return 2 if "_both" in self.op else 1
+        return len(self.quantizer.operands) if self.quantizer else 1
 
 
 # Of the graph that is lowered: calls that wait for the next quantiser; by the kinds of their
@@ -70,11 +81,10 @@ _KINDS: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """Tell Inductor how to lower the ops that are never loops, and the recorded ones: an op that it
-    meets without a lowering has its operands in memory from then on, which an operand that other
-    loops read as well is rounded by."""
-    recorded = (name + RECORDED for name in (*_QUANTISERS, "rht_quantize"))
-    for name in (*_NEVER_LOOPS, *recorded):
+    """Tell Inductor how to lower the ops that are launches alone: an op that it meets without a
+    lowering has its operands in memory from then on, which an operand that other loops read as well
+    is rounded by."""
+    for name in _LAUNCHED:
         op = getattr(torch.ops.q2, name).default
         lowering = ending(functools.partial(call, op))
         register_lowering(op, type_promotion_kind=None)(lowering)
@@ -84,21 +94,21 @@ def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of the lowerings of all quantisers: after it, calls wait only if this one does."""
 
     @functools.wraps(lowering, assigned=())
-    def lower(*args: Any) -> Any:
-        results = lowering(*args)
-        if not (together.is_quantiser(V.current_node) and together.waits(V.current_node)):
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        results = lowering(*args, **kwargs)
+        if not (together.may_share_launches(V.current_node) and together.waits(V.current_node)):
             _enqueue_waiting()
         return results
 
     return lower
 
 
-def call(op: torch._ops.OpOverload, *args: Any) -> Any:
+def call(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """An op by the registry's kernel: its launches, where it is nothing else and generated code is
     in Python; otherwise the op itself."""
-    made = _member(op, args)
+    made = _member(op, bound(name_of(op), args, kwargs))
     if made is None:
-        return _fallback(op, args)
+        return _fallback(op, args, kwargs)
     member, outputs = made
     _enqueue(member)
     return outputs
@@ -116,17 +126,17 @@ def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> li
 
 def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
     """A call that is still to be enqueued, and what it makes; None where it is not launches."""
-    name = op.name().partition("::")[2]
+    name = name_of(op)
     if V.graph.cpp_wrapper:
         return None
     realized = [ir.ExternKernel.realize_input(a) if is_tensor(a) else a for a in args]
     by = launching(name, realized)
     if by is None:
         return None
-    for i, form in by.forms.items():
+    for i, form in _forms_of(name, realized).items():
         realized[i] = _formed(realized[i], form)
     results = results_of(op, realized)
-    several = isinstance(results, tuple)
+    several = isinstance(results, tuple | list)
     results = results if several else (results,)
     wanted = wanted_outputs(op, len(results))
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
@@ -169,7 +179,13 @@ def launching(name: str, args: Sequence[Any]) -> Any:
 def results_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
     """Fakes of what an op returns, to be looked at alone."""
     with V.graph.fake_mode:
-        return op(*fakes(args))
+        return call_op(name_of(op), fakes(args))
+
+
+@_once_a_kind
+def _forms_of(name: str, args: Sequence[Any]) -> dict[int, Form]:
+    """How that kernel wants arguments to lie."""
+    return launching(name, args).forms(*fakes(args))
 
 
 @_once_a_kind
@@ -211,7 +227,7 @@ class Product(NamedTuple):
 def _products_of(members: Sequence[Member]) -> list[Product]:
     """The products that the last launch of these can make: one for each side."""
     makers = {
-        scale: (i, 1 if member.op == "split_scales" else number)
+        scale: (i, 1 if member.op == SPLIT_SCALES else number)
         for i, member in enumerate(members)
         for number, scale in together.global_scales(member.node)
     }
@@ -235,9 +251,13 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
     return found
 
 
-def _fallback(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
+def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _enqueue_waiting()  # whose results it may read: statistics of a recorded operand do
-    return fallback_handler(op, add_to_fallback_set=False)(*args)
+    return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+
+
+def name_of(op: torch._ops.OpOverload) -> str:
+    return op.name().partition("::")[2]
 
 
 def _device(member: Member) -> torch.device:
@@ -338,19 +358,22 @@ class Launches(Enqueued):
         self, member: Member, wrapper: Any, tensors: Any, given: list[str], fixed: bool
     ) -> str:
         """A member's Site; what its calls are given is added to `given`."""
-        args = []
-        for arg in member.args:
+        shown: dict[str, Any] = {}
+        for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
+            shown[name] = arg
             if is_tensor(arg):
-                shown, reference = given_as(next(tensors), fixed)
+                text, reference = given_as(next(tensors), fixed)
             elif _is_symbolic(arg):
-                shown, reference = "...", wrapper.codegen_sizevar(arg)
+                text, reference = "...", wrapper.codegen_sizevar(arg)
             else:
-                args.append(repr(arg))
                 continue
-            args.append(shown)
+            shown[name] = Shown(text)
             given.append(reference)
+        args, keywords = as_written(member.op, shown)
         wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
-        return f"q2_Site('{member.op}', ({', '.join(args)},), ({wanted},), fixed={fixed})"
+        of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
+        of += [f"fixed={fixed}", *(f"{name}={arg!r}" for name, arg in keywords.items())]
+        return f"q2_Site({', '.join(of)})"
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
@@ -358,6 +381,13 @@ class Launches(Enqueued):
         for x in (*self._tensors, *self._buffers):
             numbers += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
         return not any(map(_is_symbolic, numbers))
+
+
+class Shown(str):
+    """What generated code has for an argument."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _unwrapped(x: Any) -> Any:

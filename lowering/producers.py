@@ -2,8 +2,8 @@
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/producer.py).
 
     before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
-             rht_quantize_both(buf0, ...)               and the quantiser reads it back
-    after    rht_quantize_both(silu_backward(...), ...) the quantiser computes it in fp32, rounds it
+             quantize(buf0, ...)                        and the quantizer reads it back
+    after    quantize(silu_backward(...), ...)          the quantizer computes it in fp32, rounds it
                                                         to bf16, and goes on as before
 
 `inner_fn`, which says what is at row r and column c, is run once with symbols and a handler of

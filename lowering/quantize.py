@@ -1,5 +1,4 @@
-"""The lowerings of `q2::quantize`, its recorded form, and `q2::rht_quantize`: loops that fuse with
-the producer, instead of a kernel's call."""
+"""The lowering of `q2::quantize`."""
 
 from __future__ import annotations
 
@@ -9,8 +8,10 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
+from torch.fx.node import map_arg
 
 from q2compile.lowering import (
+    fused_halves,
     fused_launches,
     launches,
     mxfp4,
@@ -23,39 +24,34 @@ from q2compile.lowering.fp32 import float_of
 from q2compile.lowering.reduction_blocks import ReducedBlocks
 from q2compile.lowering.register_blocks import Draws, HeldBlocks
 from q2compile.lowering.rounding import Quantized
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
-from q2compile.runtime_kernels.registry import REFERENCE, serving
-
-QUANTIZE = torch.ops.q2.quantize.default
-QUANTIZE_RECORDED = torch.ops.q2.quantize_recorded.default
-RHT_QUANTIZE = torch.ops.q2.rht_quantize.default
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE, SPECS, QuantizerCall, quantizer_of
+from q2compile.runtime_kernels.registry import REFERENCE, bound, serving
 
 
-@register_lowering(QUANTIZE, type_promotion_kind=None)
+@register_lowering(SPECS[QUANTIZE].overload, type_promotion_kind=None)
 @launches.ending
-def quantize(
-    x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
-) -> Any:
-    """See runtime_kernels/ops/quantize.py."""
-    if not _lowered("quantize", x, name, "none"):
-        return launches.call(QUANTIZE, x, amax, seed, name, stream)
-    return _quantize(x, amax, seed, name, stream)
+def quantize(*args: Any, **kwargs: Any) -> Any:
+    """See runtime_kernels/ops/quantize.py. In this order: the operand is computed in our kernel;
+    Inductor makes a kernel of its own of both; our kernel is launched, or the reference."""
+    call = QuantizerCall.of(QUANTIZE, bound(QUANTIZE, args, kwargs))
+    fused = fused_halves.call(call) or fused_launches.call(call)
+    if fused is not None:
+        return fused
+    if not _lowered(call):
+        return launches.call(call.spec.overload, *args, **kwargs)
+    if call.recorded:
+        return _recorded(call)
+    return _by_inductor(call)
 
 
-@register_lowering(QUANTIZE_RECORDED, type_promotion_kind=None)
-@launches.ending
-def quantize_recorded(
-    x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
-) -> Any:
-    """See runtime_kernels/ops/recorded.py. The loops are those of `quantize`, over x as it stands;
-    what statistics read is x once more, computed by a kernel of its own that nothing is fused with,
-    so that the other kernels of the graph, and what they round, are those of the graph without it.
+def _recorded(call: QuantizerCall) -> Any:
+    """The Inductor kernel is that of the plain call, over x as it stands; what statistics read is x
+    once more, computed by a kernel of its own that nothing is fused with, so that the other kernels
+    of the graph, and what they round, are those of the graph without it.
     """
-    if not _lowered("quantize", x, name, "none"):
-        return launches.call(QUANTIZE_RECORDED, x, amax, seed, name, stream)
-    parts = _quantize(x, amax, seed, name, stream)
-    args = (_apart(x), *parts, name)
+    parts = _by_inductor(call)
+    args = (_apart(call.x), *parts, call.scheme.name)
     return *parts, launches.call(torch.ops.q2.statistics_of_operand.default, *args)
 
 
@@ -72,40 +68,14 @@ def _apart(x: ir.TensorBox) -> ir.TensorBox:
     return copy
 
 
-def _quantize(
-    x: ir.TensorBox, amax: ir.TensorBox | None, seed: ir.TensorBox | None, name: str, stream: int
-) -> Quantized:
-    scheme = get_scheme(name)
-    load_amax = _loader(amax)
-    if scheme.stochastic:
-        draws = Draws(_loader(seed), stream)
-        held = HeldBlocks(x, scheme, get_transform("none"), draws, transpose=False)
-        return _rounded(held, load_amax, scheme)
-    return _rounded(ReducedBlocks(x, scheme.block), load_amax, scheme)
-
-
-@register_lowering(RHT_QUANTIZE, type_promotion_kind=None)
-@launches.ending
-def rht_quantize(
-    x: ir.TensorBox,
-    seed: ir.TensorBox | None,
-    name: str,
-    transform: str,
-    transpose: bool,
-    stream: int,
-) -> Any:
-    """See runtime_kernels/ops/rht_quantize.py."""
-    args = (seed, name, transform, transpose, stream)
-    fused = fused_launches.call(RHT_QUANTIZE, x, *args)
-    if fused is not None:
-        return fused
-    if not _lowered("rht_quantize", x, name, transform, transpose):
-        return launches.call(RHT_QUANTIZE, x, *args)
-    scheme = get_scheme(name)
-    draws = Draws(_loader(seed), stream)
-    blocks = HeldBlocks(x, scheme, get_transform(transform), draws, transpose=transpose)
-    load_amax: PerBlock | None = None
-    if scheme.takes_amax:
+def _by_inductor(call: QuantizerCall) -> Quantized:
+    (operand,), scheme = call.operands, call.scheme
+    load_amax = _loader(call.args["amax"])
+    if not (call.rotated or operand.columnwise or scheme.stochastic):
+        return _rounded(ReducedBlocks(call.x, scheme.block), load_amax, scheme)
+    draws = Draws(_loader(operand.seed), call.args["rng_offset"])
+    blocks = HeldBlocks(call.x, scheme, call.transform, draws, transpose=operand.columnwise)
+    if scheme.takes_amax and load_amax is None:
         worst = largest_of_all(blocks.largest_if_finite())
         load_amax = blocks.scalar(torch.float32, lambda: float_of(worst([]))).make_loader()
     return _rounded(blocks, load_amax, scheme)
@@ -123,18 +93,16 @@ def _loader(scalar: ir.TensorBox | None) -> PerBlock | None:
     return None if scalar is None else scalar.make_loader()
 
 
-def _lowered(
-    op: str, x: ir.TensorBox, scheme: str, transform: str, transpose: bool = False
-) -> bool:
-    device = x.get_device_or_error()
-    if support.why_not_lowered(device, scheme, transform) is not None:
+def _lowered(call: QuantizerCall) -> bool:
+    x, device = call.x, call.x.get_device_or_error()
+    if support.why_not_lowered(device, call) is not None:
         return False
     if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
         return False  # there is no largest number
-    fuses = support.beats_kernels(scheme, transform) and _computed(x)
-    if not fuses and not _served_by_reference_alone(op):
+    fuses = support.beats_kernels(call) and _computed(x)
+    if not fuses and not _served_by_reference_alone():
         return False
-    return selfcheck.refusal(op, device, scheme, transform, transpose) is None
+    return selfcheck.refusal(device, call) is None
 
 
 def _computed(x: ir.TensorBox) -> bool:
@@ -149,7 +117,9 @@ def _computed(x: ir.TensorBox) -> bool:
     )
 
 
-def _served_by_reference_alone(op: str) -> bool:
+def _served_by_reference_alone() -> bool:
     """Whether the registry has nothing for this node but the torch reference, dozens of kernels."""
-    args = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in V.current_node.args]
-    return serving(op, args).name == REFERENCE
+    call = quantizer_of(V.current_node)
+    assert call is not None
+    args = map_arg(call.replace(recorded=False).positional, lambda n: n.meta["val"])
+    return serving(QUANTIZE, args).name == REFERENCE

@@ -21,8 +21,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.lowering import register
+from q2compile.runtime_kernels.cuda.agreements import Check
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import LOOPS
 from q2compile.torch_internals.inductor import compile_by_itself
 from q2compile.torch_internals.patches import patched
@@ -31,17 +32,15 @@ _SHAPE = (130, 264)
 _VERDICTS: dict[tuple, str | None] = {}  # None also while a check is under way
 
 
-def refusal(
-    op: str, device: torch.device, scheme: str, transform: str = "none", transpose: bool = False
-) -> str | None:
-    """None when the loops of an op may be used with a scheme on this device, otherwise the reason
+def refusal(device: torch.device, call: QuantizerCall) -> str | None:
+    """None when the Inductor kernel of such a call may be used on this device, otherwise the reason
     in words."""
     if _is_known(device):
         return None
-    check = (op, LOOPS, device, scheme, transform, transpose)
+    check = _check(device, call)
     if check not in _VERDICTS:
         _VERDICTS[check] = None
-        differs = functools.partial(disagreement, op, device, scheme, transform, transpose)
+        differs = functools.partial(disagreement, device, call)
         try:
             judge(_VERDICTS, check, differs, (Path(__file__).parent,))
         except Exception:
@@ -51,24 +50,24 @@ def refusal(
     return _VERDICTS[check]
 
 
+def _check(device: torch.device, call: QuantizerCall) -> Check:
+    how = call.scheme.name, call.transform.name, call.variant
+    return call.spec.name, LOOPS, device, *how
+
+
 def _is_known(device: torch.device) -> bool:
     """What Inductor makes for a CPU the tests check."""
     return device.type != "cuda"
 
 
-def is_refused(op: str, device: torch.device, scheme: str, transform: str = "none") -> bool:
-    """Whether a check that was run has refused them."""
-    return any(
-        reason is not None and check[:5] == (op, LOOPS, device, scheme, transform)
-        for check, reason in _VERDICTS.items()
-    )
+def is_refused(device: torch.device, call: QuantizerCall) -> bool:
+    """Whether a check that was run has refused it."""
+    return _VERDICTS.get(_check(device, call)) is not None
 
 
-def disagreement(
-    op: str, device: torch.device, scheme: str, transform: str = "none", transpose: bool = False
-) -> str | None:
-    """Compiles the loops for a device and runs them: None when they agree with the reference,
-    otherwise how they differ.
+def disagreement(device: torch.device, call: QuantizerCall) -> str | None:
+    """Compiles the Inductor kernel of such a call for a device and runs it: None when it agrees
+    with the reference, otherwise how it differs. call: its tensors do not count.
 
     Raises:
         Exception: whatever Inductor, Triton or the driver raises.
@@ -76,27 +75,26 @@ def disagreement(
     register()
     settings = copy_context()  # the caller's, of Inductor
     with ThreadPoolExecutor(1) as pool:
-        check = functools.partial(_disagreement, op, device, scheme, transform, transpose)
-        return pool.submit(settings.run, check).result()
+        return pool.submit(settings.run, _disagreement, device, call).result()
 
 
-def _disagreement(
-    op: str, device: torch.device, scheme: str, transform: str, transpose: bool
-) -> str | None:
+def _disagreement(device: torch.device, call: QuantizerCall) -> str | None:
     with apart(device):
         generator = torch.Generator("cpu").manual_seed(1)
         x = torch.randn(_SHAPE, generator=generator, dtype=torch.float32).bfloat16()
         seed = torch.tensor(0x123456789ABCDEF)
-        amax = (x / 2).abs().amax().float() if get_scheme(scheme).takes_amax else None
+        unrotated = not (call.rotated or call.columnwise)
+        amax = None
+        if call.scheme.takes_amax and unrotated:
+            amax = (x / 2).abs().amax().float()
 
-        def function(x: torch.Tensor, seed: torch.Tensor, amax: torch.Tensor | None) -> tuple:
-            if op == "quantize":
-                return torch.ops.q2.quantize(x / 2, amax, seed, scheme, 0)
-            return torch.ops.q2.rht_quantize(x / 2, seed, scheme, transform, transpose, 0)
+        def function(x: torch.Tensor, seed: torch.Tensor, amax: torch.Tensor | None) -> list:
+            seeds = {operand.seed_name: seed for operand in call.operands}
+            return call.replace(x=x / 2, amax=amax, recorded=False, **seeds)()
 
         want = function(x, seed, amax)
         inputs = [None if a is None else a.to(device) for a in (x, seed, amax)]
-        return difference_of_bits(op, _compiled(function, inputs)(*inputs), want)
+        return difference_of_bits(_compiled(function, inputs)(*inputs), want, call.outputs)
 
 
 def _compiled(function: Callable, inputs: list) -> Callable:

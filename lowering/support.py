@@ -2,34 +2,42 @@
 
 import torch
 
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 
 LARGEST_CHUNK = 32  # of a rotation: two blocks of 16
 
 
-def why_not_lowered(device: torch.device, scheme: str, transform: str = "none") -> str | None:
-    """None when Inductor can compile `q2::quantize` of this scheme, or `q2::rht_quantize`, to loops
-    of its own, otherwise the reason in words."""
-    spec, size = get_scheme(scheme), get_transform(transform).size
+def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
+    """None when Inductor can make a kernel of its own of such a call, otherwise the reason in
+    words."""
+    scheme, transform = call.scheme, call.transform
     if device.type != "cuda":
         return f"on {device.type} the reference compiles faster than loops"
-    if spec.widened:
-        return f"{scheme} has numbers instead of codes"
-    if spec.masked:
-        return f"{scheme} has a trust mask"
-    if spec.rounding == "ms_eden":
-        return f"{scheme} corrects its scales by sums of fp32 in a fixed order"
-    if spec.stochastic and spec.select:
-        return f"{scheme} draws coins for two candidates"
-    if size > LARGEST_CHUNK:
-        return f"the chunks of {size} of {transform} are too long for the registers of a thread"
+    if not call.spec.is_lowered or len(call.operands) > 1 or call.grouped:
+        return f"there are none for {call.label}"
+    if call.masked or call.dbias is not None:
+        return f"they have one operand and nothing else, not {call.label}"
+    if scheme.widened:
+        return f"{scheme.name} has numbers instead of codes"
+    if scheme.masked:
+        return f"{scheme.name} has a trust mask"
+    if scheme.rounding == "ms_eden":
+        return f"{scheme.name} corrects its scales by sums of fp32 in a fixed order"
+    if scheme.stochastic and scheme.select:
+        return f"{scheme.name} draws coins for two candidates"
+    if transform.size > LARGEST_CHUNK:
+        return (
+            f"the chunks of {transform.size} of {transform.name} are too long for the registers of "
+            "a thread"
+        )
+    if call.recorded and (call.rotated or call.columnwise):
+        return "statistics of it are computed beside the kernel of the same call without them"
     return None
 
 
-def beats_kernels(scheme: str, transform: str = "none") -> bool:
+def beats_kernels(call: QuantizerCall) -> bool:
     """Whether the loops are taken even where a kernel of our own serves, if something computes x.
     The others are for GPUs that have none (compute capability below 8.0, no NVRTC); they load
     number by number, or were never measured."""
-    spec = get_scheme(scheme)
-    return spec.format == "nvfp4" and spec.rounding == "rtn" and transform == "none"
+    nearest = call.scheme.format == "nvfp4" and call.scheme.rounding == "rtn"
+    return nearest and not call.rotated

@@ -19,13 +19,9 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
 from q2compile.lowering.gemm_operands import GEMM, is_emulated
+from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, serving
 
-QUANTISERS = (
-    *("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"),
-    *("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"),
-    *("rht_quantize_summed", "rht_quantize_both_summed", "requantize_by_scales"),
-)
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What may stand between quantisers that are launched together: it computes next to nothing, so
 # that an operand which waits is not kept alive for long.
@@ -40,22 +36,20 @@ _SCALARS = (2, 5)  # of a quantiser's outputs: the global scales
 _PRODUCTS: WeakKeyDictionary[Any, dict[tuple[fx.Node, fx.Node], Any]] = WeakKeyDictionary()
 
 
-def is_quantiser(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.name() in _NAMES
-
-
-_NAMES = {f"q2::{name}" for name in QUANTISERS}
+def may_share_launches(node: fx.Node) -> bool:
+    """Whether a node is a quantizer whose launches may be those of others, too."""
+    call = quantizer_of(node)
+    return call is not None and not call.recorded
 
 
 def waits(node: fx.Node) -> bool:
     """Whether a quantiser follows before anything reads what this one makes."""
     outputs = {node, *node.users}
     later = node.next
-    while is_quantiser(later) or later.target in _BETWEEN:
+    while may_share_launches(later) or later.target in _BETWEEN:
         if later not in node.users and not outputs.isdisjoint(later.all_input_nodes):
             return False
-        if is_quantiser(later):
+        if may_share_launches(later):
             return True
         later = later.next
     return False

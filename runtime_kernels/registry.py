@@ -10,8 +10,9 @@ A kernel that fails, while it is prepared, in its self-check or when it runs, is
 of that kind, with a KernelWarning, and the next one serves them.
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,10 @@ class Kernel:
     """One implementation of one op.
 
     device_type: "cpu", "cuda", ..., or None for any.
-    refuses: called with the op's arguments; None when the kernel serves them, otherwise the reason
-        in words.
-    prepare: called with the op's arguments, whose tensors may be fake: compiles and loads what a
+    function, and those that follow, are called with all of the op's arguments, in the order of its
+        schema.
+    refuses: None when the kernel serves them, otherwise the reason in words.
+    prepare: called with arguments whose tensors may be fake: compiles and loads what a
         call with the like of them will launch.
     launching: of a kernel that is launches alone, what generated code needs to enqueue them past
         the dispatcher (cuda/calls.py).
@@ -87,13 +89,56 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
     name = schema.partition("(")[0]
     candidates = _KERNELS.setdefault(name, [])
 
-    def call(*args):
-        return _run(candidates, args)
+    def call(*args, **kwargs):
+        return _run(candidates, bound(name, args, kwargs))
+
+    def call_fake(*args, **kwargs):
+        return fake(*bound(name, args, kwargs))
 
     own = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     LIBRARY.define(schema, tags=(*own, *tags))
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"q2::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"q2::{name}", call_fake, lib=LIBRARY)
+
+
+@functools.cache
+def parameters(op: str) -> tuple[tuple[str, Any], ...]:
+    """The names of an op's arguments, in order, and their defaults (None where there is none)."""
+    arguments = getattr(torch.ops.q2, op).default._schema.arguments
+    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in arguments)
+
+
+def bound(op: str, args: Sequence, kwargs: Mapping[str, Any]) -> tuple:
+    """All arguments of a call in the order of the op's schema, defaults among them: how kernels are
+    called."""
+    names = parameters(op)
+    if len(args) == len(names):
+        return tuple(args)
+    return (*args, *(kwargs.get(name, default) for name, default in names[len(args) :]))
+
+
+def as_written(op: str, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs of a call from all its arguments by name, as torch writes them: keywords for
+    what the schema has behind its *, less those that have their default."""
+    arguments = getattr(torch.ops.q2, op).default._schema.arguments
+    args = tuple(named[a.name] for a in arguments if not a.kwarg_only)
+    kwargs = {
+        a.name: named[a.name]
+        for a in arguments
+        if a.kwarg_only and not (a.has_default_value() and _same(named[a.name], a.default_value))
+    }
+    return args, kwargs
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(default, bool | int | str) and value == default)
+
+
+def call_op(op: str, args: Sequence) -> Any:
+    """What torch.ops.q2.<op> makes of all its arguments, in the order of its schema."""
+    names = (name for name, _ in parameters(op))
+    positional, keywords = as_written(op, dict(zip(names, args, strict=True)))
+    return getattr(torch.ops.q2, op).default(*positional, **keywords)
 
 
 def _run(candidates: Sequence[Kernel], args: tuple):

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "telemetry.page": ["report.page.assemble", "runtime_kernels.numerics"],
     "weight_cache": ["capture", "linear", "recipes", "runtime_kernels.numerics", "torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]
-    + ["runtime_kernels.registry", "torch_internals"],
+    + ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
     "report.page.assemble": [],
     "failures": ["config", "torch_internals"],
     "capture": ["linear.tensor_parallel", "torch_internals"],
@@ -363,6 +363,36 @@ def test_no_second_registration() -> None:
     """The entry point registers the backend; a second registration makes torch assert."""
     sources = files(".py", folders=list(PACKAGES))
     assert [relative(p) for p in sources if "@register_backend" in p.read_text()] == []
+
+
+# Files that may have the name of a quantizing op as a text: the table; what is another thing.
+NAMES_QUANTIZERS = {
+    "runtime_kernels/ops/table.py",
+    "runtime_kernels/ops/__init__.py",  # modules
+    "runtime_kernels/cuda/__init__.py",  # a folder
+    "q2compile/__init__.py",  # the public function, as in tools/quantize.py
+    "q2compile/tools/quantize.py",
+    "q2compile/recipes/recipe.py",  # where a recipe has an operand from, as in those below
+    "q2compile/linear/checks_ahead.py",
+    "q2compile/cost_model/steps.py",
+    "q2compile/tools/bench/cases.py",  # names of timings
+}
+# Before there was one op with arguments there were a dozen, told apart by their names.
+MEANING_IN_NAMES = re.compile(r"_recorded\b|_summed\b|_groups\b|_both\b")
+
+
+def test_quantizing_ops_are_named_in_their_table_alone() -> None:
+    """What is true of them, and what a call of one is, other places ask the table."""
+    found, meant = set(), set()
+    for path in files(".py", folders=list(PACKAGES)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if node.value in ("quantize", "requantize"):
+                    found.add(relative(path))
+                if "quantize" in node.value and MEANING_IN_NAMES.search(node.value):
+                    meant.add((relative(path), node.value))
+    assert found == NAMES_QUANTIZERS
+    assert not {file for file in meant if "bench/" not in file[0]}
 
 
 def paths_in(document: str) -> Iterator[str]:

@@ -127,7 +127,7 @@ def forward_quantizers(args: Namespace) -> Iterator[Row]:
     target = torch.empty_like(inputs[0][0])
 
     def quantize(x):
-        return torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+        return torch.ops.q2.quantize(x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False)
 
     def silu_mul_quantize(gate, up):
         return quantize(silu(gate) * up)
@@ -168,7 +168,15 @@ HEAD, SEQUENCES = 128, 4
 
 def both(x: torch.Tensor, seeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Rowwise and columnwise."""
-    return torch.ops.q2.rht_quantize_both(x, seeds[0], seeds[1], EDEN, "rht128", 0)
+    return torch.ops.q2.quantize(
+        x,
+        scheme=EDEN,
+        transform="rht128",
+        rowwise=True,
+        columnwise=True,
+        rowwise_seed=seeds[0],
+        columnwise_seed=seeds[1],
+    )
 
 
 def swiglu_backward_both(seeds, dh, g, u):
@@ -198,7 +206,9 @@ def rmsnorm_backward_both(seeds, dy, w, x, mean, rstd):
 
 
 def silu_mul_quest(seeds, g, u):
-    return torch.ops.q2.quantize_masked(silu(g) * u, "mxfp4_quest", "h32")
+    h = silu(g) * u
+    how = {"scheme": "mxfp4_quest", "transform": "h32"}
+    return torch.ops.q2.quantize(h, **how, rowwise=True, columnwise=False, mask=True)
 
 
 def operands(name: str, cols: int) -> tuple[torch.Tensor, ...]:

@@ -19,7 +19,7 @@ from q2compile.errors import BackendError
 from q2compile.passes import Wanted
 from q2compile.passes.graph_queries import device_of, q2_nodes
 from q2compile.passes.verify import check_spec
-from q2compile.runtime_kernels.registry import ops, warm_up
+from q2compile.runtime_kernels.registry import bound, ops, warm_up
 from q2compile.torch_internals.aot_autograd import graph_kind
 from q2compile.torch_internals.dynamo import copied
 
@@ -142,4 +142,5 @@ def _load_kernels(graph: fx.Graph) -> None:
     for node in q2_nodes(graph):
         name = node.target.name().partition("::")[2]  # type: ignore[union-attr]
         if name in ops():
-            warm_up(name, map_arg(node.args, lambda n: n.meta["val"]))
+            args = bound(name, node.args, node.kwargs)
+            warm_up(name, map_arg(args, lambda n: n.meta["val"]))

@@ -18,7 +18,7 @@ import torch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, several_launch
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import WIDENED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 HIGH = 16  # bits of a number in high precision
@@ -102,7 +102,8 @@ class Quantiser:
         Those of an exact global scale are those of its power of two, which differ by less than
         a twentieth; swizzled scales change none.
         """
-        scheme = self.scheme.replace(SWIZZLED, "")
+        spec = self.spec
+        scheme = spec.with_form(spec.form if spec.widened else "").name
         source = self.source if self.source == BF16 else get_scheme(self.source).format
         for name in (scheme, _pow2(scheme)):
             key = self.kind, name, self.transform, source

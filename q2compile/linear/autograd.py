@@ -43,14 +43,44 @@ def coins_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
 
 
 def _quantize(
-    x: Tensor, operand: Operand, *, transpose: bool, seed: Tensor | None, stream: int
-) -> Codes:
-    """x [R, C] quantised along C, or along R with ``transpose``, from the high-precision tensor."""
+    x: Tensor,
+    operand: Operand,
+    *,
+    columnwise: bool = False,
+    seed: Tensor | None = None,
+    rng_offset: int = 0,
+    **more: Any,
+) -> list[Tensor]:
+    """x [R, C] quantized along C, or columnwise along R, from the high-precision tensor. more: what
+    q2::quantize takes besides."""
     scheme, coins = SCHEMES[operand.scheme], coins_of(operand, seed)
-    if operand.transform == "none" and not transpose:
-        amax = torch.ops.q2.amax(x) if scheme.takes_amax else None
-        return torch.ops.q2.quantize(x, amax, coins, operand.scheme, stream)
-    return torch.ops.q2.rht_quantize(x, coins, operand.scheme, operand.transform, transpose, stream)
+    if operand.transform == "none" and not columnwise and scheme.takes_amax:
+        more["amax"] = torch.ops.q2.amax(x)
+    return torch.ops.q2.quantize(
+        x,
+        scheme=operand.scheme,
+        transform=operand.transform,
+        rowwise=not columnwise,
+        columnwise=columnwise,
+        rowwise_seed=None if columnwise else coins,
+        columnwise_seed=coins if columnwise else None,
+        rng_offset=rng_offset,
+        **more,
+    )
+
+
+def _requantize(kept: Kept, operand: Operand, seed: Tensor | None, **more: Any) -> list[Tensor]:
+    """What is kept of x or w, quantized columnwise. more: what q2::requantize takes besides."""
+    return torch.ops.q2.requantize(
+        *kept.codes,
+        source_scheme=kept.scheme,
+        scheme=operand.scheme,
+        transform=operand.transform,
+        rows=kept.rows,
+        columnwise_seed=seed,
+        rng_offset=1,
+        **more,
+    )
 
 
 class OneWeight:
@@ -59,23 +89,28 @@ class OneWeight:
     `q2compile.linear.experts` has the other kind, a weight for each group of rows.
     """
 
-    def along_rows(
-        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
-    ) -> Codes:
-        """``x`` quantised along its rows, which ``gemm_name`` contracts: of dy, or of x or w where
-        they are taken in high precision.
+    def columnwise(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
+    ) -> Sequence[Tensor]:
+        """``x`` quantized columnwise, along its rows, which ``gemm_name`` contracts: of dy, or of x
+        or w where they are taken in high precision.
         """
-        return _quantize(x, operand, transpose=True, seed=seed, stream=stream)
+        return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset)
 
-    def again(self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None) -> Codes:
-        """What is kept of x or w, quantised along its rows."""
-        scheme, transform = operand.scheme, operand.transform
-        return torch.ops.q2.requantize(
-            *kept.codes, seed, kept.scheme, scheme, transform, kept.rows, 1
-        )
+    def again(
+        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
+    ) -> Sequence[Tensor]:
+        """What is kept of x or w, quantized columnwise."""
+        return _requantize(kept, operand, seed)
 
     def gemm(
-        self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
+        self,
+        gemm_name: str,
+        gemm: Gemm,
+        a: Sequence[Tensor],
+        b: Sequence[Tensor],
+        bias: Tensor | None,
+        dtype: Any,
     ) -> Tensor:
         """The product of two operands quantised along the contraction."""
         return torch.ops.q2.gemm(*a, *b, bias, gemm.a.scheme, gemm.b.scheme, dtype)
@@ -96,24 +131,18 @@ class InGroups(OneWeight):
 
     def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
         self.offs, self.padded_offs = offs, padded_offs
+        self._ends = {"offs": offs, "padded_offs": padded_offs}
 
-    def along_rows(
-        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
-    ) -> Codes:
-        if gemm_name != "wgrad":
-            return super().along_rows(gemm_name, x, operand, seed, stream)
-        return torch.ops.q2.rht_quantize_groups(
-            *(x, self.offs, self.padded_offs, coins_of(operand, seed)),
-            *(operand.scheme, operand.transform, stream),
-        )
+    def columnwise(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
+    ) -> Sequence[Tensor]:
+        ends = self._ends if gemm_name == "wgrad" else {}
+        return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset, **ends)
 
-    def again(self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None) -> Codes:
-        if gemm_name != "wgrad":
-            return super().again(gemm_name, kept, operand, seed)
-        return torch.ops.q2.requantize_groups(
-            *(*kept.codes, self.offs, self.padded_offs, seed),
-            *(kept.scheme, operand.scheme, operand.transform, kept.rows, 1),
-        )
+    def again(
+        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
+    ) -> Sequence[Tensor]:
+        return _requantize(kept, operand, seed, **(self._ends if gemm_name == "wgrad" else {}))
 
 
 # From so many rows on one short chunk is too little of them for its bias to count: at most 6% of
@@ -147,7 +176,7 @@ class Saved(dict[str, Tensor]):
     "wgrad.seed".
     """
 
-    def put_codes(self, name: str, codes: Codes) -> None:
+    def put_codes(self, name: str, codes: Sequence[Tensor]) -> None:
         self.update(zip((f"{name}.{part}" for part in _PARTS), codes, strict=True))
 
     def codes(self, name: str) -> Codes:
@@ -155,11 +184,9 @@ class Saved(dict[str, Tensor]):
         return a, b, c
 
 
-def forward_parts(x: Tensor, operand: Operand) -> tuple[Tensor, ...]:
+def forward_parts(x: Tensor, operand: Operand) -> Sequence[Tensor]:
     """x or w as fprop takes it: codes, scales, global scale, and QuEST's mask."""
-    if SCHEMES[operand.scheme].masked:
-        return torch.ops.q2.quantize_masked(x, operand.scheme, operand.transform)
-    return _quantize(x, operand, transpose=False, seed=None, stream=0)
+    return _quantize(x, operand, mask=SCHEMES[operand.scheme].masked)
 
 
 def _put_forward_parts(made: Saved, name: str, parts: Sequence[Tensor]) -> Codes:
@@ -180,7 +207,7 @@ def _keep(
         saved[name] = made[name]
     elif source == "forward":
         seed = torch.ops.q2.seed(made[name], salt)
-        codes = product.along_rows(gemm_name, made[name], gemm.b, seed, stream=1)
+        codes = product.columnwise(gemm_name, made[name], gemm.b, seed, rng_offset=1)
         saved.put_codes(f"{gemm_name}.{name}", codes)
         saved[f"{gemm_name}.seed"] = seed
     else:
@@ -200,7 +227,8 @@ def _backward_gemm(
 ) -> Tensor:
     """dx [T, K] = dy w, or dw [N, K] = dyᵀ x.
 
-    One seed for both operands: their signs are the same; their coins are not (streams 0 and 1).
+    One seed for both operands: their signs are the same; their random bits are not (rng_offset 0
+    and 1).
     """
     gemm: Gemm | None = getattr(recipe, gemm_name)
     transpose = gemm_name == "wgrad"
@@ -212,19 +240,17 @@ def _backward_gemm(
         seed = torch.ops.q2.seed(dy, salt)
     dtype = dy.dtype
     if transpose:
-        a = product.along_rows(gemm_name, dy, gemm.a, seed, stream=0)
+        a = product.columnwise(gemm_name, dy, gemm.a, seed, rng_offset=0)
     else:
-        a = _quantize(dy, gemm.a, transpose=False, seed=seed, stream=0)
+        a = _quantize(dy, gemm.a, seed=seed)
     if gemm.b.source == "fresh":
-        b = product.along_rows(gemm_name, saved[name], gemm.b, seed, stream=1)
+        b = product.columnwise(gemm_name, saved[name], gemm.b, seed, rng_offset=1)
         return product.gemm(gemm_name, gemm, a, b, None, dtype)
     if gemm.b.source == "forward":
         return product.gemm(gemm_name, gemm, a, saved.codes(f"{gemm_name}.{name}"), None, dtype)
     if gemm.b.source == "reuse":
         codes, scales, global_scale = (
-            saved.codes(name)
-            if recipe.fprop
-            else _quantize(saved[name], gemm.b, transpose=False, seed=None, stream=1)
+            saved.codes(name) if recipe.fprop else _quantize(saved[name], gemm.b, rng_offset=1)
         )
         b = (*torch.ops.q2.transpose(codes, scales, gemm.b.scheme, columns), global_scale)
         return product.gemm(gemm_name, gemm, a, b, None, dtype)

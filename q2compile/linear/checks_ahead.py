@@ -14,11 +14,14 @@ import torch
 
 from q2compile.recipes.recipe import Operand, Recipe, parse
 from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import AGAIN, BOTH, COLUMNWISE, MASKED, ROWWISE
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
-from q2compile.runtime_kernels.ops.requantize_by_scales import rounds_by_scales
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, TRANSPOSE, Variant
 
 
 def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fuses: bool) -> None:
@@ -31,77 +34,89 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
         return
     codes = multiplies_codes(index)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
-    for op, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, codes)):
-        selfcheck.begin(op, index, scheme)
-    for op, args in dict.fromkeys(call for r in recipes for call in fused_calls(r, codes)):
-        for operands in (1, 2) if fuses else ():
-            fused.begin(op, index, args, operands)
+    for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, codes)):
+        selfcheck.begin(of, index, scheme)
+    for keywords in [call for r in recipes for call in fused_calls(r, codes)] if fuses else ():
+        for operands in (1, 2):
+            fused.begin(index, keywords, operands)
 
 
-def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
-    """The quantisers of a recipe, as ops with schemes, and what is launched beside them. codes:
-    whether GEMMs read codes, with swizzled scales; else bf16 numbers.
+def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant, str]]:
+    """The quantizers of a recipe, as variants with schemes, and the ops that are launched beside
+    them. codes: whether GEMMs read codes, with swizzled scales; else bf16 numbers.
     """
     fprop = recipe.fprop
     for operand in (fprop.a, fprop.b) if fprop else ():
         spec = get_scheme(operand.scheme)
         scheme = _named(operand, codes, saved=not spec.stochastic)
         if spec.masked:
-            yield "quantize_masked", scheme
+            yield MASKED, scheme
             continue
         if not_served(scheme, operand.transform) is None:
-            yield "quantize", scheme
-        if spec.global_scale == "pow2":  # of Inductor's loops
-            yield "split_scales", scheme
+            yield ROWWISE, scheme
+        if spec.global_scale == "pow2":  # of Inductor's kernels
+            yield SPLIT_SCALES, scheme
         if not codes:
-            yield "dequantize", operand.scheme
+            yield DEQUANTIZE, operand.scheme
         if fprop and operand is fprop.b and not codes and _named(operand, codes) != scheme:
-            yield "quantize", _named(operand, codes)  # of a large weight
-    for op, operand in _of_gradients(recipe):
-        yield op, _named(operand, codes)
+            yield ROWWISE, _named(operand, codes)  # of a large weight
+    for variant, operand in _of_gradients(recipe):
+        yield variant, _named(operand, codes)
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
+        rotated = get_transform(gemm.b.transform).size > 1
         if gemm.b.source == "requantize":
-            yield "requantize", _named(gemm.b, codes)
-            if gemm is recipe.dgrad and fprop and rounds_by_scales(fprop.b.scheme):
+            again = AGAIN._replace(rotated=rotated)
+            yield again, _named(gemm.b, codes)
+            if gemm is recipe.dgrad and fprop and rounds_by_scales(get_scheme(fprop.b.scheme)):
                 # Of a weight: asked for as the joint graph names it, and then as passes do.
-                yield "requantize_by_scales", _named(gemm.b, codes, saved=True)
-                yield "requantize_by_scales", _named(gemm.b, codes)
+                by_scales = again._replace(by_scales=True)
+                yield by_scales, _named(gemm.b, codes, saved=True)
+                yield by_scales, _named(gemm.b, codes)
         elif gemm.b.source == "reuse":
-            yield "transpose", gemm.b.scheme
+            yield TRANSPOSE, gemm.b.scheme
         else:
-            yield "rht_quantize", _named(gemm.b, codes)
+            columnwise = COLUMNWISE._replace(rotated=rotated)
+            yield columnwise, _named(gemm.b, codes)
             if gemm.b.source == "forward":
-                yield "rht_quantize", _named(gemm.b, codes, saved=True)
+                yield columnwise, _named(gemm.b, codes, saved=True)
 
 
-def fused_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Those that may compute a gradient in the place of reading it, with their arguments after x:
-    an ellipsis is a tensor."""
-    for op, operand in _of_gradients(recipe):
-        how = _named(operand, codes), operand.transform
-        if op == "rht_quantize_both":
-            yield op, (..., ..., *how, 0)
-        elif op == "rht_quantize":
-            yield op, (..., *how, recipe.wgrad is not None and operand is recipe.wgrad.a, 0)
+def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
+    """Those that may compute a gradient in the place of reading it, by their keywords: an ellipsis
+    is a tensor."""
+    for variant, operand in _of_gradients(recipe):
+        if variant == ROWWISE:
+            continue
+        seeds = ["rowwise_seed"] * variant.rowwise + ["columnwise_seed"] * variant.columnwise
+        yield {
+            "scheme": _named(operand, codes),
+            "transform": operand.transform,
+            "rowwise": variant.rowwise,
+            "columnwise": variant.columnwise,
+            **dict.fromkeys(seeds, ...),
+        }
 
 
-def _of_gradients(recipe: Recipe) -> Iterator[tuple[str, Operand]]:
-    """What quantises dy: both directions at once where they are alike (`pair_directions`)."""
+def _of_gradients(recipe: Recipe) -> Iterator[tuple[Variant, Operand]]:
+    """What quantizes dy: both directions at once where they are alike (`pair_directions`)."""
     dgrad = recipe.dgrad.a if recipe.dgrad else None
     wgrad = recipe.wgrad.a if recipe.wgrad else None
     if dgrad is not None and dgrad == wgrad and dgrad.transform != "none":
-        yield "rht_quantize_both", dgrad
+        yield BOTH, dgrad
         return
     if dgrad is not None:
-        yield "quantize" if dgrad.transform == "none" else "rht_quantize", dgrad
+        rotated = get_transform(dgrad.transform).size > 1
+        yield ROWWISE._replace(rotated=rotated), dgrad
     if wgrad is not None:
-        yield "rht_quantize", wgrad
+        rotated = get_transform(wgrad.transform).size > 1
+        yield COLUMNWISE._replace(rotated=rotated), wgrad
 
 
 def _named(operand: Operand, codes: bool, saved: bool = False) -> str:
     """The scheme as passes name it for what reads the operand (`swizzle_scales`,
     `widen_operands`). saved: for another graph as well, as codes."""
+    scheme = get_scheme(operand.scheme)
     if codes:
-        return operand.scheme + (SWIZZLED if get_scheme(operand.scheme).block[0] == 1 else "")
-    widened = operand.scheme + WIDENED
-    return operand.scheme if saved or not_served(widened, operand.transform) else widened
+        return scheme.with_form(SWIZZLED if scheme.block[0] == 1 else "").name
+    widened = scheme.with_form(WIDENED).name
+    return scheme.name if saved or not_served(widened, operand.transform) else widened

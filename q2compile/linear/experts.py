@@ -9,7 +9,7 @@ weights w [E, N, K]; T rows of x in all, of which each is multiplied with one we
 
 Quantising along K does not care which rows belong together, so x and w [E * N, K] are quantised as
 any matrix, and so is dy along N. What the backward contracts must not mix experts. Along T (wgrad)
-rht_quantize_groups and requantize_groups keep them apart, in whole chunks of 128 rows an expert,
+q2::quantize and q2::requantize keep them apart as groups, in whole chunks of 128 rows an expert,
 and see to it that MS-EDEN is unbiased for few tokens, too (numerics/groups.py). The N rows of w
 (dgrad) are padded to whole chunks before, where they are not. Empty groups are fine.
 
@@ -20,13 +20,14 @@ lose from it, and one scale is what every kernel of a single matrix takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import Codes, InGroups, Kept, Saved, backward, forward
+from q2compile.linear.autograd import InGroups, Kept, Saved, backward, forward
 from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -45,13 +46,15 @@ class Grouped(InGroups):
         super().__init__(offs, padded_offs)
         self.experts = offs.shape[0]
 
-    def along_rows(
-        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, stream: int
-    ) -> Codes:
+    def columnwise(
+        self, gemm_name: str, x: Tensor, operand: Operand, seed: Tensor | None, rng_offset: int
+    ) -> Sequence[Tensor]:
         x = self._padded(x, operand) if gemm_name == "dgrad" else x
-        return super().along_rows(gemm_name, x, operand, seed, stream)
+        return super().columnwise(gemm_name, x, operand, seed, rng_offset)
 
-    def again(self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None) -> Codes:
+    def again(
+        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
+    ) -> Sequence[Tensor]:
         if gemm_name == "dgrad":
             codes, scales, global_scale = kept.codes
             padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
@@ -70,7 +73,13 @@ class Grouped(InGroups):
         return apart.flatten(0, 1).view(w.dtype)
 
     def gemm(
-        self, gemm_name: str, gemm: Gemm, a: Codes, b: Codes, bias: Tensor | None, dtype: Any
+        self,
+        gemm_name: str,
+        gemm: Gemm,
+        a: Sequence[Tensor],
+        b: Sequence[Tensor],
+        bias: Tensor | None,
+        dtype: Any,
     ) -> Tensor:
         offs = self.padded_offs if gemm_name == "wgrad" else self.offs
         return torch.ops.q2.grouped_gemm(

@@ -11,20 +11,17 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from q2compile.runtime_kernels.ops.table import (
+    GEMM,
+    GEMM_MASKED_UNROTATE,
+    GROUPED_GEMM,
+    QuantizerCall,
+)
 from q2compile.runtime_kernels.registry import serves, serving
 
 Q2 = "q2"
 # Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
-GEMM_OPS = ("gemm", "gemm_masked_unrotate", "grouped_gemm")
-# The ops that rotate, or requantise, one operand; those that make both directions of a gradient.
-ONE_ROTATED = (
-    *("rht_quantize", "rht_quantize_groups", "requantize", "requantize_groups"),
-    "requantize_by_scales",
-)
-BOTH_ROTATED = ("rht_quantize_both", "rht_quantize_groups_both")
-# Those that sum columns as well, which `sum_columns` makes of others once all passes are done.
-ONE_SUMMED = ("rht_quantize_summed",)
-BOTH_SUMMED = ("rht_quantize_both_summed",)
+GEMM_OPS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
 _aten, _prims = torch.ops.aten, torch.ops.prims
 # What stands between a tensor and its quantisation. All of these are functions of their arguments.
 # A matrix with other sizes.
@@ -58,22 +55,41 @@ def device_of(node: fx.Node) -> torch.device:
     return node.meta["val"].device
 
 
-def serving_kernel(op: Any, args: Any) -> str:
-    """Name of the kernel that would run ``op``, a q2 OpOverload, on these arguments."""
-    name = op.name().partition("::")[2]
-    return serving(name, map_arg(args, lambda n: n.meta["val"])).name
+def name_of(node: fx.Node) -> str:
+    """Of a q2 op, without its namespace."""
+    target: Any = node.target
+    return target.name().partition("::")[2]
+
+
+def quantizer_served_by(call: QuantizerCall) -> str:
+    """Name of the kernel that would run a quantizer's call."""
+    return serving(call.spec.name, map_arg(call.positional, lambda n: n.meta["val"])).name
 
 
 def is_served_by(op: Any, args: Any, *names: str) -> bool:
-    """Whether a kernel of one of these names would run ``op``."""
+    """Whether a kernel of one of these names would run ``op``, a q2 OpOverload, on all these
+    arguments."""
     name = op.name().partition("::")[2]
     return serves(name, map_arg(args, lambda n: n.meta["val"]), names)
+
+
+def serves_quantizer(call: QuantizerCall, *names: str) -> bool:
+    """The same of a quantizer's call."""
+    return is_served_by(call.spec.overload, call.positional, *names)
+
+
+def is_forward_operand(call: QuantizerCall | None) -> bool:
+    """Whether it makes x or w as fprop multiplies them: of a matrix, rowwise, deterministic."""
+    if call is None or call.source_scheme is not None:
+        return False
+    return not (call.columnwise or call.draws)
 
 
 def update_outputs(node: fx.Node) -> None:
     """Note what comes out of an op whose arguments have changed, by its fake."""
     target: Any = node.target
-    node.meta["val"] = target(*map_arg(node.args, lambda n: n.meta["val"]))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*args, **kwargs)
     for output in node.users:
         assert output.target is operator.getitem
         output.meta["val"] = node.meta["val"][output.args[1]]

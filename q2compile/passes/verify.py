@@ -8,16 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import (
-    BOTH_ROTATED,
-    BOTH_SUMMED,
-    GEMM_OPS,
-    ONE_ROTATED,
-    ONE_SUMMED,
-    is_q2,
-    producer,
-    q2_nodes,
-)
+from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
+from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE, quantizer_of
+from q2compile.runtime_kernels.registry import bound
 
 
 class GraphSpecError(AssertionError):
@@ -57,7 +50,7 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
     for node in q2_nodes(graph):
         args = named_arguments(node)
         seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
-        if kind == "forward" and (seeds or is_q2(node, "seed")) and not random_forward:
+        if kind == "forward" and (seeds or is_q2(node, SEED)) and not random_forward:
             raise GraphSpecError(f"{when}: {node.format_node()} may not stand in a forward graph")
     for gemm in q2_nodes(graph, *GEMM_OPS):
         _check_gemm(gemm, kind, when)
@@ -90,26 +83,27 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
 def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     """What (codes, scales, global scale) are, from the op whose outputs they must be."""
     gather = producer(triple[0])
-    if is_q2(gather, "gather_rows") and producer(triple[1]) is gather:
+    if is_q2(gather, GATHER_ROWS) and producer(triple[1]) is gather:
         triple = (*gather.args[:2], triple[2])
     if triple[0].op in ("placeholder", "get_attr"):
         return _Operand(saved=True, empty=_is_empty(triple[0]))
     op = producer(triple[0])
-    if is_q2(op, "transpose"):  # re-used codes: their global scale is the source's
+    if is_q2(op, TRANSPOSE):  # re-used codes: their global scale is the source's
         return _Operand()
     outputs = [n.args[1] if producer(n) is op and n is not op else None for n in triple]
-    whole = {"[0, 1, 2]": "row_seed", "[3, 4, 5]": "col_seed"}.get(str(outputs))
-    if whole is None:
+    call = quantizer_of(op)
+    whole = {operand.first: operand for operand in call.operands} if call else {}
+    operand = None if outputs[0] is None else whole.get(outputs[0])
+    if operand is None or outputs != list(range(operand.first, operand.first + len(PARTS))):
         raise GraphSpecError(
             f"{when}: an operand of {gemm.name} is pieced together from "
             f"{', '.join(n.name for n in triple)}"
         )
-    both = is_q2(op, *BOTH_ROTATED, *BOTH_SUMMED)
-    if not both and not is_q2(op, *ONE_ROTATED, *ONE_SUMMED):
+    assert call is not None
+    if not (call.rotated or operand.columnwise) or call.masked:
         return _Operand()
-    args = named_arguments(op)
-    seed = args[whole] if both else args["seed"]
-    return _Operand(rotated=True, seed=seed, transform=args["transform"], stream=args["stream"])
+    how = call.transform.name, call.args["rng_offset"]
+    return _Operand(rotated=True, seed=operand.seed, transform=how[0], stream=how[1])
 
 
 def _is_empty(codes: fx.Node) -> bool:
@@ -119,7 +113,7 @@ def _is_empty(codes: fx.Node) -> bool:
 
 
 def named_arguments(node: fx.Node) -> dict[str, object]:
-    """The arguments of an op by the names of its schema."""
+    """All arguments of a q2 op by the names of its schema."""
     target: Any = node.target
-    names = [a.name for a in target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    args = bound(target.name().partition("::")[2], node.args, node.kwargs)
+    return dict(zip((a.name for a in target._schema.arguments), args, strict=True))

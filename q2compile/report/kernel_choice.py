@@ -15,11 +15,9 @@ from q2compile.config import Config
 from q2compile.lowering import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
-from q2compile.runtime_kernels.registry import REFERENCE, serving
+from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
+from q2compile.runtime_kernels.registry import LOOPS, REFERENCE, bound, serving
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
-
-# Of the ops that Inductor may have loops for: where the scheme and the transform are.
-_HOW = {"quantize": slice(3, 4), "rht_quantize": slice(2, 4)}
 
 
 class _Recorder(TorchDispatchMode):
@@ -37,18 +35,26 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, op = func.name().partition("::")
-        if namespace == "q2" and op != "seed":
-            name = serving(op, args).name
-            how = args[_HOW[op]] if self.lowers and op in _HOW else ()
-            lowered = how and support.why_not_lowered(args[0].device, *how) is None
-            if lowered and not selfcheck.is_refused(op, args[0].device, *how):
-                if name == REFERENCE:
-                    name = "inductor"
-                elif support.beats_kernels(*how):
-                    name = f"inductor or {name}"
-            self.used[op] = name
-            self.calls[op] += 1
+        if namespace == "q2" and op != SEED:
+            all_args = bound(op, args, kwargs or {})
+            name, label = serving(op, all_args).name, op
+            if op in SPECS:
+                call = QuantizerCall.of(op, all_args)
+                name, label = self._with_inductor(call, name), call.label
+            self.used[label] = name
+            self.calls[label] += 1
         return func(*args, **(kwargs or {}))
+
+    def _with_inductor(self, call: QuantizerCall, name: str) -> str:
+        """The kernel of a quantizer, where Inductor may make one of its own in its place."""
+        device = call.x.device
+        if not self.lowers or support.why_not_lowered(device, call) is not None:
+            return name
+        if selfcheck.is_refused(device, call):
+            return name
+        if name == REFERENCE:
+            return LOOPS
+        return f"{LOOPS} or {name}" if support.beats_kernels(call) else name
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -63,9 +69,9 @@ def kernels_used(
     device: str,
     lowers: bool,
 ) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """{"fprop": "quantize: reference, gemm: reference", ...} and how often each op is called,
-    {"fprop": {"quantize": 2, "gemm": 1}, ...}, for a linear of ``shape`` (T, N, K), or (E, T, N, K)
-    for experts.
+    """{"fprop": "quantize rowwise: reference, gemm: reference", ...} and how often each op is
+    called, {"fprop": {"quantize rowwise": 2, "gemm": 1}, ...}, for a linear of ``shape`` (T, N, K),
+    or (E, T, N, K) for experts.
 
     gemms: the recipe's texts. A GEMM in bf16 is torch's own: "torch".
     lowers: Inductor compiles the graph.

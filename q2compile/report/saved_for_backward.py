@@ -12,8 +12,7 @@ from q2compile.capture.node_meta import SALT
 from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
 from q2compile.passes.joint.keep_packed import AGAIN
 from q2compile.report.row import Row
-
-_QUANTIZING = ("quantize", "quantize_masked", "rht_quantize", "transpose")
+from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
 
 def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
@@ -29,12 +28,12 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
     saved: Any = graph.output_node().args[0]
     for node in dict.fromkeys(saved):
         op: Any = producer(node) if isinstance(node, fx.Node) else None
-        if not op or not is_q2(op, *_QUANTIZING):
+        if not op or not _quantizes(op):
             continue
         value = node.meta["val"]
         bytes_of[_salt(op)] += _concrete(value.numel()) * value.element_size()
         if node.args[1] == 0:  # the codes stand for the elements of what was quantised
-            packed = 2 if is_q2(op, "transpose") else 1
+            packed = 2 if is_q2(op, TRANSPOSE) else 1
             elements_of[_salt(op)] += packed * _concrete(op.args[0].meta["val"].numel())
     for row in rows:
         if row.taken and row.salt in salts:
@@ -57,11 +56,17 @@ def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherw
         weight = producer(operands[3])
         again = weight.meta.get("recompute") in AGAIN
         reason = why.get(weight.name, otherwise)
-        if is_q2(weight, *_QUANTIZING) and reason and (weight in kept or again):
+        if _quantizes(weight) and reason and (weight in kept or again):
             said[_salt(weight)] = f"{'kept' if weight in kept else 'made again'}: {reason}"
     for row in rows:
         if row.taken and row.salt in said:
             row.weight = said[row.salt]
+
+
+def _quantizes(op: fx.Node) -> bool:
+    """Whether an op makes codes of a matrix, or transposes some."""
+    call = quantizer_of(op)
+    return is_q2(op, TRANSPOSE) if call is None else call.source_scheme is None
 
 
 def _salt(op: fx.Node) -> int | None:

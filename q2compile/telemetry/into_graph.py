@@ -1,7 +1,7 @@
 """What telemetry puts into a compiled graph: after all passes, on the graph that Inductor lowers.
 
 before                                         after, in a recording graph
-    q = quantize(x, None, None, S, 0)              q = quantize_recorded(x, None, None, S, 0)
+    q = quantize(x, scheme=S, ...)                 q = quantize(x, scheme=S, ..., recorded=True)
     gemm(q[0], q[1], q[2], ...)                    gemm(q[0], q[1], q[2], ...)
                                                    c = sampled_codes(...)             # of weights
                                                    a = mark(q[0], q[1])
@@ -30,11 +30,7 @@ from torch import fx
 
 from q2compile.capture.node_meta import SALT
 from q2compile.passes.graph_queries import (
-    BOTH_ROTATED,
-    BOTH_SUMMED,
     GEMM_OPS,
-    ONE_ROTATED,
-    ONE_SUMMED,
     depending_on_tangents,
     is_q2,
     producer,
@@ -44,20 +40,17 @@ from q2compile.passes.graph_queries import (
 from q2compile.passes.verify import named_arguments
 from q2compile.recipes.recipe import GEMMS, Recipe
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.recorded import RECORDED
-
-Place = tuple[int, str, str]  # salt of the linear, gemm, operand
-_QUANTISERS = (
-    "quantize",
-    "quantize_masked",
-    *ONE_ROTATED,
-    *BOTH_ROTATED,
-    *ONE_SUMMED,
-    *BOTH_SUMMED,
+from q2compile.runtime_kernels.ops.table import (
+    GATHER_ROWS,
+    GROUPED_GEMM,
+    PARTS,
+    TRANSPOSE,
+    quantizer_of,
+    quantizers,
+    set_call,
 )
 
-_REQUANTIZERS = ("requantize", "requantize_by_scales", "requantize_groups")
-
+Place = tuple[int, str, str]  # salt of the linear, gemm, operand
 
 @dataclass
 class Layout:
@@ -108,7 +101,7 @@ class _Use:
     def which(self) -> int:
         """The operand of its maker: 1 for the columns of both directions of a gradient."""
         index: Any = self.parts[0].args[1] if self.maker is not self.parts[0] else 0
-        return index // 3
+        return index // len(PARTS)
 
 
 def instrument(
@@ -159,7 +152,7 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
         for role, side in zip(GEMMS[name], "ab", strict=True):
             parts = tuple(args[f"{side}_{part}"] for part in ("codes", "scales", "global"))
             maker = producer(parts[0])
-            if is_q2(maker, "transpose", "gather_rows"):  # fprop's codes, if that made any
+            if is_q2(maker, TRANSPOSE, GATHER_ROWS):  # fprop's codes, if that made any
                 parts = (*maker.args[:2], parts[2])
                 maker = producer(parts[0])
             if kind == "backward" and maker.op == "placeholder":
@@ -178,17 +171,18 @@ def _saved_uses(
     graph: fx.Graph, recipes: dict[int, Recipe], salts_of: dict[Any, list[int]]
 ) -> Iterator[_Use]:
     """x that the forward quantises for wgrad."""
-    for node in q2_nodes(graph, "rht_quantize", "rht_quantize_groups"):
+    for node, call in quantizers(graph):
+        if call.source_scheme is not None or not (call.rotated or call.columnwise) or call.masked:
+            continue
         outputs = {n.args[1]: n for n in node.users if n.target is operator.getitem}
         if any(is_q2(user, *GEMM_OPS) for n in outputs.values() for user in n.users):
             continue
         own = _salt(node)
-        args = named_arguments(node)
-        for salt in salts_of.get(args["x"], [] if own is None else [own]):
+        for salt in salts_of.get(call.x, [] if own is None else [own]):
             wgrad = recipes[salt].wgrad if salt in recipes else None
             if wgrad is not None and wgrad.b.source == "forward" and len(outputs) == 3:
                 parts = (outputs[0], outputs[1], outputs[2])
-                yield _Use((salt, "wgrad", "x"), parts, str(args["scheme"]))
+                yield _Use((salt, "wgrad", "x"), parts, call.scheme.name)
 
 
 def _reused(recipe: Recipe) -> bool:
@@ -200,16 +194,15 @@ def _salt(node: fx.Node) -> Any:
 
 
 def _gemm_name(gemm: fx.Node, from_tangents: set[fx.Node]) -> str:
-    if is_q2(gemm, "grouped_gemm"):
+    if is_q2(gemm, GROUPED_GEMM):
         return str(named_arguments(gemm)["gemm"])
     if gemm not in from_tangents:
         return "fprop"
     codes: Any = gemm.args[0]
-    op = producer(codes)
-    columns = codes.args[1] >= 3 if is_q2(op, *BOTH_ROTATED, *BOTH_SUMMED) else False
-    transposed = is_q2(op, "rht_quantize") and bool(named_arguments(op)["transpose"])
-    always = is_q2(op, "rht_quantize_groups", *ONE_SUMMED)
-    return "wgrad" if columns or transposed or always else "dgrad"
+    call = quantizer_of(producer(codes))
+    if call is None or call.source_scheme is not None:
+        return "dgrad"
+    return "wgrad" if call.operand_of(codes.args[1]).columnwise else "dgrad"
 
 
 def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) -> fx.Node | None:
@@ -219,8 +212,9 @@ def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) 
     marks: dict[fx.Node, fx.Node] = {}
     for use in uses:
         maker = use.maker
-        again = is_q2(maker, *_REQUANTIZERS, *(op + RECORDED for op in _REQUANTIZERS))
-        if maker in marks or again or maker.op == "placeholder":
+        call = quantizer_of(maker)
+        requantizes = call is not None and call.source_scheme is not None
+        if maker in marks or requantizes or maker.op == "placeholder":
             continue
         layout.marks.append(use.place)
         codes, scales, unit = use.parts
@@ -244,8 +238,7 @@ def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[f
         maker = use.maker
         key = (maker, use.which) if maker.op != "placeholder" else (use.parts[0], 0)
         if key not in found:
-            recorded = is_q2(maker, *(op + RECORDED for op in _QUANTISERS))
-            if is_q2(maker, *_QUANTISERS) or recorded:
+            if quantizer_of(maker) is not None:
                 found[key] = _recorded_output(graph, maker, use.which)
             elif maker.op == "placeholder" and not get_scheme(use.scheme).widened:
                 args = (*use.parts, use.scheme)
@@ -260,11 +253,13 @@ def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[f
 
 def _recorded_output(graph: fx.Graph, maker: Any, which: int) -> fx.Node:
     """The output of a quantiser that has the statistics of one operand."""
-    name = maker.target.name().partition("::")[2].removesuffix(RECORDED)
-    count = len(getattr(torch.ops.q2, name).default._schema.returns)
-    maker.target = getattr(torch.ops.q2, name + RECORDED).default
+    call = quantizer_of(maker)
+    assert call is not None
+    call = call.replace(recorded=True)
+    set_call(maker, call)
+    at = call.outputs.index("statistics") + which
     with graph.inserting_after(maker):
-        output = graph.call_function(operator.getitem, (maker, count + which))
+        output = graph.call_function(operator.getitem, (maker, at))
     update_outputs(maker)
     return output
 

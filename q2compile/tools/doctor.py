@@ -18,7 +18,9 @@ import torch
 
 from q2compile.lowering import selfcheck as loops
 from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import arguments_of, checked_of
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.ops.table import Variant, rowwise_call
 from q2compile.runtime_kernels.registry import (
     FAILED,
     LOOPS,
@@ -93,7 +95,7 @@ def _device(index: int, *, check: bool) -> int:
         names = [k.name for k in kernels(op)]
         print(f"  {op:18} {', '.join(names)}")
         for kernel in kernels(op):
-            if kernel.name != REFERENCE and op in selfcheck.CHECKED:
+            if kernel.name != REFERENCE:
                 faults += _kernel(kernel, torch.device("cuda", index), check)
     return faults
 
@@ -101,9 +103,10 @@ def _device(index: int, *, check: bool) -> int:
 def _kernel(kernel: Kernel, device: torch.device, check: bool) -> int:
     """Prints what is to be said of a kernel on a device; 1 when it is at fault."""
     faults = 0
-    for scheme in selfcheck.CHECKED[kernel.op]:
-        verdict, fault = _with_scheme(kernel, device, check, scheme)
-        print(f"    {kernel.name:16} {scheme:20} {verdict}")
+    for of, scheme in checked_of(kernel.op):
+        verdict, fault = _with_scheme(kernel, device, check, of, scheme)
+        name = f"{kernel.name} {of if isinstance(of, Variant) else ''}".rstrip()
+        print(f"    {name:40} {scheme:20} {verdict}")
         faults |= fault
     return faults
 
@@ -115,7 +118,7 @@ def _loops(device: torch.device, check: bool) -> int:
         difference, start = None, time.perf_counter()
         try:
             if check:
-                difference = loops.disagreement("quantize", device, scheme)
+                difference = loops.disagreement(device, rowwise_call(scheme))
         except Exception as error:  # whatever Inductor does, the report goes on
             difference = _on_one_line(f"{type(error).__name__}: {error}")
         print(f"    {LOOPS:16} {scheme:20} {_verdict(difference, check, start)}")
@@ -123,9 +126,12 @@ def _loops(device: torch.device, check: bool) -> int:
     return faults
 
 
-def _with_scheme(kernel: Kernel, device: torch.device, check: bool, scheme: str) -> tuple[str, int]:
-    """A verdict on a kernel with one scheme; and 1 when it is at fault."""
-    arguments = selfcheck.ARGUMENTS[kernel.op](scheme)
+def _with_scheme(
+    kernel: Kernel, device: torch.device, check: bool, of: str | Variant, scheme: str
+) -> tuple[str, int]:
+    """A verdict on a kernel with one scheme, of a quantizer for a variant; and 1 when it is at
+    fault."""
+    arguments = arguments_of(of, scheme)
     start = time.perf_counter()
     try:
         on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -134,7 +140,8 @@ def _with_scheme(kernel: Kernel, device: torch.device, check: bool, scheme: str)
             return f"not here: {_on_one_line(reason)}", int(reason.startswith(FAILED))
         if not check:
             return _verdict(None, check, start), 0
-        difference = selfcheck.disagreement(kernel.op, kernel.name, device, scheme)
+        variant = (of,) if isinstance(of, Variant) else ()
+        difference = selfcheck.disagreement(kernel.op, kernel.name, device, scheme, *variant)
     except Exception as error:  # whatever a kernel does, the report goes on
         difference = _on_one_line(f"{type(error).__name__}: {error}")
     return _verdict(difference, check, start), int(difference is not None)

@@ -134,30 +134,28 @@ def quantize(
         raise ValueError(f"quantize with transpose takes a matrix, got {x.dim()} dimensions.")
     matrix = x.detach().reshape(_matrix_shape(x.shape))
     coins = _seed(seed, matrix) if spec.stochastic or rotation.seeded else None
-    mask = None
-    parts: tuple[Tensor, Tensor, Tensor]
-    if transpose or rotation.size > 1:
-        if amax is not None:
-            raise ValueError(
-                f"quantize with transform {transform!r} or transpose measures the amax itself, "
-                "after the transform: pass no amax."
-            )
-        if spec.masked and not transpose and coins is None:
-            parts, mask = _masked(matrix, scheme, transform)
-        else:
-            parts = torch.ops.q2.rht_quantize(matrix, coins, scheme, transform, transpose, stream)
-    elif spec.masked:
-        parts, mask = _masked(matrix, scheme, transform)
-    else:
-        parts = torch.ops.q2.quantize(matrix, _amax(amax, spec, matrix), coins, scheme, stream)
-    return QuantizedTensor(*parts, mask, scheme, transform, x.shape, transpose, coins)
-
-
-def _masked(
-    matrix: Tensor, scheme: str, transform: str
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    codes, scales, global_scale, mask = torch.ops.q2.quantize_masked(matrix, scheme, transform)
-    return (codes, scales, global_scale), mask
+    measures = transpose or rotation.size > 1
+    if measures and amax is not None:
+        raise ValueError(
+            f"quantize with transform {transform!r} or transpose measures the amax itself, "
+            "after the transform: pass no amax."
+        )
+    parts = torch.ops.q2.quantize(
+        matrix,
+        scheme=scheme,
+        transform=transform,
+        rowwise=not transpose,
+        columnwise=transpose,
+        amax=None if measures else _amax(amax, spec, matrix),
+        rowwise_seed=None if transpose else coins,
+        columnwise_seed=coins if transpose else None,
+        rng_offset=stream,
+        mask=spec.masked and not transpose and coins is None,
+    )
+    codes, scales, global_scale, *masks = parts
+    mask = masks[0] if masks else None
+    how = scheme, transform, x.shape, transpose, coins
+    return QuantizedTensor(codes, scales, global_scale, mask, *how)
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:

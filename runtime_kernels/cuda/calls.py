@@ -191,12 +191,17 @@ class Launching:
     call: from the op's arguments, in their forms, to the Call.
     launches: what it launches, from arguments whose tensors may be fake; where a size is not known,
         for any it may have.
-    forms: of arguments, by position.
+    forms_of: from the op's arguments to how those of them, by position, must lie; or that itself,
+        where it is the same for all.
     """
 
     call: Callable[..., Call]
     launches: Callable[..., Iterable[Launch]]
-    forms: dict[int, Form]
+    forms_of: dict[int, Form] | Callable[..., dict[int, Form]]
+
+    def forms(self, *args: Any) -> dict[int, Form]:
+        """How arguments must lie, by position."""
+        return self.forms_of(*args) if callable(self.forms_of) else self.forms_of
 
     def prepare(self, *args: Any) -> None:
         """Loads what a call with the like of these arguments, which may be fake, will launch."""
@@ -220,7 +225,7 @@ class Launching:
     def in_form(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, copied where they have another form than the kernels want."""
         args = list(args)
-        for i, form in self.forms.items():
+        for i, form in self.forms(*args).items():
             args[i] = _formed(args[i], form)
         return args
 
@@ -270,7 +275,7 @@ def launching(
     *,
     refuses: Callable[..., str | None],
     launches: Callable[..., Iterable[Launch]],
-    forms: dict[int, Form] | None = None,
+    forms: dict[int, Form] | Callable[..., dict[int, Form]] | None = None,
 ) -> Callable[[Callable[..., Call]], Launching]:
     """Decorator: registers a function from the arguments of an op to its Call as the op's kernel
     CUDA. Equal kinds of arguments must give equal Calls: the same types, sizes, strides and names,

@@ -1,9 +1,10 @@
-"""Calls in generated code of rotating quantisers that compute their operand: as site.py's, with
+"""Calls of q2::quantize in generated code that compute their operand: as site.py's, with
 what the operand is computed from in the operand's place. Two that compute theirs from one read are
 one call.
 
-    q2_fused_0 = q2_FusedSite('rht_quantize_both', q2_Producer(...), [
-        ((..., ..., 'nvfp4_ms_eden_pow2', 'rht128', 0), (1, 0, 0, 1, 0, 0)),
+    q2_fused_0 = q2_FusedSite(q2_Producer(...), [
+        (dict(scheme='nvfp4_ms_eden_pow2', transform='rht128', rowwise=True, columnwise=True,
+              rowwise_seed=..., columnwise_seed=...), (1, 0, 0, 1, 0, 0)),
     ])
     ...
     q2_fused_0(buf0, buf1, seed, seed, buf2, buf3)
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from q2compile.runtime_kernels.cuda.calls import Ready, aligned, tensors_of
+from q2compile.runtime_kernels.cuda.calls import Ready, aligned
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.site import View
+from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.runtime_kernels.registry import (
     failure_text,
     kernels_own,
@@ -33,25 +35,26 @@ _profiler = torch.autograd.profiler
 
 
 class FusedSite:
-    """One call of op in generated code, or two at once.
+    """One call in generated code, or two at once.
 
     calls: for each matrix of the producer
-        the op's arguments after x; for one that is given at each call `...`, or a View of what is
-        given;
+        the op's keywords; for one that is given at each call `...`, or a View of what is given;
         for each output of the op, whether the calls give a buffer for it.
     """
 
     def __init__(
-        self,
-        op: str,
-        producer: Producer,
-        calls: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]],
+        self, producer: Producer, calls: Sequence[tuple[dict[str, Any], tuple[int, ...]]]
     ) -> None:
-        self._op, self._producer = op, producer
-        self._args = [args for args, _ in calls]
+        self._producer = producer
+        self._calls = [fused.call_of(keywords) for keywords, _ in calls]
         self._wanted = [tuple(map(bool, wanted)) for _, wanted in calls]
-        self._name = " + ".join([f"q2::{op}"] * len(calls))
-        self._open = [a for args in self._args for a in args if a is ... or isinstance(a, View)]
+        self._name = " + ".join([f"q2::{QUANTIZE}"] * len(calls))
+        self._open = [
+            arg
+            for call in self._calls
+            for arg in call.args.values()
+            if arg is ... or isinstance(arg, View)
+        ]
         self._inputs = len(producer.inputs)
         self._ready: dict[tuple[int, ...], Ready] = {}  # by sizes
         self._failed = False
@@ -85,14 +88,17 @@ class FusedSite:
                 device = inputs[0].device
                 if not kernels_own(error, device):
                     raise
-                warn_of_failure(self._op, fused.NAME, device, failure_text(error))
+                warn_of_failure(QUANTIZE, fused.NAME, device, failure_text(error))
             self._failed = True
         self._apart(inputs, sizes, self._filled(bases), buffers)
 
-    def _filled(self, bases: Sequence[torch.Tensor]) -> list[list[Any]]:
-        """The arguments of each matrix."""
+    def _filled(self, bases: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """The keywords of each matrix."""
         given = iter(bases)
-        return [[self._argument(arg, given) for arg in args] for args in self._args]
+        return [
+            {name: self._argument(arg, given) for name, arg in call.args.items() if name != "x"}
+            for call in self._calls
+        ]
 
     @staticmethod
     def _argument(arg: Any, given: Iterator[torch.Tensor]) -> Any:
@@ -101,15 +107,18 @@ class FusedSite:
         return next(given) if arg is ... else arg
 
     def _new_ready(
-        self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], calls: Sequence[Sequence[Any]]
+        self,
+        inputs: Sequence[torch.Tensor],
+        sizes: tuple[int, ...],
+        calls: Sequence[dict[str, Any]],
     ) -> Ready | None:
         """None where our kernels do not serve: Inductor's caches remember what another process
         could run."""
         like = inputs[0].new_empty((0, self._producer.width), dtype=self._producer.dtype)
-        if serving(self._op, [like, *calls[0]]).launching is None:
+        if serving(QUANTIZE, fused.call_of(calls[0]).replace(x=like).positional).launching is None:
             return None
-        call = fused.fused_call(self._op, self._producer, inputs, sizes, calls)
-        given = (arg for args in calls for arg in tensors_of(args))
+        call = fused.fused_call(self._producer, inputs, sizes, calls)
+        given = (arg for keywords in calls for arg in fused.tensors_in(keywords))
         pasts = [0] * len(inputs) + [
             view.offset * arg.element_size() if isinstance(view, View) else 0
             for view, arg in zip(self._open, given, strict=True)
@@ -125,14 +134,14 @@ class FusedSite:
         self,
         inputs: Sequence[torch.Tensor],
         sizes: tuple[int, ...],
-        calls: Sequence[Sequence[Any]],
+        calls: Sequence[dict[str, Any]],
         buffers: Sequence[torch.Tensor],
     ) -> None:
         """The operands by torch, then the op by whichever kernel serves."""
         matrices = self._producer.evaluate(inputs, sizes)
         free = iter(buffers)
-        for x, args, wanted in zip(matrices, calls, self._wanted, strict=True):
-            results = getattr(torch.ops.q2, self._op)(x, *args)
+        for x, keywords, wanted in zip(matrices, calls, self._wanted, strict=True):
+            results = fused.call_of(keywords).replace(x=x)()
             for result, has_buffer in zip(results, wanted, strict=True):
                 if has_buffer:
                     buffer = next(free)

@@ -2,8 +2,8 @@
 
 Generated code makes a Site when it is loaded and calls it with tensors:
 
-    q2_site_0 = q2_Site('rht_quantize', (..., ..., 'nvfp4_sr', 'rht16', True, 0),
-                        (1, 1, 1), fixed=True)
+    q2_site_0 = q2_Site('quantize', (...,), (1, 1, 1), fixed=True, scheme='nvfp4_sr',
+                        transform='rht16', rowwise=False, columnwise=True, columnwise_seed=...)
     ...
     q2_site_0(buf0, buf1, buf2, buf3, buf4)
 
@@ -20,7 +20,7 @@ from torch.autograd.profiler import record_function
 
 from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, Ready, aligned, ready_once, tensors_of
 from q2compile.runtime_kernels.cuda.quantize.together import Product, together
-from q2compile.runtime_kernels.registry import give_up, kernels_own, serving
+from q2compile.runtime_kernels.registry import bound, call_op, give_up, kernels_own, serving
 
 _profiler = torch.autograd.profiler
 
@@ -39,7 +39,8 @@ class View(NamedTuple):
 class Site:
     """One call of op in generated code.
 
-    args: the op's arguments; for one that is given at each call `...`, or a View of what is given.
+    args, keywords: the op's arguments; for one that is given at each call `...`, or a View of what
+        is given.
     wanted: for each output of the op, whether the calls give a buffer for it.
     fixed: sizes and strides are the same in all calls, so that only addresses have to be asked for
         after the first one.
@@ -52,10 +53,11 @@ class Site:
         wanted: tuple[int, ...],
         *,
         fixed: bool,
+        **keywords: Any,
     ) -> None:
-        self.op, self._args, self._fixed = op, args, fixed
+        self.op, self._args, self._fixed = op, bound(op, args, keywords), fixed
         self.wanted = tuple(map(bool, wanted))
-        self.open = [i for i, arg in enumerate(args) if arg is ... or isinstance(arg, View)]
+        self.open = [i for i, arg in enumerate(self._args) if arg is ... or isinstance(arg, View)]
         self._ready: Ready | None = None
 
     @property
@@ -118,8 +120,8 @@ class Site:
 
     def _through_the_dispatcher(self, args: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
         """By whichever kernel serves."""
-        results = getattr(torch.ops.q2, self.op)(*args)
-        results = results if isinstance(results, tuple) else (results,)
+        results = call_op(self.op, args)
+        results = results if isinstance(results, tuple | list) else (results,)
         wanted = (r for r, has_buffer in zip(results, self.wanted, strict=True) if has_buffer)
         for buffer, result in zip(buffers, wanted, strict=True):
             buffer.copy_(result.view(buffer.shape))

@@ -77,13 +77,26 @@ class Scheme:
 
     @property
     def masked(self) -> bool:
-        """Has a trust mask, which the backward pass applies (op quantize_masked)."""
+        """Has a trust mask, which the backward pass applies (q2::quantize with mask=True)."""
         return self.rounding == "quest"
 
     @property
     def width(self) -> int:
         """Elements along the contraction that share one scale."""
         return self.block[1]
+
+    @property
+    def form(self) -> str:
+        """SWIZZLED, WIDENED or nothing: the end of the name."""
+        return SWIZZLED * self.swizzled or WIDENED * self.widened
+
+    def with_form(self, form: str) -> "Scheme":
+        """The same scheme in another form, or in none.
+
+        Raises:
+            ValueError: its blocks span rows, whose scales are not swizzled.
+        """
+        return get_scheme(self.name.removesuffix(self.form) + form)
 
 
 def _nvfp4() -> list[Scheme]:

@@ -37,12 +37,7 @@ import torch
 
 from q2compile.runtime_kernels.numerics.constants import pairs_of_bytes
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
-from q2compile.runtime_kernels.numerics.schemes import (
-    E2M1_MAX,
-    SWIZZLED,
-    WIDENED,
-    Scheme,
-)
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
 FIELDS = (
@@ -73,11 +68,6 @@ CODES_SAMPLE = 2**16  # codes of a weight that are kept, to see how many change
 GROUP = 16  # rows: those of a square block share a scale
 _LEAST_NORMAL = 2.0**-6  # of e4m3
 _LARGEST_E8M0 = 2.0**127
-
-
-def plain_name(scheme: str) -> str:
-    """The scheme's name without the form in which a GEMM reads it."""
-    return scheme.removesuffix(SWIZZLED).removesuffix(WIDENED)
 
 
 class Sample(NamedTuple):

@@ -39,22 +39,16 @@ def check_seed(op: str, seed: torch.Tensor | None, scheme: Scheme, transform: Tr
         )
 
 
-def check_amax(op: str, amax: torch.Tensor | None, scheme: Scheme) -> None:
-    """The tensor's amax must be given exactly when the scheme takes it.
+def check_scalar(op: str, name: str, scalar: torch.Tensor) -> None:
+    """An argument must be an fp32 scalar.
 
     Raises:
-        ValueError: it is missing, superfluous or not an fp32 scalar.
+        ValueError: it is not.
     """
-    if (amax is not None) != scheme.takes_amax:
-        need = (
-            "needs the amax of the tensor (q2::amax)"
-            if scheme.takes_amax
-            else "takes no amax: pass None"
-        )
-        raise ValueError(f"q2::{op} with scheme {scheme.name} {need}.")
-    if amax is not None and (amax.dtype != torch.float32 or amax.dim() != 0):
+    if scalar.dtype != torch.float32 or scalar.dim() != 0:
         raise ValueError(
-            f"q2::{op}: amax must be a float32 scalar, got {amax.dtype} of {amax.dim()} dimensions."
+            f"q2::{op}: {name} must be a float32 scalar, got {scalar.dtype} of {scalar.dim()} "
+            "dimensions."
         )
 
 
@@ -95,12 +89,8 @@ def check_scales(op: str, scales: torch.Tensor, global_scale: torch.Tensor) -> N
 
 
 def _check_global_scale(op: str, global_scale: torch.Tensor | None) -> None:
-    if global_scale is not None and (
-        global_scale.dtype != torch.float32 or global_scale.dim() != 0
-    ):
-        raise ValueError(
-            f"q2::{op}: the global scale must be a float32 scalar, got {global_scale.dtype}."
-        )
+    if global_scale is not None:
+        check_scalar(op, "the global scale", global_scale)
 
 
 def check_groups(op: str, *ends: torch.Tensor) -> None:

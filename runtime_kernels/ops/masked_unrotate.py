@@ -1,9 +1,9 @@
-"""q2::masked_unrotate: the backward of quantize_masked, straight through the rounding.
+"""q2::masked_unrotate: the backward of quantize with a mask, straight through the rounding.
 
     masked_unrotate(grad [M, Kp], mask uint8 [M, Kp/8], transform) -> [M, Kp]
 
 The gradient of the rotated operand, zero where the rounding clipped, rotated back: T^-1(grad *
-mask) along the last dimension. Kp is padded, as quantize_masked padded it: cut the result, not
+mask) along the last dimension. Kp is padded, as q2::quantize padded it: cut the result, not
 grad, since a rotation back needs its whole chunks. fp32 inside, rounded once to grad's dtype.
 """
 
@@ -29,14 +29,14 @@ def checked(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Transform
     check_operand("masked_unrotate", grad)
     if mask.dtype != torch.uint8 or mask.dim() != 2:
         raise ValueError(
-            "q2::masked_unrotate takes the packed mask of q2::quantize_masked, uint8 in two "
+            "q2::masked_unrotate takes the packed mask of q2::quantize, uint8 in two "
             f"dimensions, got {mask.dtype} in {mask.dim()}."
         )
     rotation = get_transform(transform)
     if rotation.seeded:
         raise ValueError(
             f"q2::masked_unrotate has no seed for the signs of {transform!r}: use the transform of "
-            "quantize_masked, without signs or with fixed ones."
+            "q2::quantize with a mask, without signs or with fixed ones."
         )
     return rotation
 

@@ -1,66 +1,222 @@
-"""q2::quantize: rounds a matrix to a 4-bit format along its last dimension, block by block, without
-a rotation.
+"""q2::quantize: rounds a matrix to a 4-bit format, along its rows, along its columns, or both.
 
-    quantize(x [M, K], amax?, seed?, scheme, stream) -> codes uint8 [M, Kp/2], scales, global_scale
-    fp32 0-dim
+    quantize(x [M, K], *, scheme, transform="none", rowwise, columnwise, amax=None,
+             rowwise_seed=None, columnwise_seed=None, rng_offset=0, offs=None, padded_offs=None,
+             mask=False, dbias=None, recorded=False) -> Tensor[]
 
-Formats, packing and shapes: schemes.py and layout.py. K is padded with zeros inside, to whole
-blocks.
+Outputs, in order:
+
+    rowwise      codes uint8 [M, Kp/2], scales, global_scale fp32 0-dim
+    columnwise   codes uint8 [K, Mp/2], scales, global_scale: as rowwise of x.T
+    mask         uint8 [M, Kp/8], little bit first: 1 where |x / scale| < 6, not clipped (QuEST)
+    dbias        the sums of the columns of x, [K], rounded once (numerics/column_sums.py)
+    recorded     statistics of each operand, fp64 (ops/recorded.py)
+
+Formats, packing and shapes: numerics/schemes.py and layout.py. The contraction is padded with
+zeros inside, to whole blocks and whole chunks of the transform, a rotation that comes first. A
+gradient is an operand of both GEMMs of the backward pass: both directions come from one read of it,
+and so does the gradient of a bias.
+
+    amax         the largest |x|, for schemes that take it. Without it an exact global scale is
+                 found inside, of the rotated matrix where there is a rotation.
+    seeds        int64 scalars, for signs and random bits; rng_offset tells apart tensors that share
+                 a seed: equal signs, different random bits.
+    offs         int32 [E], the ends of groups of rows, which columnwise are kept apart: an operand
+                 of the experts' wgrad, which contracts the tokens. padded_offs are those of the
+                 padded layout, where each group is whole chunks of 128 rows (numerics/groups.py),
+                 and Mp counts the rows of that. Rows of no group are zeros there, none of them
+                 negative. MS-EDEN after a rotation by 128 has short chunks spread, so that it is
+                 unbiased there, too.
 """
+
+from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.numerics.layout import Tiling, empty_quantized
-from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized, quantize_tiles
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
-from q2compile.runtime_kernels.ops.argument_checks import check_amax, check_operand, check_seed
+from q2compile.runtime_kernels.numerics.column_sums import column_sums
+from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, padded_rows, spreads
+from q2compile.runtime_kernels.numerics.layout import Tiling, empty_quantized, padded
+from q2compile.runtime_kernels.numerics.quantize_tiles import quantize_tiles, rotate_tiles
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform
+from q2compile.runtime_kernels.ops.argument_checks import (
+    check_groups,
+    check_operand,
+    check_scalar,
+    check_seed,
+)
+from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
+DBIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
-def checked(
-    x: torch.Tensor, amax: torch.Tensor | None, seed: torch.Tensor | None, scheme: str
-) -> Scheme:
-    """The scheme by name, after checking the arguments against it.
+
+def checked(call: QuantizerCall) -> QuantizerCall:
+    """The call, once its arguments are checked.
 
     Raises:
-        ValueError: x is not a float matrix; the scheme is unknown; amax or seed is missing, or amax
-            superfluous.
+        ValueError: x is no float matrix; the scheme or the transform is unknown; a seed is missing;
+            arguments that exclude each other.
     """
-    spec = get_scheme(scheme)
-    check_operand("quantize", x)
-    check_amax("quantize", amax, spec)
-    check_seed("quantize", seed, spec, get_transform("none"))
-    return spec
+    check_operand(QUANTIZE, call.x)
+    if not (call.rowwise or call.columnwise):
+        raise ValueError(f"q2::{QUANTIZE} makes nothing: set rowwise, columnwise or both.")
+    for operand in call.operands:
+        check_seed(QUANTIZE, operand.seed, call.scheme, call.transform)
+    if call.scheme.block[0] != 1 and (call.rotated or call.columnwise):
+        raise square_blocks(QUANTIZE, call.scheme)
+    _check_amax(call)
+    if call.masked:
+        _check_mask(call)
+    if call.dbias is not None:
+        _check_dbias(call)
+    if call.grouped or call.args["padded_offs"] is not None:
+        if not call.columnwise or not call.grouped or call.args["padded_offs"] is None:
+            raise ValueError(
+                f"q2::{QUANTIZE} keeps groups of rows apart columnwise: give it offs and "
+                "padded_offs, and set columnwise."
+            )
+        check_groups(QUANTIZE, call.args["offs"], call.args["padded_offs"])
+    return call
 
 
-def fake(x, amax, seed, scheme, stream):
-    spec = checked(x, amax, seed, scheme)
-    return empty_quantized(x, x.shape[0], x.shape[1], spec, get_transform("none"))
+def square_blocks(op: str, scheme: Scheme) -> ValueError:
+    return ValueError(
+        f"q2::{op} takes schemes with one row a block here, got {scheme.name}: blocks of "
+        f"{scheme.block[0]}x{scheme.block[1]} exist to be reused transposed, which a rotation "
+        "along one dimension rules out."
+    )
+
+
+def _check_amax(call: QuantizerCall) -> None:
+    amax = call.args["amax"]
+    if amax is None:
+        return
+    if not call.scheme.takes_amax or call.rotated:
+        why = "after a rotation" if call.rotated else f"with scheme {call.scheme.name}"
+        raise ValueError(f"q2::{QUANTIZE} takes no amax {why}: pass None.")
+    check_scalar(QUANTIZE, "amax", amax)
+
+
+def _check_mask(call: QuantizerCall) -> None:
+    if not call.scheme.masked:
+        having = ", ".join(s.name for s in SCHEMES.values() if s.masked)
+        raise ValueError(
+            f"q2::{QUANTIZE} has a mask for schemes with a trust mask ({having}), got "
+            f"{call.scheme.name!r}: leave out mask."
+        )
+    if call.columnwise or call.draws:
+        raise ValueError(
+            f"q2::{QUANTIZE} has a mask for the forward pass, which is deterministic: rowwise "
+            f"alone, and of a transform that draws no signs; got {call.transform.name!r}."
+        )
+
+
+def _check_dbias(call: QuantizerCall) -> None:
+    if call.dbias not in DBIAS_DTYPES:
+        raise ValueError(
+            f"q2::{QUANTIZE} sums columns to {', '.join(map(str, DBIAS_DTYPES))}, got "
+            f"{call.dbias}: take float32 and convert the sums."
+        )
+    if not call.columnwise or call.grouped:
+        raise ValueError(
+            f"q2::{QUANTIZE} sums columns where it quantizes them, and not in groups: set "
+            "columnwise and leave out offs, or sum x."
+        )
+
+
+def fake(*args: Any) -> list[torch.Tensor]:
+    call = checked(QuantizerCall.of(QUANTIZE, args))
+    x, how = call.x, (call.scheme, call.transform)
+    rows, columns = x.shape
+    made: list[torch.Tensor] = []
+    height = padded_rows(rows, call.args["offs"].shape[0]) if call.grouped else rows
+    for operand in call.operands:
+        size = (columns, height) if operand.columnwise else (rows, columns)
+        made += empty_quantized(x, *size, *how)
+    if call.masked:
+        made.append(x.new_empty((rows, padded(columns, *how) // 8), dtype=torch.uint8))
+    if call.dbias is not None:
+        made.append(x.new_empty((columns,), dtype=call.dbias))
+    return [*made, *empty_statistics(call)]
 
 
 define(
-    "quantize(Tensor x, Tensor? amax, Tensor? seed, str scheme, int stream)"
-    " -> (Tensor, Tensor, Tensor)",
+    "quantize(Tensor x, *, str scheme, str transform='none', bool rowwise, bool columnwise,"
+    " Tensor? amax=None, Tensor? rowwise_seed=None, Tensor? columnwise_seed=None,"
+    " int rng_offset=0, Tensor? offs=None, Tensor? padded_offs=None, bool mask=False,"
+    " ScalarType? dbias=None, bool recorded=False) -> Tensor[]",
     fake=fake,
 )
 
 
-@kernel("quantize", REFERENCE)
-def quantize(
-    x: torch.Tensor,
-    amax: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    scheme: str,
-    stream: int,
-) -> Quantized:
+@kernel(QUANTIZE, REFERENCE, prepare=prepare_recorded(QUANTIZE))
+def quantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""
-    spec = checked(x, amax, seed, scheme)
+    call = checked(QuantizerCall.of(QUANTIZE, args))
+    if call.recorded:
+        return recorded(call)
+    how = call.scheme, call.transform
+    made: list[torch.Tensor] = []
+    for columnwise, seed, _ in call.operands:
+        if columnwise and call.grouped:
+            made += quantized_in_groups(call, call.x, 1.0)
+            continue
+        drawn = seed, call.args["rng_offset"]
+        *parts, mask = rotate_and_quantize(
+            call.x, 1.0, *drawn, *how, columnwise, amax=call.args["amax"]
+        )
+        made += parts
+        if call.masked:
+            assert mask is not None
+            made.append(mask)
+    if call.dbias is not None:
+        made.append(column_sums(call.x, call.dbias))
+    return made
+
+
+def rotate_and_quantize(
+    x: torch.Tensor,
+    factor: float | torch.Tensor,
+    seed: torch.Tensor | None,
+    rng_offset: int,
+    scheme: Scheme,
+    transform: Transform,
+    columnwise: bool,
+    *,
+    shares: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> Parts:
+    """One operand of x * factor, which may be applied late (quantize_tiles.py has shares, too), and
+    the trust mask of a scheme that has one."""
     rows = x.shape[0]
-    if rows % spec.block[0]:
-        x = torch.nn.functional.pad(x, (0, 0, 0, -rows % spec.block[0]))
-    tiling = Tiling.of(x, spec.width, transpose=False)
-    codes, scales, global_scale, _ = quantize_tiles(
-        tiling.cut(x), tiling, spec, amax=amax, seed=seed, stream=stream
+    if rows % scheme.block[0]:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -rows % scheme.block[0]))
+    tiling = Tiling.of(x, max(scheme.width, transform.size), transpose=columnwise)
+    tiles = rotate_tiles(tiling.cut(x), transform, seed)
+    codes, scales, global_scale, mask = quantize_tiles(
+        tiles,
+        tiling,
+        scheme,
+        factor=factor * transform.norm,
+        amax=amax,
+        seed=seed,
+        stream=rng_offset,
+        shares=shares,
     )
-    return codes[:rows], scales, global_scale
+    return codes if scheme.block[0] == 1 else codes[:rows], scales, global_scale, mask
+
+
+def quantized_in_groups(
+    call: QuantizerCall, x: torch.Tensor, factor: float | torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """x * factor columnwise, in the groups of a call."""
+    how, padded_offs = (call.scheme, call.transform), call.args["padded_offs"]
+    laid, shares = lay_out(x, call.args["offs"], padded_offs, spread=spreads(*how))
+    drawn = call.args["columnwise_seed"], call.args["rng_offset"]
+    codes, scales, global_scale, _ = rotate_and_quantize(
+        laid, factor, *drawn, *how, True, shares=shares
+    )
+    return clear_tail(codes, padded_offs), scales, global_scale

@@ -1,53 +1,122 @@
-"""q2::requantize: a saved operand, quantised again along its other dimension, for a GEMM of the
+"""q2::requantize: a saved operand, quantized again along its other dimension, for a GEMM of the
 backward pass.
 
-    requantize(codes [T, Kp/2], scales, global_scale, seed?, source_scheme, scheme, transform, rows,
-    stream)
-        -> codes uint8 [rows, Tp/2], scales, global_scale fp32 0-dim
+    requantize(source [T, Kp/2], scales, global_scale, *, source_scheme, scheme, transform, rows,
+               columnwise_seed=None, rng_offset=0, offs=None, padded_offs=None, by_scales=False,
+               recorded=False) -> Tensor[]
 
-Dequantises, drops the padding of the source ([:, :rows]), transposes, rotates and quantises along
-the source's rows T: nothing of the source need exist in more than 4 bits outside the op.
+Outputs: codes uint8 [rows, Tp/2], scales, global_scale fp32 0-dim; and, recorded, their statistics.
+
+Dequantizes the source's codes, drops their padding ([:, :rows]), and quantizes that columnwise, as
+q2::quantize does, in groups as well: nothing of the source need exist in more than 4 bits outside
+the op.
+
+by_scales: the source is not codes but the matrix [T, rows] that they were made of. It is rounded to
+the codes that source_scheme gives it under these scales, so nobody need save the codes, or search
+for the scales again. The bits are those of requantize(quantize(x)) but for blocks whose scale is
+2^-6 or less, where e4m3's subnormals begin: codes were rounded before such a scale was, and here
+afterwards (numerics/scaled_codes.py).
 """
+
+from typing import Any
 
 import torch
 
+from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import empty_quantized
-from q2compile.runtime_kernels.numerics.quantize_tiles import Quantized
-from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.ops.rht_quantize import checked, rotate_and_quantize
+from q2compile.runtime_kernels.numerics.scaled_codes import rounded_to_scales, scaled_codes
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.ops.argument_checks import (
+    check_groups,
+    check_operand,
+    check_quantized,
+    check_scales,
+    check_seed,
+)
+from q2compile.runtime_kernels.ops.quantize import (
+    quantized_in_groups,
+    rotate_and_quantize,
+    square_blocks,
+)
+from q2compile.runtime_kernels.ops.recorded import empty_statistics, prepare_recorded, recorded
+from q2compile.runtime_kernels.ops.table import REQUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
-def fake(codes, scales, global_scale, seed, source_scheme, scheme, transform, rows, stream):
-    check_quantized("requantize", codes, scales, global_scale)
-    spec, rotation = checked("requantize", seed, scheme, transform)
-    return empty_quantized(codes, rows, codes.shape[0], spec, rotation)
+def rounds_by_scales(scheme: Scheme) -> bool:
+    """Whether the codes of a scheme follow from its scales: to the nearest, in blocks of one row,
+    with a power of two as global scale, so that a scale is what the codes were rounded with."""
+    plain = scheme.format == "nvfp4" and scheme.rounding == "rtn" and not scheme.widened
+    return plain and scheme.global_scale == "pow2" and scheme.block[0] == 1
+
+
+def checked(call: QuantizerCall) -> QuantizerCall:
+    """The call, once its arguments are checked.
+
+    Raises:
+        ValueError: what is given is no quantized matrix, or by scales no matrix and its scales;
+            a scheme or the transform is unknown; the seed is missing.
+    """
+    source, scales, global_scale = (call.args[name] for name in call.spec.source)
+    if call.by_scales:
+        check_operand(REQUANTIZE, source)
+        check_scales(REQUANTIZE, scales, global_scale)
+        _check_by_scales(call)
+    else:
+        check_quantized(REQUANTIZE, source, scales, global_scale)
+    check_seed(REQUANTIZE, call.args["columnwise_seed"], call.scheme, call.transform)
+    if call.scheme.block[0] != 1:
+        raise square_blocks(REQUANTIZE, call.scheme)
+    if call.grouped:
+        check_groups(REQUANTIZE, call.args["offs"], call.args["padded_offs"])
+    return call
+
+
+def _check_by_scales(call: QuantizerCall) -> None:
+    source = call.source_scheme
+    if source is None or not rounds_by_scales(source):
+        raise ValueError(
+            f"q2::{REQUANTIZE} by scales takes a source in an nvfp4 scheme that rounds to the "
+            "nearest in blocks of one row, with a power of two as global scale, got "
+            f"{call.args['source_scheme']}: give it the codes."
+        )
+    if call.grouped:
+        raise ValueError(f"q2::{REQUANTIZE} in groups takes codes: leave out by_scales.")
+
+
+def fake(*args: Any) -> list[torch.Tensor]:
+    call = checked(QuantizerCall.of(REQUANTIZE, args))
+    height = call.x.shape[0]
+    if call.grouped:
+        height = padded_rows(height, call.args["offs"].shape[0])
+    made = empty_quantized(call.x, call.args["rows"], height, call.scheme, call.transform)
+    return [*made, *empty_statistics(call)]
 
 
 define(
-    "requantize(Tensor codes, Tensor scales, Tensor global_scale, Tensor? seed,"
-    " str source_scheme, str scheme, str transform, SymInt rows, int stream)"
-    " -> (Tensor, Tensor, Tensor)",
+    "requantize(Tensor source, Tensor scales, Tensor global_scale, *, str source_scheme,"
+    " str scheme, str transform, SymInt rows, Tensor? columnwise_seed=None, int rng_offset=0,"
+    " Tensor? offs=None, Tensor? padded_offs=None, bool by_scales=False, bool recorded=False)"
+    " -> Tensor[]",
     fake=fake,
 )
 
 
-@kernel("requantize", REFERENCE)
-def requantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    seed: torch.Tensor | None,
-    source_scheme: str,
-    scheme: str,
-    transform: str,
-    rows: int,
-    stream: int,
-) -> Quantized:
+@kernel(REQUANTIZE, REFERENCE, prepare=prepare_recorded(REQUANTIZE))
+def requantize(*args: Any) -> list[torch.Tensor]:
     """The reference: see the top of this file."""
-    check_quantized("requantize", codes, scales, global_scale)
-    spec, rotation = checked("requantize", seed, scheme, transform)
-    source = scaled_codes(codes, scales, get_scheme(source_scheme))[:, :rows]
-    return rotate_and_quantize(source, global_scale, seed, spec, rotation, True, stream)
+    call = checked(QuantizerCall.of(REQUANTIZE, args))
+    if call.recorded:
+        return recorded(call)
+    source, scales, global_scale = (call.args[name] for name in call.spec.source)
+    scheme = call.source_scheme
+    assert scheme is not None
+    if call.by_scales:
+        x = rounded_to_scales(source, scales, global_scale, scheme)
+    else:
+        x = scaled_codes(source, scales, scheme)[:, : call.args["rows"]]
+    if call.grouped:
+        return list(quantized_in_groups(call, x, global_scale))
+    drawn = call.args["columnwise_seed"], call.args["rng_offset"]
+    parts = rotate_and_quantize(x, global_scale, *drawn, call.scheme, call.transform, True)
+    return [part for part in parts[:3] if part is not None]

@@ -113,7 +113,7 @@ def test_passes_run_over_inner_graphs(inner, tmp_path, fresh_compiler):
     after = (tmp_path / "graph_0" / "4_after_passes_backward.txt").read_text()
     assert before.count("q2.seed(") == 6  # dgrad's and wgrad's, of three linears
     assert "q2.seed(" not in after
-    assert after.count("q2.rht_quantize_both(") == 3
+    assert after.count("q2.quantize(") == 3
 
 
 def test_scan_without_a_backward():

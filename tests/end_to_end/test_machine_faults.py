@@ -19,8 +19,9 @@ from q2compile import explain
 from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import nvrtc
+from tests.support import quantizer_calls
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -92,11 +93,11 @@ def test_without_triton_and_nvrtc_a_cpu_trains_the_same():
 
 
 def rht_arguments():
-    """Of q2::rht_quantize on a GPU that is not there."""
+    """Of q2::quantize, rotated, on a GPU that is not there."""
     with FakeTensorMode():
         x = torch.empty(32, 64, device="cuda:0", dtype=torch.bfloat16)
         seed = torch.empty((), device="cuda:0", dtype=torch.int64)
-    return x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0
+    return quantizer_calls.one(x, seed, "nvfp4_ms_eden_pow2", "rht128", False).positional
 
 
 def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
@@ -104,10 +105,10 @@ def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
     arguments = rht_arguments()
     with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs on cuda:0") as said:
         for _ in range(2):
-            assert registry.serving("rht_quantize", arguments).name == "reference"
+            assert registry.serving("quantize", arguments).name == "reference"
     assert len(texts(said, RuntimeWarning)) == 1
     with pytest.raises(ValueError, match="capability 8.0 and higher, not for 7.5"):
-        registry.select("rht_quantize", arguments, "cuda")
+        registry.select("quantize", arguments, "cuda")
 
 
 @pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
@@ -117,9 +118,11 @@ def test_a_kernel_is_checked_once(gpu, monkeypatch, capability, wrong):
     gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what) or wrong)
     arguments = rht_arguments()
-    served = {registry.serving("rht_quantize", arguments).name for _ in range(2)}
+    served = {registry.serving("quantize", arguments).name for _ in range(2)}
     assert served == {"cuda" if wrong is None else "reference"}
-    assert checks == [("rht_quantize", "cuda", torch.device("cuda", 0), "nvfp4_ms_eden_pow2")]
+    variant = checked_cases.COLUMNWISE._replace(rowwise=True, columnwise=False)
+    what = "nvfp4_ms_eden_pow2", variant
+    assert checks == [("quantize", "cuda", torch.device("cuda", 0), *what)]
 
 
 def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, monkeypatch):
@@ -131,10 +134,10 @@ def test_a_gpu_without_nvrtc_runs_the_reference_and_says_what_to_install(gpu, mo
     arguments = rht_arguments()
     try:
         with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs"):
-            assert registry.serving("rht_quantize", arguments).name == "reference"
-        assert registry.serving("rht_quantize", arguments).name == "reference"
+            assert registry.serving("quantize", arguments).name == "reference"
+        assert registry.serving("quantize", arguments).name == "reference"
         with pytest.raises(ValueError, match="pip install cuda-bindings nvidia-cuda-nvrtc"):
-            registry.select("rht_quantize", arguments, "cuda")
+            registry.select("quantize", arguments, "cuda")
     finally:
         version.cache_clear()
 
@@ -209,6 +212,8 @@ def meet(*arguments):  # neither finds the other's file
     return started(*arguments)
 nvrtc.compile_variant = meet
 import hashlib
+from tests.support import quantizer_calls
+from q2compile.runtime_kernels.cuda import checked_cases
 print(hashlib.sha256(nvrtc.cubin(variant, "sm_90a")).hexdigest())
 """
 

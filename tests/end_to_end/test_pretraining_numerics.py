@@ -56,13 +56,11 @@ def test_the_oracle_runs_references_where_there_are_kernels() -> None:
 
     def spy(*args: object) -> object:
         called.append(args)
-        return registry.select("rht_quantize", args, registry.REFERENCE)(*args)
+        return registry.select("quantize", args, registry.REFERENCE)(*args)
 
-    ordinary = registry.kernels("rht_quantize")
-    first = registry.Kernel(
-        "rht_quantize", "spy", "cpu", spy, lambda *args: None, lambda *args: None
-    )
-    candidates = registry._KERNELS["rht_quantize"]
+    ordinary = registry.kernels("quantize")
+    first = registry.Kernel("quantize", "spy", "cpu", spy, lambda *args: None, lambda *args: None)
+    candidates = registry._KERNELS["quantize"]
     candidates.insert(0, first)
     try:
         model = nn.Sequential(nn.Linear(64, 32))
@@ -75,7 +73,7 @@ def test_the_oracle_runs_references_where_there_are_kernels() -> None:
     finally:
         candidates.remove(first)
     assert outside > 0 and len(called) == outside
-    assert registry.kernels("rht_quantize") == ordinary
+    assert registry.kernels("quantize") == ordinary
 
 
 def test_an_oracle_run_is_the_compiled_one_but_for_bf16_and_coins(tmp_path: Path) -> None:

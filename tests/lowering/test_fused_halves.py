@@ -13,6 +13,7 @@ import torch
 from q2compile.lowering import fusion_rule
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
+from tests.support import quantizer_calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
 from tests.support.producers import BF16, normal
@@ -50,9 +51,8 @@ def halves(dh: torch.Tensor, both: torch.Tensor) -> list[torch.Tensor]:
 def quantised(function: Callable, scheme: str = EDEN) -> Callable:
     def experts(seeds, ends, padded, dh, both, tail):
         x = function(dh, both, tail)
-        return q2.rht_quantize_groups_both(
-            *(x, ends, padded, seeds[0], seeds[1], scheme, "rht128", 3)
-        )
+        groups = {"offs": ends, "padded_offs": padded}
+        return quantizer_calls.quantized_both(x, seeds[0], seeds[1], scheme, "rht128", 3, **groups)
 
     return experts
 
@@ -70,7 +70,7 @@ def of_the_same_operand(done: Fused, args: list[torch.Tensor], scheme: str) -> t
     """What two kernels make, of the numbers that the one computes."""
     ((producer, given),) = done.calls
     x = torch.cat(made_by(producer, given), 1)
-    return q2.rht_quantize_groups_both(x, *args[1:3], *SEEDS, scheme, "rht128", 3)
+    return quantizer_calls.grouped_both(x, *args[1:3], *SEEDS, scheme, "rht128", 3)()
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -110,12 +110,14 @@ def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
     ((producer, given),) = done.calls
     dh, both = given[:2]
     shifted = torch.empty(dh.numel() + 1, dtype=BF16)[1:].view(dh.shape).copy_(dh)
-    call = (..., ..., ..., ..., EDEN, "rht128", 3), (1,) * 6
+    names = ("rowwise_seed", "columnwise_seed", "offs", "padded_offs")
+    how = {"scheme": EDEN, "transform": "rht128", "rowwise": True, "columnwise": True}
+    call = {**how, "rng_offset": 3, **dict.fromkeys(names, ...)}, (1,) * 6
     outputs = [torch.empty_like(t) for t in done.results]
-    site = FusedSite("rht_quantize_groups_both", producer, [call])
-    site(shifted, both, *args[1:3], *SEEDS, *outputs)
+    site = FusedSite(producer, [call])
+    site(shifted, both, *SEEDS, *args[1:3], *outputs)
     by_torch = producer.evaluate((dh, both))
-    want = q2.rht_quantize_groups_both(*by_torch, *args[1:3], *SEEDS, EDEN, "rht128", 3)
+    want = quantizer_calls.grouped_both(*by_torch, *args[1:3], *SEEDS, EDEN, "rht128", 3)()
     assert_same_bits(outputs, want)
 
 
@@ -157,7 +159,18 @@ def test_what_is_not_fused_and_why(function, why, monkeypatch) -> None:
 def test_a_half_with_another_reader_is_written(monkeypatch) -> None:
     def experts(seeds, ends, padded, dh, both, tail):
         x, dg = with_another_reader(dh, both, tail)
-        made = q2.rht_quantize_groups_both(x, ends, padded, seeds[0], seeds[1], EDEN, "rht128", 3)
+        made = q2.quantize(
+            x,
+            scheme=EDEN,
+            transform="rht128",
+            rowwise=True,
+            columnwise=True,
+            offs=ends,
+            padded_offs=padded,
+            rowwise_seed=seeds[0],
+            columnwise_seed=seeds[1],
+            rng_offset=3,
+        )
         return (*made, dg * 2)
 
     done = run_fused(monkeypatch, experts, *operands("whole tiles"))
@@ -194,8 +207,8 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> N
     monkeypatch.setattr(
         fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
     )
-    args = (..., ..., ..., ..., EDEN, "rht128", 0)
-    check = "rht_quantize_groups_both", torch.device("cpu"), args, 2
+    _, keywords = quantizer_calls.grouped_both(None, *4 * [...], EDEN, "rht128").written()
+    check = torch.device("cpu"), keywords, 2
     assert fused.disagreement(*check) is None
     text = producer_source.cuda_source(fused.representative(2, True))
     wrong = text.replace(" + v1)", " - v1)")

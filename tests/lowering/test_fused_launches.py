@@ -20,6 +20,8 @@ from q2compile.runtime_kernels.cuda.quantize.producer import Producer, arguments
 from q2compile.runtime_kernels.cuda.quantize.producer_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
+from tests.support import quantizer_calls
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
 from tests.support.producers import (
@@ -33,6 +35,7 @@ from tests.support.producers import (
     residual,
     silu_mul,
 )
+from tests.support.quantizer_calls import quantized_both
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -40,14 +43,15 @@ pytestmark = [
 ]
 EDEN = "nvfp4_ms_eden_pow2"
 SEEDS = torch.tensor([11, 12])
-RHT_BOTH = torch.ops.q2.rht_quantize_both
 WHY_NOT = fusion_rule.why_not
+
+
 INF, NAN = float("inf"), float("nan")
 
 
 def quantised(function: Callable, scheme: str = EDEN, transform: str = "rht128") -> Callable:
     def both(seeds, *operands):
-        return RHT_BOTH(function(*operands), seeds[0], seeds[1], scheme, transform, 3)
+        return quantized_both(function(*operands), seeds[0], seeds[1], scheme, transform, 3)
 
     return both
 
@@ -60,7 +64,7 @@ def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
     ((producer, given),) = done.calls
     assert "fused with" in done.notes[0] and "triton_" not in done.source.partition("def call")[2]
     (x,) = made_by(producer, given)
-    assert_same_bits(done.results, RHT_BOTH(x, *SEEDS, EDEN, "rht128", 3))
+    assert_same_bits(done.results, quantized_both(x, *SEEDS, EDEN, "rht128", 3))
     (by_torch,) = producer.evaluate(given[: len(producer.inputs)])
     by_eager = function(*operands)
     if exact:
@@ -102,11 +106,18 @@ def test_what_no_result_comes_from_is_left_out(monkeypatch) -> None:
 
 def test_quest_of_the_forward(monkeypatch) -> None:
     def function(g, u):
-        return torch.ops.q2.quantize_masked(silu_mul(g, u), "mxfp4_quest", "h32")
+        return torch.ops.q2.quantize(
+            silu_mul(g, u),
+            scheme="mxfp4_quest",
+            transform="h32",
+            rowwise=True,
+            columnwise=False,
+            mask=True,
+        )
 
     done = run_fused(monkeypatch, function, *matrices(2))
     ((producer, given),) = done.calls
-    want = torch.ops.q2.quantize_masked(*made_by(producer, given), "mxfp4_quest", "h32")
+    want = quantizer_calls.masked(*made_by(producer, given), "mxfp4_quest", "h32")()
     assert_same_bits(done.results, want)
 
 
@@ -133,7 +144,16 @@ def test_schemes_and_types(scheme, transform, dtype, monkeypatch) -> None:
 @pytest.mark.parametrize("transpose", [False, True])
 def test_one_direction(transpose, monkeypatch) -> None:
     def function(seeds, a, b):
-        return torch.ops.q2.rht_quantize(a * b, seeds[1], "nvfp4_pow2", "rht16", transpose, 3)
+        return torch.ops.q2.quantize(
+            a * b,
+            scheme="nvfp4_pow2",
+            transform="rht16",
+            rowwise=not transpose,
+            columnwise=transpose,
+            rng_offset=3,
+            rowwise_seed=seeds[1],
+            columnwise_seed=seeds[1],
+        )
 
     operands = matrices(2, FP32)
     done = run_fused(monkeypatch, function, SEEDS, *operands)
@@ -221,12 +241,12 @@ def test_any_number_of_rows(monkeypatch) -> None:
 
 def two_readers(seeds, a, b):
     x = a + b
-    return RHT_BOTH(x, seeds[0], seeds[1], EDEN, "rht128", 3), x.sum(0)
+    return quantized_both(x, seeds[0], seeds[1], EDEN, "rht128", 3), x.sum(0)
 
 
 def summed(seeds, a, b):
-    op = torch.ops.q2.rht_quantize_both_summed
-    return op(a + b, seeds[0], seeds[1], EDEN, "rht128", 3, torch.bfloat16)
+    how = EDEN, "rht128", 3
+    return quantized_both(a + b, seeds[0], seeds[1], *how, dbias=torch.bfloat16)
 
 
 NOT_FUSED = {
@@ -283,8 +303,8 @@ def gated(scheme: str = EDEN) -> Callable:
 
     def pair(seeds, dh, g, u):
         dg = torch.ops.aten.silu_backward(dh * u, g)
-        first = RHT_BOTH(dg, seeds[0], seeds[1], scheme, "rht128", 3)
-        second = RHT_BOTH(silu_mul(g, dh), seeds[1], seeds[0], scheme, "rht128", 5)
+        first = quantized_both(dg, seeds[0], seeds[1], scheme, "rht128", 3)
+        second = quantized_both(silu_mul(g, dh), seeds[1], seeds[0], scheme, "rht128", 5)
         return [*first, *second]
 
     return pair
@@ -305,8 +325,8 @@ def test_two_operands_of_one_read_are_one_kernel(scheme, dtype, monkeypatch) -> 
     names = [step[0] for step in producer.steps]
     assert names.count("load") == 3 and len(names) == 11  # as GATED of test_fused_static.py
     dg, du = made_by(producer, given)
-    one = RHT_BOTH(dg, *SEEDS, scheme, "rht128", 3)
-    two = RHT_BOTH(du, *SEEDS.flip(0), scheme, "rht128", 5)
+    one = quantized_both(dg, *SEEDS, scheme, "rht128", 3)
+    two = quantized_both(du, *SEEDS.flip(0), scheme, "rht128", 5)
     assert_same_bits(done.results, [*one, *two])
     first, second = done.notes
     assert "fused with" in first and ", in one kernel with " in second
@@ -319,8 +339,8 @@ def test_two_launches_make_what_four_made(monkeypatch) -> None:
     """One quantises in all four directions, one makes what waits for the largest of each."""
     operands = matrices(3)
     done = run_fused(monkeypatch, gated(), SEEDS, *operands)
-    args = [SEEDS[0], SEEDS[1], EDEN, "rht128", 3]
-    call = fused.fused_call("rht_quantize_both", done.calls[0][0], operands, (), [args, args])
+    _, keywords = calls.both(None, *SEEDS, EDEN, "rht128", 3).written()
+    call = fused.fused_call(done.calls[0][0], operands, (), [keywords, keywords])
     rotate, align = call.steps
     assert rotate.launch.variant.file == "rotate_quantize.cu"
     assert (align.launch.variant.file, align.grid[1]) == ("align_scales.cu", 4)
@@ -328,19 +348,19 @@ def test_two_launches_make_what_four_made(monkeypatch) -> None:
 
 def of_other_scheme(seeds, dh, g, u):
     dg = torch.ops.aten.silu_backward(dh * u, g)
-    first = RHT_BOTH(dg, *seeds, EDEN, "rht128", 3)
-    return [*first, *RHT_BOTH(silu_mul(g, dh), *seeds, "nvfp4_sr_pow2", "rht128", 3)]
+    first = quantized_both(dg, *seeds, EDEN, "rht128", 3)
+    return [*first, *quantized_both(silu_mul(g, dh), *seeds, "nvfp4_sr_pow2", "rht128", 3)]
 
 
 def of_each_other(seeds, dh, g, u):
     """The second is made from what the first one's codes say."""
-    first = RHT_BOTH(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
-    return [*first, *RHT_BOTH(silu_mul(g, dh) * u * first[2], *seeds, EDEN, "rht128", 3)]
+    first = quantized_both(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
+    return [*first, *quantized_both(silu_mul(g, dh) * u * first[2], *seeds, EDEN, "rht128", 3)]
 
 
 def of_other_rows(seeds, dh, g, u):
-    first = RHT_BOTH(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
-    return [*first, *RHT_BOTH((silu_mul(g, dh) * u)[:64] * 2, *seeds, EDEN, "rht128", 3)]
+    first = quantized_both(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
+    return [*first, *quantized_both((silu_mul(g, dh) * u)[:64] * 2, *seeds, EDEN, "rht128", 3)]
 
 
 @pytest.mark.parametrize("function", [of_other_scheme, of_each_other, of_other_rows])
@@ -369,7 +389,7 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
         return "" if len(producer.results) > 1 else None
 
     def alone(seeds, dh, g, u):
-        return RHT_BOTH(silu_mul(g, dh), *seeds, EDEN, "rht128", 3)
+        return quantized_both(silu_mul(g, dh), *seeds, EDEN, "rht128", 3)
 
     for function in (gated(), alone):
         monkeypatch.setattr(fusion_rule, "why_not", why_not)
@@ -379,8 +399,8 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
 
 def site_of(done: Fused) -> FusedSite:
     """One like that of generated code."""
-    call = (..., ..., EDEN, "rht128", 3), (1,) * 6
-    return FusedSite("rht_quantize_both", done.calls[0][0], [call])
+    _, keywords = calls.both(None, ..., ..., EDEN, "rht128", 3).written()
+    return FusedSite(done.calls[0][0], [(keywords, (1,) * 6)])
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
@@ -417,7 +437,8 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(operands, monkeyp
     monkeypatch.setattr(
         fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
     )
-    check = ("rht_quantize_both", torch.device("cpu"), (..., ..., EDEN, "rht128", 0), operands)
+    _, keywords = calls.both(None, ..., ..., EDEN, "rht128").written()
+    check = torch.device("cpu"), keywords, operands
     assert fused.disagreement(*check) is None
     text = producer_source.cuda_source(fused.representative(operands))
     assert text.count(" + v1)") == 1

@@ -16,11 +16,13 @@ from q2compile.lowering import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.torch_internals.patches import patched
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits
 from tests.support.producers import PRODUCERS, ROWS, matrices, silu_mul
+from tests.support.quantizer_calls import quantized_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
-EDEN, RHT_BOTH = "nvfp4_ms_eden_pow2", torch.ops.q2.rht_quantize_both
+EDEN = "nvfp4_ms_eden_pow2"
 SCHEMES = [
     *((EDEN, "rht128"), (EDEN + "@bf16", "rht128"), (EDEN + "@32x4x4", "rht128")),
     *(("nvfp4_sr_pow2", "rht128"), ("nvfp4_sr", "rht128"), ("nvfp4_sr_pow2", "rht16")),
@@ -28,32 +30,32 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.parametrize("op", ["rht_quantize_both", "rht_quantize"])
+@pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize(("scheme", "transform"), SCHEMES)
-def test_small_ones_agree_with_the_reference(op, scheme, transform) -> None:
+def test_small_ones_agree_with_the_reference(both, scheme, transform) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    both = op == "rht_quantize_both"
-    cases = [(..., ..., scheme, transform, 0)]
+    cases = [calls.both(None, ..., ..., scheme, transform)]
     if not both:
-        cases = [(..., scheme, transform, transpose, 1) for transpose in (False, True)]
-    for args in cases:
-        assert fused.disagreement(op, device, args) is None
+        cases = [calls.one(None, ..., scheme, transform, c, 1) for c in (False, True)]
+    for _, keywords in (case.written() for case in cases):
+        assert fused.disagreement(device, keywords) is None
         pair = fused.representative(2)
-        if fused.no_pair(op, pair, args, device.index) is None:
-            assert fused.disagreement(op, device, args, 2) is None
+        if fused.no_pair(pair, keywords, device.index) is None:
+            assert fused.disagreement(device, keywords, 2) is None
 
 
 @pytest.mark.parametrize("scheme", [EDEN, EDEN + "@bf16", EDEN + "@32x4x4", "nvfp4_sr_pow2"])
 def test_halves_of_groups_agree_with_the_reference(scheme) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    op, args = "rht_quantize_groups_both", (..., ..., ..., ..., scheme, "rht128", 0)
-    if fused.no_pair(op, fused.representative(2, True), args, device.index) is None:
-        assert fused.disagreement(op, device, args, 2) is None
+    _, keywords = calls.grouped_both(None, ..., ..., ..., ..., scheme, "rht128").written()
+    if fused.no_pair(fused.representative(2, True), keywords, device.index) is None:
+        assert fused.disagreement(device, keywords, 2) is None
 
 
 def test_quest_agrees_with_the_reference() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert fused.disagreement("quantize_masked", device, ("mxfp4_quest", "h32")) is None
+    _, keywords = calls.masked(None, "mxfp4_quest", "h32").written()
+    assert fused.disagreement(device, keywords) is None
 
 
 def compiled(monkeypatch, function: Callable, *args: Any, fuse: bool, **how: Any) -> Callable:
@@ -92,11 +94,11 @@ def test_two_operands_of_one_read(monkeypatch) -> None:
 
     def pair(seeds, dh, g, u):
         dg = torch.ops.aten.silu_backward(dh * u, g)
-        first = RHT_BOTH(dg, seeds[0], seeds[1], EDEN, "rht128", 3)
-        return [*first, *RHT_BOTH(silu_mul(g, dh), seeds[1], seeds[0], EDEN, "rht128", 5)]
+        first = quantized_both(dg, seeds[0], seeds[1], EDEN, "rht128", 3)
+        return [*first, *quantized_both(silu_mul(g, dh), seeds[1], seeds[0], EDEN, "rht128", 5)]
 
-    calls = [compiled(monkeypatch, pair, seeds, *args, fuse=fuse) for fuse in (True, False)]
-    results = [call(seeds, *args) for call in calls]
+    steps = [compiled(monkeypatch, pair, seeds, *args, fuse=fuse) for fuse in (True, False)]
+    results = [step(seeds, *args) for step in steps]
     assert len(results[0]) == 12
     assert_nearly_the_same(results)
 
@@ -110,7 +112,7 @@ def test_producers(name, monkeypatch) -> None:
     args = [a.to(device) for a in operands()]
 
     def both(seeds, *operands):
-        return RHT_BOTH(function(*operands), seeds[0], seeds[1], EDEN, "rht128", 3)
+        return quantized_both(function(*operands), seeds[0], seeds[1], EDEN, "rht128", 3)
 
     results = [
         compiled(monkeypatch, both, seeds, *args, fuse=fuse, emulate_precision_casts=True)(

@@ -200,9 +200,9 @@ def test_products_where_launches_fail(request, monkeypatch, capability) -> None:
 def test_of_what_gemms_of_bf16_do_not_read_there_are_no_buffers(pretended) -> None:
     step_of("quartet2")(rows(100))
     forward, backward = pretended
-    of_sites = re.findall(r"q2_Site\('(\w+)', .*?, \(([01, ]+),\), fixed=True\)", backward)
+    of_sites = re.findall(r"q2_Site\('(\w+)', .*?, \(([01, ]+),\), fixed=True", backward)
     assert of_sites == [
-        ("rht_quantize_both", "1, 0, 0, 1, 0, 0"),
+        ("quantize", "1, 0, 0, 1, 0, 0"),
         ("requantize", "1, 0, 0"),
         ("requantize", "1, 0, 0"),
     ]
@@ -249,7 +249,7 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) 
         got = step(rows(100))
     assert all(map(torch.equal, got, want))
     said = set(re.findall(r"of q2::(\w+) is", " ".join(texts(caught, KernelWarning))))
-    assert said == {"quantize", "rht_quantize_both", "requantize"}
+    assert said == {"quantize", "requantize"}
     tried = len(refused)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -309,9 +309,10 @@ def test_a_site_where_another_kernel_serves() -> None:
     x, seed = rows(100), torch.tensor([5, 7])
     from q2compile.runtime_kernels.cuda.site import View
 
-    args = (..., View((), (), 1), "nvfp4_sr_pow2", "rht16", False, 0)
-    site = Site("rht_quantize", args, (1, 0, 1), fixed=True)
-    want = torch.ops.q2.rht_quantize(x, seed[1], "nvfp4_sr_pow2", "rht16", False, 0)
+    how = {"scheme": "nvfp4_sr_pow2", "transform": "rht16", "rowwise": True, "columnwise": False}
+    second = View((), (), 1)
+    site = Site("quantize", (...,), (1, 0, 1), fixed=True, **how, rowwise_seed=second)
+    want = torch.ops.q2.quantize(x, **how, rowwise_seed=seed[1])
     codes, unit = torch.empty_like(want[0]), torch.empty(1)
     site(x, seed, codes, unit)
     assert torch.equal(codes, want[0]) and unit == want[2]
@@ -324,14 +325,16 @@ def test_profiles_name_the_ops(request) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(rows(100))
     names = {event.key for event in profile.key_averages()}
-    backward = "q2::rht_quantize_both + q2::requantize + q2::requantize"
+    backward = "q2::quantize + q2::requantize + q2::requantize"
     forward = {"q2::quantize + q2::quantize", "q2::dequantize + q2::dequantize"}
     assert {*forward, backward} <= names
 
 
 def of_one_x(x, *weights):
     """q, k and v."""
-    a, *others = (torch.ops.q2.quantize(m, None, None, RTN, 0) for m in (x, *weights))
+    a, *others = (
+        torch.ops.q2.quantize(m, scheme=RTN, rowwise=True, columnwise=False) for m in (x, *weights)
+    )
     return [torch.ops.q2.gemm(*a, *b, None, RTN, RTN, torch.bfloat16) for b in others]
 
 
@@ -350,8 +353,8 @@ def test_statistics_are_taken_of_what_is_written(pretended) -> None:
     """A recorded operand by Inductor's loops, whose scales would wait for the next quantiser."""
 
     def recorded(x):
-        op = torch.ops.q2.quantize_recorded
-        return op(x.sigmoid() * x, None, None, "nvfp4_46_pow2", 0)
+        how = {"scheme": "nvfp4_46_pow2", "rowwise": True, "columnwise": False}
+        return torch.ops.q2.quantize(x.sigmoid() * x, **how, recorded=True)
 
     torch.compile(recorded)(rows(48))
     (source,) = pretended
@@ -368,8 +371,8 @@ def mixed_operands() -> list[torch.Tensor]:
     a, b = rows(100), rows(48, seed=1)
     q2 = torch.ops.q2
     return [
-        *q2.quantize(a, None, None, "mxfp4_rtn", 0),
-        *q2.rht_quantize(b, None, "mxfp4_rtn34", "none", False, 0),
+        *q2.quantize(a, scheme="mxfp4_rtn", rowwise=True, columnwise=False),
+        *q2.quantize(b, scheme="mxfp4_rtn34", rowwise=True, columnwise=False),
     ]
 
 
@@ -403,9 +406,16 @@ def test_every_op_that_reads_an_operand_has_a_lowering() -> None:
     process on: what other loops read of them is rounded then."""
     lowering.register()
     for name in registry.ops():
-        if name.partition("_recorded")[0] in (
-            *("quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"),
-            *("masked_unrotate", "dequantize", "split_scales", "gemm", "transpose"),
+        if name in (
+            *(
+                "quantize",
+                "requantize",
+                "masked_unrotate",
+                "dequantize",
+                "split_scales",
+                "gemm",
+                "transpose",
+            ),
             "gemm_masked_unrotate",
         ):
             assert getattr(torch.ops.q2, name).default in lowerings, name

@@ -25,7 +25,7 @@ FOUR_SIX = "nvfp4_46_pow2"
 
 def quantize(x: torch.Tensor, scheme: str = FOUR_SIX) -> tuple[torch.Tensor, ...]:
     amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-    return torch.ops.q2.quantize(x, amax, None, scheme, 0)
+    return torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
 
 
 def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,8 +90,19 @@ def test_the_reference_s_bits(scheme, shape, monkeypatch) -> None:
 
 def rotated(x, seed, scheme: str, transform: str, transpose: bool) -> tuple[torch.Tensor, ...]:
     if transform != "none":
-        return torch.ops.q2.rht_quantize(x, seed, scheme, transform, transpose, 3)
-    return torch.ops.q2.quantize(x, None, seed, scheme, 3)
+        return torch.ops.q2.quantize(
+            x,
+            scheme=scheme,
+            transform=transform,
+            rowwise=not transpose,
+            columnwise=transpose,
+            rng_offset=3,
+            rowwise_seed=seed,
+            columnwise_seed=seed,
+        )
+    return torch.ops.q2.quantize(
+        x, scheme=scheme, rowwise=True, columnwise=False, rng_offset=3, rowwise_seed=seed
+    )
 
 
 HELD = [
@@ -115,7 +126,6 @@ def test_the_reference_s_bits_of_rotations_and_coins(
         compiled = torch.compile(rotated)
         got, (code,) = run_and_get_code(compiled, x, seed, scheme, transform, transpose)
     assert "torch.ops.q2.quantize.default(" not in code
-    assert "torch.ops.q2.rht_quantize.default(" not in code
     assert_same_bits(got, rotated(x, seed, scheme, transform, transpose))
     for value in VALUES:
         bad = x.clone()
@@ -127,13 +137,13 @@ def test_the_reference_s_bits_of_rotations_and_coins(
 def test_a_kernel_of_our_own_comes_first(monkeypatch) -> None:
     """Rotations and coins are loops only where nothing but the reference serves."""
     lower_on_cpu(monkeypatch)
-    ours = next(k for k in registry.kernels("rht_quantize") if k.name != registry.REFERENCE)
+    ours = next(k for k in registry.kernels("quantize") if k.name != registry.REFERENCE)
     monkeypatch.setattr("q2compile.lowering.quantize.serving", lambda op, args: ours)
     args = torch.randn(32, 64), torch.tensor(7), "nvfp4_sr_pow2", "rht16", False
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True, cpp_wrapper=False):
         got, (code,) = run_and_get_code(torch.compile(rotated), *args)
-    assert "torch.ops.q2.rht_quantize.default(" in code
+    assert "torch.ops.q2.quantize.default(" in code
     assert_same_bits(got, rotated(*args))
 
 
@@ -269,7 +279,6 @@ def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monke
     with inductor_config.patch(force_disable_caches=True):
         got, (*_, code) = run_and_get_code(torch.compile(rotated), *args)  # self-checks' are first
     assert "torch.ops.q2.quantize.default(" not in code
-    assert "torch.ops.q2.rht_quantize.default(" not in code
     assert_same_bits([t.cpu() for t in got], rotated(x, seed, scheme, transform, transpose))
 
 

@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from q2compile.lowering import selfcheck
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import agreements
+from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor
 from tests.support.emulation.inductor import lower_on_cpu
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 CPU = torch.device("cpu")
 SCHEME = "nvfp4_46_pow2"
+CALL = rowwise_call(SCHEME)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,7 @@ def checks(monkeypatch) -> list[tuple]:
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.ops.q2.quantize(x.relu() * 3, None, None, SCHEME, 0)
+    return torch.ops.q2.quantize(x.relu() * 3, scheme=SCHEME, rowwise=True, columnwise=False)
 
 
 def in_a_new_process(monkeypatch) -> None:
@@ -70,7 +72,9 @@ def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
         want = quantised(x)
     assert all(map(torch.equal, got, want))
     assert "torch.ops.q2.quantize.default(" not in code
-    assert run == [(("quantize", CPU, SCHEME, "none", False), None)]
+    assert [(check[0], check[1].variant, found) for check, found in run] == [
+        (CPU, CALL.variant, None)
+    ]
 
 
 def test_loops_that_differ_are_not_used(monkeypatch) -> None:
@@ -83,14 +87,19 @@ def test_loops_that_differ_are_not_used(monkeypatch) -> None:
 
     monkeypatch.setattr(selfcheck, "_compiled", compiled)
     x = torch.randn(40, 64)
-    with pytest.warns(KernelWarning, match="'inductor' of q2::quantize is given up on cpu") as said:
+    with pytest.warns(
+        KernelWarning, match="'inductor' of q2::quantize rowwise is given up on cpu"
+    ) as said:
         got, code = compiled_code(x)
     (message,) = texts(said, KernelWarning)
     assert "codes differ from the reference" in message
     assert "torch.ops.q2.quantize.default(" in code
     assert all(map(torch.equal, got, quantised(x)))
     (noted,) = registry.given_up()
-    assert "kernel 'inductor' of q2::quantize is given up on cpu: it failed its self-check" in noted
+    assert (
+        "kernel 'inductor' of q2::quantize rowwise is given up on cpu: it failed its self-check"
+        in noted
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,7 @@ def test_whatever_fails_there_is_a_reason_once(monkeypatch, error) -> None:
     monkeypatch.setattr(selfcheck, "_compiled", compiled)
     with pytest.warns(KernelWarning, match=str(error)) as said:
         for _ in range(3):
-            assert str(error) in (selfcheck.refusal("quantize", CPU, SCHEME) or "")
+            assert str(error) in (selfcheck.refusal(CPU, CALL) or "")
     assert len(tried) == len(texts(said, KernelWarning)) == 1
 
 
@@ -125,8 +134,8 @@ def test_want_of_memory_is_no_verdict(monkeypatch) -> None:
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
     with pytest.raises(torch.OutOfMemoryError):
-        selfcheck.refusal("quantize", CPU, SCHEME)
-    assert selfcheck.refusal("quantize", CPU, SCHEME) is None
+        selfcheck.refusal(CPU, CALL)
+    assert selfcheck.refusal(CPU, CALL) is None
 
 
 def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, checks) -> None:
@@ -137,9 +146,9 @@ def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, checks) -> N
             monkeypatch.setattr(agreements, "_versions", lambda: ("99.0", "99.0"))
         if times == 3:
             monkeypatch.setattr(agreements, "_named", lambda device: ("another", 0, 0))
-        assert selfcheck.refusal("quantize", CPU, SCHEME) is None
+        assert selfcheck.refusal(CPU, CALL) is None
         assert len(checks) == times
-    assert selfcheck.refusal("quantize", CPU, "nvfp4_46") is None
+    assert selfcheck.refusal(CPU, rowwise_call("nvfp4_46")) is None
     assert len(checks) == 4
 
 
@@ -149,7 +158,7 @@ def test_that_they_differ_is_found_again(monkeypatch) -> None:
     for _ in range(2):
         in_a_new_process(monkeypatch)
         with pytest.warns(KernelWarning):
-            assert selfcheck.refusal("quantize", CPU, SCHEME)
+            assert selfcheck.refusal(CPU, CALL)
         registry._SAID.clear()
     assert len(run) == 2
 
@@ -157,13 +166,15 @@ def test_that_they_differ_is_found_again(monkeypatch) -> None:
 def test_a_folder_that_cannot_be_written_costs_a_check_a_process(monkeypatch, checks) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
     for _ in range(2):
-        assert selfcheck.refusal("quantize", CPU, SCHEME) is None
+        assert selfcheck.refusal(CPU, CALL) is None
     assert len(checks) == 1
 
 
 def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
     answers = {"nvfp4_46": "1 of 9 codes differ"}
-    monkeypatch.setattr(selfcheck, "disagreement", lambda op, device, s: answers.get(s))
+    monkeypatch.setattr(
+        selfcheck, "disagreement", lambda device, call: answers.get(call.scheme.name)
+    )
     assert doctor._loops(CPU, check=True) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(doctor.LOOPS_CHECKED)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from q2compile.lowering.together import global_scales, waits
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2
 
 aten = torch.ops.aten
@@ -19,11 +20,11 @@ def quantisers(between=None) -> tuple[Builder, fx.Node, fx.Node]:
     """x and w quantised, `between` called between them with the builder, x and its codes."""
     b = Builder()
     x, w = b.placeholder("arg0_1", 32, 64), b.placeholder("arg1_1", 48, 64)
-    first = b.call(q2.quantize.default, x, None, None, SOURCE, 0)
+    first = b.call(calls.plain(x, None, None, SOURCE, 0))
     qx = b.outputs(first)
     if between is not None:
         w = between(b, x, w, qx) or w
-    second = b.call(q2.quantize.default, w, None, None, SOURCE, 0)
+    second = b.call(calls.plain(w, None, None, SOURCE, 0))
     b.done(b.call(q2.gemm.default, *qx, *b.outputs(second), None, SOURCE, SOURCE, torch.bfloat16))
     return b, first, second
 
@@ -72,9 +73,9 @@ def test_none_waits_where_more_stands_between(between) -> None:
 def test_none_waits_for_what_is_quantised_from_it() -> None:
     b = Builder()
     x, seed = b.placeholder("arg0_1", 32, 64), b.placeholder("arg1_1", dtype=torch.int64)
-    first = b.call(q2.quantize.default, x, None, None, SOURCE, 0)
+    first = b.call(calls.plain(x, None, None, SOURCE, 0))
     qx = b.outputs(first)
-    b.done(b.call(q2.requantize.default, *qx, seed, SOURCE, EDEN, "rht128", 64, 1))
+    b.done(b.call(calls.again(*qx, seed, SOURCE, EDEN, "rht128", 64, 1)))
     assert not waits(first)
 
 
@@ -82,7 +83,8 @@ def test_none_waits_for_a_recorded_one() -> None:
     """Its lowering is another."""
     b, first, second = quantisers()
     with b.graph.inserting_before(second):
-        recorded = b.graph.call_function(q2.quantize_recorded.default, second.args)
+        how = {**second.kwargs, "recorded": True}
+        recorded = b.graph.call_function(second.target, second.args, how)
     second.replace_all_uses_with(recorded)
     b.graph.erase_node(second)
     assert not waits(first)
@@ -92,7 +94,7 @@ def test_global_scales_of_both_directions() -> None:
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
     s, t = (b.placeholder(f"seed_{i}", dtype=torch.int64) for i in range(2))
-    both = b.call(q2.rht_quantize_both.default, x, s, t, EDEN, "rht128", 0)
+    both = b.call(calls.both(x, s, t, EDEN, "rht128", 0))
     outputs = [b.call(operator.getitem, both, i) for i in range(6)]
     b.done(*outputs)
     assert global_scales(both) == [(2, outputs[2]), (5, outputs[5])]

@@ -132,12 +132,12 @@ def test_graphs_of_a_block(tmp_path):
     graphs = Graphs(tmp_path)
     assert graphs.ops("1_rewritten") == {"q2.linear": 7}
     assert graphs.ops("2_forward") == {"q2.quantize": 11, "q2.gemm": 7}
-    gemms = {"q2.rht_quantize": 14, "q2.requantize": 14, "q2.gemm": 14}
+    gemms = {"q2.quantize": 14, "q2.requantize": 14, "q2.gemm": 14}
     assert graphs.ops("3_backward") == {**gemms, "q2.seed": 14}
     # dy of each layer is quantised in both directions by one op; q, k and v, gate and up have their
     # own gradients, so all seven pair.
     # And x of q, k, v and of gate, up is rotated once for all their wgrads: 14 - 2 - 1.
-    paired = {"q2.rht_quantize_both": 7, "q2.requantize": 11, "q2.gemm": 14}
+    paired = {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14}
     assert graphs.ops("4_after_passes_backward") == paired
     assert graphs.text("4_after_passes_backward").count("aten.randint.low") == 1
 
@@ -333,28 +333,28 @@ BLOCK_OPS = {
     # recipe: (forward ops, backward ops) of the seven linears of a Block, after the passes
     "quartet2": (
         {"q2.quantize": 11, "q2.gemm": 7},
-        {"q2.rht_quantize_both": 7, "q2.requantize": 11, "q2.gemm": 14},
+        {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14},
     ),
     # w is quantised once and re-used transposed; x is quantised for wgrad in the forward, once for
     # q, k, v and once for gate, up, so backward quantises dy alone: 7 for dgrad, 7 for wgrad.
     "nvfp4": (
-        {"q2.quantize": 11, "q2.rht_quantize": 4, "q2.gemm": 7},
-        {"q2.quantize": 7, "q2.rht_quantize": 7, "q2.transpose": 7, "q2.gemm": 14},
+        {"q2.quantize": 11 + 4, "q2.gemm": 7},
+        {"q2.quantize": 7 + 7, "q2.transpose": 7, "q2.gemm": 14},
     ),
     "quartet": (
-        {"q2.quantize_masked": 11, "q2.gemm": 7},
+        {"q2.quantize": 11, "q2.gemm": 7},
         {
-            "q2.rht_quantize_both": 7,
+            "q2.quantize": 7,
             "q2.requantize": 11,
             "q2.gemm": 14,
             "q2.masked_unrotate": 14,
         },
     ),
     # w and x are quantised afresh
-    "mxfp4": ({}, {"q2.rht_quantize_both": 7, "q2.rht_quantize": 11, "q2.gemm": 14}),
+    "mxfp4": ({}, {"q2.quantize": 7 + 11, "q2.gemm": 14}),
     "tetrajet2": (
         {"q2.quantize": 11, "q2.gemm": 7},
-        {"q2.rht_quantize_both": 7, "q2.requantize": 11, "q2.gemm": 14},
+        {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14},
     ),
 }
 

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from q2compile.report.report import Report
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE, op_of
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.numerics.layout import pack_bits, unpack_bits
+from q2compile.runtime_kernels.ops.table import Variant
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
 from q2compile.tools import doctor
 from tests.support.pretended_gpu import on_gpu
@@ -60,7 +62,7 @@ def candidate() -> Iterator[Callable[..., list]]:
 
 
 def gemm_arguments(scheme="nvfp4_46_pow2"):
-    return selfcheck.ARGUMENTS["gemm"](scheme)
+    return checked_cases.arguments_of("gemm", scheme)
 
 
 def run(op, args):
@@ -244,8 +246,8 @@ def test_a_kernel_that_raises_in_its_self_check_is_refused(gpu, monkeypatch, err
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
     with pytest.warns(KernelWarning) as caught:
-        for op in selfcheck.CHECKED:
-            args = on_gpu(op, selfcheck.CHECKED[op][0])
+        for of, (scheme, *_) in checked_cases.CHECKED.items():
+            op, args = op_of(of), on_gpu(of, scheme)
             assert [registry.serving(op, args).name for _ in range(2)] == [REFERENCE] * 2
             for kernel in registry.kernels(op)[:-1]:
                 with pytest.raises(ValueError, match=r"cannot run q2::.*it failed: .*Error"):
@@ -258,9 +260,10 @@ def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypa
     """After their self-checks, and none of the references."""
     gpu(capability)
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
-    for op, schemes in selfcheck.CHECKED.items():
+    for of, schemes in checked_cases.CHECKED.items():
         for scheme in schemes:
-            served = registry.serving(op, on_gpu(op, scheme)).name
+            op = op_of(of)
+            served = registry.serving(op, on_gpu(of, scheme)).name
             want = {"gemm_masked_unrotate": REFERENCE}  # which calls the two ops
             want |= dict.fromkeys(("gemm", "grouped_gemm"), "cuda_bf16")
             assert served == want.get(op, "cuda"), (op, scheme)
@@ -270,9 +273,9 @@ def test_an_unknown_gpu_runs_the_nearest_kernels_and_gemms_in_bf16(gpu, monkeypa
 def test_a_gpu_too_old_runs_the_references_and_every_kernel_says_why(gpu, capability):
     gpu(capability)
     with pytest.warns(RuntimeWarning, match="none of its CUDA kernels runs on cuda:0") as said:
-        for op, schemes in selfcheck.CHECKED.items():
+        for of, schemes in checked_cases.CHECKED.items():
             for scheme in schemes:
-                args = on_gpu(op, scheme)
+                op, args = op_of(of), on_gpu(of, scheme)
                 assert registry.serving(op, args).name == REFERENCE
                 for kernel in registry.kernels(op)[:-1]:
                     assert kernel.why_not(*args)
@@ -287,26 +290,26 @@ def test_whatever_is_wrong_with_nvrtc_the_references_run(gpu, monkeypatch, error
         raise error
 
     monkeypatch.setattr(nvrtc, "version", version)
-    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    args = on_gpu(COLUMNWISE, "nvfp4_ms_eden_pow2")
     with pytest.warns(RuntimeWarning, match=str(error)):
-        assert registry.serving("rht_quantize", args).name == REFERENCE
+        assert registry.serving("quantize", args).name == REFERENCE
     with pytest.raises(ValueError, match=str(error)):
-        registry.select("rht_quantize", args, "cuda")
+        registry.select("quantize", args, "cuda")
 
 
 def test_in_a_capture_nothing_is_checked_and_the_error_says_what_to_do(gpu, monkeypatch):
     gpu((12, 0))
     checks = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: checks.append(what))
-    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    args = on_gpu(COLUMNWISE, "nvfp4_ms_eden_pow2")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
         with pytest.raises(launch.LaunchError, match="run the model once before capturing"):
-            registry.serving("rht_quantize", args)
+            registry.serving("quantize", args)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert registry.serving("rht_quantize", args).name == "cuda" and len(checks) == 1
+    assert registry.serving("quantize", args).name == "cuda" and len(checks) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert registry.serving("rht_quantize", args).name == "cuda"
+    assert registry.serving("quantize", args).name == "cuda"
 
 
 # ---- what a self-check covers -------------------------------------------------------------------
@@ -345,10 +348,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("scheme", selfcheck.CHECKED["gemm"])
+@pytest.mark.parametrize("scheme", checked_cases.CHECKED["gemm"])
 def test_a_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
     if fault == "no alpha":  # which is one for a product of one scheme of mxfp4, not of the other
-        assert "mxfp4_rtn34" in selfcheck._OF_GEMM["mxfp4"]
+        assert "mxfp4_rtn34" in checked_cases._OF_GEMM["mxfp4"]
     candidate("gemm", None, function=functools.partial(product, of=fault))
     found = selfcheck.disagreement("gemm", "broken", ON_CPU, scheme)
     assert found is not None and "relative error" in found
@@ -364,7 +367,7 @@ def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
         kernel = Kernel("gemm", "right", "cpu", reference, refuses, registry._nothing)
         registry._KERNELS["gemm"].insert(0, kernel)
         try:
-            for scheme in selfcheck.CHECKED["gemm"]:
+            for scheme in checked_cases.CHECKED["gemm"]:
                 assert selfcheck.disagreement("gemm", "right", ON_CPU, scheme) is None
         finally:
             registry._KERNELS["gemm"].remove(kernel)
@@ -372,12 +375,12 @@ def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
 
 def test_alpha_is_not_one_and_all_forms_are_there():
     for scheme in ("nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34"):
-        args = selfcheck.ARGUMENTS["gemm"](scheme)
+        args = checked_cases.arguments_of("gemm", scheme)
         assert args[2] * args[5] != 1
     types = torch.bfloat16, torch.float16, torch.float32
-    asked = {(dtype, bias) for dtype, bias, _ in selfcheck.FORMS}
+    asked = {(dtype, bias) for dtype, bias, _ in checked_cases.FORMS}
     assert asked == {(dtype, bias) for dtype in types for bias in (None, dtype)}
-    assert selfcheck._ROWS == (130, 1)
+    assert checked_cases.ROWS == (130, 1)
 
 
 GROUPED_FAULTS = {
@@ -395,7 +398,7 @@ def tail(asked) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fault", GROUPED_FAULTS)
-@pytest.mark.parametrize("scheme", selfcheck.CHECKED["grouped_gemm"])
+@pytest.mark.parametrize("scheme", checked_cases.CHECKED["grouped_gemm"])
 def test_a_grouped_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
     reference = registry.kernels("grouped_gemm")[-1].function
     wrong = GROUPED_FAULTS[fault]
@@ -403,7 +406,7 @@ def test_a_grouped_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, sche
     found = selfcheck.disagreement("grouped_gemm", "broken", ON_CPU, scheme)
     assert found is not None and "relative error" in found
     forms = [(g, t) for g in GEMMS for t in (torch.bfloat16, torch.float32)]
-    assert list(selfcheck.GROUPED_FORMS) == forms
+    assert list(checked_cases.GROUPED_FORMS) == forms
 
 
 UNROTATED_FAULTS = {
@@ -422,7 +425,7 @@ UNROTATED_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", UNROTATED_FAULTS)
-@pytest.mark.parametrize("scheme", selfcheck.CHECKED["gemm_masked_unrotate"])
+@pytest.mark.parametrize("scheme", checked_cases.CHECKED["gemm_masked_unrotate"])
 def test_a_rotation_back_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
     def broken(*args):
         out = torch.ops.q2.gemm(*args[:6], None, *args[7:9], args[10])
@@ -433,8 +436,8 @@ def test_a_rotation_back_that_is_wrong_in_one_way_is_found(candidate, fault, sch
     assert found is not None and "relative error" in found and "rotated back" in found
 
 
-@pytest.mark.parametrize("op", selfcheck.CHECKED)
-def test_a_self_check_leaves_alone_what_the_caller_has_set(op, monkeypatch):
+@pytest.mark.parametrize("of", checked_cases.CHECKED, ids=str)
+def test_a_self_check_leaves_alone_what_the_caller_has_set(of, monkeypatch):
     """Default device and type, modes, autocast, the random state."""
     seen = []
 
@@ -443,6 +446,7 @@ def test_a_self_check_leaves_alone_what_the_caller_has_set(op, monkeypatch):
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
+    op, variant = op_of(of), (of,) if isinstance(of, Variant) else ()
     kernel = Kernel(op, "same", "cpu", registry.kernels(op)[-1].function, registry._nothing, None)
     monkeypatch.setitem(registry._KERNELS, op, [kernel, *registry._KERNELS[op]])
     state = torch.get_rng_state()
@@ -451,8 +455,8 @@ def test_a_self_check_leaves_alone_what_the_caller_has_set(op, monkeypatch):
         for device in ("meta", "cpu"):
             modes = torch.autocast("cpu", torch.float16), Mode(), FakeTensorMode()
             with torch.device(device), modes[0], modes[1], modes[2], torch.inference_mode():
-                scheme = selfcheck.CHECKED[op][0]
-                assert selfcheck.disagreement(op, "same", ON_CPU, scheme) is None
+                scheme = checked_cases.CHECKED[of][0]
+                assert selfcheck.disagreement(op, "same", ON_CPU, scheme, *variant) is None
     finally:
         torch.set_default_dtype(torch.float32)
     assert seen == [] and torch.equal(torch.get_rng_state(), state)
@@ -475,7 +479,7 @@ def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
     cpu = torch.device("cpu")
     faults = {k.name: doctor._kernel(k, cpu, True) for k in registry.kernels("gemm")[:4]}
     assert faults == {"broken": 1, "refused": 1, "starved": 1, "elsewhere": 0}
-    schemes = len(selfcheck.CHECKED["gemm"])
+    schemes = len(checked_cases.CHECKED["gemm"])
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 4 * schemes
     for line in (

@@ -224,7 +224,7 @@ class _Site:
     ) -> None:
         self.open = sum(arg is ... or isinstance(arg, _View) for arg in args)
         self.wanted, self.schemes = wanted, [a for a in args if isinstance(a, str)]
-        self.quantises = op.startswith(("quantize", "requantize", "rht_quantize"))
+        self.quantises = op.startswith(("quantize", "requantize"))
 
     def workspace(self, buffers: list[torch.Tensor]) -> int:
         if not self.quantises:

@@ -7,10 +7,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import agreements, selfcheck
+from q2compile.runtime_kernels.cuda import agreements, checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
+from q2compile.runtime_kernels.ops.table import Variant
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -34,12 +35,12 @@ def forget() -> None:
     remembered.forget()
 
 
-def on_gpu(op: str, scheme: str) -> list:
+def on_gpu(of: str | Variant, scheme: str) -> list:
     """The arguments of a self-check, as fake tensors of the GPU."""
     with FakeTensorMode():
         return [
             torch.empty(a.shape, dtype=a.dtype, device="cuda:0")
             if isinstance(a, torch.Tensor)
             else a
-            for a in selfcheck.ARGUMENTS[op](scheme)
+            for a in checked_cases.arguments_of(of, scheme)
         ]

@@ -9,15 +9,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import depending_on_tangents, q2_nodes
+from q2compile.passes.graph_queries import depending_on_tangents, is_forward_operand
 from q2compile.passes.joint.gathered_rows import Gathered, Zeroed, gathered, hint_of
 from q2compile.passes.new_node import new_constant, new_node, new_size
-from q2compile.passes.verify import named_arguments
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import MASK, QuantizerCall, quantizers
 
 _aten = torch.ops.aten
-# Those whose blocks lie within a row of their operand.
-_QUANTISERS = ("quantize", "quantize_masked", "rht_quantize")
 _NOTE = "q2_gathered"  # in a node's meta: what the pass says of it
 _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pays
 
@@ -27,10 +24,10 @@ def gather_codes_pass(graph: fx.Graph) -> int:
     goes to eight experts the codes are made once, and these are gathered.
 
     before                                  after
-        x = index(h, [rows])                    q = quantize(h, None, None, S, 0)
-        q = quantize(x, None, None, S, 0)       g = gather_rows(q[0], q[1], rows)
+        x = index(h, [rows])                    q = quantize(h, scheme=S, rowwise)
+        q = quantize(x, scheme=S, rowwise)      g = gather_rows(q[0], q[1], rows)
         y = grouped_gemm(*q, ...)               y = grouped_gemm(*g, q[2], ...)
-        r = requantize_groups(*q, ...)          r = requantize_groups(*g, q[2], ...)
+        r = requantize(*q, offs=...)            r = requantize(*g, q[2], offs=...)
 
     The forward saves q, an eighth of what it was; g is tagged so that the backward makes its own
     (an index that it needs anyway, for the gradient of h).
@@ -41,7 +38,7 @@ def gather_codes_pass(graph: fx.Graph) -> int:
 
         x = index(h, [rows])                    z = where(m, M, rows)
         x = where(m[:, None], 0, x)             p = index_put(full([M + 1], False), [z], True)
-        q = quantize(x, None, None, S, 0)       q = quantize(where(p[:, None], pad(h), 0), ...)
+        q = quantize(x, scheme=S, rowwise)      q = quantize(where(p[:, None], pad(h), 0), ...)
                                                 g = gather_rows(q[0], q[1], z)
 
     Preconditions: index, index_select or gather along rows, through views that leave rows whole and
@@ -54,8 +51,8 @@ def gather_codes_pass(graph: fx.Graph) -> int:
     """
     backward = depending_on_tangents(graph)
     matches = 0
-    for node in list(q2_nodes(graph, *_QUANTISERS)):
-        found = gathered(node.args[0]) if _within_rows(node) else None
+    for node, call in list(quantizers(graph)):
+        found = gathered(call.x) if _within_rows(call) else None
         if found is None or not any(output.users for output in node.users):
             continue
         rows, there = hint_of(found.index.meta["val"].numel()), hint_of(found.source)
@@ -65,7 +62,7 @@ def gather_codes_pass(graph: fx.Graph) -> int:
             node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:
             said = f"{there} rows are quantised for the {rows} that are gathered from them"
-            _Rewritten(graph, node, found).gather(node in backward, said)
+            _Rewritten(graph, node, call, found).gather(node in backward, said)
             matches += 1
     return matches
 
@@ -75,20 +72,18 @@ def gathering_notes(graph: fx.Graph) -> list[str]:
     return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 
 
-def _within_rows(node: fx.Node) -> bool:
-    """Whether a quantiser's codes of a row depend on nothing but that row and the global scale."""
-    args = named_arguments(node)
-    scheme = get_scheme(str(args["scheme"]))
-    turned, seed = args.get("transpose"), args.get("seed")
-    plain = not (scheme.stochastic or scheme.swizzled or scheme.widened or turned)
-    return plain and seed is None and scheme.block[0] == 1
+def _within_rows(call: QuantizerCall) -> bool:
+    """Whether a quantizer's codes of a row depend on nothing but that row and the global scale."""
+    return is_forward_operand(call) and not call.scheme.form and call.scheme.block[0] == 1
 
 
 class _Rewritten:
     """One quantiser of gathered rows, as it is made anew."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, found: Gathered) -> None:
-        self.graph, self.node, self.found = graph, node, found
+    def __init__(
+        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, found: Gathered
+    ) -> None:
+        self.graph, self.node, self.call, self.found = graph, node, call, found
 
     def gather(self, in_backward: bool, said: str) -> None:
         """In the place of the quantiser one of the source, and a gather before who reads it."""
@@ -96,11 +91,11 @@ class _Rewritten:
         outputs: dict[Any, fx.Node] = {n.args[1]: n for n in node.users}
         with graph.inserting_before(node):
             source, rows = self._source()
-            x, *others = node.args
-            args = named_arguments(node)
-            if args.get("amax") is not None:
-                others[0] = self._amax(args["amax"], x, source)
-            made = self._call(node.target, source, *others)
+            call, amax = self.call, self.call.args["amax"]
+            if amax is not None:
+                amax = self._amax(amax, call.x, source)
+            args, kwargs = call.replace(x=source, amax=amax).written()
+            made = self._call(node.target, *args, **kwargs)
             made.meta[_NOTE] = f"{made.name}: {said}"
             parts = {i: self._call(operator.getitem, made, i) for i in {0, 1, *outputs}}
         readers = [reader for output in outputs.values() for reader in output.users]
@@ -110,9 +105,9 @@ class _Rewritten:
             for i in (0, 1):
                 parts[i] = self._call(operator.getitem, op, i)
                 again.append(parts[i])
-            if 3 in parts:  # QuEST's mask
-                parts[3] = self._call(_aten.index.Tensor, parts[3], [rows])
-                again.append(parts[3])
+            if MASK in parts:
+                parts[MASK] = self._call(_aten.index.Tensor, parts[MASK], [rows])
+                again.append(parts[MASK])
         for one in again if not in_backward else ():
             one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         for i, output in outputs.items():

@@ -7,7 +7,8 @@ import operator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from q2compile.passes.graph_queries import q2_nodes
+from q2compile.passes.graph_queries import is_forward_operand
+from q2compile.runtime_kernels.ops.table import quantizers
 
 AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -36,8 +37,8 @@ def keep_packed_pass(graph: fx.Graph) -> int:
     computed.
     """
     marked = 0
-    for node in q2_nodes(graph, "quantize", "quantize_masked"):
-        if node.meta.get("recompute") in AGAIN:
+    for node, call in quantizers(graph):
+        if is_forward_operand(call) and node.meta.get("recompute") in AGAIN:
             for kept in (node, *(n for n in node.users if n.target is operator.getitem)):
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             marked += 1

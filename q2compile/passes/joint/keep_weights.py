@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import is_q2, is_served_by, q2_nodes
-from q2compile.runtime_kernels.ops.requantize_by_scales import rounds_by_scales
+from q2compile.passes.graph_queries import serves_quantizer
+from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
+from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers, set_call
 from q2compile.runtime_kernels.registry import CUDA
 from q2compile.torch_internals.partitioner import save_instead
 
@@ -55,19 +56,18 @@ def keep_scales(
                   return y, qx, w               r = requantize(q, s)
 
     after         q = quantize(w, ...)          s, g, w = placeholders
-                  y = gemm(qx, q)               r = requantize_by_scales(w, s, g, s)
+                  y = gemm(qx, q)               r = requantize(w, s, g, by_scales)
                   return y, q[1], q[2], qx, w
 
     names, results  as above; the names are of `known_by_scales`
 
-    Exact but for blocks whose scale is an e4m3 subnormal (ops/requantize_by_scales.py).
+    Exact but for blocks whose scale is an e4m3 subnormal (ops/requantize.py).
     """
     for weight in [node for node in backward.nodes if node.name in names]:
         for reader in {reader for output in weight.users for reader in output.users}:
-            of_codes: Any = reader.args
-            _, *scales, seed, source, scheme, transform, _, stream = of_codes
-            reader.target = torch.ops.q2.requantize_by_scales.default
-            reader.args = (weight.args[0], *scales, seed, source, scheme, transform, stream)
+            call = quantizer_of(reader)
+            assert call is not None
+            set_call(reader, call.replace(source=weight.args[0], by_scales=True))
         for output in list(weight.users):
             if not output.users:
                 backward.erase_node(output)
@@ -81,36 +81,34 @@ def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
     and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
     reads but requantisations of the whole weight; on CUDA where its kernel serves those.
     """
-    weights = [node for node in q2_nodes(backward, "quantize") if node.name in names]
-    return {weight.name for weight in weights if _known_by_scales(weight)}
+    weights = [(node, call) for node, call in quantizers(backward) if node.name in names]
+    return {node.name for node, call in weights if _known_by_scales(node, call)}
 
 
-def _known_by_scales(weight: fx.Node) -> bool:
-    args: Any = weight.args
-    parameter = x = args[0]
-    scheme, like = args[3], x.meta["val"]
+def _known_by_scales(weight: fx.Node, call: QuantizerCall) -> bool:
+    parameter = x = call.x
+    like = x.meta["val"]
     while parameter.op != "placeholder":  # through the views and casts of recompute_weights
         parameter = parameter.args[0]
     if like.dtype != torch.bfloat16 or parameter.meta["val"].dtype != like.dtype:
         return False
-    if not like.is_contiguous() or not rounds_by_scales(scheme):
+    if not like.is_contiguous() or not rounds_by_scales(call.scheme) or call.rotated:
         return False
     parts: dict[Any, fx.Node] = {output.args[1]: output for output in weight.users}
     readers = {reader for output in weight.users for reader in output.users}
     return bool(readers) and all(
-        is_q2(reader, "requantize")
+        (again := quantizer_of(reader)) is not None
+        and again.reads_codes
+        and not again.grouped
         and all(reader.args[i] is parts.get(i) for i in range(3))
-        and reader.args[7] == like.shape[1]
-        and _served(x, parts, reader)
+        and again.args["rows"] == like.shape[1]
+        and _served(again.replace(source=x, by_scales=True))
         for reader in readers
     )
 
 
-def _served(x: fx.Node, parts: dict[Any, fx.Node], reader: fx.Node) -> bool:
-    if x.meta["val"].device.type != "cuda":
-        return True
-    args = (x, parts[1], parts[2], *reader.args[3:7], reader.args[8])
-    return is_served_by(torch.ops.q2.requantize_by_scales.default, args, CUDA)
+def _served(call: QuantizerCall) -> bool:
+    return call.x.meta["val"].device.type != "cuda" or serves_quantizer(call, CUDA)
 
 
 def _outputs_of_both(

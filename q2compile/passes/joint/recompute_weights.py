@@ -12,10 +12,12 @@ from q2compile.passes.graph_queries import (
     GEMM_OPS,
     VIEWS_AND_CASTS,
     depending_on_tangents,
+    is_forward_operand,
     is_q2,
     producer,
     q2_nodes,
 )
+from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
 
 def recompute_weights_pass(graph: fx.Graph) -> int:
@@ -67,7 +69,7 @@ def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             codes = _with_outputs(weight)
             # The partitioner would save codes that dgrad reuses transposed in that form.
             readers = dict.fromkeys(user for output in codes for user in output.users)
-            transposed = [n for t in readers if is_q2(t, "transpose") for n in _with_outputs(t)]
+            transposed = [n for t in readers if is_q2(t, TRANSPOSE) for n in _with_outputs(t)]
             found[weight] = [*chain, *codes, *transposed]
     return found
 
@@ -78,7 +80,7 @@ def _with_outputs(op: fx.Node) -> list[fx.Node]:
 
 def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
     """The views and casts between a graph input and its quantisation; None if there is more."""
-    if not is_q2(weight, "quantize", "quantize_masked"):
+    if not is_forward_operand(quantizer_of(weight)):
         return None
     chain: list[fx.Node] = []
     node: Any = weight.args[0]

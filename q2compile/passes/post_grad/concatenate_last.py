@@ -7,16 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import (
-    BOTH_ROTATED,
-    BOTH_SUMMED,
-    ONE_ROTATED,
-    RESHAPES,
-    is_q2,
-)
+from q2compile.passes.graph_queries import RESHAPES
+from q2compile.runtime_kernels.ops.table import quantizer_of
 
 _aten = torch.ops.aten
-_QUANTISERS = (*ONE_ROTATED, *BOTH_ROTATED, *BOTH_SUMMED)
 
 
 def concatenate_last_pass(graph: fx.Graph) -> int:
@@ -26,8 +20,8 @@ def concatenate_last_pass(graph: fx.Graph) -> int:
     before                                 after
         c = cat([dg, du], 1)                   a = where(m, 0, dg)
         dy = where(m, 0, c)  # m: [T, 1]       b = where(m, 0, du)
-        q = rht_quantize_groups_both(dy)       dy = cat([a, b], 1)
-                                               q = rht_quantize_groups_both(dy)
+        q = quantize(dy, offs=...)             dy = cat([a, b], 1)
+                                               q = quantize(dy, offs=...)
 
     The lowering of such a `cat` has one loop write both parts (lowering/concatenated.py). Of a
     `where` behind it that loop's results would be read and written once more.
@@ -53,11 +47,15 @@ def _is_concatenation(node: Any) -> bool:
 
 
 def _is_quantised(node: fx.Node) -> bool:
-    """By rotating quantisers, and not read otherwise."""
+    """By rotating quantizers, and not read otherwise."""
     return bool(node.users) and all(
-        _is_quantised(user) if user.target in RESHAPES else is_q2(user, *_QUANTISERS)
-        for user in node.users
+        _is_quantised(user) if user.target in RESHAPES else _rotates(user) for user in node.users
     )
+
+
+def _rotates(node: fx.Node) -> bool:
+    call = quantizer_of(node)
+    return call is not None and not call.masked and (call.rotated or call.columnwise)
 
 
 def _may_go_before(masked: fx.Node, at: int) -> bool:

@@ -9,19 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import BOTH_SUMMED, ONE_SUMMED, is_q2, q2_nodes
 from q2compile.passes.live_bytes import Storage, storages
-from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
-
-_IN_PAIRS = ("rht_quantize", "rht_quantize_both")
-_OF_HALVES = "rht_quantize_groups_both"
-_OPS = (*_IN_PAIRS, "quantize_masked", *ONE_SUMMED, *BOTH_SUMMED)
+from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
 
 
 def fuse_rotations_pass(graph: fx.Graph) -> int:
-    """Marks every rht_quantize, rht_quantize_both and quantize_masked of the graph, and those that
-    sum columns, too; with the option `fuse_rotations` alone. Whether each is fused with what makes
+    """Marks every q2.quantize that rotates, masks or goes columnwise; with the option
+    `fuse_rotations` alone. Whether each is fused with what makes
     its operand is decided when Inductor lowers it, which knows what is still an expression
     (lowering/fused_launches.py), and noted in the one list that all marks hold.
 
@@ -29,17 +24,17 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
 
     before                                       after
         du = mul(dh, silu(g))                        du = mul(dh, silu(g))
-        a = rht_quantize_both(du, ..., S)            dg = silu_backward(mul(dh, u), g)
-        gemm(a...)                                   a = rht_quantize_both(du, ..., S)
+        a = quantize(du, scheme=S, ...)              dg = silu_backward(mul(dh, u), g)
+        gemm(a...)                                   a = quantize(du, scheme=S, ...)
         dg = silu_backward(mul(dh, u), g)            gemm(a...)
-        b = rht_quantize_both(dg, ..., S)            b = rht_quantize_both(dg, ..., S)
+        b = quantize(dg, scheme=S, ...)              b = quantize(dg, scheme=S, ...)
 
     The lowering of the first knows both operands then. Where it makes no use of that nothing comes
     of the order: Inductor computes an expression where it is read.
 
     Of experts both are halves of one operand, which a quantiser of rows in groups may compute:
 
-        before   rht_quantize_groups_both(cat([dg, du], 1), ...)
+        before   quantize(cat([dg, du], 1), rowwise, columnwise, offs=...)
         after    the same, marked
 
     Precondition: it is the last pass, since the others replace such nodes.
@@ -47,7 +42,8 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     Exact: nothing is computed otherwise.
     """
     notes: list[str] = []
-    found = list(q2_nodes(graph, *_OPS))
+    calls = {node: call for node, call in quantizers(graph) if call.spec.is_fusable}
+    found = [node for node, call in calls.items() if _may_fuse(call)]
     sources = [_made_from(node) for node in found]
     near = _with_a_source_in_common(sources)
     for node, own, others in zip(found, sources, near, strict=True):
@@ -61,7 +57,11 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
             together = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
             if together and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
-    halved = [n for n in q2_nodes(graph, _OF_HALVES) if _is_concatenation(n.all_input_nodes[0])]
+    halved = [
+        node
+        for node, call in calls.items()
+        if call.grouped and call.rowwise and _is_concatenation(call.x)
+    ]
     for node in halved:
         node.meta[MAY_FUSE] = notes
     return len(found) + len(halved)
@@ -76,15 +76,22 @@ def _is_concatenation(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.cat.default and len(node.users) == 1
 
 
+def _may_fuse(call: QuantizerCall) -> bool:
+    """Not what is rowwise alone, without rotation or mask: Inductor makes kernels of that, which
+    fuse. Of what is in groups both halves do, see above."""
+    return not call.grouped and (call.masked or call.rotated or call.columnwise)
+
+
 def _are_alike(first: fx.Node, second: fx.Node) -> bool:
-    """But for their operands, which have one size and one type, their seeds and streams."""
-    if first.target is not second.target or not is_q2(first, *_IN_PAIRS):
+    """But for their operands, which have one size and one type, their seeds and rng_offset."""
+    one, two = quantizer_of(first), quantizer_of(second)
+    if one is None or two is None or one.variant != two.variant:
         return False
-    one, two = map(named_arguments, (first, second))
-    x, y = (node.all_input_nodes[0].meta["val"] for node in (first, second))
-    how = ("scheme", "transform", "transpose")
-    same = all(one.get(name) == two.get(name) for name in how)
-    return same and x.dtype == y.dtype and x.shape == y.shape
+    if one.masked or one.dbias is not None:
+        return False
+    x, y = (call.x.meta["val"] for call in (one, two))
+    how = (one.scheme, one.transform) == (two.scheme, two.transform)
+    return how and x.dtype == y.dtype and x.shape == y.shape
 
 
 def _made_from(node: fx.Node) -> dict[Storage, int]:

@@ -10,20 +10,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from q2compile.passes.graph_queries import (
-    BOTH_ROTATED,
-    BOTH_SUMMED,
-    ONE_ROTATED,
-    ONE_SUMMED,
-    VIEWS_AND_CASTS,
-    is_q2,
-)
+from q2compile.passes.graph_queries import VIEWS_AND_CASTS
 from q2compile.passes.live_bytes import SMALL
-from q2compile.passes.verify import named_arguments
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.ops.table import quantizer_of
 
-_BOTH = BOTH_ROTATED + BOTH_SUMMED
-_QUANTISERS = ("quantize", "quantize_masked", *ONE_ROTATED, *ONE_SUMMED, *_BOTH)
 _REACH = 2  # groups: what is made early waits for no more GEMMs than those
 # What may stand between quantisers of a group, as in lowering/together.py.
 _CHEAP = VIEWS_AND_CASTS | {operator.getitem, torch.ops.aten.select.int}
@@ -82,7 +73,7 @@ def _groups(graph: fx.Graph) -> list[list[fx.Node]]:
     groups: list[list[fx.Node]] = []
     made: set[fx.Node] = set()  # by the group that is open
     for node in graph.nodes:
-        quantises = is_q2(node, *_QUANTISERS)
+        quantises = quantizer_of(node) is not None
         own = node.target is operator.getitem and node.args[0] in made
         reads = not own and not made.isdisjoint(node.all_input_nodes)
         if reads or not (quantises or _is_cheap(node)):
@@ -101,9 +92,9 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
-    nodes = [*group, node]
-    alike = len({named_arguments(n)["scheme"] for n in nodes}) == 1
-    return alike and sum(2 if is_q2(n, *_BOTH) else 1 for n in nodes) <= MOST_SIDES
+    calls = [call for call in map(quantizer_of, (*group, node)) if call is not None]
+    alike = len({call.scheme for call in calls}) == 1
+    return alike and sum(len(call.operands) for call in calls) <= MOST_SIDES
 
 
 def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:

@@ -7,21 +7,20 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
-from q2compile.passes.graph_queries import BOTH_ROTATED, q2_nodes, serving_kernel
+from q2compile.passes.graph_queries import quantizer_served_by
 from q2compile.passes.live_bytes import LiveBytes, held_outside, storages, worth_time
-from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
 
 
 def part_directions_pass(graph: fx.Graph) -> int:
     """Undoes pairs of `pair_directions` that stand at the peak of a backward graph.
 
     before                                         after
-        c = rht_quantize_both(dy, s, t, S, R, i)       a = rht_quantize(dy, s, S, R, False, i)
+        c = quantize(dy, rowwise, columnwise)          a = quantize(dy, rowwise)
         dx = gemm(c[0], c[1], c[2], ...)               dx = gemm(a[0], a[1], a[2], ...)
-        dw = gemm(c[3], c[4], c[5], ...)               b = rht_quantize(dy, t, S, R, True, i)
+        dw = gemm(c[3], c[4], c[5], ...)               b = quantize(dy, columnwise)
                                                        dw = gemm(b[0], b[1], b[2], ...)
 
     Of the logits' gradient, at the start of the backward, where all activations are still there,
@@ -33,12 +32,12 @@ def part_directions_pass(graph: fx.Graph) -> int:
     are alive there is parted if the peak falls by 2% or by 64 MiB, whichever is more, and so on
     with the next peak.
 
-    Preconditions: the passes that name schemes have run; the same kernel serves both single ops
-    under the pair's scheme.
+    Preconditions: the passes that name schemes have run; the same kernel serves both calls under
+    the pair's scheme.
 
-    Exact: rht_quantize_both is defined as the two single ops, bit for bit, and its sister too.
+    Exact: both directions at once are defined as the two calls, bit for bit.
     """
-    pairs = [pair for pair in q2_nodes(graph, *BOTH_ROTATED) if _is_read(pair)]
+    pairs = [node for node, call in quantizers(graph) if len(call.operands) == 2 and _is_read(node)]
     if not pairs:
         return 0
     resident = held_outside(graph)
@@ -83,17 +82,15 @@ def _alive_parted(live: LiveBytes, pair: fx.Node) -> list[int]:
     return alive
 
 
-def _single_ops(pair: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The op along rows and the one along columns that ``pair`` is: what to call, with what."""
-    args = named_arguments(pair)
-    x, end = args["x"], (args["scheme"], args["transform"])
-    row = (x, args["row_seed"], *end, False, args["stream"])
-    ops = torch.ops.q2
-    if "offs" not in args:
-        column = (x, args["col_seed"], *end, True, args["stream"])
-        return [(ops.rht_quantize.default, row), (ops.rht_quantize.default, column)]
-    groups = (x, args["offs"], args["padded_offs"], args["col_seed"], *end, args["stream"])
-    return [(ops.rht_quantize.default, row), (ops.rht_quantize_groups.default, groups)]
+def _single_calls(pair: fx.Node) -> list[QuantizerCall]:
+    """The call along rows and the one along columns that ``pair`` is."""
+    call = quantizer_of(pair)
+    assert call is not None
+    alone: dict[str, Any] = {"columnwise_seed": None, "offs": None, "padded_offs": None}
+    return [
+        call.replace(columnwise=False, **alone),
+        call.replace(rowwise=False, rowwise_seed=None),
+    ]
 
 
 def _is_read(pair: fx.Node) -> bool:
@@ -103,16 +100,18 @@ def _is_read(pair: fx.Node) -> bool:
 
 
 def _served_alike(pair: fx.Node) -> bool:
-    """Whether one kernel serves the pair and its single ops."""
-    kernel = serving_kernel(pair.target, pair.args)
-    return all(serving_kernel(op, args) == kernel for op, args in _single_ops(pair))
+    """Whether one kernel serves the pair and its single calls."""
+    call = quantizer_of(pair)
+    assert call is not None
+    return len({quantizer_served_by(one) for one in (call, *_single_calls(pair))}) == 1
 
 
 def _part(graph: fx.Graph, pair: fx.Node) -> None:
-    for place, (op, args) in enumerate(_single_ops(pair)):
+    for place, call in enumerate(_single_calls(pair)):
         outputs = [n for n in pair.users if n.args[1] // 3 == place]  # type: ignore[operator]
         with graph.inserting_before(min(_readers(outputs))):
-            single = graph.call_function(op, args)
+            args, kwargs = call.written()
+            single = graph.call_function(call.spec.overload, args, kwargs)
             single.meta = {**pair.meta, "val": pair.meta["val"][3 * place : 3 * place + 3]}
             for output in outputs:
                 index: Any = output.args[1]

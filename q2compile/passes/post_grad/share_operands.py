@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import ONE_ROTATED, VIEWS_AND_CASTS, is_q2
-
-_QUANTIZING = ("quantize", "quantize_masked", *ONE_ROTATED, "transpose")
+from q2compile.passes.graph_queries import VIEWS_AND_CASTS, is_q2
+from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
 
 def share_operands_pass(graph: fx.Graph) -> int:
@@ -18,9 +17,9 @@ def share_operands_pass(graph: fx.Graph) -> int:
 
     before                                          after
         u = reshape(x, [-1, 64])                        u = reshape(x, [-1, 64])
-        a = quantize(u, None, None, S, 0)               a = quantize(u, None, None, S, 0)
+        a = quantize(u, scheme=S, rowwise)              a = quantize(u, scheme=S, rowwise)
         v = reshape(x, [-1, 64])
-        b = quantize(v, None, None, S, 0)
+        b = quantize(v, scheme=S, rowwise)
         gemm(a[0], a[1], a[2], ...)                     gemm(a[0], a[1], a[2], ...)
         gemm(b[0], b[1], b[2], ...)                     gemm(a[0], a[1], a[2], ...)
 
@@ -33,7 +32,7 @@ def share_operands_pass(graph: fx.Graph) -> int:
     merged = 0
     returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
-        quantizes = is_q2(node, *_QUANTIZING)
+        quantizes = quantizer_of(node) is not None or is_q2(node, TRANSPOSE)
         between = node.target is operator.getitem or node.target in VIEWS_AND_CASTS
         if node in returned or not (quantizes or between):
             continue

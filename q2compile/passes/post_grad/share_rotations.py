@@ -7,16 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from q2compile.passes.graph_queries import (
-    BOTH_ROTATED,
-    GEMM_OPS,
-    ONE_ROTATED,
-    depending_on_tangents,
-    is_q2,
-    producer,
-    q2_nodes,
-)
-from q2compile.passes.verify import named_arguments
+from q2compile.passes.graph_queries import GEMM_OPS, depending_on_tangents, producer, q2_nodes
+from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
 
 
 def share_rotations_pass(graph: fx.Graph) -> int:
@@ -24,15 +16,15 @@ def share_rotations_pass(graph: fx.Graph) -> int:
     one seed, and once is enough.
 
     before                                       after
-        a = rht_quantize(dy, s, S, R, True, 0)       a = rht_quantize(dy, s, S, R, True, 0)
-        b = requantize(*qx, s, ..., 1)               b = requantize(*qx, s, ..., 1)
+        a = quantize(dy, columnwise, seed s)         a = quantize(dy, columnwise, seed s)
+        b = requantize(*qx, seed s)                  b = requantize(*qx, seed s)
         gemm(*a, *b)                                 gemm(*a, *b)
-        c = rht_quantize(dz, t, S, R, True, 0)       c = rht_quantize(dz, s, S, R, True, 2)
-        d = requantize(*qx, t, ..., 1)
+        c = quantize(dz, columnwise, seed t)         c = quantize(dz, columnwise, seed s,
+        d = requantize(*qx, seed t)                               rng_offset=2)
         gemm(*c, *d)                                 gemm(*c, *b)
 
-    a and c may be the column direction of rht_quantize_both, whose row direction then draws from
-    stream 2 too, under its own seed; and b may be rht_quantize of a high-precision x.
+    a and c may be made rowwise, too; the row direction then has the rng_offset 2 as well, under its
+    own seed. And b may be quantize of a high-precision x.
 
     Sound, though the coins are others: each gradient has the distribution it had. In every GEMM
     both operands have the signs of one seed, drawn in this step, and coins of two streams, so the
@@ -58,12 +50,13 @@ def share_saved_rotations_pass(graph: fx.Graph) -> int:
     that shares x.
 
     before, in the joint graph                   after
-        b = rht_quantize(x, s, ..., True, 1)         b = rht_quantize(x, s, ..., True, 1)
-        d = rht_quantize(x, t, ..., True, 1)
-        a = rht_quantize(dy, s, ..., True, 0)        a = rht_quantize(dy, s, ..., True, 0)
+        b = quantize(x, columnwise, seed s)          b = quantize(x, columnwise, seed s)
+        d = quantize(x, columnwise, seed t)
+        a = quantize(dy, columnwise, seed s)         a = quantize(dy, columnwise, seed s)
         gemm(*a, *b)                                 gemm(*a, *b)
-        c = rht_quantize(dz, t, ..., True, 0)        c = rht_quantize(dz, s, ..., True, 2)
-        gemm(*c, *d)                                 gemm(*c, *b)
+        c = quantize(dz, columnwise, seed t)         c = quantize(dz, columnwise, seed s,
+        gemm(*c, *d)                                              rng_offset=2)
+                                                     gemm(*c, *b)
 
     Sound as above. Precondition: the seed is drawn in the forward. Where it hangs on a gradient the
     other pass comes, after the partitioner and after gradients have been paired by their stream.
@@ -83,16 +76,22 @@ def _share(graph: fx.Graph, gemms: Iterable[fx.Node]) -> int:
     for gemm in list(gemms):
         operands: Any = gemm.args
         a, b = producer(operands[0]), producer(operands[3])
-        if not (_gradient_columns(gemm, a) and is_q2(b, *ONE_ROTATED)):
+        call = quantizer_of(b)
+        if not _gradient_columns(gemm, a) or call is None or len(call.operands) > 1:
             continue
-        args: dict[str, Any] = named_arguments(b)
-        seed = args.pop("seed")
-        key = (b.target, *args.items())
+        if not (call.rotated or call.columnwise):
+            continue
+        ((_, seed, _),) = call.operands
+        seedless = call.replace(**{call.operands[0].seed_name: None})
+        key = (b.target, *seedless.args.items())
         first, count = shared.setdefault(key, (b, 1))
         if seed is None or first is b:
             continue
-        shared_seed: Any = named_arguments(first)["seed"]
-        if not (shared_seed < a and _replace_seed(a, seed, shared_seed, args["stream"] + count)):
+        of_first = quantizer_of(first)
+        assert of_first is not None
+        shared_seed = of_first.operands[0].seed
+        offset = call.args["rng_offset"] + count
+        if not (shared_seed < a and _replace_seed(a, seed, shared_seed, offset)):
             continue
         shared[key] = (first, count + 1)
         _use_outputs_of(first, gemm, b)
@@ -104,26 +103,20 @@ def _share(graph: fx.Graph, gemms: Iterable[fx.Node]) -> int:
 
 def _gradient_columns(gemm: fx.Node, a: fx.Node) -> bool:
     """Whether the first operand is all of a gradient's column direction, used here alone."""
-    if is_q2(a, *BOTH_ROTATED):
-        columns = [n for n in a.users if n.args[1] in (3, 4, 5)]
-    elif is_q2(a, "rht_quantize_groups") or (
-        is_q2(a, "rht_quantize") and named_arguments(a)["transpose"]
-    ):
-        columns = list(a.users)
-    else:
+    call = quantizer_of(a)
+    if call is None or call.source_scheme is not None or not call.columnwise:
         return False
+    columns = [n for n in a.users if call.operand_of(n.args[1]).columnwise]  # type: ignore[arg-type]
     return gemm.args[0] in columns and all(list(n.users) == [gemm] for n in columns)
 
 
-def _replace_seed(a: fx.Node, seed: fx.Node, shared: fx.Node, stream: int) -> bool:
-    """Let the gradient's op take the shared seed and a stream of its own; False if it has not
+def _replace_seed(a: fx.Node, seed: fx.Node, shared: fx.Node, rng_offset: int) -> bool:
+    """Let the gradient's op take the shared seed and an rng_offset of its own; False if it has not
     ``seed`` to begin with."""
-    args: dict[str, Any] = named_arguments(a)
-    key = "col_seed" if "col_seed" in args else "seed"
-    if args[key] is not seed:
+    call = quantizer_of(a)
+    if call is None or call.operands[-1].seed is not seed:
         return False
-    args.update({key: shared, "stream": stream})
-    a.args = tuple(args.values())
+    set_call(a, call.replace(columnwise_seed=shared, rng_offset=rng_offset))
     return True
 
 

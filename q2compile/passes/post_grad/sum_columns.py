@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import is_q2, is_served_by
-from q2compile.passes.verify import named_arguments
-from q2compile.runtime_kernels.ops.summed import DTYPES
+from q2compile.passes.graph_queries import serves_quantizer
+from q2compile.runtime_kernels.ops.quantize import DBIAS_DTYPES
+from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, set_call
 from q2compile.runtime_kernels.registry import CUDA
 
-_aten, _q2 = torch.ops.aten, torch.ops.q2
+_aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
@@ -23,13 +22,11 @@ def sum_columns_pass(graph: fx.Graph) -> int:
     """A bias costs no kernel of its own: the quantiser of dy sums its columns on the way.
 
     before                                              after
-        c = rht_quantize_both(dy, s, t, S, R, 0)            c = rht_quantize_both_summed(
-        c0, ..., c5 = c[0], ..., c[5]                               dy, s, t, S, R, 0, bf16)
+        c = quantize(dy, rowwise, columnwise)               c = quantize(dy, rowwise, columnwise,
+        c0, ..., c5 = c[0], ..., c[5]                                    dbias=bf16)
         ...                                                 c0, ..., c5 = c[0], ..., c[5]
         b = sum(dy, [0], dtype=float32)                     b = c[6]
         b = convert_element_type(b, bf16)
-
-    Likewise rht_quantize(dy, t, S, R, True, 0), and rht_quantize_summed(dy, t, S, R, 0, bf16).
 
     Preconditions: a quantiser along columns, which draws signs or coins (one that draws nothing may
     be loops, and fuse with what makes dy), reads the very node that is summed; dy does not lie in
@@ -46,10 +43,10 @@ def sum_columns_pass(graph: fx.Graph) -> int:
         last = _last_cast(node)
         readers = [user for user in last.users if user.op != "output"]
         for quantiser in list(node.args[0].users):
-            summed = _summed(quantiser, last.meta["val"].dtype)
-            if summed is None or not all(quantiser < reader for reader in readers):
+            call = _with_dbias(quantiser, last.meta["val"].dtype)
+            if call is None or not all(quantiser < reader for reader in readers):
                 continue
-            _replace(graph, quantiser, *summed, last)
+            _replace(graph, quantiser, call, last)
             matches += 1
             break
     return matches
@@ -73,7 +70,7 @@ def _last_cast(node: fx.Node) -> fx.Node:
     while len(node.users) == 1:
         user = next(iter(node.users))
         value = user.meta.get("val")
-        if user.target not in _CASTS or value is None or value.dtype not in DTYPES:
+        if user.target not in _CASTS or value is None or value.dtype not in DBIAS_DTYPES:
             break
         if value.device != node.meta["val"].device:
             break
@@ -81,46 +78,27 @@ def _last_cast(node: fx.Node) -> fx.Node:
     return node
 
 
-def _summed(node: fx.Node, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
-    """The op that sums columns, too, and its arguments, in the place of a quantiser; None where
-    there is none."""
-    if is_q2(node, "rht_quantize_both"):
-        op: Any = _q2.rht_quantize_both_summed.default
-        args = (*node.args, dtype)
-        seed = node.args[2]
-    elif is_q2(node, "rht_quantize") and named_arguments(node)["transpose"]:
-        x, seed, scheme, transform, _, stream = node.args
-        op, args = _q2.rht_quantize_summed.default, (x, seed, scheme, transform, stream, dtype)
-    else:
+def _with_dbias(node: fx.Node, dtype: torch.dtype) -> QuantizerCall | None:
+    """The call that sums columns, too, in the place of a quantizer; None where there is none."""
+    call = quantizer_of(node)
+    if call is None or call.source_scheme is not None or not call.columnwise or call.grouped:
         return None
-    of_rows, of_columns = args[0].meta["val"].stride()  # type: ignore[union-attr]
+    of_rows, of_columns = call.x.meta["val"].stride()
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
-    if seed is None or in_columns or not is_served_by(op, args, CUDA):
+    call = call.replace(dbias=dtype)
+    if call.operands[-1].seed is None or in_columns or not serves_quantizer(call, CUDA):
         return None
-    return op, args
+    return call
 
 
-def _outputs(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    for output in list(node.users):
-        index: Any = output.args[1]
-        yield index, output
-
-
-def _replace(
-    graph: fx.Graph, quantiser: fx.Node, op: Any, args: tuple[Any, ...], sums: fx.Node
-) -> None:
-    parts = quantiser.meta["val"]
-    with graph.inserting_before(quantiser):
-        summed = graph.call_function(op, args)
-        summed.meta = {**quantiser.meta, "val": (*parts, sums.meta["val"])}
-        for index, output in [*_outputs(quantiser), (len(parts), sums)]:
-            new = graph.call_function(operator.getitem, (summed, index))
-            new.meta = dict(output.meta)
-            output.replace_all_uses_with(new)
-    for output in list(quantiser.users):
-        graph.erase_node(output)
-    graph.erase_node(quantiser)
-    while sums is not args[0]:
+def _replace(graph: fx.Graph, quantiser: fx.Node, call: QuantizerCall, sums: fx.Node) -> None:
+    set_call(quantiser, call)
+    with graph.inserting_after(quantiser):
+        output = graph.call_function(operator.getitem, (quantiser, call.outputs.index("dbias")))
+    output.meta = dict(sums.meta)
+    quantiser.meta["val"] = [*quantiser.meta["val"], sums.meta["val"]]
+    sums.replace_all_uses_with(output)
+    while sums is not call.x:
         before: Any = sums.args[0]
         graph.erase_node(sums)
         sums = before

@@ -9,6 +9,7 @@ from torch import fx
 
 from q2compile.passes.graph_queries import is_q2, is_served_by, q2_nodes
 from q2compile.passes.verify import named_arguments
+from q2compile.runtime_kernels.ops.table import GEMM, MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4
 
 _OP = torch.ops.q2.gemm_masked_unrotate.default
@@ -32,9 +33,9 @@ def unrotate_in_gemm_pass(graph: fx.Graph) -> int:
     Exact: the epilogue rounds y to its dtype first, and does the same operations in their order.
     """
     matches = 0
-    for back in list(q2_nodes(graph, "masked_unrotate")):
+    for back in list(q2_nodes(graph, MASKED_UNROTATE)):
         y, mask, transform = back.args
-        if not isinstance(y, fx.Node) or not is_q2(y, "gemm") or len(y.users) > 1:
+        if not isinstance(y, fx.Node) or not is_q2(y, GEMM) or len(y.users) > 1:
             continue
         of_gemm: dict[str, Any] = named_arguments(y)
         if of_gemm["bias"] is not None or not is_served_by(y.target, y.args, TRITON_FP4):

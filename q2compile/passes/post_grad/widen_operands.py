@@ -7,17 +7,16 @@ from typing import Any
 from torch import fx
 
 from q2compile.passes.graph_queries import (
-    BOTH_ROTATED,
     GEMM_OPS,
-    ONE_ROTATED,
     RESHAPES,
+    is_forward_operand,
     is_q2,
     is_served_by,
-    q2_nodes,
+    serves_quantizer,
     update_outputs,
 )
-from q2compile.passes.verify import named_arguments
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers, set_call
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
 _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
@@ -27,9 +26,9 @@ _LARGE = 2**24  # elements
 def widen_operands_pass(graph: fx.Graph) -> int:
     """An operand that nothing but bf16 GEMMs reads need not be written as codes first.
 
-    before                                            after
-        a = rht_quantize(dy, s, S, R, False, 0)           a = rht_quantize(dy, s, S@bf16, R, ...)
-        gemm(a[0], a[1], a[2], ..., S, ...)               gemm(a[0], a[1], a[2], ..., S@bf16, ...)
+    before                                        after
+        a = quantize(dy, scheme=S, ...)               a = quantize(dy, scheme=S@bf16, ...)
+        gemm(a[0], a[1], a[2], ..., S, ...)           gemm(a[0], a[1], a[2], ..., S@bf16, ...)
 
     The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before
     it reads those 2; now the quantiser writes them.
@@ -37,35 +36,38 @@ def widen_operands_pass(graph: fx.Graph) -> int:
     Preconditions: all that comes out of the op is read by q2.gemm (or q2.grouped_gemm) nodes alone,
     which the CUDA kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such
     numbers of this scheme and transform; a pair of directions has one scheme, so both must be so.
-    Of q2.quantize only the schemes that draw coins, and what the graph is given, as it is: others
-    may be loops, which fuse with what makes x. Those are weights of which no backward reads codes
+    Of what fprop takes unrotated only what the graph is given, as it is: of others Inductor may
+    make a kernel, which fuses with what makes x. Those are weights of which no backward reads codes
     or scales, since it makes them again (recompute_weights); a kernel that writes codes as well
     takes a tenth longer. Small ones end in one launch with the codes of x, which is worth more.
 
     Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
     """
     matches = 0
-    for node in list(q2_nodes(graph, "quantize", *ONE_ROTATED, *BOTH_ROTATED)):
-        at = list(named_arguments(node)).index("scheme")
-        scheme: Any = node.args[at]
+    for node, call in list(quantizers(graph)):
         readers = {gemm for output in node.users for gemm in output.users}
-        draws = get_scheme(scheme).stochastic
-        if is_q2(node, "quantize") and not draws and not _is_large_input(node.args[0]):
+        if call.masked or (_may_be_lowered(call) and not _is_large_input(call.x)):
             continue
-        if "@" in scheme or not readers or not all(_is_bf16(gemm) for gemm in readers):
+        if call.scheme.form or not readers or not all(_is_bf16(gemm) for gemm in readers):
             continue
-        args = (*node.args[:at], scheme + WIDENED, *node.args[at + 1 :])
-        if not is_served_by(node.target, args, CUDA):
+        scheme = call.scheme.with_form(WIDENED).name
+        call = call.replace(scheme=scheme)
+        if not serves_quantizer(call, CUDA):
             continue
-        node.args = args
+        set_call(node, call)
         update_outputs(node)
         for gemm in readers:
             for codes, of_scheme in zip(_CODES, _SCHEMES, strict=True):
                 operand = gemm.args[codes]
                 if operand in node.users:
-                    gemm.update_arg(of_scheme, scheme + WIDENED)
+                    gemm.update_arg(of_scheme, scheme)
         matches += 1
     return matches
+
+
+def _may_be_lowered(call: QuantizerCall) -> bool:
+    """Whether Inductor may make a kernel of its own of it, which fuses with what makes x."""
+    return is_forward_operand(call) and not call.rotated
 
 
 def _is_large_input(x: Any) -> bool:

@@ -8,7 +8,7 @@ from math import prod
 
 _NODE = re.compile(r"(\w+)(?:: ((?:\([^=]*?\))|(?:\w+\[[^\]]*\])))?(?: = (.*))?")
 _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
-_QUANTISED = ("q2.quantize", "q2.quantize_masked", "q2.rht_quantize", "q2.transpose")
+_QUANTISED = ("q2.quantize", "q2.transpose")
 
 
 def saved_tensors(files: Mapping[str, str]) -> list[list[str | int | None]] | None:

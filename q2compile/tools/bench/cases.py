@@ -14,6 +14,15 @@ from q2compile.cost_model.steps import Step, quantising, turning
 from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.ops.table import (
+    DEQUANTIZE,
+    QUANTIZE,
+    REQUANTIZE,
+    SPECS,
+    TRANSPOSE,
+    QuantizerCall,
+    rowwise_call,
+)
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
 from q2compile.tools.bench.timing import Call
 
@@ -57,7 +66,7 @@ CASES = {
     ),
 }
 DEQUANTIZED, TURNED = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
-OTHERS = ("dequantize", "transpose")
+OTHERS = (DEQUANTIZE, TRANSPOSE)
 
 
 def calls_of_quantisers(
@@ -73,29 +82,34 @@ def calls_of_quantisers(
 
     def of(scheme: str) -> list[Any]:
         if scheme not in packed:
-            packed[scheme] = [torch.ops.q2.quantize(x, None, None, scheme, 0) for x in xs]
+            packed[scheme] = [rowwise_call(scheme, x)() for x in xs]
         return packed[scheme]
 
     def arguments(name: str, i: int) -> tuple[str, tuple[Any, ...]]:
-        if name == "dequantize":
+        if name == DEQUANTIZE:
             return name, (*of(DEQUANTIZED)[i], DEQUANTIZED, cols, torch.bfloat16)
-        if name == "transpose":
+        if name == TRANSPOSE:
             return name, (*of(TURNED)[i][:2], TURNED, cols, True)
         case = CASES[name]
-        scheme, transform = case.scheme, case.transform
-        if case.kind == "requantize":
-            operand = of(case.source)[i]
-            how = seeds[1], case.source, scheme, transform, cols, STREAM
-            return "requantize", (*operand, *how)
-        if case.kind == "both":
-            return "rht_quantize_both", (xs[i], *seeds, scheme, transform, STREAM)
-        if case.spec.masked:
-            return "quantize_masked", (xs[i], scheme, transform)
-        if transform == "none":
-            seed = seeds[0] if case.spec.stochastic else None
-            return "quantize", (xs[i], None, seed, scheme, STREAM)
-        args = seeds[0], scheme, transform, case.kind == "col", STREAM
-        return "rht_quantize", (xs[i], *args)
+        how: dict[str, Any] = {"scheme": case.scheme, "transform": case.transform}
+        how["rng_offset"] = STREAM
+        if case.kind == REQUANTIZE:
+            source = dict(zip(SPECS[REQUANTIZE].source, of(case.source)[i], strict=True))
+            how |= {"source_scheme": case.source, "rows": cols, "columnwise_seed": seeds[1]}
+            return REQUANTIZE, QuantizerCall.named(REQUANTIZE, **source, **how).positional
+        rowwise, columnwise = case.kind != "col", case.kind != "row"
+        draws = case.spec.stochastic or case.transform != "none"
+        call = QuantizerCall.named(
+            QUANTIZE,
+            x=xs[i],
+            **how,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            rowwise_seed=seeds[0] if rowwise and draws and not case.spec.masked else None,
+            columnwise_seed=seeds[rowwise] if columnwise else None,
+            mask=case.spec.masked,
+        )
+        return QUANTIZE, call.positional
 
     def calls(name: str) -> list[Call]:
         if name == "copy":
@@ -109,9 +123,9 @@ def calls_of_quantisers(
 
 def step_of(name: str, elements: int) -> Step:
     """What the cost model makes of one of CASES or OTHERS, of so many elements."""
-    if name == "dequantize":
+    if name == DEQUANTIZE:
         return Step("", name, (packed_bits(DEQUANTIZED) + HIGH) * elements)
-    if name == "transpose":
+    if name == TRANSPOSE:
         return turning("", name, TURNED, elements)
     return quantising("", name, CASES[name], elements)
 
@@ -121,7 +135,11 @@ def calls_of_host(device: torch.device) -> dict[str, Call]:
     copy for comparison, on a small matrix."""
     x = torch.randn(256, 256, device=device).bfloat16()
     y, seed = torch.empty_like(x), torch.tensor(1, device=device)
-    packed = torch.ops.q2.quantize(x, None, None, DEQUANTIZED, 0)
+    packed = rowwise_call(DEQUANTIZED, x)()
+    how: dict[str, Any] = {"scheme": EDEN, "transform": "rht128"}
+    again = {"source_scheme": DEQUANTIZED, "rows": 256, "columnwise_seed": seed}
+    both = {"rowwise": True, "columnwise": True, "rowwise_seed": seed, "columnwise_seed": seed}
+    row = {"rowwise": True, "columnwise": False, "rowwise_seed": seed}
     field = At(0)
     values = (field, field, 0, 0, 0, 1, 0)
     bound = swizzle_launch().bind(device.index, (1, 1), values, {field: 0})
@@ -129,13 +147,9 @@ def calls_of_host(device: torch.device) -> dict[str, Call]:
     return {
         "host_launch": lambda: bound(stream, (at,)),
         "host_copy": lambda: torch.ops.aten.copy_(y, x),
-        "host_rht_quantize": lambda: torch.ops.q2.rht_quantize(x, seed, EDEN, "rht128", False, 0),
-        "host_rht_quantize_both": lambda: torch.ops.q2.rht_quantize_both(
-            x, seed, seed, EDEN, "rht128", 0
-        ),
-        "host_requantize": lambda: torch.ops.q2.requantize(
-            *packed, seed, DEQUANTIZED, EDEN, "rht128", 256, 1
-        ),
+        "host_rht_quantize": lambda: torch.ops.q2.quantize(x, **how, **row),
+        "host_rht_quantize_both": lambda: torch.ops.q2.quantize(x, **how, **both),
+        "host_requantize": lambda: torch.ops.q2.requantize(*packed, **how, **again),
         "host_dequantize": lambda: torch.ops.q2.dequantize(
             *packed, DEQUANTIZED, 256, torch.bfloat16
         ),

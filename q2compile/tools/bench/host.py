@@ -30,8 +30,14 @@ def per_call(device: torch.device, few: int = 8, many: int = 40, repeats: int = 
         def function(x: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
             results: list[torch.Tensor] = []
             for i in range(count):
-                args = (x, seeds[i], "nvfp4_ms_eden_pow2", "rht128", False, 0)
-                results += torch.ops.q2.rht_quantize(*args)
+                results += torch.ops.q2.quantize(
+                    x,
+                    scheme="nvfp4_ms_eden_pow2",
+                    transform="rht128",
+                    rowwise=True,
+                    columnwise=False,
+                    rowwise_seed=seeds[i],
+                )
             return results
 
         compiled: Callable[..., Any] = torch.compile(function, dynamic=False)

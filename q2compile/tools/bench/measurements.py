@@ -191,7 +191,7 @@ def _product(bench: Bench, format: str, shape: tuple[int, int, int]) -> Iterator
         scheme = _FORMATS[format] + (SWIZZLED if name in CANDIDATES else "")
 
         def quantised(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(torch.ops.q2.quantize(x, None, None, scheme, 0))
+            return tuple(torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False))
 
         return [
             (*quantised(x), *quantised(w), None, scheme, scheme, torch.bfloat16)

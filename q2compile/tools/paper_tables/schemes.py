@@ -77,7 +77,12 @@ def measure_requantised(size: int, device: str, seed: int = 0) -> list[Requantis
         q = quantize(x, source)
         signs = torch.tensor(seed, device=device)
         parts = torch.ops.q2.requantize(
-            q.codes, q.scales, q.global_scale, signs, source, scheme, "rht128", size, 0
+            *(q.codes, q.scales, q.global_scale),
+            source_scheme=source,
+            scheme=scheme,
+            transform="rht128",
+            rows=size,
+            columnwise_seed=signs,
         )
         values = q.dequantize()
         long_way = quantize(values, scheme, transform="rht128", transpose=True, seed=signs)

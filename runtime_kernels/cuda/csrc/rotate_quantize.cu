@@ -1,9 +1,9 @@
 // Rotation and quantisation of a matrix along its rows, along its columns, or both from one read.
-// Behind q2::rht_quantize, q2::rht_quantize_both and their forms with sums, q2::requantize,
-// q2::quantize_masked, and those forms of q2::quantize that it serves as well. What is left to do then is align_scales.cu's.
+// Behind q2::quantize and q2::requantize, for the schemes that it has. What is left to do then is
+// align_scales.cu's.
 //
 //   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with their
-//               scales, nvfp4 or mxfp4 (requantize); or bf16 with such scales (requantize_by_scales)
+//               scales, nvfp4 or mxfp4 (requantize); or bf16 with such scales (by_scales)
 //   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
 //   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
 //   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).

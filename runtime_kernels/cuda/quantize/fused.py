@@ -1,7 +1,8 @@
-"""Calls of the rotating quantisers whose operand is computed in the kernel: of
-q2::rht_quantize, q2::rht_quantize_both and q2::quantize_masked, x aside. Two calls of one op whose
-operands are made from the same tensors can be one, which reads those once. The same kernel computes
-and quantises both halves of the operand of q2::rht_quantize_groups_both.
+"""Calls of q2::quantize whose operand is computed in the kernel. Two calls whose operands are made
+from the same tensors can be one, which reads those once. The same kernel computes and quantizes
+both halves of the operand of a call in groups.
+
+A call is given by its keywords, all that q2::quantize takes but x.
 
 Of GPUs only an H200 has run them, so everywhere the first use of a scheme is preceded by a check
 against the reference (`refusal`).
@@ -10,13 +11,13 @@ against the reference (`refusal`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from q2compile.runtime_kernels.cuda.agreements import Check, is_kept
-from q2compile.runtime_kernels.cuda.calls import At, Call, Ready, empty, tensors_of
+from q2compile.runtime_kernels.cuda.calls import At, Call, Ready, empty
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
 from q2compile.runtime_kernels.cuda.quantize.plan import (
@@ -36,70 +37,69 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
 from q2compile.runtime_kernels.numerics.groups import padded_ends
-from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.numerics.transforms import get_transform
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 
 NAME = "fused"
-# Where the scheme and the transform are among the arguments after x.
-_HOW = {"rht_quantize": 1, "rht_quantize_both": 2, "quantize_masked": 0}
-_HOW |= {"rht_quantize_groups_both": 4}
-_OUTPUTS = {"rht_quantize": 3, "rht_quantize_both": 6, "quantize_masked": 4}
-_OUTPUTS |= {"rht_quantize_groups_both": 6}
-_BOTH = ("rht_quantize_both", "rht_quantize_groups_both")
+Keywords = Mapping[str, Any]
 _VERDICTS: dict[tuple, str | None] = {}
 
 
-def scheme_and_transform(op: str, args: Sequence[Any]) -> tuple[str, str]:
-    """Of an op's arguments after x."""
-    at = _HOW[op]
-    return args[at], args[at + 1]
+def call_of(keywords: Keywords) -> QuantizerCall:
+    """The call that these are of."""
+    return QuantizerCall.named(QUANTIZE, x=None, **keywords)
 
 
-def no_pair(op: str, producer: Producer, args: Sequence[Any], index: int) -> str | None:
-    """None where one kernel may quantise both matrices of a producer like this with the scheme of
-    args on this CUDA device, otherwise the reason in words."""
-    spec = get_scheme(scheme_and_transform(op, args)[0])
-    if Rule.of(spec) not in SCALED_AFTERWARDS:
+def no_pair(producer: Producer, keywords: Keywords, index: int) -> str | None:
+    """None where one kernel may quantize both matrices of a producer like this with the scheme of a
+    call on this CUDA device, otherwise the reason in words."""
+    call = call_of(keywords)
+    if Rule.of(call.scheme) not in SCALED_AFTERWARDS:
         # MX spills registers; EXACT has a unit for each operand, of a pass that is not written.
-        return f"two operands of {spec.name} are not quantised by one kernel"
-    along_rows = not _turned(op, args)
-    if not has_room_for_two(SOURCES[producer.dtype], spec, along_rows, shared_memory(index)):
+        return f"two operands of {call.scheme.name} are not quantised by one kernel"
+    room = shared_memory(index)
+    if not has_room_for_two(SOURCES[producer.dtype], call.scheme, call.rowwise, room):
         return f"tiles of two {producer.dtype} operands do not fit into shared memory"
     return None
 
 
 def fused_call(
-    op: str,
     producer: Producer,
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[int],
-    calls: Sequence[Sequence[Any]],
+    calls: Sequence[Keywords],
 ) -> Call:
-    """The launches of an op.
+    """The launches.
 
     inputs: the producer's, on 16 bytes.  sizes: the values of its sizes.
-    calls: for each of its matrices the args of the op, after x; two have the same scheme and the
-        same transform. Tensors of the call: inputs, then those of calls.
+    calls: for each of its matrices; two have the same scheme and the same transform. Tensors of the
+        result: inputs, then those of calls (`tensors_in`).
     """
     assert not producer.halves or producer.cols % TILE == 0, "a tile lies in one half"
-    scheme, transform = scheme_and_transform(op, calls[0])
     count = len(inputs)
-    operands = count + sum(len(tensors_of(args)) for args in calls)
+    operands = count + sum(len(tensors_in(keywords)) for keywords in calls)
     directions: list[Direction | None] = []
+    places: dict[str, At] = {}
     tensor, output = count, operands
-    for args in calls:
-        directions += _directions(op, args, tensor, output)
-        tensor += len(tensors_of(args))
-        output += _OUTPUTS[op]
+    for call in map(call_of, calls):
+        given = [name for name, arg in call.args.items() if isinstance(arg, torch.Tensor)]
+        places = {name: At(tensor + i) for i, name in enumerate(given)}
+        found: list[Direction | None] = [None, None]
+        for operand in call.operands:
+            seed = places.get(operand.seed_name, 0)
+            made = Direction(seed, call.args["rng_offset"], output + operand.first)
+            found[operand.columnwise] = made
+        directions += found
+        tensor += len(given)
+        output += len(call.outputs)
     fields: tuple[At | int, ...] = (*(At(i) for i in range(count)), *map(int, sizes))
     groups = None
-    if _is_grouped(op):  # its first two arguments
-        groups = Groups(At(count), At(count + 1), calls[0][0].shape[0])
+    if call.grouped:
+        groups = Groups(places["offs"], places["padded_offs"], call.args["offs"].shape[0])
     return quantizer_call(
         inputs[0].device.index,
         SOURCES[producer.dtype],
-        get_scheme(scheme),
-        get_transform(transform),
+        call.scheme,
+        call.transform,
         (0, producer.height(sizes), producer.cols, 0, 0),
         directions,
         operands,
@@ -109,117 +109,94 @@ def fused_call(
     )
 
 
-def _directions(
-    op: str, args: Sequence[Any], tensor: int, output: int
-) -> tuple[Direction | None, Direction | None]:
-    """tensor, output: the first ones of args, and of their call."""
-    if op == "quantize_masked":
-        return Direction(0, 0, output), None
-    if op == "rht_quantize":
-        seed, _, _, transpose, stream = args
-        along = Direction(0 if seed is None else At(tensor), stream, output)
-        return (None, along) if transpose else (along, None)
-    row_seed, col_seed, *_, stream = args
-    if _is_grouped(op):
-        row_seed, col_seed = args[2:4]
-        tensor += 2
-    seeds = [0 if row_seed is None else At(tensor), 0]
-    if col_seed is not None:
-        seeds[1] = At(tensor + (row_seed is not None))
-    return Direction(seeds[0], stream, output), Direction(seeds[1], stream, output + 3)
+def tensors_in(keywords: Keywords) -> list[Any]:
+    """The tensors that a call is given beside x, and what stands for one, in the order of the op's
+    schema."""
+    return [arg for arg in call_of(keywords).args.values() if _is_tensor(arg)]
 
 
-def prepare(op: str, producer: Producer, args: Sequence[Any], index: int) -> None:
+def prepare(producer: Producer, keywords: Keywords, index: int) -> None:
     """Has NVRTC begin with the kernels of such a call, while other things are compiled."""
-    scheme, transform = scheme_and_transform(op, args)
-    turned = _turned(op, args)
-    along = (not turned, turned or op in _BOTH)
+    call = call_of(keywords)
     for launch in launches(
         SOURCES[producer.dtype],
-        get_scheme(scheme),
-        get_transform(transform),
-        along,
+        call.scheme,
+        call.transform,
+        (call.rowwise, call.columnwise),
         room=shared_memory(index),
         vectors=True,
         amax_known=False,
-        grouped=_is_grouped(op),
+        grouped=call.grouped,
         producer=producer,
     ):
         nvrtc.begin(launch.variant, architecture(index))
 
 
-def _is_grouped(op: str) -> bool:
-    return "_groups" in op
+def refusal(index: int, keywords: Keywords, operands: int = 1) -> str | None:
+    """None when kernels with an expression in them may be used with such a call on this CUDA
+    device, otherwise the reason in words. The first time on a machine a small one runs, and must
+    give the reference's bits: of sums and products, since those are what all devices round alike.
+    The functions of libdevice it does not try.
 
-
-def directions(op: str) -> int:
-    """Along which a call quantises."""
-    return 2 if op in _BOTH else 1
-
-
-def _turned(op: str, args: Sequence[Any]) -> bool:
-    """Whether along columns alone."""
-    return op == "rht_quantize" and bool(args[3])
-
-
-def refusal(op: str, index: int, args: Sequence[Any], operands: int = 1) -> str | None:
-    """None when kernels of an op with an expression in them may be used with the scheme and the
-    transform of args on this CUDA device, otherwise the reason in words. The first time on a
-    machine a small one runs, and must give the reference's bits: of sums and products, since those
-    are what all devices round alike. The functions of libdevice it does not try.
-
-    operands: that one kernel computes and quantises.
+    operands: that one kernel computes and quantizes.
     """
-    check = _check(op, index, args, operands)
+    check = _check(index, keywords, operands)
     if check not in _VERDICTS:
         device = torch.device("cuda", index)
-        judge(_VERDICTS, check, functools.partial(disagreement, op, device, args, operands))
+        judge(_VERDICTS, check, functools.partial(disagreement, device, keywords, operands))
     return _VERDICTS[check]
 
 
-def begin(op: str, index: int, args: Sequence[Any], operands: int = 1) -> None:
+def begin(index: int, keywords: Keywords, operands: int = 1) -> None:
     """Has threads compile what that check launches, if it is still to come."""
-    check, producer = _check(op, index, args, operands), representative(operands, _is_grouped(op))
+    check = _check(index, keywords, operands)
+    producer = representative(operands, call_of(keywords).grouped)
     known = check in _VERDICTS or is_kept(check)
-    if not known and (operands == 1 or no_pair(op, producer, args, index) is None):
-        prepare(op, producer, args, index)
+    if not known and (operands == 1 or no_pair(producer, keywords, index) is None):
+        prepare(producer, keywords, index)
 
 
-def _check(op: str, index: int, args: Sequence[Any], operands: int) -> Check:
-    how = (*scheme_and_transform(op, args), _turned(op, args))
-    return op, NAME, torch.device("cuda", index), *how, operands
+def _check(index: int, keywords: Keywords, operands: int) -> Check:
+    call = call_of(keywords)
+    how = call.scheme.name, call.transform.name, call.variant
+    return QUANTIZE, NAME, torch.device("cuda", index), *how, operands
 
 
-def disagreement(
-    op: str, device: torch.device, args: Sequence[Any], operands: int = 1
-) -> str | None:
-    """Runs a small producer of every kind of input through an op: None when the results have the
-    reference's bits, otherwise how they differ. args: of the op; of its tensors only which there
-    are counts."""
+def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) -> str | None:
+    """Runs a small producer of every kind of input through the op: None when the results have the
+    reference's bits, otherwise how they differ. keywords: of their tensors only which there are
+    counts."""
+    like = call_of(keywords)
     with apart(device):
         inputs = representative_inputs()
-        producer = representative(operands, _is_grouped(op))
+        producer = representative(operands, like.grouped)
         matrices = producer.evaluate(inputs)
         calls = [
-            [torch.tensor(10 * n + i) if _is_tensor(a) else a for i, a in enumerate(args, 7)]
+            {
+                name: torch.tensor(10 * n + i) if _is_tensor(arg) else arg
+                for i, (name, arg) in enumerate(keywords.items(), 7)
+            }
             for n in range(len(matrices))
         ]
-        if _is_grouped(op):
+        if like.grouped:
             ends = torch.tensor([0, 70, 120], dtype=torch.int32)  # and rows of no group
-            calls[0][:2] = ends, padded_ends(ends)
-        quantise = getattr(torch.ops.q2, op)
-        want = [r for x, given in zip(matrices, calls, strict=True) for r in quantise(x, *given)]
+            calls[0] |= {"offs": ends, "padded_offs": padded_ends(ends)}
+        quantize = like.spec.overload
+        want = [r for x, given in zip(matrices, calls, strict=True) for r in quantize(x, **given)]
         on_device = [t.to(device) for t in inputs]
-        calls = [[a.to(device) if _is_tensor(a) else a for a in given] for given in calls]
-        call = fused_call(op, producer, on_device, (), calls)
+        calls = [
+            {name: arg.to(device) if _is_tensor(arg) else arg for name, arg in given.items()}
+            for given in calls
+        ]
+        call = fused_call(producer, on_device, (), calls)
         outputs = [empty(o.shape, o.strides, o.dtype) for o in call.outputs]
-        seeds = [t for given in calls for t in tensors_of(given)]
+        seeds = [t for given in calls for t in tensors_in(given)]
         Ready(call, device.index)([*on_device, *seeds, *outputs])
-        return difference_of_bits(op, outputs, want)
+        return difference_of_bits(outputs, want, like.outputs * len(matrices))
 
 
 def _is_tensor(arg: Any) -> bool:
-    """Or what stands for one: an open argument of a site, a node of Inductor's."""
+    """Or what stands for one: an open argument of a call site, a node of Inductor's."""
     return isinstance(arg, torch.Tensor) or arg is ... or hasattr(arg, "get_size")
 
 

@@ -1,4 +1,4 @@
-"""What a call of the rotating quantisers launches.
+"""What a call of the quantizers launches.
 
 Two launches a call: rotate_quantize.cu makes the codes, align_scales.cu what has to wait for the
 largest of them; generated code has one of the second for several calls (together.py). A scheme
@@ -53,6 +53,7 @@ from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import ceil_div, padded, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.ops.table import SPECS, SPLIT_SCALES, QuantizerCall
 
 _MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
 # Of a thread block, up to which a launch less is worth it: where blockIdx.y says which operand, up
@@ -62,7 +63,7 @@ _FEW_TILES = 16
 
 class Groups(NamedTuple):
     """Of the rows of x, which are kept apart along columns: where they end, where in the padded
-    layout, and how many they are (ops/rht_quantize_groups.py)."""
+    layout, and how many they are (ops/quantize.py)."""
 
     ends: Address
     padded_ends: Address
@@ -125,25 +126,19 @@ def launches(
     return rotate(amax=True), rotate(overlaps=True)
 
 
-# The ops whose calls can end in one launch (together.py).
-_END_TOGETHER = frozenset(
-    ["quantize", "quantize_masked", "rht_quantize", "rht_quantize_both", "requantize"]
-    + ["rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups", "split_scales"]
-    + ["rht_quantize_summed", "rht_quantize_both_summed", "requantize_by_scales"]
-)
-
-
 def last_launch(op: str, args: Sequence[Any]) -> Launch | None:
-    """The launch that a call of a quantiser ends in, where other calls can end in it as well; None
+    """The launch that a call of a quantizer ends in, where other calls can end in it as well; None
     where there is none, and for other ops.
 
-    args: the op's, of which the names of the scheme and the transform alone count.
+    args: all of the op's, of which the names of the scheme and the transform alone count.
     """
-    if op not in _END_TOGETHER:
-        return None
-    schema = getattr(torch.ops.q2, op).default._schema
-    named = {argument.name: arg for argument, arg in zip(schema.arguments, args, strict=True)}
-    return shared_launch(get_scheme(named["scheme"]), get_transform(named.get("transform", "none")))
+    if op in SPECS:
+        call = QuantizerCall.of(op, args)
+        return shared_launch(call.scheme, call.transform)
+    if op == SPLIT_SCALES:
+        _, scheme = args
+        return shared_launch(get_scheme(scheme), get_transform("none"))
+    return None
 
 
 def shared_launch(spec: Scheme, rotation: Transform) -> Launch | None:

@@ -49,7 +49,7 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
     if spec.select is not None and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
     if spec.masked and not masked:
-        return f"scheme {scheme} wants a trust mask, which q2::quantize_masked alone writes"
+        return f"scheme {scheme} wants a trust mask, which q2::quantize writes with mask=True"
     if spec.block[0] != 1:
         return f"rotate_quantize.cu has blocks of one row, scheme {scheme} has square ones"
     return None

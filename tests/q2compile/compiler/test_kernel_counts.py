@@ -304,45 +304,41 @@ share_operands (post-grad)
 
 merge_seeds (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, inputs 18, mm 7, q2.dequantize 14,
-            q2.requantize 7, q2.rht_quantize 7, triton 2
+  backward  aten.randint 0 -> 1, q2.seed 7 -> 0, inputs 18, mm 7, q2.dequantize 14, q2.quantize 7,
+            q2.requantize 7, triton 2
 
 pair_directions (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.rht_quantize 7 -> 1, q2.rht_quantize_both 0 -> 3, aten.randint 1, inputs 18, mm 7,
-            q2.dequantize 14, q2.requantize 7, triton 2
+  backward  q2.quantize 7 -> 4, aten.randint 1, inputs 18, mm 7, q2.dequantize 14,
+            q2.requantize 7, triton 2
 
 share_rotations (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
   backward  q2.dequantize 14 -> 12, q2.requantize 7 -> 5, aten.randint 1, inputs 18, mm 7,
-            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+            q2.quantize 4, triton 2
 
 swizzle_scales (post-grad)
   forward   inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5,
-            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+  backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.quantize 4,
+            q2.requantize 5, triton 2
 
 widen_operands (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.requantize 5,
-            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+  backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.quantize 4,
+            q2.requantize 5, triton 2
 
 unrotate_in_gemm (post-grad)
-  forward   inputs 5, q2.gemm 4, q2.quantize_masked 6, triton 2
+  forward   inputs 5, q2.gemm 4, q2.quantize 6, triton 2
   backward  q2.gemm 7 -> 0, q2.gemm_masked_unrotate 0 -> 7, q2.masked_unrotate 7 -> 0,
-            aten.randint 1, inputs 23, q2.requantize 5, q2.rht_quantize 1, q2.rht_quantize_both 3,
-            triton 2
+            aten.randint 1, inputs 23, q2.quantize 4, q2.requantize 5, triton 2
 
 part_directions (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  q2.rht_quantize 1 -> 3, q2.rht_quantize_both 3 -> 2, aten.randint 1, inputs 18, mm 7,
-            q2.requantize 5, triton 2
+  backward  q2.quantize 4 -> 5, aten.randint 1, inputs 18, mm 7, q2.requantize 5, triton 2
 
 sum_columns (post-grad)
   forward   addmm 2, inputs 5, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
-  backward  q2.rht_quantize 1 -> 0, q2.rht_quantize_both 1 -> 0,
-            q2.rht_quantize_both_summed 0 -> 1, q2.rht_quantize_summed 0 -> 1, triton 3 -> 1,
-            aten.randint 1, inputs 11, mm 3, q2.requantize 3""",
+  backward  triton 3 -> 1, aten.randint 1, inputs 11, mm 3, q2.quantize 2, q2.requantize 3""",
         )
 
     def test_of_each_joint_pass_and_option(self) -> None:
@@ -350,43 +346,37 @@ sum_columns (post-grad)
             table("joint", "option"),
             """\
 share_operands (joint)
-  forward   q2.dequantize 8 -> 6, q2.quantize 3 -> 1, q2.rht_quantize 4 -> 2, aten.randint 1,
-            inputs 5, mm 4, q2.split_scales 5, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
-            q2.rht_quantize 4, q2.transpose 3, triton 2
+  forward   q2.dequantize 8 -> 6, q2.quantize 7 -> 3, aten.randint 1, inputs 5, mm 4,
+            q2.split_scales 5, triton 10
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7, triton 2
 
 gather_codes (joint)
   forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, triton 3 -> 2, inputs 5, mm 1,
             q2.dequantize 4, q2.grouped_mm 1
   backward  triton 3 -> 7, aten.randint 1, inputs 12, mm 1, q2.grouped_mm 2, q2.padded_ends 1,
-            q2.requantize 2, q2.requantize_groups 1, q2.rht_quantize 1,
-            q2.rht_quantize_groups_both 1
+            q2.quantize 2, q2.requantize 3
 
 share_saved_rotations (joint)
-  forward   q2.rht_quantize 4 -> 2, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
-            q2.quantize 1, q2.split_scales 5, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 3,
-            q2.rht_quantize 4, q2.transpose 3, triton 2
+  forward   q2.quantize 5 -> 3, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
+            q2.split_scales 5, triton 10
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7, triton 2
 
 swizzle_saved_scales (joint)
   forward   swizzle_scales.cu 7 -> 0, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1,
             triton 2
-  backward  aten.randint 1, inputs 18, q2.gemm 7, q2.requantize 5, q2.rht_quantize 1,
-            q2.rht_quantize_both 3, triton 2
+  backward  aten.randint 1, inputs 18, q2.gemm 7, q2.quantize 4, q2.requantize 5, triton 2
 
 keep_packed (option)
   forward   inputs 3, mm 2, q2.dequantize 4, q2.quantize 3, q2.split_scales 1, triton 1
-  backward  inputs 4 -> 13, q2.quantize 3 -> 0, q2.split_scales 1 -> 0, aten.randint 1, mm 4,
-            q2.dequantize 2, q2.requantize 3, q2.rht_quantize 1, q2.rht_quantize_both 1, triton 1
+  backward  inputs 4 -> 13, q2.quantize 5 -> 2, q2.split_scales 1 -> 0, aten.randint 1, mm 4,
+            q2.dequantize 2, q2.requantize 3, triton 1
 
 recompute_weights (option)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
-  backward  inputs 18 -> 12, q2.quantize 0 -> 3, aten.randint 1, mm 7, q2.requantize 5,
-            q2.rht_quantize 1, q2.rht_quantize_both 3, triton 2
+  backward  inputs 18 -> 12, q2.quantize 4 -> 7, aten.randint 1, mm 7, q2.requantize 5, triton 2
 
 cache_weights (option)
   forward   inputs 5 -> 17, q2.quantize 5 -> 1, mm 4, q2.dequantize 6, q2.split_scales 1, triton 2
   weights   inputs 0 -> 1, q2.quantize 0 -> 1
-  backward  aten.randint 1, inputs 18, mm 7, q2.requantize 5, q2.rht_quantize 1,
-            q2.rht_quantize_both 3, triton 2""",
+  backward  aten.randint 1, inputs 18, mm 7, q2.quantize 4, q2.requantize 5, triton 2""",
         )

@@ -16,9 +16,10 @@ from q2compile.linear import checks_ahead
 from q2compile.linear.checks_ahead import begin_checks, checked_calls
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import selfcheck
+from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import fused, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
+from q2compile.runtime_kernels.ops.table import Variant
 from q2compile.runtime_kernels.registry import CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
@@ -34,9 +35,9 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
     serve_as_on(monkeypatch, capability)
     found = set()
 
-    def refusal(op, name, index, scheme, form=None):
+    def refusal(op, name, index, scheme, what=None):
         if name == CUDA:
-            found.add((op, scheme))
+            found.add((what if isinstance(what, Variant) else op, scheme))
 
     for name, module in list(sys.modules.items()):
         theirs = name.startswith("q2compile.runtime_kernels.cuda.") and "fused" not in name
@@ -59,9 +60,9 @@ def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
     foreseen = set(checked_calls(resolve(recipe), codes=capability == 100))
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen
-    large = {"quantize"} if capability == 90 and recipe != "nvfp4" else set()
+    large = {checked_cases.ROWWISE} if capability == 90 and recipe != "nvfp4" else set()
     if recipe in ("quartet2", "tetrajet2"):
-        large |= {"requantize_by_scales"}
+        large |= {checked_cases.AGAIN._replace(by_scales=True)}
     assert {op for op, _ in foreseen - found} == ({"split_scales"} if recipe == "nvfp4" else large)
 
 
@@ -78,7 +79,7 @@ def begun(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "unsupported", lambda index: None)
     for module in (selfcheck, fused, launch):
         monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
-    for module in (rotating_ops, fused):
+    for module in (quantizers, fused):
         monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
     return found
 

@@ -26,7 +26,12 @@ def operands(t=48, n=64, k=80, dtype=torch.float32, seed=0):
 def dequantized(x, scheme="nvfp4_46_pow2"):
     """What fprop sees of a tensor."""
     amax = q2.amax(x) if not scheme.endswith("pow2") else None
-    return q2.dequantize(*q2.quantize(x, amax, None, scheme, 0), scheme, x.shape[1], torch.float32)
+    return q2.dequantize(
+        *q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax),
+        scheme,
+        x.shape[1],
+        torch.float32,
+    )
 
 
 def gradients(x, w, dy, recipe=QUARTET2, bias=None, salt=0):

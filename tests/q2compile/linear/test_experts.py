@@ -16,6 +16,8 @@ from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.errors import NotTakenError
 from q2compile.passes.graph_queries import op_counts
 from q2compile.report.report import Report, collector
+from q2compile.runtime_kernels.ops.table import quantizer_of
+from tests.support import quantizer_calls as calls
 
 E, K, N = 4, 32, 48
 
@@ -252,6 +254,9 @@ def test_experts_as_modules_in_a_loop() -> None:
     assert x.grad.isfinite().all()
 
 
+BOTH = "quantize rowwise+columnwise"
+
+
 def test_a_loop_of_modules_fills_the_chunks_of_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that are linears, with as many rows as data decide, and with a known few: wgrad has
     them as one group (linear/autograd.py, of_rows), from one read of the gradient. A whole
@@ -261,7 +266,8 @@ def test_a_loop_of_modules_fills_the_chunks_of_its_experts(monkeypatch: pytest.M
 
     def counted(self: PostGradPasses, graph: torch.fx.Graph) -> None:
         run(self, graph)
-        counts.append(Counter({k: n for k, n in op_counts(graph).items() if "rht" in k}))
+        gradients = calls.nodes(graph, rotated=True, rowwise=True)
+        counts.append(Counter(quantizer_of(node).label for node in gradients))
 
     monkeypatch.setattr(PostGradPasses, "__call__", counted)
 
@@ -282,12 +288,12 @@ def test_a_loop_of_modules_fills_the_chunks_of_its_experts(monkeypatch: pytest.M
         x = torch.randn(rows, K, requires_grad=True)
         call(x, torch.arange(rows) % 2).sum().backward()
         assert all(row.taken for row in report.rows)
-        assert counts[-1] == {"q2.rht_quantize_groups_both.default": 2}
-    for rows, op in ((20, "rht_quantize_groups_both"), (128, "rht_quantize_both")):
+        assert counts[-1] == {f"{BOTH} grouped": 2}
+    for rows, kind in ((20, f"{BOTH} grouped"), (128, BOTH)):
         torch._dynamo.reset()  # or the second size would be a symbol
         call, _ = compiled(nn.Linear(K, N))
         call(torch.randn(rows, K, requires_grad=True)).sum().backward()
-        assert counts[-1] == {f"q2.{op}.default": 1}
+        assert counts[-1] == {kind: 1}
 
 
 # ---- what the policy says
@@ -441,9 +447,8 @@ def test_graphs(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call(x, ids).sum().backward()
     assert counts["forward"] == {"quantize": 4, "grouped_gemm": 2}
     assert counts["backward"] == {
-        "rht_quantize_groups_both": 2,  # dy along N, and along the tokens of each expert
-        "requantize": 2,
-        "requantize_groups": 2,
+        "quantize": 2,  # dy along N, and along the tokens of each expert
+        "requantize": 4,
         "padded_ends": 1,
         "grouped_gemm": 4,
     }

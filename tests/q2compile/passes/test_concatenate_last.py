@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.passes.graph_queries import op_counts
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import serve_as_on, triton_kernels
 from tests.support.emulation.on_cpu import assert_same_bits
 from tests.support.graph_builder import EDEN, q2
@@ -30,7 +31,7 @@ def operands() -> tuple[torch.Tensor, ...]:
 
 def quantised(dy: torch.Tensor, ends: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
     args = ends, q2.padded_ends(ends), seeds[0], seeds[1]
-    return q2.rht_quantize_groups_both(dy, *args, EDEN, "rht128", 0)
+    return calls.grouped_both(dy, *args, EDEN, "rht128", 0)()
 
 
 def of_halves(dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,15 @@ def test_what_is_left(function) -> None:
 
 
 def dense(dh, g, u, ends, tail, seeds):
-    return q2.rht_quantize_both(of_halves(dh, g, u), seeds[0], seeds[1], EDEN, "rht128", 0)
+    return q2.quantize(
+        of_halves(dh, g, u),
+        scheme=EDEN,
+        transform="rht128",
+        rowwise=True,
+        columnwise=True,
+        rowwise_seed=seeds[0],
+        columnwise_seed=seeds[1],
+    )
 
 
 def of_nothing_in_common(dh, g, u, ends, tail, seeds):

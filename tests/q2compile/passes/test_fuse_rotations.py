@@ -20,8 +20,9 @@ from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusio
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
-from tests.support.graph_builder import EDEN, SOURCE, Builder, q2
+from tests.support.graph_builder import EDEN, SOURCE, Builder
 
 WIDTH = 64
 
@@ -105,15 +106,15 @@ def test_operands_of_one_read_are_known_to_the_first() -> None:
     seed = build.placeholder("seed", dtype=torch.int64)
     dh, g, u = (build.placeholder(name, 128, 128) for name in ("dh", "g", "u"))
     du = build.call(torch.ops.aten.mul.Tensor, dh, g)
-    first = build.call(q2.rht_quantize_both.default, du, seed, seed, EDEN, "rht128", 0)
+    first = build.call(calls.both(du, seed, seed, EDEN, "rht128", 0))
     codes = build.call(operator.getitem, first, 0)
     cut = build.call(torch.ops.aten.mul.Tensor, dh, u)
     dg = build.call(torch.ops.aten.mul.Tensor, cut, g)
-    second = build.call(q2.rht_quantize_both.default, dg, seed, seed, EDEN, "rht128", 5)
+    second = build.call(calls.both(dg, seed, seed, EDEN, "rht128", 5))
     build.done(codes, second)
     assert fuse_rotations_pass(build.graph) == 2
-    calls = [n for n in build.graph.nodes if n.op == "call_function"]
-    assert calls == [du, cut, dg, first, codes, second]
+    order = [n for n in build.graph.nodes if n.op == "call_function"]
+    assert order == [du, cut, dg, first, codes, second]
     assert first.meta[PAIR] == second.meta[PAIR]
     assert first.meta[READS_THE_SAME] and second.meta[READS_THE_SAME]
 
@@ -129,7 +130,7 @@ def test_quantisers_with_no_source_in_common_are_not_compared(monkeypatch) -> No
         for x in (build.call(torch.ops.aten.mul.Tensor, dh, g), g):
             if i == 0:
                 x = build.call(torch.ops.aten.mul.Tensor, x, table)
-            made.append(build.call(q2.rht_quantize_both.default, x, seed, seed, EDEN, "rht128", 0))
+            made.append(build.call(calls.both(x, seed, seed, EDEN, "rht128", 0)))
     build.done(*made)
     compared = []
     mostly_in = fuse_rotations._mostly_in
@@ -146,10 +147,10 @@ def test_an_operand_that_waits_for_a_product_stays() -> None:
     build = Builder()
     seed = build.placeholder("seed", dtype=torch.int64)
     dh, g = (build.placeholder(name, 128, 128) for name in ("dh", "g"))
-    first = build.call(q2.rht_quantize_both.default, dh, seed, seed, EDEN, "rht128", 0)
+    first = build.call(calls.both(dh, seed, seed, EDEN, "rht128", 0))
     product = build.call(torch.ops.aten.mm.default, dh, g)
     both = build.call(torch.ops.aten.add.Tensor, product, dh)
-    second = build.call(q2.rht_quantize_both.default, both, seed, seed, EDEN, "rht128", 0)
+    second = build.call(calls.both(both, seed, seed, EDEN, "rht128", 0))
     build.done(first, second)
     fuse_rotations_pass(build.graph)
     assert PAIR not in first.meta and PAIR not in second.meta
@@ -159,8 +160,8 @@ def test_an_operand_that_waits_for_a_product_stays() -> None:
 def test_marks_every_rotating_quantiser_and_no_other() -> None:
     build = Builder()
     x, seed = build.placeholder("x", 128, 128), build.placeholder("seed", dtype=torch.int64)
-    first = build.call(q2.rht_quantize.default, x, seed, EDEN, "rht128", False, 0)
-    other = build.call(q2.quantize.default, x, None, None, SOURCE, 0)
+    first = build.call(calls.one(x, seed, EDEN, "rht128", False, 0))
+    other = build.call(calls.plain(x, None, None, SOURCE, 0))
     build.done(first, other)
     assert fuse_rotations_pass(build.graph) == 1
     (marked,) = (n for n in build.graph.nodes if MAY_FUSE in n.meta)
@@ -187,12 +188,12 @@ def test_only_with_the_option_and_with_inductor() -> None:
     ],
 )
 def test_where_it_runs_by_itself(option, device, capability, fuses, monkeypatch) -> None:
-    """"auto": on the GPUs on which it was measured."""
+    """ "auto": on the GPUs on which it was measured."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: capability)
     monkeypatch.setattr(post_grad_passes, "device_of", lambda node: torch.device(device))
     build = Builder()
     x, seed = build.placeholder("x", 128, 128), build.placeholder("seed", dtype=torch.int64)
-    build.done(build.call(q2.rht_quantize.default, x, seed, EDEN, "rht128", False, 0))
+    build.done(build.call(calls.one(x, seed, EDEN, "rht128", False, 0)))
     passes = post_grad_passes.PostGradPasses(Config(**option))
     passes.run(build.graph, "backward")
     assert fuses == any(record.name == "fuse_rotations" for record in passes.records)

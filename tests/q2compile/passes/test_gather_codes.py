@@ -17,6 +17,7 @@ from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_not
 from q2compile.passes.verify import check_spec
 from q2compile.recipes.recipe import GEMMS
 from q2compile.telemetry.folder import flush
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import SOURCE, Builder, q2
 
 E, TOP, TOKENS, K, N = 4, 4, 40, 64, 48
@@ -186,8 +187,8 @@ def graph(rows: int, tokens: int, scheme: str = SOURCE, *, stochastic: bool = Fa
     index = b.placeholder("index", rows, dtype=torch.int64)
     seed = b.placeholder("seed", dtype=torch.int64) if stochastic else None
     x = b.call(aten.index.Tensor, h, [index])
-    qx = b.outputs(b.call(q2.quantize.default, x, None, seed, scheme, 0))
-    qw = b.outputs(b.call(q2.quantize.default, w, None, None, SOURCE, 0))
+    qx = b.outputs(b.call(calls.plain(x, None, seed, scheme, 0)))
+    qw = b.outputs(b.call(calls.plain(w, None, None, SOURCE, 0)))
     y = b.call(q2.gemm.default, *qx, *qw, None, scheme, SOURCE, torch.bfloat16)
     b.done(y)
     return b
@@ -318,7 +319,7 @@ def test_bits_of_a_layer(checkpointed, keep_packed) -> None:
 def test_who_shares_the_rows_shares_the_codes(tmp_path) -> None:
     layers_step(False, dump=str(tmp_path))
     forward = (tmp_path / "graph_0" / "2_forward.txt").read_text()
-    assert forward.count("= q2.quantize(") == 1 + 3, "h, and three weights"
+    assert forward.count("= quantizer_calls.plain(")() == 1 + 3, "h, and three weights"
     assert forward.count("= q2.gather_rows(") == 1
 
 
@@ -341,7 +342,7 @@ def test_an_amax_from_elsewhere_stays() -> None:
     h, index = b.placeholder("h", 32, K), b.placeholder("index", 64, dtype=torch.int64)
     amax = b.placeholder("amax", dtype=torch.float32)
     x = b.call(aten.index.Tensor, h, [index])
-    b.done(*b.outputs(b.call(q2.quantize.default, x, amax, None, "nvfp4_46", 0)))
+    b.done(*b.outputs(b.call(calls.plain(x, amax, None, "nvfp4_46", 0))))
     assert gather_codes_pass(b.graph) == 1
     (quantise,) = q2_nodes(b.graph, "quantize")
     assert quantise.args[1] is amax and isinstance(b.graph, fx.Graph)

@@ -16,7 +16,15 @@ aten = torch.ops.aten
 
 
 def requantized(codes, seed, scheme=EDEN, stream=1):
-    return q2.requantize(*codes, seed, SOURCE, scheme, "rht128", 72, stream)
+    return q2.requantize(
+        *codes,
+        source_scheme=SOURCE,
+        scheme=scheme,
+        transform="rht128",
+        rows=72,
+        columnwise_seed=seed,
+        rng_offset=stream,
+    )
 
 
 def gemm(a, b, scheme=EDEN):
@@ -26,22 +34,40 @@ def gemm(a, b, scheme=EDEN):
 def backward(dy, *codes):
     """x for wgrad behind the GEMM of dgrad."""
     s, t = q2.seed(dy, 0), q2.seed(dy, 1)
-    both = q2.rht_quantize_both(dy, s, t, EDEN, "rht128", 0)
+    both = q2.quantize(
+        dy,
+        scheme=EDEN,
+        transform="rht128",
+        rowwise=True,
+        columnwise=True,
+        rowwise_seed=s,
+        columnwise_seed=t,
+    )
     dx = gemm(both[:3], requantized(codes, s))
     return dx, gemm(both[3:], requantized(codes, t, stream=2))
 
 
 def forward(dy, *codes):
     """Two weights, the second cast behind the GEMM of the first."""
-    x = q2.quantize(dy, None, None, SOURCE, 0)
-    first = gemm(x, q2.quantize(dy, None, None, SOURCE, 0), SOURCE)
+    x = q2.quantize(dy, scheme=SOURCE, rowwise=True, columnwise=False)
+    first = gemm(x, q2.quantize(dy, scheme=SOURCE, rowwise=True, columnwise=False), SOURCE)
     weight = aten._to_copy.default(dy, dtype=torch.float16)
-    return first, gemm(x, q2.quantize(weight, None, None, SOURCE, 0), SOURCE)
+    return first, gemm(
+        x, q2.quantize(weight, scheme=SOURCE, rowwise=True, columnwise=False), SOURCE
+    )
 
 
 def no_room(dy, *codes):
     s, t = q2.seed(dy, 0), q2.seed(dy, 1)
-    both = q2.rht_quantize_both(dy, s, t, EDEN, "rht128", 0)
+    both = q2.quantize(
+        dy,
+        scheme=EDEN,
+        transform="rht128",
+        rowwise=True,
+        columnwise=True,
+        rowwise_seed=s,
+        columnwise_seed=t,
+    )
     w, more = requantized(codes, s), requantized(codes, t)
     dx = gemm(both[:3], w)
     return dx, gemm(both[3:], requantized(codes, t, stream=2)), *more
@@ -49,14 +75,19 @@ def no_room(dy, *codes):
 
 def other_scheme(dy, *codes):
     s, t = q2.seed(dy, 0), q2.seed(dy, 1)
-    dx = gemm(q2.rht_quantize(dy, s, EDEN, "rht128", False, 0), requantized(codes, s))
+    dx = gemm(
+        q2.quantize(
+            dy, scheme=EDEN, transform="rht128", rowwise=True, columnwise=False, rowwise_seed=s
+        ),
+        requantized(codes, s),
+    )
     return dx, *requantized(codes, t, "nvfp4_sr_pow2")
 
 
 def made_late(dy, *codes):
-    x = q2.quantize(dy, None, None, SOURCE, 0)
+    x = q2.quantize(dy, scheme=SOURCE, rowwise=True, columnwise=False)
     y = gemm(x, x, SOURCE)
-    return q2.quantize(y.tanh(), None, None, SOURCE, 0)
+    return q2.quantize(y.tanh(), scheme=SOURCE, rowwise=True, columnwise=False)
 
 
 def order(graph: torch.fx.Graph) -> list[str]:
@@ -72,7 +103,7 @@ def results(gm: torch.fx.GraphModule, inputs: tuple) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("function", "after"),
     [
-        (backward, ["rht_quantize_both", "requantize", "requantize", "gemm", "gemm"]),
+        (backward, ["quantize", "requantize", "requantize", "gemm", "gemm"]),
         (forward, ["quantize", "quantize", "quantize", "gemm", "gemm"]),
     ],
 )

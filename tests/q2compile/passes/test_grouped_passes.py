@@ -11,12 +11,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from q2compile.passes.graph_queries import op_counts, q2_nodes
+from q2compile.passes.graph_queries import q2_nodes
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_rotations import share_rotations_pass
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 from q2compile.passes.verify import check_spec
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.ops.table import quantizers
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, q2
 from tests.support.serving import serve_by
 
@@ -30,7 +32,7 @@ def inputs() -> tuple[torch.Tensor, ...]:
         torch.randn(shape, generator=generator).bfloat16()
         for shape in ((T, N), (T, N), (T, K), (E * N, K))
     )
-    packed = (q2.quantize(t, None, None, SOURCE, 0) for t in (x, w))
+    packed = (q2.quantize(t, scheme=SOURCE, rowwise=True, columnwise=False) for t in (x, w))
     offs = torch.tensor([7, 150, 190], dtype=torch.int32)
     return dy, dz, *itertools.chain(*packed), offs
 
@@ -41,14 +43,35 @@ def backward(dy, dz, x, x_scales, x_global, w, w_scales, w_global, offs):
     grads = []
     seeds = [(q2.seed(d, i), q2.seed(d, i + 2)) for i, d in enumerate((dy, dz))]
     for d, (of_dgrad, of_wgrad) in zip((dy, dz), seeds, strict=True):
-        a = q2.rht_quantize(d, of_dgrad, EDEN, "rht64", False, 0)
-        b = q2.requantize(w, w_scales, w_global, of_dgrad, SOURCE, EDEN, "rht64", K, 1)
+        a = q2.quantize(
+            d, scheme=EDEN, transform="rht64", rowwise=True, columnwise=False, rowwise_seed=of_dgrad
+        )
+        b = q2.requantize(
+            w,
+            w_scales,
+            w_global,
+            source_scheme=SOURCE,
+            scheme=EDEN,
+            transform="rht64",
+            rows=K,
+            columnwise_seed=of_dgrad,
+            rng_offset=1,
+        )
         grads.append(q2.grouped_gemm(*a, *b, offs, EDEN, EDEN, "dgrad", torch.bfloat16))
         ends = q2.padded_ends(offs)
-        a = q2.rht_quantize_groups(d, offs, ends, of_wgrad, EDEN, "rht64", 0)
-        b = q2.requantize_groups(
-            *(x, x_scales, x_global, offs, ends, of_wgrad, SOURCE, EDEN, "rht64", K, 1)
+        a = q2.quantize(
+            d,
+            scheme=EDEN,
+            transform="rht64",
+            rowwise=False,
+            columnwise=True,
+            offs=offs,
+            padded_offs=ends,
+            columnwise_seed=of_wgrad,
         )
+        b = calls.grouped_again(
+            *(x, x_scales, x_global, offs, ends, of_wgrad, SOURCE, EDEN, "rht64", K, 1)
+        )()
         grads.append(q2.grouped_gemm(*a, *b, ends, EDEN, EDEN, "wgrad", torch.bfloat16))
     return grads
 
@@ -75,9 +98,8 @@ def test_directions_are_paired_and_the_ends_moved_up() -> None:
     before = result(gm)
     assert pair_directions_pass(gm.graph) == 2
     check_spec(gm.graph, "backward", "test")
-    counts = op_counts(gm.graph)
-    assert counts["q2.rht_quantize_groups_both.default"] == 2
-    assert not counts["q2.rht_quantize.default"] and not counts["q2.rht_quantize_groups.default"]
+    made = [call for _, call in quantizers(gm.graph) if not call.reads_codes]
+    assert [(call.rowwise, call.columnwise, call.grouped) for call in made] == 2 * [(True,) * 3]
     for got, want in zip(result(gm), before, strict=True):
         assert torch.equal(got, want)
     assert pair_directions_pass(gm.graph) == 0
@@ -99,8 +121,10 @@ def test_stacks_that_share_x_rotate_it_once() -> None:
     pair_directions_pass(gm.graph)
     assert share_rotations_pass(gm.graph) == 1
     check_spec(gm.graph, "backward", "test")
-    assert op_counts(gm.graph)["q2.requantize_groups.default"] == 1
-    assert [node.args[-1] for node in q2_nodes(gm.graph, "rht_quantize_groups_both")] == [0, 2]
+    found = [call for _, call in quantizers(gm.graph)]
+    assert sum(call.reads_codes and call.grouped for call in found) == 1
+    both = [call for call in found if call.rowwise and call.columnwise]
+    assert [call.args["rng_offset"] for call in both] == [0, 2]
     assert all(grad.isfinite().all() for grad in result(gm))
 
 

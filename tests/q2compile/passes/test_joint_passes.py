@@ -15,6 +15,7 @@ from q2compile.passes import passes_over
 from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import Builder, q2
 from tests.support.small_model import Mlp, quantised
 
@@ -40,19 +41,19 @@ def joint_graph(weight=None, tags=None, reuse=False):
     w = b.placeholder("primals_2", 32, 64, dtype=torch.float32)
     dy = b.placeholder("tangents_1", 48, 32)
     cast = (weight or to_bf16)(b, w)
-    qx = b.call(q2.quantize.default, x, None, None, SCHEME, 0)
-    qw = b.call(q2.quantize.default, cast, None, None, scheme, 0)
+    qx = b.call(calls.plain(x, None, None, SCHEME, 0))
+    qw = b.call(calls.plain(cast, None, None, scheme, 0))
     x_codes, w_codes = b.outputs(qx), b.outputs(qw)
     y = b.call(q2.gemm.default, *x_codes, *w_codes, None, SCHEME, scheme, torch.bfloat16)
     if reuse:
-        a = b.call(q2.quantize.default, dy, None, None, SCHEME, 0)
+        a = b.call(calls.plain(dy, None, None, SCHEME, 0))
         turned = b.call(q2.transpose.default, *w_codes[:2], scheme, 64)
         operand = [*(b.call(operator.getitem, turned, i) for i in range(2)), w_codes[2]]
     else:
         seed = b.call(q2.seed.default, dy, 0)
-        a = b.call(q2.rht_quantize.default, dy, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0)
+        a = b.call(calls.one(dy, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0))
         again = (seed, SCHEME, "nvfp4_ms_eden_pow2", "rht128", 64, 1)
-        operand = b.outputs(b.call(q2.requantize.default, *w_codes, *again))
+        operand = b.outputs(b.call(calls.again(*w_codes, *again)))
     schemes = (SCHEME, scheme) if reuse else 2 * ("nvfp4_ms_eden_pow2",)
     dx = b.call(q2.gemm.default, *b.outputs(a), *operand, None, *schemes, torch.bfloat16)
     for name, policy in (tags or {}).items():
@@ -138,7 +139,7 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
         ("joint", "recompute_weights", 1),
     ]
     b = Builder()
-    b.done(b.call(q2.quantize.default, b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0))
+    b.done(b.call(calls.plain(b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0)))
     runner(b.graph)
     assert len(records) == 6
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()

@@ -13,6 +13,7 @@ from torch import nn
 import q2compile
 from q2compile.passes import live_bytes
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, MinCut
+from tests.support import quantizer_calls as calls
 
 WIDTH, TOKENS = 256, 256
 
@@ -88,8 +89,9 @@ def test_scales_are_saved_and_codes_are_not():
     for graph in auto.cut:
         graph.lint()
     backward = ops(auto.cut[1])
-    assert backward["quantize"] == 0 and backward["requantize_by_scales"] == 2
-    assert backward["requantize"] == 4  # three activations, the last weight
+    by_scales = len(calls.nodes(auto.cut[1], by_scales=True))
+    assert by_scales == 2 and len(calls.nodes(auto.cut[1], rowwise=True, columnwise=False)) == 0
+    assert backward["requantize"] - by_scales == 4  # three activations, the last weight
     kept = saved(auto)
     assert kept[torch.uint8, CODES] == 3 + 1
     assert kept[E4M3, SCALES] == 3 + 3 and kept[torch.float32, 1] == 3 + 3
@@ -126,7 +128,7 @@ def test_where_scales_are_not_enough(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # of telemetry
     _, looking = step(**options)
     if hasattr(looking, "cut"):
-        assert ops(looking.cut[1])["requantize_by_scales"] == 0
+        assert not calls.nodes(looking.cut[1], by_scales=True)
 
 
 def test_the_report_says_so():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from q2compile.passes.joint.mask_again import mask_again_pass
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import SOURCE, Builder, q2
 
 ROWS, K, N, EXPERTS, TOP = 96, 64, 32, 8, 4
@@ -77,8 +78,8 @@ def graph(mask: tuple[int, ...], value: float = 0.0, of_gemm: bool = True) -> Bu
     b = Builder()
     x, w = b.placeholder("x", ROWS, K), b.placeholder("w", N, K)
     keep = b.placeholder("keep", *mask, dtype=torch.bool)
-    qx = b.outputs(b.call(q2.quantize.default, x, None, None, SOURCE, 0))
-    qw = b.outputs(b.call(q2.quantize.default, w, None, None, SOURCE, 0))
+    qx = b.outputs(b.call(calls.plain(x, None, None, SOURCE, 0)))
+    qw = b.outputs(b.call(calls.plain(w, None, None, SOURCE, 0)))
     y = b.call(q2.gemm.default, *qx, *qw, None, SOURCE, SOURCE, torch.bfloat16)
     y = y if of_gemm else b.call(aten.add.Tensor, y, y)
     y = b.call(aten.reshape.default, y, [ROWS, N])

@@ -14,15 +14,14 @@ from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
 from q2compile.passes.verify import GraphSpecError, check_spec
 from q2compile.report.graph_text import readable
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
 
 
 def dgrad(b, dy, codes, seed_a, seed_b, streams=(0, 1), transform_b="rht128"):
     """The dgrad GEMM of a linear with w [64, 32], dy [16, 64]."""
-    a = b.call(q2.rht_quantize.default, dy, seed_a, EDEN, "rht128", False, streams[0])
-    w = b.call(
-        q2.requantize.default, *codes, seed_b, "nvfp4_46_pow2", EDEN, transform_b, 32, streams[1]
-    )
+    a = b.call(calls.one(dy, seed_a, EDEN, "rht128", False, streams[0]))
+    w = b.call(calls.again(*codes, seed_b, "nvfp4_46_pow2", EDEN, transform_b, 32, streams[1]))
     return b.call(q2.gemm.default, *b.outputs(a), *b.outputs(w), None, EDEN, EDEN, torch.bfloat16)
 
 
@@ -106,7 +105,7 @@ def two_linears(scheme="nvfp4_46_pow2", shape=(-1, 64), returned=False):
     quantised, views = [], []
     for s, sizes in (("nvfp4_46_pow2", (-1, 64)), (scheme, shape)):
         views.append(b.call(torch.ops.aten.reshape.default, x, sizes))
-        q = b.call(q2.quantize.default, views[-1], None, None, s, 0)
+        q = b.call(calls.plain(views[-1], None, None, s, 0))
         quantised.append(b.outputs(q))
     gemms = []
     for q, s in zip(quantised, ("nvfp4_46_pow2", scheme), strict=True):
@@ -124,7 +123,7 @@ class TestShareOperands(TestCase):
             """\
 x: bf16[2, 8, 64]
 reshape_default: bf16[16, 64] = aten.reshape(x, (-1, 64))
-quantize_default: (u8[16, 32], f8e4m3fn[16, 4], f32[]) = q2.quantize(reshape_default, None, None, 'nvfp4_46_pow2', 0)
+quantize_default: (u8[16, 32], f8e4m3fn[16, 4], f32[]) = q2.quantize(reshape_default, scheme='nvfp4_46_pow2', rowwise=True, columnwise=False)
 getitem: u8[16, 32] = getitem(quantize_default, 0)
 getitem_1: f8e4m3fn[16, 4] = getitem(quantize_default, 1)
 getitem_2: f32[] = getitem(quantize_default, 2)
@@ -158,11 +157,11 @@ def both_directions(seeds_first=True, **changed):
     scheme, stream = changed.get("scheme", EDEN), changed.get("stream", 0)
     first = b.call(q2.seed.default, dy, 0)
     second = b.call(q2.seed.default, dy, 1) if seeds_first else None
-    row = b.outputs(b.call(q2.rht_quantize.default, dy, first, EDEN, "rht128", False, 0))
+    row = b.outputs(b.call(calls.one(dy, first, EDEN, "rht128", False, 0)))
     if second is None:
         second = b.call(q2.seed.default, dy, 1)
     direction = changed.get("transpose", True)
-    column = b.call(q2.rht_quantize.default, x, second, scheme, "rht128", direction, stream)
+    column = b.call(calls.one(x, second, scheme, "rht128", direction, stream))
     return b.done(*row, *b.outputs(column))
 
 
@@ -177,13 +176,13 @@ class TestPairDirections(TestCase):
 tangents_1: bf16[32, 64]
 seed_default: i64[] = q2.seed(tangents_1, 0)
 seed_default_1: i64[] = q2.seed(tangents_1, 1)
-rht_quantize_both_default: (u8[32, 64], f8e4m3fn[32, 8], f32[], u8[64, 64], f8e4m3fn[64, 8], f32[]) = q2.rht_quantize_both(tangents_1, seed_default, seed_default_1, 'nvfp4_ms_eden_pow2', 'rht128', 0)
-getitem_6: u8[32, 64] = getitem(rht_quantize_both_default, 0)
-getitem_7: f8e4m3fn[32, 8] = getitem(rht_quantize_both_default, 1)
-getitem_8: f32[] = getitem(rht_quantize_both_default, 2)
-getitem_9: u8[64, 64] = getitem(rht_quantize_both_default, 3)
-getitem_10: f8e4m3fn[64, 8] = getitem(rht_quantize_both_default, 4)
-getitem_11: f32[] = getitem(rht_quantize_both_default, 5)
+quantize_default_2: (u8[32, 64], f8e4m3fn[32, 8], f32[], u8[64, 64], f8e4m3fn[64, 8], f32[]) = q2.quantize(tangents_1, scheme='nvfp4_ms_eden_pow2', transform='rht128', rowwise=True, columnwise=True, rowwise_seed=seed_default, columnwise_seed=seed_default_1)
+getitem_6: u8[32, 64] = getitem(quantize_default_2, 0)
+getitem_7: f8e4m3fn[32, 8] = getitem(quantize_default_2, 1)
+getitem_8: f32[] = getitem(quantize_default_2, 2)
+getitem_9: u8[64, 64] = getitem(quantize_default_2, 3)
+getitem_10: f8e4m3fn[64, 8] = getitem(quantize_default_2, 4)
+getitem_11: f32[] = getitem(quantize_default_2, 5)
 return (getitem_6, getitem_7, getitem_8, getitem_9, getitem_10, getitem_11)
 """,
         )
@@ -293,7 +292,7 @@ def test_the_bits_of_a_step_are_the_same_without_a_pass(name):
 
 
 class TestSpec:
-    @pytest.mark.parametrize("target", ["seed", "rht_quantize"])
+    @pytest.mark.parametrize("target", ["seed", "quantize"])
     def test_randomness_in_a_forward_graph(self, target):
         """Trap: randomness that the partitioner hoists into forward is drawn again in backward."""
         b = Builder()
@@ -318,8 +317,8 @@ class TestSpec:
         codes = saved_weight(b)
         dy = b.placeholder("tangents_1", 16, 64)
         seed = b.call(q2.seed.default, dy, 0)
-        a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht64", False, 0)
-        w = b.call(q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht32", 32, 1)
+        a = b.call(calls.one(dy, seed, EDEN, "rht64", False, 0))
+        w = b.call(calls.again(*codes, seed, "nvfp4_46_pow2", EDEN, "rht32", 32, 1))
         operands = [*b.outputs(a), *b.outputs(w)]
         gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
         with pytest.raises(GraphSpecError, match="different transforms"):
@@ -339,10 +338,10 @@ class TestSpec:
         codes = saved_weight(b)
         dy = b.placeholder("tangents_1", 16, 64)
         seed = b.call(q2.seed.default, dy, 0)
-        a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", False, 0)
-        c = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", False, 2)
+        a = b.call(calls.one(dy, seed, EDEN, "rht128", False, 0))
+        c = b.call(calls.one(dy, seed, EDEN, "rht128", False, 2))
         mixed = [*b.outputs(a)[:2], b.outputs(c)[2]]
-        w = b.call(q2.requantize.default, *codes, seed, "nvfp4_46_pow2", EDEN, "rht128", 32, 1)
+        w = b.call(calls.again(*codes, seed, "nvfp4_46_pow2", EDEN, "rht128", 32, 1))
         operands = [*mixed, *b.outputs(w)]
         gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
         with pytest.raises(GraphSpecError, match="pieced together"):
@@ -354,7 +353,7 @@ class TestSpec:
         b = Builder()
         dy = b.placeholder("tangents_1", rows, 64)
         seed = b.call(q2.seed.default, dy, 0)
-        a = b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", True, 0)
+        a = b.call(calls.one(dy, seed, EDEN, "rht128", True, 0))
         x = b.placeholder("getitem", 32, rows // 2, dtype=torch.uint8)
         scales = b.placeholder("getitem_1", 32, rows // 16, dtype=torch.float8_e4m3fn)
         global_scale = b.placeholder("getitem_2", dtype=torch.float32)

@@ -14,6 +14,8 @@ from q2compile.passes.post_grad.share_rotations import (
 )
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
+from q2compile.runtime_kernels.ops.table import quantizers
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
 
 T, N, K = 48, 32, 64
@@ -42,17 +44,17 @@ def wgrads(names=("dy", "dz"), pair=False, scheme=EDEN, **changed):
         scheme, transform = change.get("other", scheme), change.get("transform", "rht128")
         if pair:
             row_seed = b.call(q2.seed.default, dy, 100 + i)
-            row = b.call(q2.rht_quantize.default, dy, row_seed, scheme, transform, False, 0)
+            row = b.call(calls.one(dy, row_seed, scheme, transform, False, 0))
             results += b.outputs(row)
         if change.get("fresh"):
             other = b.call(q2.dequantize.default, *x, SOURCE, K, torch.bfloat16)
             again = (other, seed, scheme, transform, True, 1)
-            right = b.call(q2.rht_quantize.default, *again)
+            right = b.call(calls.one(*again))
         else:
             again = (*x, seed, SOURCE, scheme, transform, change.get("rows", K), 1)
-            right = b.call(q2.requantize.default, *again)
+            right = b.call(calls.again(*again))
         direction = change.get("transpose", True)
-        left = b.call(q2.rht_quantize.default, dy, seed, scheme, transform, direction, 0)
+        left = b.call(calls.one(dy, seed, scheme, transform, direction, 0))
         operands = [*b.outputs(left), *b.outputs(right)]
         if direction:
             operands += [None, scheme, scheme, torch.bfloat16]
@@ -76,20 +78,20 @@ codes: u8[48, 32]
 scales: f8e4m3fn[48, 4]
 global_scale: f32[]
 seed_default: i64[] = q2.seed(tangents_dy, 0)
-requantize_default: (u8[64, 64], f8e4m3fn[64, 8], f32[]) = q2.requantize(codes, scales, global_scale, seed_default, 'nvfp4_46_pow2', 'nvfp4_ms_eden_pow2', 'rht128', 64, 1)
-rht_quantize_default: (u8[32, 64], f8e4m3fn[32, 8], f32[]) = q2.rht_quantize(tangents_dy, seed_default, 'nvfp4_ms_eden_pow2', 'rht128', True, 0)
-getitem: u8[32, 64] = getitem(rht_quantize_default, 0)
-getitem_1: f8e4m3fn[32, 8] = getitem(rht_quantize_default, 1)
-getitem_2: f32[] = getitem(rht_quantize_default, 2)
+requantize_default: (u8[64, 64], f8e4m3fn[64, 8], f32[]) = q2.requantize(codes, scales, global_scale, source_scheme='nvfp4_46_pow2', scheme='nvfp4_ms_eden_pow2', transform='rht128', rows=64, columnwise_seed=seed_default, rng_offset=1)
+quantize_default: (u8[32, 64], f8e4m3fn[32, 8], f32[]) = q2.quantize(tangents_dy, scheme='nvfp4_ms_eden_pow2', transform='rht128', rowwise=False, columnwise=True, columnwise_seed=seed_default)
+getitem: u8[32, 64] = getitem(quantize_default, 0)
+getitem_1: f8e4m3fn[32, 8] = getitem(quantize_default, 1)
+getitem_2: f32[] = getitem(quantize_default, 2)
 getitem_3: u8[64, 64] = getitem(requantize_default, 0)
 getitem_4: f8e4m3fn[64, 8] = getitem(requantize_default, 1)
 getitem_5: f32[] = getitem(requantize_default, 2)
 gemm_default: bf16[32, 64] = q2.gemm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
 seed_default_1: i64[] = q2.seed(tangents_dz, 1)
-rht_quantize_default_1: (u8[32, 64], f8e4m3fn[32, 8], f32[]) = q2.rht_quantize(tangents_dz, seed_default, 'nvfp4_ms_eden_pow2', 'rht128', True, 2)
-getitem_6: u8[32, 64] = getitem(rht_quantize_default_1, 0)
-getitem_7: f8e4m3fn[32, 8] = getitem(rht_quantize_default_1, 1)
-getitem_8: f32[] = getitem(rht_quantize_default_1, 2)
+quantize_default_1: (u8[32, 64], f8e4m3fn[32, 8], f32[]) = q2.quantize(tangents_dz, scheme='nvfp4_ms_eden_pow2', transform='rht128', rowwise=False, columnwise=True, columnwise_seed=seed_default, rng_offset=2)
+getitem_6: u8[32, 64] = getitem(quantize_default_1, 0)
+getitem_7: f8e4m3fn[32, 8] = getitem(quantize_default_1, 1)
+getitem_8: f32[] = getitem(quantize_default_1, 2)
 gemm_default_1: bf16[32, 64] = q2.gemm(getitem_6, getitem_7, getitem_8, getitem_3, getitem_4, getitem_5, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
 return (gemm_default, gemm_default_1)
 """,
@@ -108,10 +110,12 @@ def test_gradients_stay_paired_and_each_has_a_stream_of_its_own():
     merge_seeds_pass(gm.graph)
     assert pair_directions_pass(gm.graph) == 3
     assert share_rotations_pass(gm.graph) == 2
-    assert counts(gm, "rht_quantize_both", "rht_quantize", "requantize", "gemm") == [3, 0, 1, 3]
-    both = [n for n in gm.graph.nodes if n.target is q2.rht_quantize_both.default]
-    assert [n.args[5] for n in both] == [0, 2, 3]  # x has stream 1
-    assert len({n.args[1] for n in both}) == 3 and len({n.args[2] for n in both}) == 1
+    assert counts(gm, "quantize", "requantize", "gemm") == [3, 1, 3]
+    both = [call for _, call in quantizers(gm.graph) if call.rowwise and call.columnwise]
+    assert [call.args["rng_offset"] for call in both] == [0, 2, 3]  # x has 1
+    rowwise, columnwise = zip(*(call.operands for call in both), strict=True)
+    assert len({operand.seed for operand in rowwise}) == 3
+    assert len({operand.seed for operand in columnwise}) == 1
     check_spec(gm.graph, "backward", "here")
     assert share_rotations_pass(gm.graph) == 0
 
@@ -135,8 +139,8 @@ def test_what_is_left_alone(changed):
 def test_a_seed_that_is_drawn_later_is_not_taken():
     """Without merge_seeds a gradient may be quantised before the other wgrad's seed is drawn."""
     gm = wgrads()
-    late = [n for n in gm.graph.nodes if n.target is q2.rht_quantize.default][1]
-    seed = late.args[1]
+    late, call = [pair for pair in quantizers(gm.graph) if not pair[1].reads_codes][1]
+    seed = call.operands[0].seed
     first = next(n for n in gm.graph.nodes if n.op == "call_function")
     first.prepend(seed)
     seed.append(late)
@@ -146,7 +150,11 @@ def test_a_seed_that_is_drawn_later_is_not_taken():
 def operands():
     generator = torch.Generator().manual_seed(0)
     dy, dz, x = (torch.randn(T, n, generator=generator) for n in (N, N, K))
-    return dy.bfloat16(), dz.bfloat16(), q2.quantize(x.bfloat16(), None, None, SOURCE, 0)
+    return (
+        dy.bfloat16(),
+        dz.bfloat16(),
+        q2.quantize(x.bfloat16(), scheme=SOURCE, rowwise=True, columnwise=False),
+    )
 
 
 def draws(gm, count, *inputs):
@@ -233,13 +241,12 @@ def nvfp4_wgrads(backward_seed=False):
         b.call(q2.seed.default, tangents[i] if backward_seed else x, 2 * i + 1) for i in (0, 1)
     ]
     rotated = [
-        b.outputs(b.call(q2.rht_quantize.default, x, seed, "nvfp4_pow2", "rht16", True, 1))
-        for seed in seeds
+        b.outputs(b.call(calls.one(x, seed, "nvfp4_pow2", "rht16", True, 1))) for seed in seeds
     ]
     results = []
     for dy, seed, qx in zip(tangents, seeds, rotated, strict=True):
         rounded = (dy, seed, "nvfp4_sr_pow2", "rht16", True, 0)
-        a = b.outputs(b.call(q2.rht_quantize.default, *rounded))
+        a = b.outputs(b.call(calls.one(*rounded)))
         gemm = (*a, *qx, None, "nvfp4_sr_pow2", "nvfp4_pow2", torch.bfloat16)
         results.append(b.call(q2.gemm.default, *gemm))
     return b.done(*results)
@@ -248,9 +255,10 @@ def nvfp4_wgrads(backward_seed=False):
 def test_x_that_is_rotated_in_the_forward_is_rotated_and_saved_once():
     gm = nvfp4_wgrads()
     assert share_saved_rotations_pass(gm.graph) == 1
-    rotations = [n.args for n in gm.graph.nodes if n.target is q2.rht_quantize.default]
-    assert [(args[4], args[5]) for args in rotations] == [(True, 1), (True, 0), (True, 2)]
-    assert len({args[1] for args in rotations}) == 1  # one seed
+    rotations = [call for _, call in quantizers(gm.graph)]
+    assert all(call.columnwise and not call.rowwise for call in rotations)
+    assert [call.args["rng_offset"] for call in rotations] == [1, 0, 2]
+    assert len({call.operands[0].seed for call in rotations}) == 1
     assert counts(gm, "gemm") == [2]
     assert share_saved_rotations_pass(gm.graph) == 0
 
@@ -304,10 +312,10 @@ def test_a_compiled_model_rotates_x_once(recipe, tmp_path):
     folder = sorted(p for p in tmp_path.glob("graph_*"))[-1]
     before = (folder / "3_backward.txt").read_text()
     after = (folder / "4_after_passes_backward.txt").read_text()
-    op = "rht_quantize" if recipe == "mxfp4" else "requantize"
+    op = "quantize" if recipe == "mxfp4" else "requantize"
     weights = 3  # the dgrads of q, k and v: each quantises its own w
-    gradients = 7 if recipe == "mxfp4" else 0  # those ops are rht_quantize, too, unless paired
-    assert before.count(f"q2.{op}(") == 4 + weights + gradients
-    alone = 1 if recipe == "mxfp4" else 0  # inner has no dgrad: its gradient is not paired
-    assert after.count(f"q2.{op}(") == 2 + weights + alone
-    assert after.count("q2.rht_quantize_both(") == 3
+    # 7 gradients, by that op as well; then 3 pairs, and inner's, which has no dgrad.
+    apart, paired = (7, 3 + 1) if recipe == "mxfp4" else (0, 0)
+    assert before.count(f"q2.{op}(") == 4 + weights + apart
+    assert after.count(f"q2.{op}(") == 2 + weights + paired
+    assert after.count("rowwise=True, columnwise=True") == 3

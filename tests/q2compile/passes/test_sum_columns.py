@@ -10,6 +10,8 @@ from expecttest import TestCase
 from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
+from q2compile.runtime_kernels.ops.table import quantizers
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import serve_as_on
 from tests.support.graph_builder import EDEN, Builder, q2
 
@@ -48,14 +50,14 @@ def backward(
 
     more = [b.call(aten.neg.default, summed())] if early else []
     if op == "both":
-        made = b.call(q2.rht_quantize_both.default, dy, *seeds, scheme, "rht128", 0)
+        made = b.call(calls.both(dy, *seeds, scheme, "rht128", 0))
         parts = [b.call(operator.getitem, made, i) for i in range(6)][3:]
     else:
         along_columns = op == "col"
         args = (dy, seeds[1], scheme, "rht128", along_columns, 0)
-        parts = b.outputs(b.call(q2.rht_quantize.default, *args))
+        parts = b.outputs(b.call(calls.one(*args)))
     saved = b.placeholder("x", K, T if op != "row" else N)
-    x = b.outputs(b.call(q2.rht_quantize.default, saved, seeds[1], EDEN, "rht128", False, 1))
+    x = b.outputs(b.call(calls.one(saved, seeds[1], EDEN, "rht128", False, 1)))
     gemm = b.call(q2.gemm.default, *parts, *x, None, scheme, EDEN, BF16)
     return b.done(gemm, *more, *([] if early else [summed()]))
 
@@ -72,21 +74,21 @@ class TestSumColumns(TestCase):
 tangents_1: bf16[256, 64]
 seed_default: i64[] = q2.seed(tangents_1, 0)
 seed_default_1: i64[] = q2.seed(tangents_1, 1)
-rht_quantize_both_summed_default: (u8[256, 64], f8e4m3fn[256, 8], f32[], u8[64, 128], f8e4m3fn[64, 16], f32[], bf16[64]) = q2.rht_quantize_both_summed(tangents_1, seed_default, seed_default_1, 'nvfp4_ms_eden_pow2', 'rht128', 0, torch.bfloat16)
-getitem_9: u8[256, 64] = getitem(rht_quantize_both_summed_default, 0)
-getitem_10: f8e4m3fn[256, 8] = getitem(rht_quantize_both_summed_default, 1)
-getitem_11: f32[] = getitem(rht_quantize_both_summed_default, 2)
-getitem_12: u8[64, 128] = getitem(rht_quantize_both_summed_default, 3)
-getitem_13: f8e4m3fn[64, 16] = getitem(rht_quantize_both_summed_default, 4)
-getitem_14: f32[] = getitem(rht_quantize_both_summed_default, 5)
-getitem_15: bf16[64] = getitem(rht_quantize_both_summed_default, 6)
+quantize_default: (u8[256, 64], f8e4m3fn[256, 8], f32[], u8[64, 128], f8e4m3fn[64, 16], f32[], bf16[64]) = q2.quantize(tangents_1, scheme='nvfp4_ms_eden_pow2', transform='rht128', rowwise=True, columnwise=True, rowwise_seed=seed_default, columnwise_seed=seed_default_1, dbias=torch.bfloat16)
+getitem_9: bf16[64] = getitem(quantize_default, 6)
+getitem: u8[256, 64] = getitem(quantize_default, 0)
+getitem_1: f8e4m3fn[256, 8] = getitem(quantize_default, 1)
+getitem_2: f32[] = getitem(quantize_default, 2)
+getitem_3: u8[64, 128] = getitem(quantize_default, 3)
+getitem_4: f8e4m3fn[64, 16] = getitem(quantize_default, 4)
+getitem_5: f32[] = getitem(quantize_default, 5)
 x: bf16[48, 256]
-rht_quantize_default: (u8[48, 128], f8e4m3fn[48, 16], f32[]) = q2.rht_quantize(x, seed_default_1, 'nvfp4_ms_eden_pow2', 'rht128', False, 1)
-getitem_6: u8[48, 128] = getitem(rht_quantize_default, 0)
-getitem_7: f8e4m3fn[48, 16] = getitem(rht_quantize_default, 1)
-getitem_8: f32[] = getitem(rht_quantize_default, 2)
-gemm_default: bf16[64, 48] = q2.gemm(getitem_12, getitem_13, getitem_14, getitem_6, getitem_7, getitem_8, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
-return (gemm_default, getitem_15)
+quantize_default_1: (u8[48, 128], f8e4m3fn[48, 16], f32[]) = q2.quantize(x, scheme='nvfp4_ms_eden_pow2', transform='rht128', rowwise=True, columnwise=False, rowwise_seed=seed_default_1, rng_offset=1)
+getitem_6: u8[48, 128] = getitem(quantize_default_1, 0)
+getitem_7: f8e4m3fn[48, 16] = getitem(quantize_default_1, 1)
+getitem_8: f32[] = getitem(quantize_default_1, 2)
+gemm_default: bf16[64, 48] = q2.gemm(getitem_3, getitem_4, getitem_5, getitem_6, getitem_7, getitem_8, None, 'nvfp4_ms_eden_pow2', 'nvfp4_ms_eden_pow2', torch.bfloat16)
+return (gemm_default, getitem_9)
 """,
         )
 
@@ -100,11 +102,10 @@ def test_the_op_gives_what_is_returned(op, casts):
     assert sum_columns_pass(gm.graph) == 1
     assert sum_columns_pass(gm.graph) == 0
     last = gm.graph.output_node().args[0][-1]
-    name = "rht_quantize_both_summed" if op == "both" else "rht_quantize_summed"
-    (summed,) = gm.graph.find_nodes(op="call_function", target=getattr(q2, name).default)
+    (summed,) = [node for node, call in quantizers(gm.graph) if call.dbias is not None]
     assert last.target is operator.getitem and last.args == (summed, 6 if op == "both" else 3)
     assert [node.meta["val"].dtype for node in gm.graph.output_node().args[0]] == dtypes
-    assert summed.args[-1] == dtypes[-1] and last.meta["val"].shape == (N,)
+    assert summed.kwargs["dbias"] == dtypes[-1] and last.meta["val"].shape == (N,)
     assert not gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
 
 

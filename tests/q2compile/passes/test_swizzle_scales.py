@@ -23,9 +23,10 @@ from q2compile.passes.verify import check_spec, named_arguments
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import masked_unrotate, transpose
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.quantize import grouped_ops, quantize_masked, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.registry import kernels
 from q2compile.torch_internals.aot_autograd import aot_eager_compile, backward_at_once, graph_kind
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from tests.support.serving import serve_by
 
@@ -47,10 +48,8 @@ def blackwell(monkeypatch) -> None:
         cuda_bf16,
         triton_fp4,
         masked_unrotate,
-        quantize_masked,
-        rotating_ops,
+        quantizers,
         transpose,
-        grouped_ops,
     ):
         monkeypatch.setattr(module, "refusal", lambda *check: None)
 
@@ -60,7 +59,7 @@ def test_operands_of_gemms_alone_are_made_swizzled() -> None:
     before = run(gm, inputs)
     assert swizzle_scales_pass(gm.graph) == 3
     gm.recompile()
-    for node in q2_nodes(gm.graph, "rht_quantize_both", "requantize"):
+    for node in calls.nodes(gm.graph):
         assert named_arguments(node)["scheme"] == EDEN + AT
     for node in q2_nodes(gm.graph, "gemm"):
         assert node.args[7] == node.args[8] == EDEN + AT
@@ -72,9 +71,9 @@ def assert_values_fit(graph: fx.Graph) -> None:
     """What the graph says of its nodes is what their fakes say; and Inductor noted no strides that
     it would give their arguments (registry.py, flexible_layout)."""
     for node in q2_nodes(graph):
-        args = fx.map_arg(node.args, lambda n: n.meta["val"])
-        got, want = node.meta["val"], node.target(*args)
-        got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        got, want = node.meta["val"], node.target(*args, **kwargs)
+        got, want = (v if isinstance(v, tuple | list) else (v,) for v in (got, want))
         assert [t.shape for t in got] == [t.shape for t in want]
         assert "eager_input_vals" not in node.meta
 
@@ -93,8 +92,18 @@ def test_twice_is_once() -> None:
 def test_what_others_read_stays_plain() -> None:
     def function(*args):
         s, t, u = (q2.seed(args[0], i) for i in range(3))
-        both = q2.rht_quantize_both(args[0], s, t, EDEN, "h32", 0)
-        q = q2.rht_quantize(args[0], u, EDEN, "rht128", False, 0)
+        both = q2.quantize(
+            args[0],
+            scheme=EDEN,
+            transform="h32",
+            rowwise=True,
+            columnwise=True,
+            rowwise_seed=s,
+            columnwise_seed=t,
+        )
+        q = q2.quantize(
+            args[0], scheme=EDEN, transform="rht128", rowwise=True, columnwise=False, rowwise_seed=u
+        )
         out = q2.gemm(*q, *q, None, EDEN, EDEN, torch.bfloat16)
         return out, q2.dequantize(*q, EDEN, 40, torch.bfloat16), both[1]
 
@@ -113,17 +122,18 @@ def joint_graph(scheme=SOURCE, reader=None) -> fx.Graph:
     b = Builder()
     x, w = b.placeholder("primals_1", 48, 72), b.placeholder("primals_2", 32, 72)
     dy = b.placeholder("tangents_1", 48, 32)
-    qx, qw = (b.outputs(b.call(q2.quantize.default, v, None, None, scheme, 0)) for v in (x, w))
+    qx, qw = (b.outputs(b.call(calls.plain(v, None, None, scheme, 0))) for v in (x, w))
     y = b.call(q2.gemm.default, *qx, *qw, None, scheme, scheme, torch.bfloat16)
     seed = b.call(q2.seed.default, dy, 0)
-    a = b.outputs(b.call(q2.rht_quantize.default, dy, seed, EDEN, "rht128", True, 0))
-    again = b.call(q2.requantize.default, *qx, seed, scheme, EDEN, "rht128", 72, 1)
+    a = b.outputs(b.call(calls.one(dy, seed, EDEN, "rht128", True, 0)))
+    again = b.call(calls.again(*qx, seed, scheme, EDEN, "rht128", 72, 1))
     dw = b.call(q2.gemm.default, *a, *b.outputs(again), None, EDEN, EDEN, torch.bfloat16)
     return b.done(y, dw, *([] if reader is None else [reader(b, qx)])).graph
 
 
 def schemes_of(graph: fx.Graph) -> list[tuple[str, ...]]:
-    return [tuple(a for a in node.args if isinstance(a, str)) for node in q2_nodes(graph)]
+    found = ((*node.args, *node.kwargs.values()) for node in q2_nodes(graph))
+    return [tuple(a for a in args if isinstance(a, str)) for args in found]
 
 
 def test_saved_operands_are_swizzled_for_both_their_readers() -> None:
@@ -176,7 +186,7 @@ def test_square_blocks_stay_plain() -> None:
     b = Builder()
     w = b.placeholder("arg0_1", 32, 64)
     square = "nvfp4_16x16_pow2"
-    q = b.outputs(b.call(q2.quantize.default, w, None, None, square, 0))
+    q = b.outputs(b.call(calls.plain(w, None, None, square, 0)))
     b.done(b.call(q2.gemm.default, *q, *q, None, square, square, torch.bfloat16))
     assert swizzle_scales_pass(b.graph) == swizzle_saved_scales_pass(b.graph) == 0
 
@@ -187,7 +197,7 @@ def test_turned_codes_get_a_scale_for_each_row(returned) -> None:
     scheme = "nvfp4_16x16_pow2"
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
-    codes, scales, unit = b.outputs(b.call(q2.quantize.default, x, None, None, scheme, 0))
+    codes, scales, unit = b.outputs(b.call(calls.plain(x, None, None, scheme, 0)))
     both = b.call(q2.transpose.default, codes, scales, scheme, 64)
     turned = [b.call(operator.getitem, both, i) for i in range(2)]
     a = (*turned, unit)
@@ -206,7 +216,7 @@ def test_turned_codes_get_a_scale_for_each_row(returned) -> None:
 def test_inference_graphs_swizzle_what_they_quantise() -> None:
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
-    q = b.outputs(b.call(q2.quantize.default, x, None, None, SOURCE, 0))
+    q = b.outputs(b.call(calls.plain(x, None, None, SOURCE, 0)))
     b.done(b.call(q2.gemm.default, *q, *q, None, SOURCE, SOURCE, torch.bfloat16))
     assert swizzle_scales_pass(b.graph) == 1
     assert_values_fit(b.graph)

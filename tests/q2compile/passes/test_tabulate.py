@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from q2compile.passes.post_grad.tabulate import tabulate_pass
 from q2compile.torch_internals.inductor import in_memory
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
-from tests.support.graph_builder import SOURCE, Builder, q2
+from tests.support.graph_builder import SOURCE, Builder
 
 aten = torch.ops.aten
 FP32 = torch.float32
@@ -28,7 +29,7 @@ def graph_of(heads: int, dtype: torch.dtype = FP32, quantised: bool = True) -> B
     outputs = [build.call(aten.mul.Tensor, q, spread)]
     if quantised:
         x = build.placeholder("x", 64, 64)
-        outputs.append(build.call(q2.quantize.default, x, None, None, SOURCE, 0))
+        outputs.append(build.call(calls.plain(x, None, None, SOURCE, 0)))
     build.done(*outputs)
     return build
 

@@ -32,8 +32,18 @@ def kernels(monkeypatch) -> dict[str, str]:
 def dgrad(dy, codes, *_, bias=None, back=lambda y, mask: q2.masked_unrotate(y, mask, "h32")):
     """Of an operand of 40 rows that are 64 of another, whose mask is made of its codes."""
     seed = q2.seed(dy, 0)
-    a = q2.rht_quantize(dy, seed, SCHEME, "rht32", False, 0)
-    b = q2.rht_quantize(dy.repeat(2, 1)[:64], seed, SCHEME, "rht32", False, 1)
+    a = q2.quantize(
+        dy, scheme=SCHEME, transform="rht32", rowwise=True, columnwise=False, rowwise_seed=seed
+    )
+    b = q2.quantize(
+        dy.repeat(2, 1)[:64],
+        scheme=SCHEME,
+        transform="rht32",
+        rowwise=True,
+        columnwise=False,
+        rng_offset=1,
+        rowwise_seed=seed,
+    )
     y = q2.gemm(*a, *b, bias, SCHEME, SCHEME, torch.bfloat16)
     return back(y, codes[:, :8].contiguous())
 

@@ -10,12 +10,13 @@ import torch
 from expecttest import TestCase
 from torch import fx
 
-from q2compile.passes.graph_queries import q2_nodes
 from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, quantizers
+from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
 from tests.support.serving import serve_by
 
@@ -27,10 +28,11 @@ def hopper(monkeypatch) -> None:
     def serving(op, args):
         if op in ("gemm", "grouped_gemm"):
             return SimpleNamespace(name="cuda_bf16")
-        if op not in ("rht_quantize", "rht_quantize_both", "requantize"):
+        if op not in SPECS:
             return SimpleNamespace(name="cuda")
-        scheme, transform = (a for a in args if isinstance(a, str) and a != SOURCE)
-        return SimpleNamespace(name="reference" if not_served(scheme, transform) else "cuda")
+        call = QuantizerCall.of(op, args)
+        served = not_served(call.scheme.name, call.transform.name, masked=call.masked) is None
+        return SimpleNamespace(name="cuda" if served else "reference")
 
     serve_by(monkeypatch, serving)
 
@@ -49,9 +51,9 @@ scales_1: f8e4m3fn[40, 5]
 global_scale_1: f32[]
 seed: i64[] = q2.seed(dy_1, 0)
 seed_1: i64[] = q2.seed(dy_1, 1)
-rht_quantize_both: (bf16[40, 128], f8e4m3fn[0, 0], f32[], bf16[40, 128], f8e4m3fn[0, 0], f32[]) = q2.rht_quantize_both(dy_1, seed, seed_1, 'EDEN@bf16', 'rht128', 0)
-requantize: (bf16[72, 128], f8e4m3fn[0, 0], f32[]) = q2.requantize(codes_1, scales_1, global_scale_1, seed, 'nvfp4_46_pow2', 'EDEN@bf16', 'rht128', 72, 1)
-requantize_1: (bf16[72, 128], f8e4m3fn[0, 0], f32[]) = q2.requantize(codes_1, scales_1, global_scale_1, seed_1, 'nvfp4_46_pow2', 'EDEN@bf16', 'rht128', 72, 1)
+quantize: (bf16[40, 128], f8e4m3fn[0, 0], f32[], bf16[40, 128], f8e4m3fn[0, 0], f32[]) = q2.quantize(dy_1, scheme='EDEN@bf16', transform='rht128', rowwise=True, columnwise=True, rowwise_seed=seed, columnwise_seed=seed_1)
+requantize: (bf16[72, 128], f8e4m3fn[0, 0], f32[]) = q2.requantize(codes_1, scales_1, global_scale_1, source_scheme='nvfp4_46_pow2', scheme='EDEN@bf16', transform='rht128', rows=72, columnwise_seed=seed, rng_offset=1)
+requantize_1: (bf16[72, 128], f8e4m3fn[0, 0], f32[]) = q2.requantize(codes_1, scales_1, global_scale_1, source_scheme='nvfp4_46_pow2', scheme='EDEN@bf16', transform='rht128', rows=72, columnwise_seed=seed_1, rng_offset=1)
 gemm: bf16[40, 72] = q2.gemm(getitem, getitem_1, getitem_2, getitem_6, getitem_7, getitem_8, None, 'EDEN@bf16', 'EDEN@bf16', torch.bfloat16)
 gemm_1: bf16[40, 72] = q2.gemm(getitem_3, getitem_4, getitem_5, getitem_9, getitem_10, getitem_11, None, 'EDEN@bf16', 'EDEN@bf16', torch.bfloat16)
 return (gemm, gemm_1)""",
@@ -72,16 +74,30 @@ def test_the_gradients_keep_their_bits(tracing_mode) -> None:
 def test_the_graph_says_the_new_shapes() -> None:
     gm, _ = traced()
     widen_operands_pass(gm.graph)
-    for node in q2_nodes(gm.graph, "rht_quantize_both", "requantize"):
+    for node, _ in quantizers(gm.graph):
         values = [user.meta["val"] for user in node.users if user.args[1] % 3 == 0]
         assert values and all(v.dtype == torch.bfloat16 and v.shape[1] == 128 for v in values)
 
 
 def test_what_others_read_keeps_its_codes() -> None:
     def function(dy, *_):
-        read = q2.rht_quantize(dy, q2.seed(dy, 0), EDEN, "rht128", False, 0)
+        read = q2.quantize(
+            dy,
+            scheme=EDEN,
+            transform="rht128",
+            rowwise=True,
+            columnwise=False,
+            rowwise_seed=q2.seed(dy, 0),
+        )
         out = q2.gemm(*read, *read, None, EDEN, EDEN, torch.bfloat16)
-        returned = q2.rht_quantize(dy, q2.seed(dy, 1), EDEN, "rht128", False, 0)
+        returned = q2.quantize(
+            dy,
+            scheme=EDEN,
+            transform="rht128",
+            rowwise=True,
+            columnwise=False,
+            rowwise_seed=q2.seed(dy, 1),
+        )
         out_1 = q2.gemm(*returned, *returned, None, EDEN, EDEN, torch.bfloat16)
         return out, out_1, q2.dequantize(*read, EDEN, 40, torch.bfloat16), returned[1]
 
@@ -91,7 +107,14 @@ def test_what_others_read_keeps_its_codes() -> None:
 
 def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
     def function(dy, *_):
-        q = q2.rht_quantize(dy, q2.seed(dy, 0), EDEN, "rht64", False, 0)
+        q = q2.quantize(
+            dy,
+            scheme=EDEN,
+            transform="rht64",
+            rowwise=True,
+            columnwise=False,
+            rowwise_seed=q2.seed(dy, 0),
+        )
         return q2.gemm(*q, *q, None, EDEN, EDEN, torch.bfloat16)
 
     gm, _ = traced(function)
@@ -107,9 +130,7 @@ def weight_of(*shape: int, computed: bool = False, kept: bool = False) -> tuple[
         w = builder.call(torch.ops.aten.mul.Tensor, w, 2.0)
     if len(shape) == 3:
         w = builder.call(torch.ops.aten.view.default, w, [-1, shape[-1]])
-    a, b = (
-        builder.outputs(builder.call(q2.quantize.default, m, None, None, SOURCE, 0)) for m in (x, w)
-    )
+    a, b = (builder.outputs(builder.call(calls.plain(m, None, None, SOURCE, 0))) for m in (x, w))
     if len(shape) == 3:
         offs = builder.placeholder("primals_3", shape[0], dtype=torch.int32)
         schemes = (SOURCE, SOURCE, "fprop", torch.bfloat16)
@@ -150,8 +171,17 @@ def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
 def test_widened_times_its_global_scale_is_what_the_codes_stand_for(scheme) -> None:
     """Where the global scale is a power of two it is in the numbers, and then 1."""
     x, seed = torch.randn(40, 200).bfloat16(), torch.tensor(3)
-    values, scales, global_scale = q2.rht_quantize(x, seed, scheme + WIDENED, "rht64", False, 0)
-    packed = q2.rht_quantize(x, seed, scheme, "rht64", False, 0)
+    values, scales, global_scale = q2.quantize(
+        x,
+        scheme=scheme + WIDENED,
+        transform="rht64",
+        rowwise=True,
+        columnwise=False,
+        rowwise_seed=seed,
+    )
+    packed = q2.quantize(
+        x, scheme=scheme, transform="rht64", rowwise=True, columnwise=False, rowwise_seed=seed
+    )
     assert scales.numel() == 0 and values.shape == (40, 256)
     assert global_scale == (1 if get_scheme(scheme).folds else packed[2])
     want = q2.dequantize(*packed, scheme, 256, torch.float32)
@@ -163,9 +193,26 @@ def test_one_widened_operand_is_enough() -> None:
     seed = torch.tensor(3)
     a, b = torch.randn(24, 200).bfloat16(), torch.randn(16, 200).bfloat16()
     for scheme in (EDEN, "nvfp4_ms_eden"):
-        of_a = q2.rht_quantize(a, seed, EDEN, "rht128", False, 0)
-        of_b = q2.rht_quantize(b, seed, scheme, "rht128", False, 1)
-        widened = q2.rht_quantize(a, seed, EDEN + WIDENED, "rht128", False, 0)
+        of_a = q2.quantize(
+            a, scheme=EDEN, transform="rht128", rowwise=True, columnwise=False, rowwise_seed=seed
+        )
+        of_b = q2.quantize(
+            b,
+            scheme=scheme,
+            transform="rht128",
+            rowwise=True,
+            columnwise=False,
+            rng_offset=1,
+            rowwise_seed=seed,
+        )
+        widened = q2.quantize(
+            a,
+            scheme=EDEN + WIDENED,
+            transform="rht128",
+            rowwise=True,
+            columnwise=False,
+            rowwise_seed=seed,
+        )
         for dtype in (torch.bfloat16, torch.float32):
             want = q2.gemm(*of_a, *of_b, None, EDEN, scheme, dtype)
             got = q2.gemm(*widened, *of_b, None, EDEN + WIDENED, scheme, dtype)
@@ -173,7 +220,7 @@ def test_one_widened_operand_is_enough() -> None:
 
 
 def test_errors_say_what_came() -> None:
-    packed = q2.quantize(torch.randn(8, 32), None, None, SOURCE, 0)
+    packed = q2.quantize(torch.randn(8, 32), scheme=SOURCE, rowwise=True, columnwise=False)
     with pytest.raises(ValueError, match="bfloat16 codes .* got torch.uint8"):
         q2.gemm(*packed, *packed, None, SOURCE + WIDENED, SOURCE, torch.bfloat16)
 

@@ -128,10 +128,13 @@ def test_json_is_a_list_of_rows_and_equals_the_files(tmp_path):
 def test_kernels_are_named():
     row = explained().rows[0]
     assert row.kernels == {
-        "fprop": "quantize: reference, gemm: reference",
-        "dgrad": "rht_quantize: reference, requantize: reference, gemm: reference",
+        "fprop": "quantize rowwise: reference, gemm: reference",
+        "dgrad": ("quantize rowwise: reference, requantize columnwise: reference, gemm: reference"),
         # its few rows are one group
-        "wgrad": "rht_quantize_groups: reference, requantize_groups: reference, gemm: reference",
+        "wgrad": (
+            "quantize columnwise grouped: reference, requantize columnwise grouped: reference, "
+            "gemm: reference"
+        ),
     }
 
 

@@ -207,4 +207,4 @@ def test_a_dump_names_all_layers_of_a_body(tmp_path, fresh_compiler):
     before = (tmp_path / "graph_0" / "3_backward.txt").read_text()
     after = (tmp_path / "graph_0" / "4_after_passes_backward.txt").read_text()
     assert before.count("q2.seed(") == 2 and "_both(" not in before
-    assert "q2.seed(" not in after and after.count("rht_quantize_groups_both(") == 1
+    assert "q2.seed(" not in after and after.count("rowwise=True, columnwise=True") == 1

@@ -63,7 +63,8 @@ def test_the_loops_of_a_recorded_quantiser(monkeypatch):
     x = torch.randn(64, 256).bfloat16()
 
     def recorded(x):
-        return torch.ops.q2.quantize_recorded(x.relu(), None, None, "nvfp4_46_pow2", 0)
+        how = {"scheme": "nvfp4_46_pow2", "rowwise": True, "columnwise": False}
+        return torch.ops.q2.quantize(x.relu(), **how, recorded=True)
 
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True):

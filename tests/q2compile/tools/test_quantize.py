@@ -7,6 +7,7 @@ import q2compile
 from q2compile import QuantizedTensor, quantize
 from q2compile.runtime_kernels.numerics.layout import unpack, unpack_bits
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.tools.quantize import swizzle_32x4x4
 from tests.support.oracle import relative_error
 
@@ -137,8 +138,24 @@ def test_requantize_is_dequantize_then_rht_quantize(source, scheme, transform):
     x = torch.randn(96, 70)
     q = quantize(x, source)
     seed = torch.tensor(3)
-    again = q2.requantize(*op_args(q), seed, source, scheme, transform, 70, 1)
-    plain = q2.rht_quantize(q.dequantize(), seed, scheme, transform, True, 1)
+    again = q2.requantize(
+        *op_args(q),
+        source_scheme=source,
+        scheme=scheme,
+        transform=transform,
+        rows=70,
+        columnwise_seed=seed,
+        rng_offset=1,
+    )
+    plain = q2.quantize(
+        q.dequantize(),
+        scheme=scheme,
+        transform=transform,
+        rowwise=False,
+        columnwise=True,
+        rng_offset=1,
+        columnwise_seed=seed,
+    )
     if SCHEMES[source].folds:
         for one, other in zip(again, plain, strict=True):
             assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
@@ -155,7 +172,9 @@ def test_requantize_is_dequantize_then_rht_quantize(source, scheme, transform):
 def test_masked_unrotate_is_the_adjoint():
     """<T(x) * mask, g> = <x, T^-1(g * mask)>, in the basis that quantize_masked rounds in."""
     x, grad = torch.randn(6, 64), torch.randn(6, 64)
-    *_, mask = q2.quantize_masked(x, "mxfp4_quest", "h32")
+    *_, mask = q2.quantize(
+        x, scheme="mxfp4_quest", transform="h32", rowwise=True, columnwise=False, mask=True
+    )
     back = q2.masked_unrotate(grad, mask, "h32")
     kept = grad * unpack_bits(mask)
     assert torch.equal(q2.masked_unrotate(kept, mask, "h32"), back)
@@ -183,8 +202,18 @@ def test_dgrad_is_of_the_quantised_weight():
     total, draws = torch.zeros(64, 48, dtype=torch.float64), 64
     for i in range(draws):
         seed = torch.tensor(i)
-        a = q2.rht_quantize(dy, seed, scheme, "rht128", False, 0)
-        b = q2.requantize(*op_args(q), seed, q.scheme, scheme, "rht128", 48, 1)
+        a = q2.quantize(
+            dy, scheme=scheme, transform="rht128", rowwise=True, columnwise=False, rowwise_seed=seed
+        )
+        b = q2.requantize(
+            *op_args(q),
+            source_scheme=q.scheme,
+            scheme=scheme,
+            transform="rht128",
+            rows=48,
+            columnwise_seed=seed,
+            rng_offset=1,
+        )
         total += q2.gemm(*a, *b, None, scheme, scheme, torch.float32)
     mean = total / draws
     assert relative_error(mean, dy @ q.dequantize()) < 5e-4
@@ -208,7 +237,7 @@ def test_the_reference_gives_the_same_bits_on_cuda(scheme):
     spec = SCHEMES[scheme]
     seed = torch.tensor(5) if spec.stochastic else None
     amax = q2.amax(x) if spec.takes_amax else None
-    args = (x, amax, seed, scheme, 0)
+    args = rowwise_call(scheme, x, amax=amax, rowwise_seed=seed).positional
     on_cuda = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
     expected = registry.select("quantize", args, "reference")(*args)
     result = registry.select("quantize", on_cuda, "reference")(*on_cuda)

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from q2compile.runtime_kernels.numerics import layout
-from q2compile.runtime_kernels.ops import rht_quantize_both
+from q2compile.runtime_kernels.ops import quantize
 from q2compile.torch_internals.patches import patched
 
 SCHEME, TRANSFORM = "nvfp4_ms_eden", "rht128"
@@ -31,14 +31,22 @@ def asked(monkeypatch) -> Iterator[Counter[str]]:
         counts[scheme.name] += 1
         return make(x, rows, contraction, scheme, transform)
 
-    monkeypatch.setattr(rht_quantize_both, "empty_quantized", counted)
+    monkeypatch.setattr(quantize, "empty_quantized", counted)
     with patched():
         yield counts
 
 
 def both(x: torch.Tensor, scheme: str = SCHEME) -> tuple[torch.Tensor, ...]:
     seed = torch.empty((), dtype=torch.int64, device=x.device)
-    return torch.ops.q2.rht_quantize_both(x, seed, seed, scheme, TRANSFORM, 0)
+    return torch.ops.q2.quantize(
+        x,
+        scheme=scheme,
+        transform=TRANSFORM,
+        rowwise=True,
+        columnwise=True,
+        rowwise_seed=seed,
+        columnwise_seed=seed,
+    )
 
 
 def test_alike_calls_ask_once(asked) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import agreements, selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import COLUMNWISE
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support.pretended_gpu import on_gpu
 
-CHECK = ("rht_quantize", "cuda", torch.device("cuda", 0), "nvfp4_ms_eden_pow2", None)
+CHECK = ("quantize", "cuda", torch.device("cuda", 0), "nvfp4_ms_eden_pow2", COLUMNWISE)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch) -> None:
     assert [verdict_of_a_new_process() for _ in range(2)] == [(None, True)] * 2
 
 
-@pytest.mark.parametrize("file", ["ptx.cuh", "rotate_quantize.cu", "rotating_ops.py"])
+@pytest.mark.parametrize("file", ["ptx.cuh", "rotate_quantize.cu", "quantizers.py"])
 def test_a_kernel_that_changed_is_checked_again(monkeypatch, file) -> None:
     assert verdict_of_a_new_process() == (None, True)
     read = Path.read_bytes
@@ -94,7 +95,7 @@ def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
             raise error
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
-    args = on_gpu("rht_quantize", "nvfp4_ms_eden_pow2")
+    args = on_gpu(COLUMNWISE, "nvfp4_ms_eden_pow2")
     with pytest.raises(torch.OutOfMemoryError):
-        registry.serving("rht_quantize", args)
-    assert registry.serving("rht_quantize", args).name == "cuda"
+        registry.serving("quantize", args)
+    assert registry.serving("quantize", args).name == "cuda"

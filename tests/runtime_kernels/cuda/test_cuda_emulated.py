@@ -15,13 +15,12 @@ from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
 from q2compile.runtime_kernels.cuda import transpose as turn
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
-from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from tests.support import emulation
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.coins import close_to_their_coins
-from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -53,8 +52,7 @@ def on_cpu(architecture, room, monkeypatch) -> None:
 @pytest.mark.parametrize("shape", [(128, 128), (300, 200), (33, 517), (1, 1)])
 def test_rht_quantize_both(shape) -> None:
     x = matrix(*shape)
-    args = (x, *SEEDS, POW2, "rht128", 3)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_agrees(calls.both(x, *SEEDS, POW2, "rht128", 3))
 
 
 @pytest.mark.parametrize("room", [100 * 1024])
@@ -63,46 +61,38 @@ def test_one_tile_at_a_time() -> None:
     """On 8.6, 8.9 and 12.x: several tiles for each thread block, in parts and whole, by all
     directions; of elements, and of codes, which come into shared memory by registers."""
     x = matrix(300, 700)
-    args = (x, *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
-    args = (x, SEEDS[0], "nvfp4_sr", "rht16", True, 0)
-    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_agrees(calls.both(x, *SEEDS, POW2, "rht128", 0))
+    assert_agrees(calls.one(x, SEEDS[0], "nvfp4_sr", "rht16", True, 0))
     for source, scheme in (("nvfp4_46_pow2", POW2), ("mxfp4_rtn", "mxfp4_rtn34")):
-        packed = q2.quantize(x, None, None, source, 0)
-        args = (*packed, SEEDS[0], source, scheme, "rht32", 700, 1)
-        assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
+        packed = calls.plain(x, None, None, source)()
+        assert_agrees(calls.again(*packed, SEEDS[0], source, scheme, "rht32", 700, 1))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
 def test_rht_quantize(transpose) -> None:
     for x in (matrix(140, 136), matrix(136, 140).t(), matrix(1, 136).expand(140, 136)):
-        args = (x, SEEDS[0], EXACT, "rht128", transpose, 0)
-        assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
+        assert_agrees(calls.one(x, SEEDS[0], EXACT, "rht128", transpose, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype) -> None:
-    args = (matrix(130, 140, dtype), *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_agrees(calls.both(matrix(130, 140, dtype), *SEEDS, POW2, "rht128", 0))
 
 
 @pytest.mark.parametrize("transform", ["none", "rht32_fixed", "rht64"])
 def test_other_transforms(transform) -> None:
-    args = (matrix(136, 136), *SEEDS, POW2, transform, 0)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_agrees(calls.both(matrix(136, 136), *SEEDS, POW2, transform, 0))
 
 
 def test_tiny_numbers() -> None:
     """Scales down to e4m3's subnormals, and blocks that count as zeros."""
     x = matrix(128, 128, torch.float32) * torch.logspace(-38, -3, 128)
-    args = (x, SEEDS[0], POW2, "none", False, 0)
-    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_agrees(calls.one(x, SEEDS[0], POW2, "none", False, 0))
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
 def test_empty(shape) -> None:
-    args = (torch.empty(shape, dtype=torch.bfloat16), *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_agrees(calls.both(torch.empty(shape, dtype=torch.bfloat16), *SEEDS, POW2, "rht128", 0))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
@@ -111,8 +101,16 @@ def test_empty(shape) -> None:
 def test_requantize(source, scheme) -> None:
     x = matrix(145, 200)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
-    args = (*q2.quantize(x, amax, None, source, 0), SEEDS[0], source, scheme, "rht128", 200, 1)
-    assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
+    args = (
+        *calls.plain(x, amax, None, source)(),
+        SEEDS[0],
+        source,
+        scheme,
+        "rht128",
+        200,
+        1,
+    )
+    assert_agrees(calls.again(*args))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
@@ -121,7 +119,7 @@ def test_requantize(source, scheme) -> None:
 def test_dequantize(scheme, dtype) -> None:
     x = matrix(40, 72, torch.float32)
     spec = get_scheme(scheme)
-    packed = q2.quantize(x, q2.amax(x) if spec.takes_amax else None, SEEDS[0], scheme, 0)
+    packed = calls.plain(x, q2.amax(x) if spec.takes_amax else None, SEEDS[0], scheme)()
     for cols in (72, 2 * packed[0].shape[1]):
         args = (*packed, scheme, cols, dtype)
         assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
@@ -131,7 +129,7 @@ def test_dequantize(scheme, dtype) -> None:
 @pytest.mark.parametrize("shape", [(256, 128), (130, 200), (33, 517), (1, 1), (0, 40), (40, 0)])
 def test_transpose(shape, swizzled) -> None:
     """Whole tiles and parts; columns of padding, which are no rows of the result."""
-    codes, scales, _ = q2.quantize(matrix(*shape), None, None, "nvfp4_16x16_pow2", 0)
+    codes, scales, _ = calls.plain(matrix(*shape), None, None, "nvfp4_16x16_pow2")()
     for rows in {shape[1], min(shape[1], 72)}:
         args = (codes, scales, "nvfp4_16x16_pow2", rows, swizzled)
         assert_same_bits(turn.transpose(*args), q2.transpose(*args))
@@ -164,8 +162,7 @@ QUANTISERS = [
 )
 def test_other_schemes(scheme, transform) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
-        args = (x, *SEEDS, scheme, transform, 3)
-        assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+        assert_agrees(calls.both(x, *SEEDS, scheme, transform, 3))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn34"])
@@ -173,8 +170,7 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
     """Blocks down to 2^-96, and of zeros."""
     x = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
     x[:, 64:96] = 0
-    args = (x, SEEDS[0], scheme, "rht16", False, 0)
-    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_agrees(calls.one(x, SEEDS[0], scheme, "rht16", False, 0))
 
 
 @pytest.mark.parametrize(
@@ -188,16 +184,16 @@ def test_four_over_six(scheme) -> None:
     x = matrix(64, 200)
     x[40:] = torch.randn((24, 200), generator=torch.Generator().manual_seed(3)).bfloat16()
     x[50] *= 1e-37
-    args = (x, q2.amax(x) if get_scheme(scheme).takes_amax else None, None, scheme, 0)
-    assert_same_bits(rotating_ops.quantize(*args), q2.quantize(*args))
+    assert_agrees(
+        calls.plain(x, q2.amax(x) if get_scheme(scheme).takes_amax else None, None, scheme, 0)
+    )
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr"])
 def test_quantize(scheme) -> None:
     x = matrix(30, 200)
     amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
-    args = (x, amax, SEEDS[0], scheme, 5)
-    assert_same_bits(rotating_ops.quantize(*args), q2.quantize(*args))
+    assert_agrees(calls.plain(x, amax, SEEDS[0], scheme, 5))
 
 
 def next_to_the_grid() -> torch.Tensor:
@@ -213,15 +209,13 @@ def next_to_the_grid() -> torch.Tensor:
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("scheme", ["nvfp4_pow2", "nvfp4_ms_eden_pow2"])
 def test_rounding_next_to_the_grid(scheme) -> None:
-    args = (next_to_the_grid(), SEEDS[0], scheme, "none", False, 0)
-    assert_same_bits(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args))
+    assert_agrees(calls.one(next_to_the_grid(), SEEDS[0], scheme, "none", False, 0))
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 def test_stochastic_rounding_between_close_coins() -> None:
     x = close_to_their_coins(SEEDS[0], 8, 64)
-    args = (x, None, SEEDS[0], "nvfp4_sr_pow2", 1)
-    assert_same_bits(rotating_ops.quantize(*args), q2.quantize(*args))
+    assert_agrees(calls.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 
 @pytest.mark.parametrize(
@@ -236,12 +230,13 @@ def test_requantize_to_other_schemes(source, scheme, transform) -> None:
     x = matrix(145, 200)
     spec = get_scheme(source)
     packed = (
-        q2.quantize_masked(x, source, "h32")[:3]
+        q2.quantize(x, scheme=source, transform="h32", rowwise=True, columnwise=False, mask=True)[
+            :3
+        ]
         if spec.masked
-        else q2.quantize(x, q2.amax(x) if spec.takes_amax else None, None, source, 0)
+        else calls.plain(x, q2.amax(x) if spec.takes_amax else None, None, source)()
     )
-    args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
-    assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
+    assert_agrees(calls.again(*packed, SEEDS[0], source, scheme, transform, 200, 1))
 
 
 # Scales swizzled where they are made: by align_scales.cu in chunks of 128 and in others, of rows of
@@ -263,22 +258,32 @@ def test_scales_are_written_swizzled(scheme, transform) -> None:
     for shape in RAGGED:
         x = matrix(*shape)
         args = (x, *SEEDS, scheme + SWIZZLED, transform, 3)
-        got = rotating_ops.rht_quantize_both(*args)
-        assert_same_bits(got, q2.rht_quantize_both(*args))
-        plain = q2.rht_quantize_both(x, *SEEDS, scheme, transform, 3)
+        got = calls.launched(calls.both(*args))
+        assert_same_bits(got, calls.both(*args)())
+        plain = q2.quantize(
+            x,
+            scheme=scheme,
+            transform=transform,
+            rowwise=True,
+            columnwise=True,
+            rng_offset=3,
+            rowwise_seed=SEEDS[0],
+            columnwise_seed=SEEDS[1],
+        )
         want = [swizzle_32x4x4(s) for s in plain[1::3]]
         assert_same_bits((got[1].flatten(), got[4].flatten()), want)
         for transpose in (False, True):
             one = (x, SEEDS[transpose], scheme + SWIZZLED, transform, transpose, 3)
             side = got[3:] if transpose else got[:3]
-            assert_same_bits(rotating_ops.rht_quantize(*one), side)
+            assert_same_bits(calls.launched(calls.one(*one)), side)
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0)])
 @pytest.mark.parametrize("scheme", [POW2, "nvfp4_sr", "mxfp4_sr"])
 def test_empty_with_swizzled_scales(scheme, shape) -> None:
-    args = (torch.empty(shape, dtype=torch.bfloat16), *SEEDS, scheme + SWIZZLED, "rht16", 0)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_agrees(
+        calls.both(torch.empty(shape, dtype=torch.bfloat16), *SEEDS, scheme + SWIZZLED, "rht16", 0)
+    )
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_pow2", "mxfp4_sr"])
@@ -286,8 +291,8 @@ def test_quantize_with_swizzled_scales(scheme) -> None:
     for shape in RAGGED:
         x = matrix(*shape)
         amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
-        got = rotating_ops.quantize(x, amax, SEEDS[0], scheme + SWIZZLED, 0)
-        codes, scales, global_scale = q2.quantize(x, amax, SEEDS[0], scheme, 0)
+        got = calls.launched(calls.plain(x, amax, SEEDS[0], scheme + SWIZZLED, 0))
+        codes, scales, global_scale = calls.plain(x, amax, SEEDS[0], scheme)()
         assert_same_bits(got, (codes, swizzle_32x4x4(scales).view(-1, 512), global_scale))
 
 
@@ -306,20 +311,20 @@ def test_requantize_with_swizzled_scales(source, scheme, transform) -> None:
         x = matrix(*shape)
         amax = q2.amax(x) if get_scheme(source).takes_amax else None
         for of_source, of_result in (("", SWIZZLED), (SWIZZLED, ""), (SWIZZLED, SWIZZLED)):
-            packed = q2.quantize(x, amax, None, source + of_source, 0)
+            packed = calls.plain(x, amax, None, source + of_source)()
             names = (source + of_source, scheme + of_result, transform)
             args = (*packed, SEEDS[0], *names, shape[1], 1)
-            plain = q2.quantize(x, amax, None, source, 0)
-            want = q2.requantize(*plain, SEEDS[0], source, *names[1:], shape[1], 1)
-            assert_same_bits(rotating_ops.requantize(*args), want)
-            assert_same_bits(q2.requantize(*args), want)
+            plain = calls.plain(x, amax, None, source)()
+            want = calls.again(*plain, SEEDS[0], source, *names[1:], shape[1], 1)()
+            assert_same_bits(calls.launched(calls.again(*args)), want)
+            assert_same_bits(calls.again(*args)(), want)
 
 
 def test_padding_is_zero_where_a_source_has_more_columns() -> None:
     """Of the source's columns only the first `rows` become rows of the result."""
-    packed = q2.quantize(matrix(130, 200), None, None, "nvfp4_46_pow2", 0)
+    packed = calls.plain(matrix(130, 200), None, None, "nvfp4_46_pow2")()
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", "nvfp4_sr_pow2" + SWIZZLED, "rht16", 72, 1)
-    got = rotating_ops.requantize(*args)
+    got = calls.launched(calls.again(*args))
     assert got[1].view(torch.uint8).view(3, 32, 4, 4)[:, 8:, 2].sum() == 0
 
 
@@ -329,20 +334,25 @@ def test_quantize_masked(scheme, hw_fp4) -> None:
     """Of numbers that clip, of zeros, of blocks down to 2^-96."""
     tiny = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
     for x in (matrix(130, 200), matrix(33, 517), matrix(200, 130).t(), tiny):
-        args = (x, scheme, "h32")
-        assert_same_bits(quantize_masked(*args), q2.quantize_masked(*args))
+        assert_agrees(calls.masked(x, scheme, "h32"))
 
 
 @pytest.mark.parametrize("transform", ["none", "rht16_fixed", "rht128_fixed"])
 def test_quantize_masked_of_other_transforms(transform) -> None:
-    args = (matrix(130, 200, torch.float16), "mxfp4_quest", transform)
-    assert_same_bits(quantize_masked(*args), q2.quantize_masked(*args))
+    assert_agrees(calls.masked(matrix(130, 200, torch.float16), "mxfp4_quest", transform))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_masked_unrotate(dtype) -> None:
     for shape in ((130, 192), (1, 32), (0, 64)):
-        *_, mask = q2.quantize_masked(matrix(*shape), "mxfp4_quest", "h32")
+        *_, mask = q2.quantize(
+            matrix(*shape),
+            scheme="mxfp4_quest",
+            transform="h32",
+            rowwise=True,
+            columnwise=False,
+            mask=True,
+        )
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
         args = (grad, mask, "h32")
         assert_same_bits((masked_unrotate.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
@@ -363,8 +373,7 @@ WIDENED_CASES = [
 )
 @pytest.mark.parametrize("shape", [(300, 200), (33, 517)])
 def test_values_instead_of_codes(scheme, transform, shape) -> None:
-    args = (matrix(*shape), *SEEDS, scheme + WIDENED, transform, 3)
-    assert_same_bits(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args))
+    assert_agrees(calls.both(matrix(*shape), *SEEDS, scheme + WIDENED, transform, 3))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -376,18 +385,25 @@ def test_values_of_subnormal_scales(scheme, transpose) -> None:
     sizes = torch.logspace(-38, -3, 144)
     x = matrix(144, 144, torch.float32) * (sizes if transpose else sizes[:, None])
     args = (x, SEEDS[0], scheme + WIDENED, transform, transpose, 0)
-    got, want = rotating_ops.rht_quantize(*args), q2.rht_quantize(*args)
+    got, want = calls.launched(calls.one(*args)), calls.one(*args)()
     assert_same_bits(got, want)
-    plain = q2.rht_quantize(x, SEEDS[0], scheme, transform, transpose, 0)
+    plain = q2.quantize(
+        x,
+        scheme=scheme,
+        transform=transform,
+        rowwise=not transpose,
+        columnwise=transpose,
+        rowwise_seed=SEEDS[0],
+        columnwise_seed=SEEDS[0],
+    )
     subnormal = (plain[1].float() < 2.0**-6) & (plain[1].float() > 0)
     assert subnormal.any() and (plain[1].float() >= 2.0**-6).any()
 
 
 def test_values_of_a_requantised_operand() -> None:
     x = matrix(145, 200)
-    packed = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
-    args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1)
-    assert_same_bits(rotating_ops.requantize(*args), q2.requantize(*args))
+    packed = calls.plain(x, None, None, "nvfp4_46_pow2")()
+    assert_agrees(calls.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1))
 
 
 CONVERSIONS = """

@@ -11,12 +11,14 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.lowering import selfcheck as loops
-from q2compile.runtime_kernels.cuda import calls, selfcheck
+from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import plan, rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import doctor
+from tests.support import quantizer_calls as made
 from tests.support.emulation.coins import close_to_their_coins
 
 assert runtime_kernels  # importing it registers the ops
@@ -55,11 +57,13 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> 
     return x.to(dtype)
 
 
-def run_both(op: str, *args, kernel: str = "cuda") -> tuple[tuple, tuple]:
+def run_both(op: str | QuantizerCall, *args, kernel: str = "cuda") -> tuple[tuple, tuple]:
     """(the kernel's results on the GPU, the reference's on the CPU), all on the CPU."""
+    if isinstance(op, QuantizerCall):
+        op, args = op.spec.name, op.positional
     on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
     got, want = select(op, on_gpu, kernel)(*on_gpu), select(op, args, REFERENCE)(*args)
-    as_tuple = lambda r: r if isinstance(r, tuple) else (r,)  # noqa: E731
+    as_tuple = lambda r: tuple(r) if isinstance(r, tuple | list) else (r,)  # noqa: E731
     return tuple(t.cpu() for t in as_tuple(got)), as_tuple(want)
 
 
@@ -73,32 +77,36 @@ def assert_same_bits(got: tuple, want: tuple) -> None:
         assert wrong == 0, f"result {i}: {wrong} of {a.numel()} differ"
 
 
+def agree(call: QuantizerCall) -> None:
+    assert_same_bits(*run_both(call))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("scheme", [POW2, EXACT])
 def test_rht_quantize(shape, transpose, scheme) -> None:
     x = matrix(shape, torch.bfloat16)
-    assert_same_bits(*run_both("rht_quantize", x, SEEDS[0], scheme, "rht128", transpose, 3))
+    agree(made.one(x, SEEDS[0], scheme, "rht128", transpose, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["outliers", "tiny", "ties", "zeros"])
 def test_rht_quantize_both(dtype, kind) -> None:
     x = matrix((520, 392), dtype, kind)
-    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
+    agree(made.both(x, *SEEDS, POW2, "rht128", 0))
 
 
 @pytest.mark.parametrize("transform", ["none", "h32", "rht16", "rht32_fixed", "rht64", "rht128"])
 def test_transforms(transform) -> None:
     x = matrix((200, 264), torch.bfloat16)
-    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, transform, 1))
+    agree(made.both(x, *SEEDS, POW2, transform, 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_transpose(shape, swizzled) -> None:
     scheme = "nvfp4_16x16_pow2"
-    codes, scales, _ = q2.quantize(matrix(shape, torch.bfloat16), None, None, scheme, 0)
+    codes, scales, _ = made.plain(matrix(shape, torch.bfloat16), None, None, scheme)()
     assert_same_bits(*run_both("transpose", codes, scales, scheme, shape[1], swizzled))
 
 
@@ -107,16 +115,16 @@ def test_other_schemes(scheme, transform) -> None:
     for shape in ((520, 392), (129, 4097)):
         for kind in ("outliers", "ties"):
             x = matrix(shape, torch.bfloat16, kind)
-            args = (x, *SEEDS, scheme, transform, 1)
-            assert_same_bits(*run_both("rht_quantize_both", *args))
+            agree(made.both(x, *SEEDS, scheme, transform, 1))
 
 
 @pytest.mark.parametrize("scheme, transform", [(POW2, "rht128"), *QUANTISERS])
 @pytest.mark.parametrize("kind", ["normal", "outliers"])
 def test_values_instead_of_codes(scheme, transform, kind) -> None:
     for shape in ((520, 392), (129, 4097)):
-        args = (matrix(shape, torch.bfloat16, kind), *SEEDS, scheme + WIDENED, transform, 1)
-        assert_same_bits(*run_both("rht_quantize_both", *args))
+        agree(
+            made.both(matrix(shape, torch.bfloat16, kind), *SEEDS, scheme + WIDENED, transform, 1)
+        )
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -125,15 +133,13 @@ def test_values_of_subnormal_scales(scheme, transform, transpose) -> None:
     """Rows of the result from 1e-38 to 1e-3."""
     sizes = torch.logspace(-38, -3, 520)
     x = matrix((520, 520), torch.float32) * (sizes if transpose else sizes[:, None])
-    args = (x, SEEDS[0], scheme + WIDENED, transform, transpose, 0)
-    assert_same_bits(*run_both("rht_quantize", *args))
+    agree(made.one(x, SEEDS[0], scheme + WIDENED, transform, transpose, 0))
 
 
 def test_values_of_a_requantised_operand() -> None:
     x = matrix((3000, 4100), torch.bfloat16, "outliers")
-    packed = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
-    args = (*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 4100, 1)
-    assert_same_bits(*run_both("requantize", *args))
+    packed = made.plain(x, None, None, "nvfp4_46_pow2")()
+    agree(made.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 4100, 1))
 
 
 @pytest.mark.parametrize(
@@ -143,13 +149,13 @@ def test_values_of_a_requantised_operand() -> None:
 def test_quantize(scheme) -> None:
     x = matrix((300, 1000), torch.bfloat16, "outliers")
     amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-    assert_same_bits(*run_both("quantize", x, amax, SEEDS[0], scheme, 2))
+    agree(made.plain(x, amax, SEEDS[0], scheme, 2))
 
 
 def test_stochastic_rounding_between_close_coins() -> None:
     """See close_to_their_coins."""
     x = close_to_their_coins(SEEDS[0], 64, 256)
-    assert_same_bits(*run_both("quantize", x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
+    agree(made.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced", "every second"])
@@ -168,15 +174,15 @@ def test_strides(layout) -> None:
     }[layout]()
     assert on_gpu.stride() == x.stride()
     seeds = [s.cuda() for s in SEEDS]
-    got = rotating_ops.rht_quantize_both(on_gpu, *seeds, POW2, "rht128", 0)
-    _, want = run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0)
+    got = made.launched(made.both(on_gpu, *seeds, POW2, "rht128", 0))
+    _, want = run_both(made.both(x, *SEEDS, POW2, "rht128", 0))
     assert_same_bits(tuple(t.cpu() for t in got), want)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
 def test_empty(shape) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
-    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
+    agree(made.both(x, *SEEDS, POW2, "rht128", 0))
 
 
 @pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16"])
@@ -184,10 +190,9 @@ def test_empty(shape) -> None:
 def test_requantize(source, shape) -> None:
     x = matrix(shape, torch.bfloat16)
     amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = torch.ops.q2.quantize(x, amax, None, source, 0)
+    packed = made.plain(x, amax, None, source)()
     for scheme in (POW2, EXACT):
-        args = (*packed, SEEDS[0], source, scheme, "rht128", shape[1], 1)
-        assert_same_bits(*run_both("requantize", *args))
+        agree(made.again(*packed, SEEDS[0], source, scheme, "rht128", shape[1], 1))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr"])
@@ -195,17 +200,15 @@ def test_requantize(source, shape) -> None:
 def test_requantize_stochastically(source, scheme) -> None:
     x = matrix((257, 520), torch.bfloat16, "outliers")
     amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = torch.ops.q2.quantize(x, amax, None, source, 0)
-    args = (*packed, SEEDS[0], source, scheme, "rht128", 520, 1)
-    assert_same_bits(*run_both("requantize", *args))
+    packed = made.plain(x, amax, None, source)()
+    agree(made.again(*packed, SEEDS[0], source, scheme, "rht128", 520, 1))
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (130, 200)])
 def test_requantize_mxfp4(shape) -> None:
-    packed = torch.ops.q2.quantize_masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")[:3]
+    packed = made.masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")()[:3]
     rows = 2 * packed[0].shape[1]
-    args = (*packed, SEEDS[0], "mxfp4_quest", "mxfp4_rtn34", "rht32", rows, 1)
-    assert_same_bits(*run_both("requantize", *args))
+    agree(made.again(*packed, SEEDS[0], "mxfp4_quest", "mxfp4_rtn34", "rht32", rows, 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -215,10 +218,9 @@ def test_requantize_mxfp4(shape) -> None:
 )
 def test_swizzled_scales(shape, scheme, transform) -> None:
     x, scheme = matrix(shape, torch.bfloat16, "outliers"), scheme + SWIZZLED
-    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, scheme, transform, 2))
+    agree(made.both(x, *SEEDS, scheme, transform, 2))
     for transpose in (False, True):
-        args = (x, SEEDS[0], scheme, transform, transpose, 2)
-        assert_same_bits(*run_both("rht_quantize", *args))
+        agree(made.one(x, SEEDS[0], scheme, transform, transpose, 2))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -226,7 +228,7 @@ def test_swizzled_scales(shape, scheme, transform) -> None:
 def test_quantize_with_swizzled_scales(shape, scheme) -> None:
     x = matrix(shape, torch.bfloat16)
     amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-    assert_same_bits(*run_both("quantize", x, amax, SEEDS[0], scheme + SWIZZLED, 2))
+    agree(made.plain(x, amax, SEEDS[0], scheme + SWIZZLED, 2))
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (130, 200), (3000, 4100)])
@@ -242,26 +244,23 @@ def test_requantize_with_swizzled_scales(shape, source, scheme, transform) -> No
     x = matrix(shape, torch.bfloat16)
     amax = torch.ops.q2.amax(x) if get_scheme(source).takes_amax else None
     for of_source, of_result in (("", SWIZZLED), (SWIZZLED, ""), (SWIZZLED, SWIZZLED)):
-        packed = torch.ops.q2.quantize(x, amax, None, source + of_source, 0)
+        packed = made.plain(x, amax, None, source + of_source)()
         names = (source + of_source, scheme + of_result, transform)
-        assert_same_bits(*run_both("requantize", *packed, SEEDS[0], *names, shape[1], 1))
+        agree(made.again(*packed, SEEDS[0], *names, shape[1], 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", ["mxfp4_quest", "mxfp4_quest" + SWIZZLED])
 def test_quantize_masked(shape, scheme) -> None:
-    for kind in ("normal", "outliers", "tiny", "zeros"):
-        x = matrix(shape, torch.bfloat16, kind)
-        assert_same_bits(*run_both("quantize_masked", x, scheme, "h32"))
-    for dtype in (torch.float16, torch.float32):
-        x = matrix(shape, dtype)
-        assert_same_bits(*run_both("quantize_masked", x, scheme, "h32"))
+    xs = [matrix(shape, torch.bfloat16, kind) for kind in ("normal", "outliers", "tiny", "zeros")]
+    for x in (*xs, *(matrix(shape, dtype) for dtype in (torch.float16, torch.float32))):
+        agree(made.masked(x, scheme, "h32"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_masked_unrotate(shape, dtype) -> None:
-    mask = torch.ops.q2.quantize_masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")[3]
+    mask = made.masked(matrix(shape, torch.bfloat16), "mxfp4_quest", "h32")()[3]
     grad = matrix((shape[0], 8 * mask.shape[1]), dtype)
     assert_same_bits(*run_both("masked_unrotate", grad, mask, "h32"))
     shifted = torch.cat([grad.flatten()[:1], grad.flatten()])[1:].view(grad.shape)
@@ -274,12 +273,12 @@ def test_dequantize(scheme, dtype) -> None:
     spec = get_scheme(scheme)
     x = matrix((200, 264), torch.bfloat16)
     if spec.rounding == "ms_eden":
-        packed = torch.ops.q2.rht_quantize(x, SEEDS[0], scheme, "rht16", False, 0)
+        packed = made.one(x, SEEDS[0], scheme, "rht16", False)()
     elif spec.rounding == "quest":
-        packed = torch.ops.q2.quantize_masked(x, scheme, "h32")[:3]
+        packed = made.masked(x, scheme, "h32")()[:3]
     else:
         amax = torch.ops.q2.amax(x) if spec.takes_amax else None
-        packed = torch.ops.q2.quantize(x, amax, SEEDS[0], scheme, 0)
+        packed = made.plain(x, amax, SEEDS[0], scheme)()
     for cols in (264, 2 * packed[0].shape[1]):
         assert_same_bits(*run_both("dequantize", *packed, scheme, cols, dtype))
 
@@ -294,7 +293,7 @@ def test_gemm(scheme, biased, dtype) -> None:
     for rows in (200, 136):
         x = matrix((rows, 520), torch.bfloat16)
         amax = torch.ops.q2.amax(x) if get_scheme(scheme).takes_amax else None
-        operands += torch.ops.q2.quantize(x, amax, None, scheme, 0)
+        operands += made.plain(x, amax, None, scheme)()
     bias = matrix((1, 136), dtype)[0] if biased else None
     (got,), (want,) = run_both("gemm", *operands, bias, scheme, scheme, dtype, kernel="cuda_bf16")
     bound = 2.0**-8 if dtype == torch.bfloat16 else 2 * 520**0.5 * 2.0**-24
@@ -304,15 +303,15 @@ def test_gemm(scheme, biased, dtype) -> None:
 def test_a_captured_graph_draws_fresh_coins() -> None:
     x = matrix((300, 200), torch.bfloat16).cuda()
     seeds = [s.cuda() for s in SEEDS]
-    rotating_ops.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
+    made.launched(made.both(x, *seeds, POW2, "rht128", 0))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = rotating_ops.rht_quantize_both(x, *seeds, POW2, "rht128", 0)
+        results = made.launched(made.both(x, *seeds, POW2, "rht128", 0))
     for value in (7, 8, 7):
         seeds[0].fill_(value)
         graph.replay()
         args = (x.cpu(), torch.tensor(value), SEEDS[1], POW2, "rht128", 0)
-        want = select("rht_quantize_both", args, REFERENCE)(*args)
+        want = made.both(*args)()
         assert_same_bits(tuple(t.cpu() for t in results), want)
 
 
@@ -321,14 +320,14 @@ def test_runs_on_the_current_stream() -> None:
     x, seed = matrix((300, 200), torch.bfloat16), SEEDS[0].cuda()
     late, big = torch.zeros_like(x, device="cuda"), torch.randn(8192, 8192, device="cuda")
     filled = x.cuda()
-    rotating_ops.rht_quantize(late, seed, POW2, "rht128", True, 0)
+    made.launched(made.one(late, seed, POW2, "rht128", True, 0))
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         big @ big
         late.copy_(filled)
-        got = rotating_ops.rht_quantize(late, seed, POW2, "rht128", True, 0)
+        got = made.launched(made.one(late, seed, POW2, "rht128", True, 0))
     torch.cuda.synchronize()
-    _, want = run_both("rht_quantize", x, SEEDS[0], POW2, "rht128", True, 0)
+    _, want = run_both(made.one(x, SEEDS[0], POW2, "rht128", True, 0))
     assert_same_bits(tuple(t.cpu() for t in got), want)
 
 
@@ -344,18 +343,23 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
 
 # Whose kernels every GPU has (gemm_masked_unrotate's is of fp4 tensor cores), and their names.
 OPS = {
-    op: "cuda_bf16" if op in ("gemm", "grouped_gemm") else "cuda"
-    for op in selfcheck.CHECKED
-    if op != "gemm_masked_unrotate"
+    of: "cuda_bf16" if of in ("gemm", "grouped_gemm") else "cuda"
+    for of in checked_cases.CHECKED
+    if of != "gemm_masked_unrotate"
 }
 
 
+def disagreement(of: str | Variant, scheme: str) -> str | None:
+    variant = (of,) if isinstance(of, Variant) else ()
+    device = torch.device("cuda", 0)
+    return selfcheck.disagreement(checked_cases.op_of(of), OPS[of], device, scheme, *variant)
+
+
 @pytest.mark.parametrize(
-    "op, scheme", [(op, scheme) for op in OPS for scheme in selfcheck.CHECKED[op]]
+    "of, scheme", [(of, scheme) for of in OPS for scheme in checked_cases.CHECKED[of]], ids=str
 )
-def test_selfcheck_agrees(op, scheme) -> None:
-    name = OPS[op]
-    assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
+def test_selfcheck_agrees(of, scheme) -> None:
+    assert disagreement(of, scheme) is None
 
 
 @pytest.fixture
@@ -374,47 +378,49 @@ def as_on_ampere(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "op, scheme",
-    [(op, s) for op in OPS if op != "rht_quantize" for s in selfcheck.CHECKED[op]],
+    "of, scheme",
+    [(of, s) for of in OPS if of != checked_cases.COLUMNWISE for s in checked_cases.CHECKED[of]],
+    ids=str,
 )
-def test_without_conversion_instructions(op, scheme, as_on_ampere) -> None:
-    """rht_quantize is half of rht_quantize_both; of gemm the operands are made by dequantize.cu."""
-    name = OPS[op]
-    assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
+def test_without_conversion_instructions(of, scheme, as_on_ampere) -> None:
+    """One direction is half of both; of gemm the operands are made by dequantize.cu."""
+    assert disagreement(of, scheme) is None
 
 
 def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
     for kind in ("outliers", "tiny", "ties", "zeros"):
         x = matrix((520, 392), torch.bfloat16, kind)
         for scheme in (EXACT, POW2 + WIDENED):
-            assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, scheme, "rht128", 0))
+            agree(made.both(x, *SEEDS, scheme, "rht128", 0))
 
 
 @pytest.fixture
 def as_on_12_0(monkeypatch) -> None:
     """100 KiB of shared memory a multiprocessor: one tile of a thread block at a time."""
     monkeypatch.setattr(plan, "shared_memory", lambda index: 100 * 1024)
-    monkeypatch.setattr(rotating_ops, "shared_memory", lambda index: 100 * 1024)
+    monkeypatch.setattr(quantizers, "shared_memory", lambda index: 100 * 1024)
     monkeypatch.setattr(calls, "_READY", {})
 
 
 @pytest.mark.parametrize(
-    "op, scheme",
+    "of, scheme",
     [
-        (op, scheme)
-        for op in ("quantize", "rht_quantize", "rht_quantize_both", "requantize", "quantize_masked")
-        for scheme in selfcheck.CHECKED[op]
+        (of, scheme)
+        for of in OPS
+        if isinstance(of, Variant) and not (of.grouped or of.dbias or of.by_scales)
+        for scheme in checked_cases.CHECKED[of]
     ],
+    ids=str,
 )
-def test_one_tile_at_a_time(op, scheme, as_on_12_0) -> None:
-    assert selfcheck.disagreement(op, "cuda", torch.device("cuda", 0), scheme) is None
+def test_one_tile_at_a_time(of, scheme, as_on_12_0) -> None:
+    assert disagreement(of, scheme) is None
 
 
 @pytest.mark.parametrize("shape", [(1024, 640), (129, 4097), (5000, 72), (8192, 1024)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_tile_at_a_time_of_many(shape, dtype, as_on_12_0) -> None:
     x = matrix(shape, dtype, "outliers")
-    assert_same_bits(*run_both("rht_quantize_both", x, *SEEDS, POW2, "rht128", 0))
+    agree(made.both(x, *SEEDS, POW2, "rht128", 0))
 
 
 @pytest.fixture
@@ -434,29 +440,26 @@ def as_on_a_gpu_that_nobody_knows(monkeypatch) -> Iterator[None]:
     launch.architecture.cache_clear()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_on_a_gpu_that_nobody_knows(op, as_on_a_gpu_that_nobody_knows) -> None:
-    name = OPS[op]
+@pytest.mark.parametrize("of", OPS, ids=str)
+def test_on_a_gpu_that_nobody_knows(of, as_on_a_gpu_that_nobody_knows) -> None:
     assert launch.architecture(0) == "compute_90" or torch.cuda.get_device_capability() != (9, 0)
-    scheme = selfcheck.CHECKED[op][0]
-    assert selfcheck.disagreement(op, name, torch.device("cuda", 0), scheme) is None
+    assert disagreement(of, checked_cases.CHECKED[of][0]) is None
 
 
 @pytest.mark.parametrize("scheme", doctor.LOOPS_CHECKED)
 def test_loops_agree(scheme) -> None:
-    assert loops.disagreement("quantize", torch.device("cuda", 0), scheme) is None
+    assert loops.disagreement(torch.device("cuda", 0), rowwise_call(scheme)) is None
 
 
 def test_a_self_check_waits_for_nobody_and_changes_nothing() -> None:
     """On a stream of its own, with a default device and type, autocast and modes of the caller."""
-    device, state = torch.device("cuda", 0), torch.cuda.get_rng_state()
+    state = torch.cuda.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
         for default in ("cuda", "meta"):
             with torch.device(default), torch.autocast("cuda"), torch.inference_mode():
-                for op, name in OPS.items():
-                    scheme = selfcheck.CHECKED[op][0]
-                    assert selfcheck.disagreement(op, name, device, scheme) is None
+                for of in OPS:
+                    assert disagreement(of, checked_cases.CHECKED[of][0]) is None
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.cuda.get_rng_state(), state)
@@ -469,7 +472,10 @@ def test_products_of_nothing(shape, dtype) -> None:
     m, n, k = shape
     scheme = "nvfp4_46_pow2"
     for bias in (None, torch.randn(n).to(dtype)):
-        a, b = (q2.rht_quantize(torch.randn(k, r), None, scheme, "none", True, 0) for r in (m, n))
+        a, b = (
+            q2.quantize(torch.randn(k, r), scheme=scheme, rowwise=False, columnwise=True)
+            for r in (m, n)
+        )
         (got,), (want,) = run_both("gemm", *a, *b, bias, scheme, scheme, dtype, kernel="cuda_bf16")
         assert got.dtype == want.dtype and torch.equal(got, want)
 
@@ -482,5 +488,5 @@ def test_this_gpu_is_served() -> None:
 def test_doctor(capsys) -> None:
     assert doctor.main([]) == 0
     report = capsys.readouterr().out
-    assert report.count("agrees with the reference") >= len(selfcheck.CHECKED)
+    assert report.count("agrees with the reference") >= len(checked_cases.CHECKED)
     assert "FAULT" not in report

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
+from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     _KIB,
     ROUNDED,
@@ -29,7 +31,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.tools import doctor
-from tests.support import machine_code
+from tests.support import machine_code, quantizer_calls
 from tests.support.machine_code import (
     AMPERE,
     BF16,
@@ -263,10 +265,8 @@ def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
 
 
 def test_the_registry_has_them_before_the_reference() -> None:
-    rotating = ("quantize", "rht_quantize", "rht_quantize_both", "requantize")
-    alone: tuple[str, ...] = ("requantize_by_scales",)
-    alone += ("quantize_masked", "masked_unrotate", "dequantize", "split_scales", "signs")
-    for op in (*rotating, *alone):
+    others = ("masked_unrotate", "dequantize", "split_scales", "signs")
+    for op in ("quantize", "requantize", *others):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
     names = ["cublaslt_fp4", "triton_fp4", "cuda_bf16", "reference"]
     assert [k.name for k in kernels("gemm")] == names
@@ -274,9 +274,9 @@ def test_the_registry_has_them_before_the_reference() -> None:
 
 def test_an_explicit_request_never_falls_back() -> None:
     x, seed = torch.randn(16, 16), torch.tensor(1)
-    args = (x, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0)
+    call = quantizer_calls.one(x, seed, "nvfp4_ms_eden_pow2", "rht128", False)
     with pytest.raises(ValueError, match="runs on cuda, the operands are on cpu"):
-        select("rht_quantize", args, "cuda")
+        select("quantize", call.positional, "cuda")
 
 
 def test_every_quantiser_of_a_recipe_has_a_kernel() -> None:
@@ -296,15 +296,15 @@ def test_every_quantiser_of_a_recipe_has_a_kernel() -> None:
     [("nvfp4_sr_46", "draws coins"), ("mxfp4_quest", "trust mask"), ("nvfp4_16x16", "square")],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
-    why = rotating_ops.refuses("rht_quantize", torch.empty(1), scheme, "rht128")
+    why = quantizers.why_not(quantizer_calls.one(None, None, scheme, "rht128", False))
     assert why is not None and reason in why
 
 
-def loaded_by(monkeypatch, op: str, *args) -> list[Launch]:
+def loaded_by(monkeypatch, op: str, args: Sequence[Any]) -> list[Launch]:
     """What warm_up loads for fake arguments, as if their device were there."""
     loaded: list[Launch] = []
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
-    for module in (rotating_ops, dequantize, cublaslt_fp4, cuda_bf16, triton_fp4):
+    for module in (quantizers, dequantize, cublaslt_fp4, cuda_bf16, triton_fp4):
         monkeypatch.setattr(module, "refusal", lambda *names: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     warm_up(op, args)
@@ -316,7 +316,8 @@ def test_warm_up_loads_what_a_call_launches(transpose, monkeypatch) -> None:
     with FakeTensorMode():
         x = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
         seed = torch.empty((), dtype=torch.int64, device="cuda")
-    got = loaded_by(monkeypatch, "rht_quantize", x, seed, "nvfp4_sr", "rht16", transpose, 0)
+    call = quantizer_calls.one(x, seed, "nvfp4_sr", "rht16", transpose)
+    got = loaded_by(monkeypatch, "quantize", call.positional)
     kind = (not transpose, transpose)
     amax = rotate(BF16, "rht16", "nvfp4_sr", kind, amax=True)
     assert got == [amax, rotate(BF16, "rht16", "nvfp4_sr", kind, overlaps=True)]
@@ -332,8 +333,9 @@ def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
     scheme = "nvfp4_46_pow2"
     args = (*operand, *operand, None, scheme, scheme, torch.bfloat16)
     widen = dequantize.dequantize_launch(torch.bfloat16, False, True)
-    assert set(loaded_by(monkeypatch, "gemm", *args)) == {widen}
-    got = loaded_by(monkeypatch, "rht_quantize", x, unit.long(), EDEN, "rht128", False, 0)
+    assert set(loaded_by(monkeypatch, "gemm", args)) == {widen}
+    call = quantizer_calls.one(x, unit.long(), EDEN, "rht128", False)
+    got = loaded_by(monkeypatch, "quantize", call.positional)
     assert got == [rotate(BF16, "rht128", EDEN, ROW, vectors=False), align(EDEN, True)]
 
 

@@ -85,7 +85,7 @@ def arguments(m, n, k, bias=None, dtype=BF16, schemes=(SCHEME, SCHEME)):
     for rows, scheme in zip((m, n), schemes, strict=True):
         x = torch.randn(rows, k)
         amax = x.abs().amax() if get_scheme(scheme).takes_amax else None
-        packed += torch.ops.q2.quantize(x, amax, None, scheme, 0)
+        packed += torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
     return (*packed, bias, *schemes, dtype)
 
 
@@ -158,7 +158,10 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
     x, w = torch.randn(130, 96), torch.randn(200, 96)
     swizzled = scheme + SWIZZLED
     seed = torch.tensor(1) if get_scheme(scheme).stochastic else None
-    a, b = (torch.ops.q2.quantize(t, None, seed, swizzled, 0) for t in (x, w))
+    a, b = (
+        torch.ops.q2.quantize(t, scheme=swizzled, rowwise=True, columnwise=False, rowwise_seed=seed)
+        for t in (x, w)
+    )
     if get_scheme(scheme).folds:
         args = (*a, *b, None, swizzled, swizzled, BF16)
         assert torch.equal(cuda_bf16.gemm_bf16(*args), torch.ops.q2.gemm(*args))
@@ -423,7 +426,10 @@ def test_nothing_to_multiply_in_groups(sizes, gemm):
         "dgrad": ((t, n), (k, 2 * n)),
         "wgrad": ((n, 128 * (t > 0)), (k, 128 * (t > 0))),
     }[gemm]
-    empty = [torch.ops.q2.quantize(torch.zeros(size), None, None, SCHEME, 0) for size in (a, b)]
+    empty = [
+        torch.ops.q2.quantize(torch.zeros(size), scheme=SCHEME, rowwise=True, columnwise=False)
+        for size in (a, b)
+    ]
     offs = torch.zeros(2, dtype=torch.int32)
     args = (*empty[0], *empty[1], offs, SCHEME, SCHEME, gemm, BF16)
     if 0 in (*args[0].shape, args[3].shape[0]):

@@ -10,9 +10,9 @@ import torch
 
 from q2compile.runtime_kernels.cuda import padded_ends
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import grouped_ops
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
-from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+from tests.support import quantizer_calls as calls
+from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -56,9 +56,9 @@ def test_ms_eden(routing, scheme) -> None:
     rows, groups = routed(routing)
     x = matrix(rows, 150)
     args = (x, *groups, *SEEDS, scheme, "rht128", 3)
-    got = grouped_ops.rht_quantize_groups_both(*args)
-    assert_same_bits(got, q2.rht_quantize_groups_both(*args))
-    one = grouped_ops.rht_quantize_groups(x, *groups, SEEDS[1], scheme, "rht128", 3)
+    got = calls.launched(calls.grouped_both(*args))
+    assert_same_bits(got, calls.grouped_both(*args)())
+    one = calls.launched(calls.grouped(x, *groups, SEEDS[1], scheme, "rht128", 3))
     assert_same_bits(one, got[3:])
 
 
@@ -73,9 +73,7 @@ def test_ms_eden(routing, scheme) -> None:
 def test_other_schemes(scheme, transform) -> None:
     rows, groups = routed("every filling")
     args = (matrix(rows, 150), *groups, *SEEDS, scheme, transform, 3)
-    assert_same_bits(
-        grouped_ops.rht_quantize_groups_both(*args), q2.rht_quantize_groups_both(*args)
-    )
+    assert_agrees(calls.grouped_both(*args))
 
 
 @pytest.mark.parametrize(
@@ -90,35 +88,34 @@ def test_rows_of_no_group_are_zeros_without_a_sign(scheme, transform) -> None:
     rows, groups = routed("one group")
     for seed in range(4):
         args = (matrix(rows, 40), *groups, torch.tensor(seed), scheme, transform, 3)
-        got = grouped_ops.rht_quantize_groups(*args)
-        assert_same_bits(got, q2.rht_quantize_groups(*args))
+        got = calls.launched(calls.grouped(*args))
+        assert_same_bits(got, calls.grouped(*args)())
         assert not got[0][:, got[0].shape[1] // 2 :].view(torch.uint8).any()
 
 
 def test_exact_scales_without_a_global_scale() -> None:
     """All are NaN, those of rows of no group included."""
     rows, groups = routed("one group")
-    codes, scales, _ = q2.quantize(matrix(rows, 40), None, None, "nvfp4_pow2", 0)
+    codes, scales, _ = calls.plain(matrix(rows, 40), None, None, "nvfp4_pow2")()
     unit = torch.tensor(torch.nan)
-    args = (codes, scales, unit, *groups, SEEDS[0], "nvfp4_pow2", "nvfp4_sr", "rht128", 40, 3)
-    for op in (grouped_ops.requantize_groups, q2.requantize_groups):
-        assert op(*args)[1].float().isnan().all()
+    how = SEEDS[0], "nvfp4_pow2", "nvfp4_sr", "rht128", 40, 3
+    call = calls.grouped_again(codes, scales, unit, *groups, *how)
+    for made in (calls.launched(call), call()):
+        assert made[1].float().isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype) -> None:
     rows, groups = routed("every filling")
     args = (matrix(rows, 40, dtype), *groups, *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(
-        grouped_ops.rht_quantize_groups_both(*args), q2.rht_quantize_groups_both(*args)
-    )
+    assert_agrees(calls.grouped_both(*args))
 
 
 @pytest.mark.parametrize("x", [matrix(300, 130)[:, 1:], matrix(130, 300).t()])
 def test_other_strides(x) -> None:
     offs = torch.tensor([100, 290], dtype=torch.int32)
     args = (x, offs, q2.padded_ends(offs), SEEDS[0], POW2, "rht128", 0)
-    assert_same_bits(grouped_ops.rht_quantize_groups(*args), q2.rht_quantize_groups(*args))
+    assert_agrees(calls.grouped(*args))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +134,9 @@ def test_requantize(source, scheme, transform) -> None:
     rows, groups = routed("every filling")
     x = matrix(rows, 200)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = q2.quantize(x, amax, None, source, 0)
+    packed = q2.quantize(x, scheme=source, rowwise=True, columnwise=False, amax=amax)
     args = (*packed, *groups, SEEDS[0], source, scheme, transform, 200, 1)
-    assert_same_bits(grouped_ops.requantize_groups(*args), q2.requantize_groups(*args))
+    assert_agrees(calls.grouped_again(*args))
 
 
 def test_values_of_subnormal_scales() -> None:
@@ -147,17 +144,17 @@ def test_values_of_subnormal_scales() -> None:
     rows, groups = routed("every filling")
     x = matrix(rows, 144, torch.float32) * torch.logspace(-38, -3, 144)
     args = (x, *groups, SEEDS[0], POW2 + WIDENED, "rht128", 0)
-    assert_same_bits(grouped_ops.rht_quantize_groups(*args), q2.rht_quantize_groups(*args))
+    assert_agrees(calls.grouped(*args))
 
 
 def test_rows_of_no_group_poison_their_own_direction_alone() -> None:
     rows, groups = routed("every filling")
     x = matrix(rows, 140)
     x[rows - 1, 7] = float("nan")
-    results = grouped_ops.rht_quantize_groups_both(x, *groups, *SEEDS, POW2, "rht128", 0)
+    results = calls.launched(calls.grouped_both(x, *groups, *SEEDS, POW2, "rht128", 0))
     assert results[1].float().isnan().any() and results[4].float().isfinite().all()
     x[5, 7] = float("inf")
-    scales = grouped_ops.rht_quantize_groups(x, *groups, SEEDS[0], POW2, "rht128", 0)[1]
+    scales = calls.launched(calls.grouped(x, *groups, SEEDS[0], POW2, "rht128", 0))[1]
     assert scales.float().isnan().any()
 
 
@@ -183,6 +180,4 @@ def test_empty(rows, columns) -> None:
     offs = torch.tensor([rows // 2, rows], dtype=torch.int32)
     x = torch.empty((rows, columns), dtype=torch.bfloat16)
     args = (x, offs, q2.padded_ends(offs), *SEEDS, POW2, "rht128", 0)
-    assert_same_bits(
-        grouped_ops.rht_quantize_groups_both(*args), q2.rht_quantize_groups_both(*args)
-    )
+    assert_agrees(calls.grouped_both(*args))

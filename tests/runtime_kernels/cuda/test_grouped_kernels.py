@@ -10,7 +10,9 @@ import q2compile.linear.experts
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, kernels, select
+from tests.support import quantizer_calls
 
 assert runtime_kernels and q2compile.linear.experts  # importing them registers the ops
 pytestmark = pytest.mark.gpu
@@ -37,7 +39,8 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torc
     return x.to(dtype)
 
 
-def same_bits(op: str, *args) -> None:
+def same_bits(call: QuantizerCall) -> None:
+    op, args = call.spec.name, call.positional
     on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
     got, want = select(op, on_gpu, "cuda")(*on_gpu), select(op, args, REFERENCE)(*args)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -53,8 +56,8 @@ def same_bits(op: str, *args) -> None:
 def test_ms_eden(columns, dtype, scheme) -> None:
     rows, groups = routed()
     x = matrix(rows, columns, dtype)
-    same_bits("rht_quantize_groups_both", x, *groups, *SEEDS, scheme, "rht128", 3)
-    same_bits("rht_quantize_groups", x, *groups, SEEDS[1], scheme, "rht128", 3)
+    same_bits(quantizer_calls.grouped_both(x, *groups, *SEEDS, scheme, "rht128", 3))
+    same_bits(quantizer_calls.grouped(x, *groups, SEEDS[1], scheme, "rht128", 3))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_ms_eden(columns, dtype, scheme) -> None:
 def test_other_schemes(scheme, transform) -> None:
     rows, groups = routed()
     same_bits(
-        *("rht_quantize_groups_both", matrix(rows, 392), *groups, *SEEDS, scheme, transform, 1)
+        quantizer_calls.grouped_both(matrix(rows, 392), *groups, *SEEDS, scheme, transform, 1)
     )
 
 
@@ -86,9 +89,9 @@ def test_requantize(source, scheme, transform) -> None:
     rows, groups = routed()
     x = matrix(rows, 400)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = q2.quantize(x, amax, None, source, 0)
+    packed = q2.quantize(x, scheme=source, rowwise=True, columnwise=False, amax=amax)
     args = (*packed, *groups, SEEDS[0], source, scheme, transform, 400, 1)
-    same_bits("requantize_groups", *args)
+    same_bits(quantizer_calls.grouped_again(*args))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn"])
@@ -100,7 +103,13 @@ def test_grouped_gemms(scheme) -> None:
 
     def quantized(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
         x = torch.randn(rows, columns)
-        return q2.quantize(x, q2.amax(x) if scheme == "nvfp4_46" else None, None, scheme, 0)
+        return q2.quantize(
+            x,
+            scheme=scheme,
+            rowwise=True,
+            columnwise=False,
+            amax=q2.amax(x) if scheme == "nvfp4_46" else None,
+        )
 
     width = 128 * (rows // 128 + experts + 1)
     for gemm, a, b, ends in (
@@ -137,7 +146,7 @@ def test_a_step_of_experts_waits_for_nothing() -> None:
 
 
 def test_cuda_kernels_come_before_the_references() -> None:
-    for op in ("rht_quantize_groups", "rht_quantize_groups_both", "requantize_groups"):
+    for op in ("quantize", "requantize"):
         assert [k.name for k in kernels(op)] == ["cuda", "reference"]
     assert [k.name for k in kernels("grouped_gemm")] == ["triton_fp4", "cuda_bf16", "reference"]
     assert [k.name for k in kernels("grouped_mm")] == ["cuda", "reference"]

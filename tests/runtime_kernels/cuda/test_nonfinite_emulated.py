@@ -10,10 +10,9 @@ import torch
 
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda import transpose as turn
-from q2compile.runtime_kernels.cuda.quantize import grouped_ops, rotating_ops, summed
 from q2compile.runtime_kernels.cuda.quantize import split_scales as split
-from q2compile.runtime_kernels.cuda.quantize.quantize_masked import quantize_masked
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 from tests.support.nonfinite import VALUES, assert_same, with_bad
 
@@ -56,7 +55,7 @@ ROTATED = [
 def test_both_directions(scheme, transform) -> None:
     for value in VALUES:
         args = (with_bad(matrix(300, 200), value), *SEEDS, scheme, transform, 3)
-        assert_same(rotating_ops.rht_quantize_both(*args), q2.rht_quantize_both(*args), scheme)
+        assert_same(calls.launched(calls.both(*args)), calls.both(*args)(), scheme)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -66,7 +65,7 @@ def test_other_dtypes(dtype, transpose) -> None:
         for scheme in (EDEN, "nvfp4"):
             x = with_bad(matrix(300, 200, dtype), value)
             args = (x, SEEDS[0], scheme, "rht128", transpose, 0)
-            assert_same(rotating_ops.rht_quantize(*args), q2.rht_quantize(*args), scheme)
+            assert_same(calls.launched(calls.one(*args)), calls.one(*args)(), scheme)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_quantize(scheme) -> None:
         x = with_bad(matrix(145, 200), value)
         amax = q2.amax(x) if spec.takes_amax else None
         args = (x, amax, SEEDS[0] if spec.stochastic else None, scheme, 0)
-        assert_same(rotating_ops.quantize(*args), q2.quantize(*args), scheme)
+        assert_same(calls.launched(calls.plain(*args)), calls.plain(*args)(), scheme)
 
 
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL])
@@ -93,7 +92,7 @@ def test_quantize(scheme) -> None:
 def test_quantize_masked(transform) -> None:
     for value in VALUES:
         args = (with_bad(matrix(130, 200), value), "mxfp4_quest", transform)
-        got, want = quantize_masked(*args), q2.quantize_masked(*args)
+        got, want = calls.launched(calls.masked(*args)), calls.masked(*args)()
         assert_same(got, want, "mxfp4_quest")
 
 
@@ -103,21 +102,21 @@ def test_requantize(source) -> None:
     """By tensor cores, too, which leave columns with a NaN to the reference's order."""
     x = with_bad(matrix(300, 200), torch.nan)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = q2.quantize(x, amax, None, source, 0)
+    packed = calls.plain(x, amax, None, source, 0)()
     for scheme, transform in ((EDEN, "rht128"), ("nvfp4", "rht64"), (EDEN + WIDENED, "rht128")):
         args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
-        assert_same(rotating_ops.requantize(*args), q2.requantize(*args), scheme)
+        assert_same(calls.launched(calls.again(*args)), calls.again(*args)(), scheme)
 
 
 @each_value
 @pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46_pow2" + SWIZZLED])
 def test_requantize_by_scales(source, value) -> None:
     x = with_bad(matrix(300, 200), value)
-    scales = q2.quantize(x, None, None, source, 0)[1:]
+    scales = calls.plain(x, None, None, source, 0)()[1:]
     for scheme, transform in ((EDEN, "rht128"), ("nvfp4_pow2", "none"), (EDEN + WIDENED, "rht128")):
         args = (x, *scales, SEEDS[0], source, scheme, transform, 1)
         assert_same(
-            rotating_ops.requantize_by_scales(*args), q2.requantize_by_scales(*args), scheme
+            calls.launched(calls.by_scales(*args)), calls.by_scales(*args)(), scheme
         )
 
 
@@ -134,18 +133,18 @@ def test_groups(scheme, transform) -> None:
         x = with_bad(matrix(300, 150), value)
         x[299, 7] = value
         args = (x, *groups, *SEEDS, scheme, transform, 3)
-        want = q2.rht_quantize_groups_both(*args)
-        assert_same(grouped_ops.rht_quantize_groups_both(*args), want, scheme)
-    packed = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+        want = calls.grouped_both(*args)()
+        assert_same(calls.launched(calls.grouped_both(*args)), want, scheme)
+    packed = calls.plain(x, None, None, "nvfp4_46_pow2", 0)()
     args = (*packed, *groups, SEEDS[0], "nvfp4_46_pow2", scheme, transform, 150, 1)
-    assert_same(grouped_ops.requantize_groups(*args), q2.requantize_groups(*args), scheme)
+    assert_same(calls.launched(calls.grouped_again(*args)), calls.grouped_again(*args)(), scheme)
 
 
 @each_value
 def test_sums_of_columns(value) -> None:
     x = with_bad(matrix(300, 140), value)
-    args = (x, *SEEDS, EDEN, "rht128", 0, torch.bfloat16)
-    got, want = summed.rht_quantize_both_summed(*args), q2.rht_quantize_both_summed(*args)
+    call = calls.both(x, *SEEDS, EDEN, "rht128", dbias=torch.bfloat16)
+    got, want = calls.launched(call), call()
     assert_same(got[:6], want[:6], EDEN)
     assert torch.equal(got[6].isfinite(), want[6].isfinite())
     assert torch.equal(got[6][got[6].isfinite()], want[6][want[6].isfinite()])
@@ -162,7 +161,7 @@ def test_split_scales(scheme, monkeypatch) -> None:
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
 def test_dequantize_and_transpose(scheme) -> None:
-    packed = q2.quantize(with_bad(matrix(64, 96), torch.inf), None, None, scheme, 0)
+    packed = calls.plain(with_bad(matrix(64, 96), torch.inf), None, None, scheme, 0)()
     args = (*packed, scheme, 96, torch.bfloat16)
     got, want = dequantize.dequantize(*args), q2.dequantize(*args)
     assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True) and want.isnan().any()

@@ -8,7 +8,9 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
-from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
+from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, assert_same, with_bad
 
 assert runtime_kernels  # importing it registers the ops
@@ -20,11 +22,12 @@ EDEN, FORWARD = "nvfp4_ms_eden_pow2", "nvfp4_46_pow2"
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 
 
-def agree(op: str, scheme: str, *args) -> None:
+def agree(call: QuantizerCall) -> None:
     """The kernel's results on the GPU and the reference's on the CPU."""
+    name, args = call.spec.name, call.positional
     on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
-    got = select(op, on_gpu, "cuda")(*on_gpu)
-    assert_same([t.cpu() for t in got], select(op, args, REFERENCE)(*args), scheme)
+    got = select(name, on_gpu, CUDA)(*on_gpu)
+    assert_same([t.cpu() for t in got], select(name, args, REFERENCE)(*args), call.scheme.name)
 
 
 def matrix(value: float) -> torch.Tensor:
@@ -43,19 +46,19 @@ def matrix(value: float) -> torch.Tensor:
     ],
 )
 def test_both_directions(scheme, transform, value) -> None:
-    agree("rht_quantize_both", scheme, matrix(value), *SEEDS, scheme, transform, 3)
+    agree(calls.both(matrix(value), *SEEDS, scheme, transform, 3))
 
 
 @each_value
 @pytest.mark.parametrize("scheme", [FORWARD, "mxfp4_rtn34", FORWARD + WIDENED, "nvfp4"])
 def test_quantize(scheme, value) -> None:
     x = matrix(value)
-    agree("quantize", scheme, x, q2.amax(x) if scheme == "nvfp4" else None, None, scheme, 0)
+    agree(calls.plain(x, q2.amax(x) if scheme == "nvfp4" else None, None, scheme))
 
 
 @each_value
 def test_quantize_masked(value) -> None:
-    agree("quantize_masked", "mxfp4_quest", matrix(value), "mxfp4_quest", "h32")
+    agree(calls.masked(matrix(value), "mxfp4_quest", "h32"))
 
 
 @each_value
@@ -63,10 +66,10 @@ def test_quantize_masked(value) -> None:
 @pytest.mark.parametrize("source", [FORWARD, FORWARD + SWIZZLED])
 def test_requantize(source, scheme, value) -> None:
     x = matrix(value)
-    packed = q2.quantize(x, None, None, source, 0)
+    packed = calls.plain(x, None, None, source, 0)()
     args = (SEEDS[0], source, scheme, "rht128")
-    agree("requantize", scheme, *packed, *args, 200, 1)
-    agree("requantize_by_scales", scheme, x, *packed[1:], *args, 1)
+    agree(calls.again(*packed, *args, 200, 1))
+    agree(calls.by_scales(x, *packed[1:], *args, 1))
 
 
 @each_value
@@ -75,7 +78,7 @@ def test_groups(scheme, value) -> None:
     offs = torch.tensor([3, 20, 20, 170, 230, 290], dtype=torch.int32)
     groups = offs, q2.padded_ends(offs)
     args = (matrix(value), *groups, *SEEDS, scheme, "rht128", 3)
-    agree("rht_quantize_groups_both", scheme, *args)
+    agree(calls.grouped_both(*args))
 
 
 def test_split_scales() -> None:

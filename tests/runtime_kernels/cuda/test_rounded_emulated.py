@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
-from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
+from tests.support import quantizer_calls as calls
+from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -38,13 +38,13 @@ def on_cpu(architecture, room, monkeypatch) -> None:
 def agree(x: torch.Tensor, source: str, scheme: str, transform: str = "rht128") -> None:
     """The kernel with the reference, and both with the codes of x requantised, unless scales are
     subnormals."""
-    codes, scales, global_scale = q2.quantize(x, None, None, source, 0)
+    codes, scales, global_scale = q2.quantize(x, scheme=source, rowwise=True, columnwise=False)
     args = (x, scales, global_scale, SEED, source, scheme, transform, 1)
-    got = rotating_ops.requantize_by_scales(*args)
-    assert_same_bits(got, q2.requantize_by_scales(*args))
+    got = calls.launched(calls.by_scales(*args))
+    assert_same_bits(got, calls.by_scales(*args)())
     if not ((scales.float() > 0) & (scales.float() <= 2.0**-6)).any():
         args = (codes, scales, global_scale, SEED, source, scheme, transform, x.shape[1], 1)
-        assert_same_bits(got, q2.requantize(*args))
+        assert_same_bits(got, calls.again(*args)())
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
@@ -81,7 +81,7 @@ def test_every_quotient_of_a_number_and_a_scale() -> None:
     x = numbers.bfloat16().expand(8, -1).contiguous()
     scales = scales[:, None].expand(8, x.shape[1] // 16).contiguous()
     args = (x, scales, torch.tensor(1.0), None, FORWARD, "nvfp4_pow2", "none", 1)
-    assert_same_bits(rotating_ops.requantize_by_scales(*args), q2.requantize_by_scales(*args))
+    assert_agrees(calls.by_scales(*args))
 
 
 def test_blocks_of_zeros_and_subnormal_scales() -> None:
@@ -89,7 +89,7 @@ def test_blocks_of_zeros_and_subnormal_scales() -> None:
     x = x.bfloat16()
     x[:64, 32:64] = 0
     x[:64, 32:48] = -0.0
-    scales = q2.quantize(x, None, None, FORWARD, 0)[1].view(torch.uint8)
+    scales = q2.quantize(x, scheme=FORWARD, rowwise=True, columnwise=False)[1].view(torch.uint8)
     assert ((scales > 0) & (scales < 8)).any() and (scales == 0).any()
     agree(x, FORWARD, EDEN)
     x[:, 160:] = 0  # down to 2^-96

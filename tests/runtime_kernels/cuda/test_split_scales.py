@@ -30,7 +30,7 @@ def test_the_quantiser_s_own(scheme: str) -> None:
     """Scales that are already split come back, and the global scale with them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
-    _, scales, unit = torch.ops.q2.quantize(x, None, None, scheme, 0)
+    _, scales, unit = torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False)
     again, unit_again = torch.ops.q2.split_scales(scales.float() * unit, scheme)
     assert unit_again == unit and torch.equal(again.float(), scales.float())
 

@@ -8,16 +8,16 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda import selfcheck
-from q2compile.runtime_kernels.cuda.quantize import summed
+from q2compile.runtime_kernels.cuda import checked_cases
 from q2compile.runtime_kernels.numerics.column_sums import STRANDS, TILE, column_sums
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import select
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 
 emulated = pytest.mark.usefixtures("on_cpu")
 
-q2 = torch.ops.q2
 EDEN = "nvfp4_ms_eden_pow2"
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
 AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
@@ -38,14 +38,13 @@ def on_cpu(architecture, monkeypatch) -> None:
 
 def agree(x: torch.Tensor, scheme: str, transform: str, dtype: torch.dtype) -> None:
     """Both ops, with the reference and with the ops that sum nothing."""
-    args = (x, *SEEDS, scheme, transform, 3)
-    made = summed.rht_quantize_both_summed(*args, dtype)
-    assert_same_bits(made, q2.rht_quantize_both_summed(*args, dtype))
-    assert_same_bits(made[:6], q2.rht_quantize_both(*args))
-    args = (x, SEEDS[0], scheme, transform)
-    made = summed.rht_quantize_summed(*args, 1, dtype)
-    assert_same_bits(made, q2.rht_quantize_summed(*args, 1, dtype))
-    assert_same_bits(made[:3], q2.rht_quantize(*args, True, 1))
+    for call in (
+        calls.both(x, *SEEDS, scheme, transform, 3),
+        calls.one(x, SEEDS[0], scheme, transform, True, 1),
+    ):
+        made = calls.launched(call.replace(dbias=dtype))
+        assert_same_bits(made, call.replace(dbias=dtype)())
+        assert_same_bits(made[:-1], call())
 
 
 @emulated
@@ -95,7 +94,7 @@ def test_of_any_strides() -> None:
 def test_poison(value) -> None:
     x = matrix(300, 140)
     x[77, 88] = value
-    *parts, sums = summed.rht_quantize_both_summed(x, *SEEDS, EDEN, "rht128", 0, BF16)
+    *parts, sums = calls.launched(calls.both(x, *SEEDS, EDEN, "rht128", dbias=BF16))
     assert parts[2].isfinite() and parts[5].isfinite()
     assert (~sums.isfinite()).nonzero().tolist() == [[88]]
 
@@ -109,35 +108,36 @@ def test_the_order_is_as_exact_as_a_sum_in_fp32() -> None:
     assert ((column_sums(x, FP32).double() - exact).abs() <= bound).all()
 
 
-def on_gpu(op: str, *args) -> list[torch.Tensor]:
-    on_device = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
-    return [t.cpu() for t in select(op, on_device, "cuda")(*on_device)]
+def on_gpu(call: QuantizerCall) -> list[torch.Tensor]:
+    on_device = [a.cuda() if isinstance(a, torch.Tensor) else a for a in call.positional]
+    return [t.cpu() for t in select(call.spec.name, on_device, "cuda")(*on_device)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("scheme", selfcheck.CHECKED["rht_quantize_both_summed"])
+@pytest.mark.parametrize("scheme", checked_cases.CHECKED[checked_cases.BOTH._replace(dbias=True)])
 @pytest.mark.parametrize("shape", [(128, 128), (300, 201), (33, 517), (1, 1), (8200, 1000)])
 def test_on_a_gpu(shape, scheme, dtype) -> None:
     """Run after run: the order of the sums is fixed."""
-    args = (matrix(*shape), *SEEDS, scheme, "rht128", 3, dtype)
-    want = q2.rht_quantize_both_summed(*args)
+    call = calls.both(matrix(*shape), *SEEDS, scheme, "rht128", 3, dbias=dtype)
+    want = call()
     for _ in range(3):
-        assert_same_bits(on_gpu("rht_quantize_both_summed", *args), want)
-    args = (args[0], SEEDS[0], scheme, "rht128", 1, dtype)
-    assert_same_bits(on_gpu("rht_quantize_summed", *args), q2.rht_quantize_summed(*args))
+        assert_same_bits(on_gpu(call), want)
+    call = call.replace(rowwise=False, rng_offset=1)
+    assert_same_bits(on_gpu(call), call())
 
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph() -> None:
     x, seeds = matrix(1000, 264).cuda(), [seed.cuda() for seed in SEEDS]
-    args = (x, *seeds, EDEN, "rht128", 3, BF16)
-    q2.rht_quantize_both_summed(*args)
+    call = calls.both(x, *seeds, EDEN, "rht128", 3, dbias=BF16)
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = q2.rht_quantize_both_summed(*args)
+        made = call()
     for factor in (1.0, -2.0):
         x.copy_(factor * matrix(1000, 264))
         graph.replay()
-        want = q2.rht_quantize_both_summed(x.cpu(), *SEEDS, *args[3:])
+        on_cpu = dict(zip(("rowwise_seed", "columnwise_seed"), SEEDS, strict=True))
+        want = call.replace(x=x.cpu(), **on_cpu)()
         assert_same_bits([t.cpu() for t in made], want)

@@ -11,11 +11,11 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
-from q2compile.runtime_kernels.cuda.quantize import rotating_ops
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform, signs_of
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
 from tests.support.nonfinite import assert_same
 
@@ -61,7 +61,10 @@ def arguments(packed: tuple[torch.Tensor, ...], scheme: str, transform: str) -> 
 def test_in_emulation(least, largest, scheme, transform, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     args = arguments(operand(least, largest), scheme, transform)
-    assert_same_bits(rotating_ops.requantize(*args), select("requantize", args, REFERENCE)(*args))
+    assert_same_bits(
+        calls.launched(calls.again(*args)),
+        select("requantize", args, REFERENCE)(*args),
+    )
 
 
 @needs_compiler
@@ -70,7 +73,8 @@ def test_scales_that_are_not_numbers(monkeypatch) -> None:
     codes, scales, global_scale = operand(60, 100)
     scales.view(torch.uint8)[7] = 0x7F
     args = arguments((codes, scales, global_scale), EDEN, "rht128")
-    got, want = rotating_ops.requantize(*args), select("requantize", args, REFERENCE)(*args)
+    got = calls.launched(calls.again(*args))
+    want = select("requantize", args, REFERENCE)(*args)
     assert_same(got, want, EDEN)
 
 

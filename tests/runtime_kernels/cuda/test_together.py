@@ -12,8 +12,7 @@ import torch
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Ready, tensors_of
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import grouped_ops, quantize_masked, rotating_ops
-from q2compile.runtime_kernels.cuda.quantize import summed as summed_ops
+from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.cuda.quantize import together as together_file
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
@@ -21,6 +20,8 @@ from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import Product, together
 from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 
 EDEN, SR, RTN = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_46_pow2"
@@ -49,44 +50,46 @@ def emulated(request, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, request.param)
 
 
+def member(call: QuantizerCall) -> tuple:
+    return getattr(quantizers, call.spec.name), call.positional
+
+
 def both(scheme: str, transform: str = "rht128", *shape: int) -> tuple:
-    args = (matrix(*(shape or (130, 200))), *SEEDS, scheme, transform, 3)
-    return rotating_ops.rht_quantize_both, args
+    return member(calls.both(matrix(*(shape or (130, 200))), *SEEDS, scheme, transform, 3))
 
 
 def again(scheme: str, height: int = 145, rows: int = 72) -> tuple:
-    packed = q2.quantize(matrix(height, rows), None, None, RTN, 0)
-    return rotating_ops.requantize, (*packed, SEEDS[1], RTN, scheme, "rht128", rows, 1)
+    packed = q2.quantize(matrix(height, rows), scheme=RTN, rowwise=True, columnwise=False)
+    return member(calls.again(*packed, SEEDS[1], RTN, scheme, "rht128", rows, 1))
 
 
 def forward(scheme: str, *shape: int) -> tuple:
-    return rotating_ops.quantize, (matrix(*shape), None, None, scheme, 0)
+    return member(calls.plain(matrix(*shape), None, None, scheme))
 
 
 def masked(scheme: str, *shape: int) -> tuple:
-    return quantize_masked.quantize_masked, (matrix(*shape), scheme, "h32")
+    return member(calls.masked(matrix(*shape), scheme, "h32"))
 
 
 def again_mx(scheme: str, height: int, rows: int) -> tuple:
-    packed = q2.quantize(matrix(height, rows), None, None, "mxfp4_rtn34", 0)
-    args = (*packed, SEEDS[0], "mxfp4_rtn34", scheme, "rht32", rows, 2)
-    return rotating_ops.requantize, args
+    packed = q2.quantize(matrix(height, rows), scheme="mxfp4_rtn34", rowwise=True, columnwise=False)
+    return member(calls.again(*packed, SEEDS[0], "mxfp4_rtn34", scheme, "rht32", rows, 2))
 
 
 def grouped(scheme: str, rows: int, cols: int) -> tuple:
     offs = torch.tensor([rows // 3, rows // 2, rows], dtype=torch.int32)
     args = (matrix(rows, cols), offs, q2.padded_ends(offs), SEEDS[0], scheme, "rht128", 1)
-    return grouped_ops.rht_quantize_groups, args
+    return member(calls.grouped(*args))
 
 
 def summed(scheme: str, rows: int) -> tuple:
-    args = (matrix(rows, 200), *SEEDS, scheme, "rht128", 3, torch.bfloat16)
-    return summed_ops.rht_quantize_both_summed, args
+    x = matrix(rows, 200)
+    return member(calls.both(x, *SEEDS, scheme, "rht128", 3, dbias=torch.bfloat16))
 
 
 def summed_columns(scheme: str, rows: int) -> tuple:
-    args = (matrix(rows, 136), SEEDS[1], scheme, "rht128", 1, torch.float32)
-    return summed_ops.rht_quantize_summed, args
+    x = matrix(rows, 136)
+    return member(calls.one(x, SEEDS[1], scheme, "rht128", True, 1, dbias=torch.float32))
 
 
 @pytest.mark.parametrize("scheme", [RTN, "mxfp4_rtn34"])
@@ -95,7 +98,9 @@ def test_matrices_are_dequantised_by_one_launch(shapes, scheme, emulated) -> Non
     """One after the other, each by as many thread blocks as it needs, also where it has no rows."""
     members: Members = []
     for i, (rows, cols) in enumerate(shapes):
-        codes, scales, unit = q2.quantize(matrix(rows, cols), None, None, scheme, 0)
+        codes, scales, unit = q2.quantize(
+            matrix(rows, cols), scheme=scheme, rowwise=True, columnwise=False
+        )
         args = codes, scales, unit if i else None, scheme, cols, torch.bfloat16
         members.append((dequantize.dequantize, args))
     call = together([op.call(*args) for op, args in members])
@@ -155,9 +160,8 @@ def ending_in(members: Members, ending: str) -> Members:
     """The same with the schemes that they make."""
     made = []
     for op, args in members:
-        schemes = [i for i, a in enumerate(args) if isinstance(a, str) and "fp4" in a]
-        at = schemes[-1]
-        made.append((op, (*args[:at], args[at] + ending, *args[at + 1 :])))
+        call = QuantizerCall.of(op.call.__name__, args)
+        made.append(member(call.replace(scheme=call.args["scheme"] + ending)))
     return made
 
 
@@ -185,9 +189,9 @@ def test_other_launches_stay(emulated) -> None:
     assert [step.grid[1] for step in steps] == [1, 2, 4]
     rows = 17 * 128  # by four thread blocks
     sizes = (rows, 4 * 128), (rows - 128, 4 * 128), (rows, 3 * 128)
-    calls = [rotating_ops.quantize.call(*forward(RTN, *size)[1]) for size in sizes]
-    assert [call.steps[0].several is None for call in calls] == [True, False, False]
-    assert [step.grid for step in together(calls).steps[:-1]] == [(4, 1), (4, 2)]
+    made = [quantizers.quantize.call(*forward(RTN, *size)[1]) for size in sizes]
+    assert [call.steps[0].several is None for call in made] == [True, False, False]
+    assert [step.grid for step in together(made).steps[:-1]] == [(4, 1), (4, 2)]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
     monkeypatch.setattr(together_file, "architecture", lambda index: "sm_90a")
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
-    monkeypatch.setattr(rotating_ops, "shared_memory", lambda index: 228 * 1024)
+    monkeypatch.setattr(quantizers, "shared_memory", lambda index: 228 * 1024)
     together_file.compile_ahead([op.launches(*args) for op, args in members], 0)
     rotated = together([op.call(*args) for op, args in members]).steps[1]
     assert begun == [rotated.launch.variant]
@@ -217,7 +221,7 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
 
 def test_scales_of_inductor_s_loops(emulated) -> None:
     worth = matrix(40, 9, torch.float32).abs()
-    quantise = rotating_ops.quantize, (matrix(72, 144), None, None, RTN + SWIZZLED, 0)
+    quantise = forward(RTN + SWIZZLED, 72, 144)
     members = [(split_scales, (worth, RTN + SWIZZLED)), quantise]
     assert_same_bits(run(members), apart(members))
 
@@ -242,15 +246,18 @@ def test_poison_reaches_the_products(value, emulated) -> None:
 
 
 def test_calls_that_end_alike() -> None:
-    quantise = "quantize", (None, None, None, RTN, 0)
+    def named(call: QuantizerCall) -> tuple:
+        return call.spec.name, call.positional
+
+    quantise = named(calls.plain(None, None, None, RTN))
     assert last_launch(*quantise) is last_launch("split_scales", (None, RTN))
     assert last_launch(*quantise) is not last_launch("split_scales", (None, RTN + SWIZZLED))
-    assert last_launch("quantize", (None, None, None, "nvfp4_46", 0)) is None
+    assert last_launch(*named(calls.plain(None, None, None, "nvfp4_46"))) is None
     assert last_launch("dequantize", (None,) * 6) is None
-    rotated = "rht_quantize", (None, None, EDEN, "rht128", False, 0)
+    rotated = named(calls.one(None, None, EDEN, "rht128", False))
     assert last_launch(*rotated) is last_launch("requantize", again(EDEN)[1])
     assert last_launch(*rotated) is not last_launch(
-        "rht_quantize", (*rotated[1][:3], "rht16", 0, 0)
+        *named(calls.one(None, None, EDEN, "rht16", False))
     )
 
 
@@ -259,16 +266,19 @@ def test_more_sides_than_a_launch_has(emulated) -> None:
         run([both(EDEN)] * (MOST_SIDES // 2 + 1))
 
 
+def site_of(call: QuantizerCall, outputs: int) -> Site:
+    args, keywords = call.written()
+    return Site(call.spec.name, args, (1,) * outputs, fixed=True, **keywords)
+
+
 class OnGpu:
     """dy in both directions and a saved operand once more, by a site as generated code has it."""
 
     def __init__(self, rows: int, scheme: str = EDEN + SWIZZLED) -> None:
         self.scheme, self.rows = scheme, rows
-        seeds = "rht_quantize_both", (..., ..., ..., scheme, "rht128", 0)
-        packed = "requantize", (..., ..., ..., ..., RTN, scheme, "rht128", 200, 1)
         sites = (
-            Site(*seeds, (1,) * 6, fixed=True),
-            Site(*packed, (1,) * 3, fixed=True),
+            site_of(calls.both(..., ..., ..., scheme, "rht128"), 6),
+            site_of(calls.again(..., ..., ..., ..., RTN, scheme, "rht128", 200, 1), 3),
         )
         self.site = Together(sites, (((0, 2), (1, 2)), ((0, 5), 0)), (...,), fixed=True)
         self.given = [t.cuda() for t in self.fresh(0)]
@@ -279,7 +289,7 @@ class OnGpu:
         torch.manual_seed(number)
         saved = torch.randn(self.rows, 200).bfloat16()
         seeds = [torch.tensor(number * 3 + i) for i in range(3)]
-        packed = q2.quantize(saved, None, None, RTN, 0)
+        packed = q2.quantize(saved, scheme=RTN, rowwise=True, columnwise=False)
         return [
             torch.randn(self.rows, 200).bfloat16(),
             *seeds[:2],
@@ -290,8 +300,24 @@ class OnGpu:
 
     def want(self) -> list[torch.Tensor]:
         x, s, t, *packed, u, other = (t.cpu() for t in self.given)
-        first = q2.rht_quantize_both(x, s, t, self.scheme, "rht128", 0)
-        second = q2.requantize(*packed, u, RTN, self.scheme, "rht128", 200, 1)
+        first = q2.quantize(
+            x,
+            scheme=self.scheme,
+            transform="rht128",
+            rowwise=True,
+            columnwise=True,
+            rowwise_seed=s,
+            columnwise_seed=t,
+        )
+        second = q2.requantize(
+            *packed,
+            source_scheme=RTN,
+            scheme=self.scheme,
+            transform="rht128",
+            rows=200,
+            columnwise_seed=u,
+            rng_offset=1,
+        )
         return [*first, *second, first[2] * second[2], first[5] * other]
 
     def change(self, number: int) -> None:
@@ -310,11 +336,11 @@ class OnGpu:
 @pytest.mark.parametrize("rows", [1, 130, 5000])
 def test_on_a_gpu(rows) -> None:
     """The same site again and again, with other numbers."""
-    calls = OnGpu(rows)
+    on_gpu = OnGpu(rows)
     for number in range(4):
-        calls.change(number)
-        calls.run()
-        calls.check()
+        on_gpu.change(number)
+        on_gpu.run()
+        on_gpu.check()
 
 
 @pytest.mark.gpu
@@ -331,30 +357,29 @@ def test_on_two_streams_at_once() -> None:
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph() -> None:
-    calls = OnGpu(700)
-    calls.run()
+    on_gpu = OnGpu(700)
+    on_gpu.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        calls.run()
+        on_gpu.run()
     for number in (1, 2):
-        calls.change(number)
+        on_gpu.change(number)
         graph.replay()
-        calls.check()
+        on_gpu.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 130, 5000])
 def test_dequantised_at_once_on_a_gpu(rows) -> None:
-    args = ..., None, None, RTN, 0
     again = ..., ..., ..., RTN, 256, torch.bfloat16
-    sites = [Site("quantize", args, (1, 1, 1), fixed=True) for _ in range(2)]
+    sites = [site_of(calls.plain(..., None, None, RTN), 3) for _ in range(2)]
     sites += [Site("dequantize", again, (1,), fixed=True) for _ in range(2)]
     numbers = (2, (0, 1)), (3, (1, 1))
     site = Together(tuple(sites), (), (), fixed=True, dequantised=numbers)
     for seed in range(3):
         operands = [matrix(n, 256) * (seed + 1) for n in (rows, 640)]
-        want = [q2.quantize(x, None, None, RTN, 0) for x in operands]
+        want = [q2.quantize(x, scheme=RTN, rowwise=True, columnwise=False) for x in operands]
         widened = [q2.dequantize(*parts, *again[3:]) for parts in want]
         quantised = [torch.zeros_like(t).cuda() for parts in want for t in parts]
         buffers = [*quantised, *(torch.zeros_like(t).cuda() for t in widened)]

@@ -7,6 +7,7 @@ from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
+from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, poisoned_elements, spread, with_bad
 
 q2 = torch.ops.q2
@@ -43,7 +44,7 @@ def test_quantize(scheme, value) -> None:
     without = bad.masked_fill(expected, 0.0)
     amax = q2.amax(without) if spec.takes_amax else None
     seed = SEED if spec.stochastic else None
-    parts, clean = (q2.quantize(one, amax, seed, scheme, 3) for one in (bad, without))
+    parts, clean = (calls.plain(one, amax, seed, scheme, 3)() for one in (bad, without))
     assert_poison(parts, expected, scheme)
     assert_others_as_without(parts, clean, expected, scheme)
 
@@ -60,7 +61,7 @@ def test_rht_quantize(scheme, transform, transpose) -> None:
         cut = expected[:, : bad.shape[0 if transpose else 1]]
         without = bad.masked_fill(cut.t() if transpose else cut, 0.0)
         args = (SEED, scheme, transform, transpose, 3)
-        parts, clean = q2.rht_quantize(bad, *args), q2.rht_quantize(without, *args)
+        parts, clean = calls.one(bad, *args)(), calls.one(without, *args)()
         assert_poison(parts, expected, scheme)
         assert_others_as_without(parts, clean, expected, scheme)
 
@@ -69,7 +70,7 @@ def test_rht_quantize(scheme, transform, transpose) -> None:
 def test_quantize_masked(transform) -> None:
     """QuEST trusts nothing in a poisoned block."""
     bad = with_bad(matrix(), torch.nan)
-    codes, scales, unit, mask = q2.quantize_masked(bad, "mxfp4_quest", transform)
+    codes, scales, unit, mask = calls.masked(bad, "mxfp4_quest", transform)()
     expected = spread(~bad.isfinite(), "mxfp4_quest", transform)
     assert_poison((codes, scales, unit), expected, "mxfp4_quest")
     bits = mask[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
@@ -84,12 +85,12 @@ def test_requantize(source, scheme, transform) -> None:
     x = matrix(160, 96)
     x[37, 41] = torch.inf
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
-    packed = q2.quantize(x, amax, None, source, 0)
+    packed = calls.plain(x, amax, None, source, 0)()
     nan = spread(~x.isfinite(), source, "none")
-    parts = q2.requantize(*packed, SEED, source, scheme, transform, 96, 1)
+    parts = calls.again(*packed, SEED, source, scheme, transform, 96, 1)()
     assert_poison(parts, spread(nan.t(), scheme, transform), scheme)
     if source == "nvfp4_46_pow2":
-        again = q2.requantize_by_scales(x, *packed[1:], SEED, source, scheme, transform, 1)
+        again = calls.by_scales(x, *packed[1:], SEED, source, scheme, transform, 1)()
         assert_poison(again, spread(nan.t(), scheme, transform), scheme)
 
 
@@ -102,28 +103,28 @@ def test_groups_keep_their_poison(scheme, transform) -> None:
     bad = x.clone()
     bad[57, 9] = torch.inf
     args = (offs, ends, SEED, scheme, transform, 1)
-    parts = q2.rht_quantize_groups(bad, *args)
+    parts = calls.grouped(bad, *args)()
     nan = poisoned_elements(*parts, scheme)
     size = max(get_scheme(scheme).width, get_transform(transform).size)
     first = (int(ends[1]) + 47) // size * size
     expected = torch.zeros_like(nan)
     expected[9, first : first + size] = True
     assert torch.equal(nan, expected) and parts[2].isfinite()
-    packed = q2.quantize(bad, None, None, "nvfp4_46_pow2", 0)
-    again = q2.requantize_groups(
+    packed = calls.plain(bad, None, None, "nvfp4_46_pow2", 0)()
+    again = calls.grouped_again(
         *packed, offs, ends, SEED, "nvfp4_46_pow2", scheme, transform, 64, 1
-    )
+    )()
     expected[:16] = expected[9].clone()
     assert torch.equal(poisoned_elements(*again, scheme), expected)
 
 
 def test_columns_are_summed_plainly() -> None:
     bad = with_bad(matrix(), torch.nan)
-    *parts, sums = q2.rht_quantize_both_summed(
-        bad, SEED, SEED, "nvfp4_ms_eden_pow2", "rht128", 0, torch.float32
-    )
+    *parts, sums = calls.both(
+        bad, SEED, SEED, "nvfp4_ms_eden_pow2", "rht128", dbias=torch.float32
+    )()
     assert torch.equal(sums.isnan(), bad.isnan().any(0))
-    want = q2.rht_quantize_both(bad, SEED, SEED, "nvfp4_ms_eden_pow2", "rht128", 0)
+    want = calls.both(bad, SEED, SEED, "nvfp4_ms_eden_pow2", "rht128", 0)()
     assert all(map(torch.equal, (parts[0], parts[3]), (want[0], want[3])))
 
 
@@ -141,7 +142,7 @@ def test_nothing_but_nan(scheme) -> None:
     """No finite number is left to scale by."""
     spec, x = get_scheme(scheme), torch.full((32, 64), torch.nan)
     amax = q2.amax(x) if spec.takes_amax else None
-    parts = q2.quantize(x, amax, SEED if spec.stochastic else None, scheme, 0)
+    parts = calls.plain(x, amax, SEED if spec.stochastic else None, scheme, 0)()
     assert poisoned_elements(*parts, scheme).all()
     if spec.format == "nvfp4":
         assert parts[2] == 1
@@ -153,12 +154,12 @@ def test_a_global_scale_that_is_not_known_poisons_all(scheme) -> None:
     spec, x = get_scheme(scheme), matrix()
     seed = SEED if spec.stochastic else None
     if spec.takes_amax:
-        parts = q2.quantize(x, torch.tensor(torch.nan), seed, scheme, 0)
+        parts = calls.plain(x, torch.tensor(torch.nan), seed, scheme, 0)()
         assert poisoned_elements(*parts, scheme).all()
     if spec.block[0] == 1:
-        codes, scales, _ = q2.quantize(x, None, None, "nvfp4_pow2", 0)
+        codes, scales, _ = calls.plain(x, None, None, "nvfp4_pow2", 0)()
         args = (SEED, "nvfp4_pow2", scheme, "rht16", 160, 1)
-        parts = q2.requantize(codes, scales, torch.tensor(torch.nan), *args)
+        parts = calls.again(codes, scales, torch.tensor(torch.nan), *args)()
         assert poisoned_elements(*parts, scheme).all()
 
 
@@ -180,7 +181,7 @@ def test_a_row_of_a_product(scheme) -> None:
     spec = get_scheme(scheme)
 
     def packed(x):
-        return q2.quantize(x, q2.amax(x) if spec.takes_amax else None, None, scheme, 0)
+        return calls.plain(x, q2.amax(x) if spec.takes_amax else None, None, scheme, 0)()
 
     x, w = matrix(48, 96), matrix(32, 96)
     bad, w_bad = x.clone(), w.clone()

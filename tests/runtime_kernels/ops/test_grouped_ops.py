@@ -17,6 +17,7 @@ from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.numerics.groups import lay_out, padded_ends, padded_rows
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, statistics
+from tests.support import quantizer_calls as calls
 from tests.support.oracle import relative_error
 
 E, K, N = 4, 32, 48
@@ -53,7 +54,7 @@ def test_grouped_gemm(scheme: str, dtype: torch.dtype) -> None:
 
     def quantized(t: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         amax = torch.ops.q2.amax(t) if scheme == "nvfp4_46" else None
-        q = torch.ops.q2.quantize(t, amax, None, scheme, 0)
+        q = torch.ops.q2.quantize(t, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
         return q, torch.ops.q2.dequantize(*q, scheme, t.shape[1], torch.float32).double()
 
     def check(gemm: str, a: Tensor, b: Tensor, right: Any) -> None:
@@ -151,7 +152,7 @@ def test_the_mean_of_wgrad_is_the_gradient_of_the_quantised_forward() -> None:
     x, dy = torch.randn(sum(SIZES), K), torch.randn(sum(SIZES), N)
     w = torch.randn(len(SIZES), N, K, requires_grad=True)
     y = torch.ops.q2.grouped_linear(x, w, offs, *recipe.texts(), 0)
-    q = torch.ops.q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    q = torch.ops.q2.quantize(x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False)
     x_hat = torch.ops.q2.dequantize(*q, "nvfp4_46_pow2", K, torch.float32)
     right = torch.stack([dy[s:t].T @ x_hat[s:t] for s, t in pieces(offs)])
     mean, squares = torch.zeros_like(right), torch.zeros(len(SIZES))
@@ -201,8 +202,26 @@ def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> Non
     offs, seed = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3)
     padded, x = padded_ends(offs), torch.randn(200, K)
     apart, _ = lay_out(x, offs, padded, spread=False)
-    want = torch.ops.q2.rht_quantize(apart, seed, scheme, transform, True, 1)
-    got = torch.ops.q2.rht_quantize_groups(x, offs, padded, seed, scheme, transform, 1)
+    want = torch.ops.q2.quantize(
+        apart,
+        scheme=scheme,
+        transform=transform,
+        rowwise=False,
+        columnwise=True,
+        rng_offset=1,
+        columnwise_seed=seed,
+    )
+    got = torch.ops.q2.quantize(
+        x,
+        scheme=scheme,
+        transform=transform,
+        rowwise=False,
+        columnwise=True,
+        offs=offs,
+        padded_offs=padded,
+        columnwise_seed=seed,
+        rng_offset=1,
+    )
     for a, b in zip(got[:2], want[:2], strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert got[2] == want[2]
@@ -215,27 +234,34 @@ def test_what_is_recorded_of_groups(ending: str) -> None:
     and less where a chunk of few tokens is one number a block (of 7 rows in 190)."""
     offs, seed, scheme = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3), EDEN
     ends, x = (offs, torch.ops.q2.padded_ends(offs)), torch.randn(200, 64)
-    packed = torch.ops.q2.quantize(x, None, None, SOURCE, 0)
-    calls = {
-        "rht_quantize_groups": (x, *ends, seed, scheme + ending, "rht128", 0),
-        "rht_quantize_groups_both": (x, *ends, seed, seed, scheme + ending, "rht128", 0),
-        "requantize_groups": (*packed, *ends, seed, SOURCE, scheme + ending, "rht128", 64, 1),
-    }
-    for op, args in calls.items():
-        want, got = getattr(torch.ops.q2, op)(*args), getattr(torch.ops.q2, f"{op}_recorded")(*args)
+    packed = torch.ops.q2.quantize(x, scheme=SOURCE, rowwise=True, columnwise=False)
+    how = seed, scheme + ending, "rht128", 0
+    for call in (
+        calls.grouped(x, *ends, *how),
+        calls.grouped_both(x, *ends, seed, *how),
+        calls.grouped_again(*packed, *ends, seed, SOURCE, *how[1:3], 64, 1),
+    ):
+        want, got = call(), call.replace(recorded=True)()
         for a, b in zip(got, want, strict=False):
             assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for sums in got[len(want) :]:
             error = statistics(sums)[FIELDS.index("relative_error")]
-            assert 0.9 < error / 9.4e-3**0.5 < 1.1, op
+            assert 0.9 < error / 9.4e-3**0.5 < 1.1, call.label
 
 
 def test_groups_are_checked() -> None:
     x, offs = torch.randn(200, K), torch.tensor([7, 7, 150, 190])
     for ends in (offs, offs.int()[:, None], offs.int()[:3]):
         with pytest.raises(ValueError, match=r"must be int32 \[E\], alike in each tensor; got"):
-            torch.ops.q2.rht_quantize_groups(
-                x, ends, offs.int(), torch.tensor(0), "nvfp4_sr_pow2", "rht16", 0
+            torch.ops.q2.quantize(
+                x,
+                scheme="nvfp4_sr_pow2",
+                transform="rht16",
+                rowwise=False,
+                columnwise=True,
+                offs=ends,
+                padded_offs=offs.int(),
+                columnwise_seed=torch.tensor(0),
             )
 
 
@@ -262,7 +288,10 @@ def test_no_op_reads_the_offsets_on_the_host() -> None:
     scheme = "nvfp4_46_pow2"
     offs = torch.tensor([128, 128, 384, 512], dtype=torch.int32, device="cuda")
     x, w = (torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in ((512, 64), (E * 96, 64)))
-    qx, qx_t, qw = (torch.ops.q2.quantize(t, None, None, scheme, 0) for t in (x, x.t(), w))
+    qx, qx_t, qw = (
+        torch.ops.q2.quantize(t, scheme=scheme, rowwise=True, columnwise=False)
+        for t in (x, x.t(), w)
+    )
     for mode in ("default", "error"):  # kernels are compiled and checked at their first call
         torch.cuda.set_sync_debug_mode(mode)
         try:

@@ -10,6 +10,8 @@ from torch.library import opcheck
 import q2compile.runtime_kernels  # noqa: F401
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from tests.support import quantizer_calls as calls
 
 q2 = torch.ops.q2
 SEED = torch.tensor(5)
@@ -22,7 +24,35 @@ def quantized(scheme: str, rows: int = 24, columns: int = 40):
     x = torch.randn(rows, columns)
     spec = SCHEMES[scheme]
     amax = q2.amax(x) if spec.takes_amax else None
-    return q2.quantize(x, amax, SEED if spec.stochastic else None, scheme, 0)
+    return q2.quantize(
+        x,
+        scheme=scheme,
+        rowwise=True,
+        columnwise=False,
+        amax=amax,
+        rowwise_seed=SEED if spec.stochastic else None,
+    )
+
+
+def check(call: QuantizerCall) -> None:
+    args, kwargs = call.written()
+    opcheck(call.spec.overload, args, kwargs, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("dbias", [None, torch.bfloat16])
+def test_both_directions(recorded, dbias):
+    x = torch.randn(24, 40)
+    how = {"recorded": recorded, "dbias": dbias}
+    check(calls.both(x, SEED, SEED + 1, "nvfp4_ms_eden_pow2", "rht128", **how))
+
+
+@pytest.mark.parametrize("scheme", [name for name, s in SCHEMES.items() if s.takes_amax])
+def test_an_amax_that_is_not_given_is_found(scheme):
+    x = torch.randn(24, 40)
+    seed = SEED if SCHEMES[scheme].stochastic else None
+    found, given = (calls.plain(x, amax, seed, scheme)() for amax in (None, q2.amax(x)))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, given, strict=True))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -32,7 +62,7 @@ def test_quantize(scheme, shape):
     spec = SCHEMES[scheme]
     amax = q2.amax(x) if spec.takes_amax else None
     seed = SEED if spec.stochastic else None
-    opcheck(q2.quantize.default, (x, amax, seed, scheme, 0), test_utils=CHECKS)
+    check(calls.plain(x, amax, seed, scheme))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_ms_eden_pow2", "mxfp4_sr", "mxfp4_quest"])
@@ -40,21 +70,17 @@ def test_quantize(scheme, shape):
 @pytest.mark.parametrize("transpose", [False, True])
 def test_rht_quantize(scheme, transform, transpose):
     for shape in ((24, 40), (0, 16)):
-        args = (torch.randn(shape), SEED, scheme, transform, transpose, 1)
-        opcheck(q2.rht_quantize.default, args, test_utils=CHECKS)
+        check(calls.one(torch.randn(shape), SEED, scheme, transform, transpose, 1))
 
 
 @pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_16x16", "mxfp4_quest"])
 def test_requantize(source):
     parts = quantized(source)
-    args = (*parts, SEED, source, "nvfp4_ms_eden_pow2", "rht128", 40, 1)
-    opcheck(q2.requantize.default, args, test_utils=CHECKS)
+    check(calls.again(*parts, SEED, source, "nvfp4_ms_eden_pow2", "rht128", 40, 1))
 
 
 def test_quantize_masked_and_masked_unrotate():
-    opcheck(
-        q2.quantize_masked.default, (torch.randn(9, 40), "mxfp4_quest", "h32"), test_utils=CHECKS
-    )
+    check(calls.masked(torch.randn(9, 40), "mxfp4_quest", "h32"))
     mask = torch.randint(0, 256, (9, 8), dtype=torch.uint8)
     opcheck(q2.masked_unrotate.default, (torch.randn(9, 64), mask, "h32"), test_utils=CHECKS)
 
@@ -139,14 +165,23 @@ def test_no_guard_on_divisibility():
     x = mode.from_tensor(torch.randn(37, 70), source=source, symbolic_context=dims)
     with mode:
         seed = torch.zeros((), dtype=torch.int64)
-        qx = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
-        a = q2.rht_quantize(x, seed, "nvfp4_ms_eden_pow2", "rht128", True, 0)
+        qx = q2.quantize(x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False)
+        a = q2.quantize(
+            x,
+            scheme="nvfp4_ms_eden_pow2",
+            transform="rht128",
+            rowwise=False,
+            columnwise=True,
+            columnwise_seed=seed,
+        )
         e = ("nvfp4_46_pow2", "nvfp4_ms_eden_pow2")
-        b = q2.requantize(*qx, seed, *e, "rht128", x.shape[1], 1)
+        b = calls.again(*qx, seed, *e, "rht128", x.shape[1], 1)()
         out = q2.gemm(*a, *b, None, e[1], e[1], torch.bfloat16)
-        quantized_16x16 = q2.quantize(x, None, None, "nvfp4_16x16_pow2", 0)
+        quantized_16x16 = q2.quantize(x, scheme="nvfp4_16x16_pow2", rowwise=True, columnwise=False)
         q2.transpose(*quantized_16x16[:2], "nvfp4_16x16_pow2", x.shape[1])
-        q2.quantize_masked(x, "mxfp4_quest", "h32")
+        q2.quantize(
+            x, scheme="mxfp4_quest", transform="h32", rowwise=True, columnwise=False, mask=True
+        )
     assert out.shape == (x.shape[1], x.shape[1])
     assert not env.guards, [str(g.expr) for g in env.guards]
 
@@ -154,26 +189,72 @@ def test_no_guard_on_divisibility():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda x: q2.quantize(x, None, None, "nvfp4_5", 0), "Did you mean"),
-        (lambda x: q2.quantize(x, None, None, "nvfp4", 0), "needs the amax"),
-        (lambda x: q2.quantize(x, q2.amax(x), None, "nvfp4_pow2", 0), "takes no amax"),
-        (lambda x: q2.quantize(x, None, None, "mxfp4_sr", 0), "give it a seed"),
         (
-            lambda x: q2.quantize(x, None, SEED.int(), "mxfp4_sr", 0),
+            lambda x: q2.quantize(x, scheme="nvfp4_5", rowwise=True, columnwise=False),
+            "Did you mean",
+        ),
+        (
+            lambda x: q2.quantize(x, scheme="nvfp4", rowwise=False, columnwise=False),
+            "makes nothing",
+        ),
+        (
+            lambda x: q2.quantize(
+                x, scheme="nvfp4_pow2", rowwise=True, columnwise=False, amax=q2.amax(x)
+            ),
+            "takes no amax",
+        ),
+        (
+            lambda x: q2.quantize(x, scheme="mxfp4_sr", rowwise=True, columnwise=False),
+            "give it a seed",
+        ),
+        (
+            lambda x: q2.quantize(
+                x, scheme="mxfp4_sr", rowwise=True, columnwise=False, rowwise_seed=SEED.int()
+            ),
             "int64 scalar, got torch.int32",
         ),
-        (lambda x: q2.quantize(x[0], None, None, "mxfp4_rtn", 0), "takes a matrix, got 1"),
-        (lambda x: q2.quantize(x.double(), None, None, "mxfp4_rtn", 0), "got torch.float64"),
         (
-            lambda x: q2.rht_quantize(x, None, "mxfp4_rtn", "rht32", False, 0),
+            lambda x: q2.quantize(x[0], scheme="mxfp4_rtn", rowwise=True, columnwise=False),
+            "takes a matrix, got 1",
+        ),
+        (
+            lambda x: q2.quantize(x.double(), scheme="mxfp4_rtn", rowwise=True, columnwise=False),
+            "got torch.float64",
+        ),
+        (
+            lambda x: q2.quantize(
+                x, scheme="mxfp4_rtn", transform="rht32", rowwise=True, columnwise=False
+            ),
             "rht32 draws random numbers",
         ),
         (
-            lambda x: q2.rht_quantize(x, SEED, "nvfp4_16x16_pow2", "rht16", False, 0),
+            lambda x: q2.quantize(
+                x,
+                scheme="nvfp4_16x16_pow2",
+                transform="rht16",
+                rowwise=True,
+                columnwise=False,
+                rowwise_seed=SEED,
+            ),
             "one row a block",
         ),
-        (lambda x: q2.quantize_masked(x, "mxfp4_rtn", "h32"), r"with a trust mask \(mxfp4_quest\)"),
-        (lambda x: q2.quantize_masked(x, "mxfp4_quest", "rht32"), "give it a seed"),
+        (
+            lambda x: q2.quantize(
+                x, scheme="mxfp4_rtn", transform="h32", rowwise=True, columnwise=False, mask=True
+            ),
+            r"with a trust mask \(mxfp4_quest\)",
+        ),
+        (
+            lambda x: q2.quantize(
+                x,
+                scheme="mxfp4_quest",
+                transform="rht32",
+                rowwise=True,
+                columnwise=False,
+                mask=True,
+            ),
+            "give it a seed",
+        ),
         (lambda x: q2.transpose(x.byte(), x, "nvfp4", 4), "takes square blocks"),
         (lambda x: q2.masked_unrotate(x, x, "h32"), "packed mask"),
         (lambda x: q2.masked_unrotate(x, x.byte(), "rht32"), "has no seed"),
@@ -190,7 +271,7 @@ def test_a_named_kernel_is_that_kernel_or_an_error():
     x = torch.randn(4, 32)
     args = (x, None, None, "mxfp4_rtn", 0)
     reference = registry.select("quantize", args, "reference")
-    assert torch.equal(reference(*args)[0], q2.quantize(*args)[0])
+    assert torch.equal(reference(*args)[0], calls.plain(*args)()[0])
     with pytest.raises(ValueError, match="has no kernel 'triton'.*it has .*reference"):
         registry.select("quantize", args, "triton")
     with pytest.raises(ValueError, match="q2 has no op 'quantise'; it has"):

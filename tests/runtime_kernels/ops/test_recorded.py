@@ -23,7 +23,9 @@ from q2compile.runtime_kernels.numerics.statistics import (
 )
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
 from q2compile.runtime_kernels.ops import recorded
-from q2compile.runtime_kernels.registry import kernels
+from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
+from q2compile.runtime_kernels.registry import REFERENCE, bound, kernels
+from tests.support import quantizer_calls as made
 
 q2 = torch.ops.q2
 EDEN = "nvfp4_ms_eden_pow2"
@@ -42,43 +44,34 @@ def seed():
 
 
 def calls(ending=""):
-    """op -> (its arguments, the same quantisation through q2compile.quantize)"""
+    """name -> (the call, the same quantisation of each operand through q2compile.quantize)"""
     x = matrix()
     source = q2compile.quantize(x, "nvfp4_46_pow2")
     parts = (source.codes, source.scales, source.global_scale)
     eden = {"transform": "rht128", "seed": seed()}
-    again = source.dequantize()
+    columnwise = {**eden, "transpose": True}
+    saved = [(source.dequantize(), EDEN, {**columnwise, "stream": 1})]
+    how = seed(), EDEN + ending, "rht128"
+    one, both = made.one(x, *how, True), made.both(x, seed(), *how)
+    again = seed(), "nvfp4_46_pow2", EDEN + ending, "rht128"
+    directions = [(x, EDEN, eden), (x, EDEN, columnwise)]
     return {
-        "quantize": ((x, None, None, "nvfp4_46_pow2", 0), [(x, "nvfp4_46_pow2", {})]),
-        "quantize_masked": (
-            (x, "mxfp4_quest", "h32"),
+        "rowwise": (made.plain(x, None, None, "nvfp4_46_pow2"), [(x, "nvfp4_46_pow2", {})]),
+        "masked": (
+            made.masked(x, "mxfp4_quest", "h32"),
             [(x, "mxfp4_quest", {"transform": "h32"})],
         ),
-        "rht_quantize": (
-            (x, seed(), EDEN + ending, "rht128", True, 0),
-            [(x, EDEN, {**eden, "transpose": True})],
-        ),
-        "rht_quantize_both": (
-            (x, seed(), seed(), EDEN + ending, "rht128", 0),
-            [(x, EDEN, eden), (x, EDEN, {**eden, "transpose": True})],
-        ),
-        "rht_quantize_summed": (
-            (x, seed(), EDEN + ending, "rht128", 0, torch.bfloat16),
-            [(x, EDEN, {**eden, "transpose": True})],
-        ),
-        "rht_quantize_both_summed": (
-            (x, seed(), seed(), EDEN + ending, "rht128", 0, torch.bfloat16),
-            [(x, EDEN, eden), (x, EDEN, {**eden, "transpose": True})],
-        ),
-        "requantize": (
-            (*parts, seed(), "nvfp4_46_pow2", EDEN + ending, "rht128", 96, 1),
-            [(again, EDEN, {**eden, "transpose": True, "stream": 1})],
-        ),
-        "requantize_by_scales": (
-            (x, *parts[1:], seed(), "nvfp4_46_pow2", EDEN + ending, "rht128", 1),
-            [(again, EDEN, {**eden, "transpose": True, "stream": 1})],
-        ),
+        "columnwise": (one, directions[1:]),
+        "both": (both, directions),
+        "columnwise with dbias": (one.replace(dbias=torch.bfloat16), directions[1:]),
+        "both with dbias": (both.replace(dbias=torch.bfloat16), directions),
+        "again": (made.again(*parts, *again, 96, 1), saved),
+        "by scales": (made.by_scales(x, *parts[1:], *again, 1), saved),
     }
+
+
+def recorded_call(x, scheme):
+    return made.plain(x, None, None, scheme).replace(recorded=True)()
 
 
 def named(sums):
@@ -117,9 +110,8 @@ def measured(x, scheme, options):
 @pytest.mark.parametrize("ending", ["", SWIZZLED, WIDENED])
 @pytest.mark.parametrize("op", calls())
 def test_outputs_and_statistics(op, ending):
-    args, operands = calls(ending)[op]
-    wanted = getattr(q2, op)(*args)
-    found = getattr(q2, f"{op}_recorded")(*args)
+    call, operands = calls(ending)[op]
+    wanted, found = call(), call.replace(recorded=True)()
     for one, other in zip(found, wanted, strict=False):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     assert len(found) == len(wanted) + len(operands)
@@ -138,19 +130,19 @@ def test_of_a_large_tensor_a_sample(scheme):
     x = matrix(8192, 512)
     rows = sample_of(*x.shape).of(torch.arange(8192)).flatten()
     assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] >= 8192 - 16 * GROUP
-    *_, found = q2.quantize_recorded(x, None, None, scheme, 0)
+    *_, found = recorded_call(x, scheme)
     wanted = measured_plainly(x, scheme)
     assert named(found)["amax"] == x.abs().max()
     assert named(found)["relative_error"] == pytest.approx(wanted, rel=0.02)
-    codes = q2.sampled_codes(q2.quantize(x, None, None, scheme, 0)[0])
+    codes = q2.sampled_codes(q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False)[0])
     assert codes.numel() == CODES_SAMPLE // 2
 
 
 def test_of_large_saved_codes_a_sample():
     """requantize reads columns of its source."""
-    parts = q2.quantize(matrix(8192, 512), None, None, "nvfp4_46_pow2", 0)
-    args = (*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 512, 1)
-    found = named(q2.requantize_recorded(*args)[-1])
+    parts = q2.quantize(matrix(8192, 512), scheme="nvfp4_46_pow2", rowwise=True, columnwise=False)
+    call = made.again(*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 512, 1)
+    found = named(call.replace(recorded=True)()[-1])
     assert 0.09 < found["relative_error"] < 0.105 and found["cosine"] > 0.99
 
 
@@ -165,26 +157,26 @@ def test_what_is_not_finite(number, rows, columns):
     """Wherever it is: of the large one, row 20 is not looked at."""
     x = matrix(rows, columns)
     x[20, 5] = number
-    *_, scale, found = q2.quantize_recorded(x, None, None, "nvfp4_46_pow2", 0)
+    *_, scale, found = recorded_call(x, "nvfp4_46_pow2")
     found = statistics(found)
     assert scale.isfinite() and not found[0].isfinite() and found[1:].isnan().all()
 
 
 def test_zeros_and_nothing():
-    zeros = q2.quantize_recorded(torch.zeros(32, 32), None, None, "nvfp4_46_pow2", 0)[-1]
+    zeros = recorded_call(torch.zeros(32, 32), "nvfp4_46_pow2")[-1]
     values = named(zeros)
     assert (values["amax"], values["relative_error"], values["cosine"]) == (0, 0, 1)
     assert values["scale_zero"] == 1 and values["zero"] == values["saturated"] == 0
-    assert q2.quantize_recorded(torch.zeros(0, 32), None, None, "nvfp4_46_pow2", 0)[-1][0] == 0
+    assert recorded_call(torch.zeros(0, 32), "nvfp4_46_pow2")[-1][0] == 0
 
 
 def test_of_no_rows():
     x = torch.zeros(0, 32)
-    parts = q2.quantize(x, None, None, "nvfp4_46_pow2", 0)
+    parts = q2.quantize(x, scheme="nvfp4_46_pow2", rowwise=True, columnwise=False)
     found = [
         q2.statistics_of_codes(*parts, "nvfp4_46_pow2"),
-        q2.rht_quantize_recorded(x, seed(), EDEN, "rht128", True, 0)[-1],
-        q2.requantize_recorded(*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 32, 1)[-1],
+        made.one(x, seed(), EDEN, "rht128", True, recorded=True)()[-1],
+        made.again(*parts, seed(), "nvfp4_46_pow2", EDEN, "rht128", 32, recorded=True)()[-1],
     ]
     for sums in found:
         values = named(sums)
@@ -201,28 +193,35 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "q2":
-            self.own.add(_with_scheme(function._schema.name.removeprefix("q2::"), args))
+            op = function._schema.name.removeprefix("q2::")
+            self.own.add(_with_scheme(op, bound(op, args, kwargs or {})))
         views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
         self.number += not (views or "empty" in function.name())
         return function(*args, **(kwargs or {}))
 
 
 def _with_scheme(op, args):
+    if op in SPECS:
+        return op, QuantizerCall.of(op, args).scheme.name
     texts = [a for a in args if isinstance(a, str)]
-    return op, None if op == "signs" else texts[-2] if "requantize" in op else texts[0]
+    return op, None if op == "signs" else texts[0]
 
 
 # In all, the op itself and its second call among them: as it is, of swizzled scales (which are
 # unswizzled by two), and @bf16. One an operand clears what 96 columns are padded with.
 LAUNCHES = {
-    "quantize": (21, 21, 21),
-    "quantize_masked": (23, 23, 23),
-    "rht_quantize": (26, 28, 27),
-    "rht_quantize_both": (50, 54, 51),  # of two operands
-    "rht_quantize_summed": (26, 28, 27),
-    "rht_quantize_both_summed": (50, 54, 51),
-    "requantize": (33, 35, 34),
+    "rowwise": (21, 21, 21),
+    "masked": (23, 23, 23),
+    "columnwise": (26, 28, 27),
+    "both": (50, 54, 51),  # of two operands
+    "columnwise with dbias": (26, 28, 27),
+    "both with dbias": (50, 54, 51),
+    "again": (33, 35, 34),
 }
+
+
+def _reference(call):
+    return next(k for k in kernels(call.spec.name) if k.name == REFERENCE)
 
 
 @pytest.mark.parametrize("form, ending", [(0, ""), (1, SWIZZLED), (2, WIDENED)])
@@ -230,10 +229,9 @@ LAUNCHES = {
 def test_how_much_is_launched(op, form, ending):
     """On a GPU launches are nearly all that statistics cost."""
     constants.make(torch.device("cpu"))
-    args, _ = calls(ending)[op]
-    (reference,) = kernels(f"{op}_recorded")
+    call, _ = calls(ending)[op]
     with Launches() as counted:
-        reference.function(*args)
+        _reference(call).function(*call.replace(recorded=True).positional)
     assert counted.number <= LAUNCHES[op][form]
 
 
@@ -241,10 +239,11 @@ def test_how_much_is_launched(op, form, ending):
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_what_is_launched_has_been_loaded(op, ending, monkeypatch):
     """All ops that a recorded op calls, in their forms: a call may stand in a capture."""
-    args, _ = calls(ending)[op]
+    call, _ = calls(ending)[op]
+    args = call.replace(recorded=True).positional
     loaded = set()
     monkeypatch.setattr(recorded, "warm_up", lambda op, args: loaded.add(_with_scheme(op, args)))
-    (reference,) = kernels(f"{op}_recorded")
+    reference = _reference(call)
     reference.prepare(*args)
     with Launches() as launched:
         reference.function(*args)
@@ -254,12 +253,12 @@ def test_what_is_launched_has_been_loaded(op, ending, monkeypatch):
 def test_constants_are_made_before_a_call_or_not_kept(monkeypatch):
     """With them and without, the same bits: a call may stand in the warm-up of a CUDA graph, whose
     memory must not hold what outlives it."""
-    args, _ = calls()["rht_quantize_both"]
+    call = calls()["both"][0].replace(recorded=True)
     constants.make(torch.device("cpu"))
-    wanted = q2.rht_quantize_both_recorded(*args)
+    wanted = call()
     for table in ("_PAIRS", "_ROTATIONS"):
         monkeypatch.setattr(constants, table, {})
-    found = q2.rht_quantize_both_recorded(*args)
+    found = call()
     assert all(torch.equal(a, b) for a, b in zip(found[-2:], wanted[-2:], strict=True))
     with FakeTensorMode():
         constants.make(torch.device("cpu"))
@@ -285,7 +284,7 @@ def test_a_rotation_as_a_matrix(transform):
 def test_operands_of_any_strides(rows):
     """Inductor may lay them out in another order."""
     x = matrix(rows, 512)
-    operands = (x, *q2.quantize(x, None, None, "nvfp4_16x16_pow2", 0)[:2])
+    operands = (x, *q2.quantize(x, scheme="nvfp4_16x16_pow2", rowwise=True, columnwise=False)[:2])
     scale = torch.ones(())
     turned = [t.view(torch.uint8).t().contiguous().t().view(t.dtype) for t in operands[1:]]
     turned = [x.t().contiguous().t(), *turned]
@@ -299,15 +298,16 @@ def test_operands_of_any_strides(rows):
 @pytest.mark.parametrize("op", calls())
 def test_on_a_gpu_the_same_numbers_also_from_a_capture(op):
     """The codes are the same bits; fp64 sums in another order differ by less than 1e-12."""
-    args, operands = calls()[op]
-    on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    call, operands = calls()[op]
+    call = call.replace(recorded=True)
+    tensors = {n: a.cuda() for n, a in call.args.items() if isinstance(a, torch.Tensor)}
     constants.make(torch.device("cuda"))
-    run = getattr(q2, f"{op}_recorded")
-    wanted = run(*args)[-len(operands) :]
-    found = [run(*on_gpu)[-len(operands) :]]
+    on_gpu = call.replace(**tensors)
+    wanted = call()[-len(operands) :]
+    found = [on_gpu()[-len(operands) :]]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(*on_gpu)
+        captured = on_gpu()
     graph.replay()
     found.append(captured[-len(operands) :])
     for sums in found:

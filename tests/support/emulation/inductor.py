@@ -40,12 +40,7 @@ from q2compile.runtime_kernels.cuda.gemm import (
 )
 from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize import (
-    grouped_ops,
-    quantize_masked,
-    rotating_ops,
-    split_scales,
-)
+from q2compile.runtime_kernels.cuda.quantize import quantizers, split_scales
 from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.torch_internals.patches import patched
 
@@ -109,7 +104,7 @@ def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quantising ops become loops on a CPU as well."""
     why_not = support.why_not_lowered
     cuda = torch.device("cuda")
-    monkeypatch.setattr(support, "why_not_lowered", lambda device, *names: why_not(cuda, *names))
+    monkeypatch.setattr(support, "why_not_lowered", lambda device, call: why_not(cuda, call))
     lowering.register()
 
 
@@ -165,17 +160,9 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         monkeypatch.setattr(site, "_call", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
-    masked = (masked_unrotate, quantize_masked)
     for module in (
-        rotating_ops,
-        grouped_ops,
-        padded_ends,
-        dequantize,
-        transpose,
-        signs,
+        *(quantizers, split_scales, dequantize, transpose, masked_unrotate, padded_ends, signs),
         *gemms,
-        split_scales,
-        *masked,
     ):
         monkeypatch.setattr(module, "refusal", lambda *names: None)
     found = divmod(capability, 10)

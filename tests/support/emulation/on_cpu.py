@@ -7,7 +7,9 @@ import torch
 
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import emulation
+from tests.support.quantizer_calls import launched
 
 
 def launches_on_cpu(
@@ -39,3 +41,8 @@ def assert_same_bits(got, want) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype
         wrong = (a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8)).sum().item()
         assert wrong == 0, f"result {i}: {wrong} bytes of {b.numel()} numbers differ"
+
+
+def assert_agrees(call: QuantizerCall) -> None:
+    """The CUDA kernel of a quantizer gives the bits of the reference."""
+    assert_same_bits(launched(call), call())

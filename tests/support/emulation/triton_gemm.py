@@ -59,7 +59,7 @@ def operand(rows: int, k: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor,
     """Its scales plain."""
     x = torch.randn(rows, k)
     amax = x.abs().amax() if get_scheme(scheme).takes_amax else None
-    return torch.ops.q2.quantize(x, amax, None, scheme, 0)
+    return torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
 
 
 def swizzled(packed, rows: int, scheme: str):

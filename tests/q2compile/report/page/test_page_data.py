@@ -68,9 +68,13 @@ def test_every_row_says_where_it_is_written(data):
 def test_calls_are_counted_by_gemm(dumped):
     rows, _, _ = read_dump(dumped)
     assert rows[0]["calls"] == {
-        "fprop": {"quantize": 2, "gemm": 1},
-        "dgrad": {"rht_quantize": 1, "requantize": 1, "gemm": 1},
-        "wgrad": {"rht_quantize_groups": 1, "requantize_groups": 1, "gemm": 1},  # few rows: a group
+        "fprop": {"quantize rowwise": 2, "gemm": 1},
+        "dgrad": {"quantize rowwise": 1, "requantize columnwise": 1, "gemm": 1},
+        "wgrad": {  # few rows: a group
+            "quantize columnwise grouped": 1,
+            "requantize columnwise grouped": 1,
+            "gemm": 1,
+        },
     }
     down = next(r for r in rows if r["module"] == "layers.0.down")
     assert down["calls"]["dgrad"] == {}  # bf16: torch's own product

@@ -1,0 +1,323 @@
+"""What the self-checks of CUDA kernels send through them: arguments of each op, on the CPU, for a
+scheme; of a quantizer for a variant (ops/table.py).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import torch
+
+from q2compile.runtime_kernels.numerics.groups import padded_rows
+from q2compile.runtime_kernels.numerics.layout import pack_bits
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
+
+_WIDTH = 264  # no multiple of 16 or 128, several tiles
+ROWS = (130, 1)
+_COLUMNS = 200  # of a product
+_PADDED = 224  # of one that is rotated back
+_IN_GROUPS = 200  # rows, of 3, 137, 0 and 40: chunks of copies, a whole one, rows of none
+_ENDS = (3, 140, 140, 180)
+# Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
+# order of the fp32 sums, and how many bits tensor cores keep on the way to them.
+GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
+
+# Ops of which the format is all that counts in a scheme.
+BY_FORMAT = ("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm")
+
+# Of a GEMM: the type of its result, that of its bias, and whether scales come swizzled.
+Form = tuple[torch.dtype, torch.dtype | None, bool]
+FORMS: tuple[Form, ...] = tuple(
+    (dtype, bias, swizzled)
+    for dtype in GEMM_ERROR
+    for bias in (None, dtype)
+    for swizzled in (False, True)
+)
+
+# Of a grouped GEMM: which of a layer's three it is, and the type of its result.
+GroupedForm = tuple[str, torch.dtype]
+GROUPED_FORMS: tuple[GroupedForm, ...] = tuple(
+    product(("fprop", "dgrad", "wgrad"), (torch.bfloat16, torch.float32))
+)
+
+RESULTS = {
+    "dequantize": ("numbers",),
+    "masked_unrotate": ("numbers",),
+    "padded_ends": ("ends",),
+    "signs": ("signs",),
+    "split_scales": ("scales", "global scale"),
+    "transpose": ("codes", "scales"),
+}
+
+
+def _matrix(rows: int, width: int = _WIDTH) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(rows)
+    x = torch.randn((rows, width), generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(torch.bfloat16)
+
+
+def _quantized(scheme: str, rows: int, width: int = _WIDTH) -> tuple[torch.Tensor, ...]:
+    amax = _amax(scheme, rows, width)
+    return tuple(
+        torch.ops.q2.quantize(
+            _matrix(rows, width), scheme=scheme, rowwise=True, columnwise=False, amax=amax
+        )
+    )
+
+
+def _amax(scheme: str, rows: int, width: int = _WIDTH) -> torch.Tensor | None:
+    return torch.ops.q2.amax(_matrix(rows, width)) if get_scheme(scheme).takes_amax else None
+
+
+def _seed(offset: int = 0) -> torch.Tensor:
+    return torch.tensor(0x123456789ABCDEF + offset, device="cpu")
+
+
+_FORWARD = "nvfp4_46_pow2"
+OF_FORMAT = {"nvfp4": _FORWARD, "mxfp4": "mxfp4_rtn"}
+# Of these one has a global scale that operands can take along, and one has another.
+_OF_GEMM = {"nvfp4": (_FORWARD, "nvfp4_46"), "mxfp4": ("mxfp4_rtn", "mxfp4_rtn34")}
+
+
+def _source(scheme: str, rows: int) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """A forward scheme of the same format, its scales swizzled where the scheme's are, and an
+    operand in it."""
+    spec = get_scheme(scheme)
+    source = OF_FORMAT[spec.format] + (SWIZZLED if spec.swizzled else "")
+    return source, _quantized(source, rows)
+
+
+def _quantize(scheme: str, variant: Variant, rows: int) -> tuple:
+    """For dbias of so many rows that a thread adds up more than one tile."""
+    x = _matrix(8 * rows if variant.dbias else _IN_GROUPS if variant.grouped else rows)
+    call = QuantizerCall.named(
+        QUANTIZE,
+        x=x,
+        scheme=scheme,
+        transform=_rotation(variant),
+        rowwise=variant.rowwise,
+        columnwise=variant.columnwise,
+        amax=None if variant.rotated or variant.columnwise else _amax(scheme, rows),
+        rowwise_seed=_seed() if variant.rowwise and not variant.masked else None,
+        columnwise_seed=_seed(variant.rowwise) if variant.columnwise else None,
+        mask=variant.masked,
+        dbias=torch.bfloat16 if variant.dbias else None,
+    )
+    return _with_groups(call, variant)
+
+
+def _requantize(scheme: str, variant: Variant, rows: int) -> tuple:
+    rows = _IN_GROUPS if variant.grouped else rows
+    source, packed = _source(scheme, rows)
+    call = QuantizerCall.named(
+        REQUANTIZE,
+        source=_matrix(rows) if variant.by_scales else packed[0],
+        scales=packed[1],
+        global_scale=packed[2],
+        source_scheme=source,
+        scheme=scheme,
+        transform=_rotation(variant),
+        rows=_WIDTH,
+        columnwise_seed=_seed(),
+        rng_offset=1,
+        by_scales=variant.by_scales,
+    )
+    return _with_groups(call, variant)
+
+
+def _rotation(variant: Variant) -> str:
+    return "none" if not variant.rotated else "h32" if variant.masked else "rht128"
+
+
+def _with_groups(call: QuantizerCall, variant: Variant) -> tuple:
+    if variant.grouped:
+        call = call.replace(**dict(zip(("offs", "padded_offs"), _groups(), strict=True)))
+    return call.positional
+
+
+def _masked_unrotate(scheme: str, rows: int) -> tuple:
+    how = QuantizerCall.of(QUANTIZE, _quantize(scheme, MASKED, rows))
+    codes, *_, mask = how()
+    return _matrix(rows).repeat(1, 2)[:, : 2 * codes.shape[1]], mask, "h32"
+
+
+def _gemm(
+    scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
+) -> tuple:
+    dtype, bias_dtype, swizzled = form
+    name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
+    bias = None if bias_dtype is None else 4 * _matrix(_COLUMNS)[:, 0].to(bias_dtype)
+    return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
+
+
+def _gemm_masked_unrotate(
+    scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
+) -> tuple:
+    """The mask keeps every other number or so: one that is not applied is seen."""
+    dtype, _, swizzled = form
+    name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
+    mask = pack_bits(_matrix(rows, _PADDED) > 0)
+    return (*quantized(name, rows), *quantized(name, _PADDED), mask, name, name, "h32", dtype)
+
+
+def _ends(groups: int) -> torch.Tensor:
+    """Of groups of 0 to 198 rows."""
+    sizes = 99 * torch.arange(groups, dtype=torch.int32, device="cpu").remainder(3)
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
+def _groups() -> tuple[torch.Tensor, torch.Tensor]:
+    offs = torch.tensor(_ENDS, dtype=torch.int32, device="cpu")
+    return offs, torch.ops.q2.padded_ends(offs)
+
+
+def _grouped_gemm(scheme: str, form: GroupedForm = GROUPED_FORMS[0]) -> tuple:
+    """With weights [48, 264] in fprop, [40, 128] in dgrad, and [40, 48] in wgrad."""
+    gemm, dtype = form
+    offs, padded_offs = _groups()
+    experts = len(_ENDS)
+    contracted = padded_rows(_IN_GROUPS, experts)
+    a, b = {
+        "fprop": ((_IN_GROUPS, _WIDTH), (48 * experts, _WIDTH)),
+        "dgrad": ((_IN_GROUPS, 128), (40, 128 * experts)),
+        "wgrad": ((40, contracted), (48, contracted)),
+    }[gemm]
+    ends = padded_offs if gemm == "wgrad" else offs
+    return (*_quantized(scheme, *a), *_quantized(scheme, *b), ends, scheme, scheme, gemm, dtype)
+
+
+def _grouped_mm(scheme: str) -> tuple:
+    weights = _matrix(48 * len(_ENDS)).unflatten(0, (len(_ENDS), 48)).mT
+    return (_matrix(_IN_GROUPS), weights, _groups()[0])
+
+
+def op_of(of: str | Variant) -> str:
+    """The op of what is checked."""
+    return of.op if isinstance(of, Variant) else of
+
+
+def arguments_of(of: str | Variant, scheme: str, rows: int = ROWS[0]) -> tuple:
+    """The arguments of an op that has a CUDA kernel, or of a variant of a quantizer, on the CPU,
+    for a scheme and rows of its operand."""
+    if isinstance(of, Variant):
+        return (_requantize if of.op == REQUANTIZE else _quantize)(scheme, of, rows)
+    return _ARGUMENTS[of](scheme, rows)
+
+
+_ARGUMENTS: dict[str, Callable[..., tuple]] = {
+    "masked_unrotate": _masked_unrotate,
+    "dequantize": lambda s, t: (*_quantized(s, t), s, _WIDTH, torch.bfloat16),
+    "padded_ends": lambda s, t: (_ends(t),),
+    "signs": lambda s, t: (_seed(), "rht128"),
+    "split_scales": lambda s, t: (_matrix(t).float().abs(), s),
+    "transpose": lambda s, t: (*_quantized(s, t)[:2], s, _WIDTH, True),
+    "gemm": _gemm,
+    "gemm_masked_unrotate": _gemm_masked_unrotate,
+    "grouped_gemm": lambda s, t: _grouped_gemm(s),
+    "grouped_mm": lambda s, t: _grouped_mm(s),
+}
+
+
+def _with_swizzled(*schemes: str) -> tuple[str, ...]:
+    return schemes + tuple(scheme + SWIZZLED for scheme in schemes)
+
+
+_ROTATED = _with_swizzled(
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
+    *("mxfp4_sr", "mxfp4_rtn34"),
+)
+_GROUPED = (
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
+    *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
+)
+_SUMMED = _with_swizzled(
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34")
+)
+_WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
+ROWWISE = Variant(QUANTIZE, rowwise=True, columnwise=False, rotated=False)
+MASKED = ROWWISE._replace(rotated=True, masked=True)
+_ROWWISE_ROTATED = ROWWISE._replace(rotated=True)
+COLUMNWISE = _ROWWISE_ROTATED._replace(rowwise=False, columnwise=True)
+BOTH = COLUMNWISE._replace(rowwise=True)
+AGAIN = COLUMNWISE._replace(op=REQUANTIZE)
+# The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
+CHECKED: dict[str | Variant, tuple[str, ...]] = {
+    ROWWISE: (
+        *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
+        *("nvfp4_46_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED),
+    ),
+    _ROWWISE_ROTATED: _ROTATED + _WIDENED,
+    COLUMNWISE: _ROTATED + _WIDENED,
+    BOTH: _ROTATED + _WIDENED,
+    COLUMNWISE._replace(dbias=True): _SUMMED + _WIDENED,
+    BOTH._replace(dbias=True): _SUMMED + _WIDENED,
+    COLUMNWISE._replace(grouped=True): _GROUPED,
+    BOTH._replace(grouped=True): _GROUPED,
+    MASKED: _with_swizzled("mxfp4_quest"),
+    AGAIN: (
+        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34") + _WIDENED
+    ),
+    AGAIN._replace(by_scales=True): (
+        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2") + _WIDENED
+    ),
+    AGAIN._replace(grouped=True): (
+        ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _WIDENED
+    ),
+    "masked_unrotate": ("mxfp4_quest",),
+    "dequantize": tuple(OF_FORMAT.values()),
+    "padded_ends": ("nvfp4",),
+    "signs": ("nvfp4",),
+    "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
+    "transpose": ("nvfp4_16x16_pow2",),
+    "gemm": tuple(OF_FORMAT.values()),
+    "gemm_masked_unrotate": tuple(OF_FORMAT.values()),
+    "grouped_gemm": tuple(OF_FORMAT.values()),
+    "grouped_mm": (_FORWARD,),
+}
+
+
+def checked_of(op: str) -> Iterator[tuple[str | Variant, str]]:
+    """What is checked of the kernels of an op: it, or its variants, and schemes."""
+    for of, schemes in CHECKED.items():
+        if op == op_of(of):
+            for scheme in schemes:
+                yield of, scheme
+
+
+def _words(form: Form, rows: int) -> str:
+    dtype, bias, swizzled = form
+    parts = [f"{rows} x {_COLUMNS} in {dtype}"]
+    parts += [f"with a bias in {bias}"] * (bias is not None) + ["from swizzled scales"] * swizzled
+    return " ".join(parts)
+
+
+def _gemm_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+    """Arguments, and what they are of in words."""
+    quantized = functools.cache(_quantized)
+    sources = _OF_GEMM[get_scheme(scheme).format]
+    for form, source, rows in product(forms or FORMS, sources, ROWS):
+        yield _gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}"
+
+
+def _unrotated_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+    quantized = functools.cache(_quantized)
+    unbiased = [form for form in FORMS if form[1] is None]
+    sources = _OF_GEMM[get_scheme(scheme).format]
+    for form, source, rows in product(forms or unbiased, sources, ROWS):
+        words = f"a result of {rows} x {_PADDED} in {form[0]}, masked and rotated back"
+        yield _gemm_masked_unrotate(source, rows, form, quantized), words
+
+
+def _grouped_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+    sources = _OF_GEMM[get_scheme(scheme).format]
+    for form, source in product(forms or GROUPED_FORMS, sources):
+        yield _grouped_gemm(source, form), f"{form[0]} in {form[1]}"
+
+
+# Of a GEMM, grouped or not: what is run.
+CASES: dict[str, Callable[[str, Sequence | None], Iterator[tuple[tuple, str]]]] = {
+    "gemm": _gemm_cases,
+    "gemm_masked_unrotate": _unrotated_cases,
+    "grouped_gemm": _grouped_cases,
+}

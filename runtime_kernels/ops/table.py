@@ -1,0 +1,280 @@
+"""What the quantizing ops are: one row for each, and a call of one, described by its arguments.
+
+Every question about a quantizing op is asked here, by passes, lowerings, kernels, self-checks,
+telemetry and reports: what it reads, which operands it makes, where their parts are among its
+outputs, which seed each of them has. No other place has a list of these ops, or reads a meaning
+from the name of an op.
+
+    call = quantizer_of(node)                 None for other nodes
+    call.columnwise, call.grouped, call.scheme.stochastic, call.operands[0].first
+    call.replace(dbias=torch.bfloat16)        a call like it with other arguments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as _replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
+from q2compile.runtime_kernels.registry import as_written, bound, parameters
+
+QUANTIZE, REQUANTIZE = "quantize", "requantize"
+# The other ops that passes, lowerings and kernels look for.
+DEQUANTIZE, TRANSPOSE, SPLIT_SCALES = "dequantize", "transpose", "split_scales"
+MASKED_UNROTATE, GEMM_MASKED_UNROTATE = "masked_unrotate", "gemm_masked_unrotate"
+PADDED_ENDS, GATHER_ROWS, SEED = "padded_ends", "gather_rows", "seed"
+GEMM, GROUPED_GEMM, GROUPED_MM = "gemm", "grouped_gemm", "grouped_mm"
+
+PARTS = ("codes", "scales", "global scale")  # outputs of a quantizer, for each operand
+MASK = 3  # the output that is the trust mask, of a call that has one
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """A quantizing op.
+
+    source       the arguments that are what it quantizes
+    is_lowered   Inductor may make a kernel of its own of it (lowering/quantize.py)
+    is_fusable   a kernel of ours may compute its operand in the place of reading it
+    """
+
+    name: str
+    source: tuple[str, ...]
+    is_lowered: bool
+    is_fusable: bool
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.q2, self.name).default
+
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        OpSpec(QUANTIZE, ("x",), is_lowered=True, is_fusable=True),
+        OpSpec(
+            REQUANTIZE,
+            ("source", "scales", "global_scale"),
+            is_lowered=False,
+            is_fusable=False,
+        ),
+    )
+}
+
+
+class Operand(NamedTuple):
+    """An operand that a call makes.
+
+    columnwise  its blocks lie along the columns of what is quantized, else along the rows
+    seed        of its signs and random bits, or None
+    first       the output that is its codes; its scales and its global scale follow
+    """
+
+    columnwise: bool
+    seed: Any
+    first: int
+
+    @property
+    def seed_name(self) -> str:
+        """The argument that is the seed."""
+        return "columnwise_seed" if self.columnwise else "rowwise_seed"
+
+
+class Variant(NamedTuple):
+    """What chooses among the variants of a kernel, beside scheme and transform: calls that have the
+    same are checked by the same self-check."""
+
+    op: str
+    rowwise: bool
+    columnwise: bool
+    rotated: bool
+    masked: bool = False
+    grouped: bool = False
+    dbias: bool = False
+    by_scales: bool = False
+
+    def __str__(self) -> str:
+        directions = ("rowwise",) * self.rowwise + ("columnwise",) * self.columnwise
+        flags = ("rotated", "masked", "grouped", "dbias", "by_scales")
+        words = [name.replace("_", " ") for name in flags if getattr(self, name)]
+        return " ".join((self.op, "+".join(directions), *words))
+
+
+@dataclass(frozen=True)
+class QuantizerCall:
+    """A call of a quantizing op.
+
+    args: by the names of the schema, in its order, all of them. Their tensors may be anything that
+    stands for one: fakes, nodes of a graph, buffers of Inductor's.
+    """
+
+    spec: OpSpec
+    args: Mapping[str, Any]
+
+    @staticmethod
+    def of(op: str, args: Sequence[Any]) -> QuantizerCall:
+        """args: all of the op's, in the order of its schema."""
+        names = (name for name, _ in parameters(op))
+        return QuantizerCall(SPECS[op], dict(zip(names, args, strict=True)))
+
+    @staticmethod
+    def named(op: str, **args: Any) -> QuantizerCall:
+        """By the names of arguments; those with a default may be left out."""
+        return QuantizerCall.of(op, bound(op, (), args))
+
+    def replace(self, **args: Any) -> QuantizerCall:
+        """The same call with other arguments."""
+        unknown = args.keys() - self.args.keys()
+        assert not unknown, f"q2::{self.spec.name} has no {unknown}"
+        return _replace(self, args={**self.args, **args})
+
+    @property
+    def positional(self) -> tuple[Any, ...]:
+        """All arguments, in the order of the schema."""
+        return tuple(self.args.values())
+
+    def written(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """args and kwargs as graphs have them, without those that have their default."""
+        return as_written(self.spec.name, self.args)
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Runs it."""
+        args, kwargs = self.written()
+        return self.spec.overload(*args, **kwargs)
+
+    # ---- what it reads ----
+
+    @property
+    def x(self) -> Any:
+        """What is quantized: a matrix, or its codes."""
+        return self.args[self.spec.source[0]]
+
+    @property
+    def reads_codes(self) -> bool:
+        return self.spec.name == REQUANTIZE and not self.by_scales
+
+    @property
+    def by_scales(self) -> bool:
+        """A matrix is rounded to scales that are given, and requantized."""
+        return bool(self.args.get("by_scales"))
+
+    @property
+    def source_scheme(self) -> Scheme | None:
+        """Of codes or scales that are given."""
+        name = self.args.get("source_scheme")
+        return None if name is None else get_scheme(name)
+
+    # ---- what it makes ----
+
+    @property
+    def scheme(self) -> Scheme:
+        return get_scheme(str(self.args["scheme"]))
+
+    @property
+    def transform(self) -> Transform:
+        return get_transform(str(self.args["transform"]))
+
+    @property
+    def rowwise(self) -> bool:
+        return bool(self.args.get("rowwise", False))
+
+    @property
+    def columnwise(self) -> bool:
+        return bool(self.args.get("columnwise", True))
+
+    @property
+    def rotated(self) -> bool:
+        return self.transform.size > 1
+
+    @property
+    def grouped(self) -> bool:
+        """Rows are in groups, which are kept apart columnwise."""
+        return self.args["offs"] is not None
+
+    @property
+    def masked(self) -> bool:
+        return bool(self.args.get("mask"))
+
+    @property
+    def dbias(self) -> torch.dtype | None:
+        """The dtype of the sums of the columns, where they are wanted."""
+        return self.args.get("dbias")
+
+    @property
+    def recorded(self) -> bool:
+        return bool(self.args["recorded"])
+
+    @property
+    def draws(self) -> bool:
+        """Whether it needs seeds."""
+        return self.scheme.stochastic or self.transform.seeded
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """In the order of the outputs: rowwise, columnwise."""
+        found: list[Operand] = []
+        for columnwise in (False,) * self.rowwise + (True,) * self.columnwise:
+            seed = self.args.get("columnwise_seed" if columnwise else "rowwise_seed")
+            found.append(Operand(columnwise, seed, len(PARTS) * len(found)))
+        return tuple(found)
+
+    def operand_of(self, output: int) -> Operand:
+        """The one that an output is a part of."""
+        return self.operands[output // len(PARTS)]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What comes out, by name; the statistics of each operand are last."""
+        made = PARTS * len(self.operands) + ("mask",) * self.masked
+        made += ("dbias",) * (self.dbias is not None)
+        return made + ("statistics",) * (self.recorded * len(self.operands))
+
+    @property
+    def variant(self) -> Variant:
+        flags = self.masked, self.grouped, self.dbias is not None, self.by_scales
+        return Variant(self.spec.name, self.rowwise, self.columnwise, self.rotated, *flags)
+
+    @property
+    def label(self) -> str:
+        """For reports and notes."""
+        return str(self.variant._replace(rotated=False))
+
+
+def quantizer_of(node: Any) -> QuantizerCall | None:
+    """The call that a node of a graph is; None where it is of no quantizing op."""
+    target = getattr(node, "target", None)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = _quantizers().get(target)
+    return None if name is None else QuantizerCall.of(name, bound(name, node.args, node.kwargs))
+
+
+def rowwise_call(scheme: str, x: Any = None, **args: Any) -> QuantizerCall:
+    """Of q2::quantize, rowwise and without a rotation."""
+    return QuantizerCall.named(QUANTIZE, x=x, scheme=scheme, rowwise=True, columnwise=False, **args)
+
+
+def quantizers(graph: fx.Graph) -> Iterator[tuple[fx.Node, QuantizerCall]]:
+    """The quantizers of a graph, in order."""
+    for node in graph.nodes:
+        call = quantizer_of(node)
+        if call is not None:
+            yield node, call
+
+
+@cache
+def _quantizers() -> dict[torch._ops.OpOverload, str]:
+    return {spec.overload: name for name, spec in SPECS.items()}
+
+
+def set_call(node: fx.Node, call: QuantizerCall) -> None:
+    """Makes a node that call."""
+    node.target = call.spec.overload
+    node.args, node.kwargs = call.written()
