@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 examples/train_llama.py --fsdp --tp 2
 
 The batch is cut among the data-parallel processes; the processes of one tensor-parallel group see
-the same sequences. Nothing here knows of quantisation: the options of `torch.compile(model,
+the same sequences. Nothing here knows of quantization: the options of `torch.compile(model,
 backend="quartet2", options=...)` are those of one GPU, with the names of the plain model.
 """
 

@@ -4,7 +4,7 @@
     python examples/train_llama.py --size 30m --data corpus/ --steps 5000 --batch 32 --seq 512
     torchrun --nproc-per-node 2 examples/train_llama.py --fsdp  # or --ddp, or --tp 2
 
-The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialised; the options of
+The model is Hugging Face's `LlamaForCausalLM`, unmodified and randomly initialized; the options of
 `torch.compile(model, backend="quartet2", options=...)` are the only difference between the runs.
 Every recipe, bf16 among them, starts from the same weights and sees the same batches in the same
 order. The loop is that of `examples/pretrain.py`, which is for runs of hours: a corpus on disk,

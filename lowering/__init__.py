@@ -12,11 +12,11 @@ fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 launches.py          the other ops: calls of our kernels, past the dispatcher
 enqueued.py          the node of such a call
 together.py          which of them are launched together
-fused_launches.py    rotating quantisers that compute their operand: producers.py makes a loop of
+fused_launches.py    rotating quantizers that compute their operand: producers.py makes a loop of
                      Inductor's an expression for our kernel (index_ways.py how it reads,
                      shorter_steps.py what is computed otherwise), fusion_rule.py says when;
                      fused_halves.py those of experts, whose operand is two side by side
-concatenated.py      concatenations that a quantiser reads: one loop writes all parts
+concatenated.py      concatenations that a quantizer reads: one loop writes all parts
 emulated_gemm.py     the GEMM of bf16 tensor cores; gemm_operands.py what it reads, gathered.py rows
 
 An op without a lowering is an extern kernel: the registry's.

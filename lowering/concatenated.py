@@ -1,4 +1,4 @@
-"""Concatenations that are written for a quantiser: one loop that writes all parts.
+"""Concatenations that are written for a quantizer: one loop that writes all parts.
 
 On a GPU Inductor makes of `cat([dg, du], 1)` a loop over the result, which computes both parts for
 each of its elements and chooses, since each part has no other reader. Of SwiGLU's backward that is
@@ -19,7 +19,7 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.fused_halves import in_the_quantiser
+from q2compile.lowering.fused_halves import in_the_quantizer
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.torch_internals.patches import replaces
@@ -36,7 +36,7 @@ def lowering_of_cat(own: Any) -> Any:
         node = V.current_node
         if node.target is not _aten.cat.default:  # another lowering's call of this one
             return own(inputs, dim)
-        computed = in_the_quantiser(node, inputs)
+        computed = in_the_quantizer(node, inputs)
         if computed is not None:
             return computed
         if _is_called_with(node) and _are_one_loop(inputs):
@@ -48,7 +48,7 @@ def lowering_of_cat(own: Any) -> Any:
 
 
 def _is_called_with(node: fx.Node) -> bool:
-    """Whether the tensor is read, through views, by such quantisers alone, and none of them may
+    """Whether the tensor is read, through views, by such quantizers alone, and none of them may
     compute it itself as Inductor's loop (fused_launches.py)."""
     return bool(node.users) and all(
         _is_called_with(user) if user.target in _VIEWS else _is_called(user) for user in node.users

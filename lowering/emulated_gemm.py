@@ -6,8 +6,8 @@ other.
                                      (fp32 product * alpha + bias) to dtype            otherwise
     grouped_gemm(a.., b.., ...) ->   grouped_mm(numbers of a, numbers of b, ends)      scales fold
 
-The numbers of an operand are what its quantiser wrote, where that writes them (scheme@bf16), or
-dequantised from its codes, once however many GEMMs read them: both operands of one by one launch.
+The numbers of an operand are what its quantizer wrote, where that writes them (scheme@bf16), or
+dequantized from its codes, once however many GEMMs read them: both operands of one by one launch.
 
 Of the second form, only the product is rounded to fp32 by a kernel; alpha and bias are Inductor's
 to fuse with what comes next, which then reads them before they are rounded to dtype, as it does

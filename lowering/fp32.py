@@ -15,7 +15,7 @@ from torch._inductor.virtualized import ops
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX
 
-Value = Any  # torch has no type for ops values that survives its virtualised handlers
+Value = Any  # torch has no type for ops values that survives its virtualized handlers
 
 _MAGNITUDE = 0x7FFFFFFF
 _ONE = 0x3F800000

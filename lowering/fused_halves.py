@@ -1,4 +1,4 @@
-"""Quantisers of rows in groups that compute both halves of their operand, SwiGLU's dg and du side
+"""Quantizers of rows in groups that compute both halves of their operand, SwiGLU's dg and du side
 by side, which a mixture of experts has as one gradient (fused_launches.py is of whole operands):
 
     before   triton_poi_fused_silu_backward.run(dh, u, g, buf0, ...)
@@ -21,7 +21,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V, ops
 from torch.fx.node import map_arg
 
-from q2compile.lowering.fused_launches import Asked, FusedLaunches, quantised, refuse
+from q2compile.lowering.fused_launches import Asked, FusedLaunches, quantized, refuse
 from q2compile.lowering.producers import Found, NotProduced, producer_of
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import TILE
@@ -29,12 +29,12 @@ from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 from q2compile.runtime_kernels.registry import serving
 
-# Of the graph that is lowered: by quantisers, what their operand is computed from.
+# Of the graph that is lowered: by quantizers, what their operand is computed from.
 _FOUND: WeakKeyDictionary[Any, dict[fx.Node, Found]] = WeakKeyDictionary()
 
 
-def in_the_quantiser(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
-    """What stands for a concatenation that the quantiser that reads it will compute, and nobody
+def in_the_quantizer(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
+    """What stands for a concatenation that the quantizer that reads it will compute, and nobody
     else reads; None where one of the conditions says no, which is noted."""
     if len(cat.users) != 1:
         return None
@@ -95,7 +95,7 @@ def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
     found = _FOUND.get(V.graph, {}).pop(V.current_node, None)
     if found is None:
         return None
-    made = quantised(Asked(V.current_node, asked))
+    made = quantized(Asked(V.current_node, asked))
     made.make_buffers()
     FusedLaunches(found, [made])
     return made.outputs

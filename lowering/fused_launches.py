@@ -57,7 +57,7 @@ _IMPORTS = (
 )
 
 
-# Of the graph that is lowered: what quantisers made that came in one call with another one.
+# Of the graph that is lowered: what quantizers made that came in one call with another one.
 _MADE: WeakKeyDictionary[Any, dict[fx.Node, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
@@ -77,7 +77,7 @@ class Asked(NamedTuple):
         return f"{self.label}: fused with {_origins(self.call.x)}"
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """A quantizer: its node, its keywords with tensors among them in memory, its results as fakes,
     which of them are read, and a buffer for each of those, else None."""
 
@@ -161,7 +161,7 @@ def _call(calls: Sequence[Asked]) -> list[tuple[Any, ...]]:
         readers = other_readers(node)
         if readers:
             raise NotProduced(f"{', '.join(readers)} read the operand, too")
-    made = [quantised(each) for each in calls]
+    made = [quantized(each) for each in calls]
     found = producer_of(*(asked.x for _, asked in calls))
     refuse(found.producer, calls[0])
     device = calls[0].call.x.get_device_or_error()
@@ -173,7 +173,7 @@ def _call(calls: Sequence[Asked]) -> list[tuple[Any, ...]]:
     return [each.outputs for each in made]
 
 
-def quantised(asked: Asked) -> Quantised:
+def quantized(asked: Asked) -> Quantized:
     """Without buffers as yet."""
     node, call = asked
     in_memory = {
@@ -186,7 +186,7 @@ def quantised(asked: Asked) -> Quantised:
     results = results_of(call.spec.overload, call.positional)
     wanted = wanted_outputs(call.spec.overload, len(results), node)
     _, keywords = call.written()
-    return Quantised(node, keywords, results, wanted, [])
+    return Quantized(node, keywords, results, wanted, [])
 
 
 def refuse(producer: Producer, asked: Asked) -> None:
@@ -209,7 +209,7 @@ def refuse(producer: Producer, asked: Asked) -> None:
 
 
 def other_readers(node: fx.Node) -> list[str]:
-    """What else reads the operand of a quantiser, under whichever view or cast: it would be written
+    """What else reads the operand of a quantizer, under whichever view or cast: it would be written
     for them all the same, or made twice."""
     read: Any = node.args[0]
     reader = node
@@ -233,17 +233,17 @@ def _origins(x: ir.TensorBox) -> str:
 
 
 class FusedLaunches(Enqueued):
-    """Enqueues the launches of a quantiser that computes its operand, or of two."""
+    """Enqueues the launches of a quantizer that computes its operand, or of two."""
 
     _imports = _IMPORTS
     _called = "q2_fused"
 
-    def __init__(self, found: Found, quantised: Sequence[Quantised]) -> None:
-        self._found, self._quantised = found, quantised
+    def __init__(self, found: Found, quantized: Sequence[Quantized]) -> None:
+        self._found, self._quantized = found, quantized
         unwrapped = ir.InputsKernel.unwrap_storage_for_input
         sources = [unwrapped(V.graph.get_buffer(name)) for name in found.buffers]
-        operands = [unwrapped(a) for each in quantised for a in fused.tensors_in(each.keywords)]
-        buffers = [b for each in quantised for b in each.buffers if b is not None]
+        operands = [unwrapped(a) for each in quantized for a in fused.tensors_in(each.keywords)]
+        buffers = [b for each in quantized for b in each.buffers if b is not None]
         written = [unwrapped(ir.ExternKernel.realize_input(b)) for b in buffers]
         super().__init__([*sources, *operands], written)
 
@@ -253,7 +253,7 @@ class FusedLaunches(Enqueued):
         given += map(wrapper.codegen_sizevar, self._found.sizes)
         operands = iter(self._tensors[len(self._found.buffers) :])
         calls = []
-        for each in self._quantised:
+        for each in self._quantized:
             # In the order in which a FusedSite is given tensors.
             call = fused.call_of(each.keywords)
             shown = {}

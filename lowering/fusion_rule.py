@@ -1,24 +1,24 @@
-"""When a rotating quantiser computes its operand itself: what that saves against what it adds.
+"""When a rotating quantizer computes its operand itself: what that saves against what it adds.
 
-Unfused there are two kernels, the producer's and the quantiser's. Each takes the longer of two
+Unfused there are two kernels, the producer's and the quantizer's. Each takes the longer of two
 times: to issue its instructions, and to move its bytes. Fused there is one; its instructions come
 one after the other, and loads of the producer's are waited for, the less so the more rows of them
 are on their way together. So an element costs, in bytes that the memory could move meanwhile, with
 i instructions in a byte's time, R bytes read by the producer, P instructions of it and Q of the
-quantiser, W bytes written:
+quantizer, W bytes written:
 
     unfused   max(P / i, R' + 2) + max(Q / i, 2 + W)
     fused     max((P + Q) / i + 1.1 R / rows ahead, R + W)
 
 for an operand of 2 bytes. An exact global scale takes a pass of its own, for the largest number
 alone: with A instructions unfused max(A / i, 2) more, and fused the operand is computed once more,
-(P + A) / i + 1.1 R / rows ahead. R' is R, or 0 where another quantiser of the graph reads the
+(P + A) / i + 1.1 R / rows ahead. R' is R, or 0 where another quantizer of the graph reads the
 same (a gated MLP's dg and du), whose producer's kernel reads it all the same.
 
 The P of the kernel that Inductor makes is longer where ours approximates (`Operation.inductor`);
-where another quantiser reads the same, that is its kernel's.
+where another quantizer reads the same, that is its kernel's.
 
-One that computes and quantises two operands, n = 2, a SwiGLU's, is
+One that computes and quantizes two operands, n = 2, a SwiGLU's, is
 
     unfused   max(P / i, R + 2 n) + n max(Q / i, 2 + W)
     fused     max((P + n Q) / i + 1.1 R / rows ahead, R + n W)
@@ -56,7 +56,7 @@ _INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 _CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
 MARGIN = 0.95  # how far the rule may be wrong in the worse direction
 # Q, of one direction and of two.
-_QUANTISER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
+_QUANTIZER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
 _WIDENING = 6.0  # instructions a direction
 _MASK = 15.0  # of a trust mask
 _LARGEST = 17.0  # A, a direction
@@ -67,9 +67,9 @@ _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its wa
 def why_not(
     producer: Producer, spec: Scheme, directions: int, capability: int, shared: bool = False
 ) -> str | None:
-    """None when computing the operand in the quantiser, or both operands in one, is expected to
+    """None when computing the operand in the quantizer, or both operands in one, is expected to
     pay, otherwise the reason in words. capability: the major compute capability of the GPU.
-    shared: another quantiser reads the same."""
+    shared: another quantizer reads the same."""
     ratio = expected(producer, spec, directions, capability, shared)
     if ratio <= MARGIN:
         return None
@@ -89,7 +89,7 @@ def expected(
     size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
     # Where the kernel of another operand does most of it, what Inductor does longer is that one's.
     count, apart = len(producer.results), instructions(producer, by_inductor=not shared)
-    rounded = _QUANTISER.get(spec.rounding, _QUANTISER["sr"])[directions - 1]
+    rounded = _QUANTIZER.get(spec.rounding, _QUANTIZER["sr"])[directions - 1]
     rounded += _WIDENING * directions * spec.widened + _MASK * spec.masked
     written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
     own_read = 0.0 if shared else read

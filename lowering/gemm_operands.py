@@ -43,7 +43,7 @@ def is_emulated(node: fx.Node) -> bool:
 
 
 def is_read(output: fx.Node) -> bool:
-    """Whether an output of a quantiser is needed: a GEMM of bf16 numbers asks for nothing else but
+    """Whether an output of a quantizer is needed: a GEMM of bf16 numbers asks for nothing else but
     their global scale, where that is not in them."""
     return any(not _is_left_unread(output, reader) for reader in output.users)
 

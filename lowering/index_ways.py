@@ -13,7 +13,7 @@ ROW, COLUMN = sympy.symbols("r c", integer=True, nonnegative=True)
 
 
 class NotProduced(Exception):
-    """Why an operand is not computed in the quantiser, in words."""
+    """Why an operand is not computed in the quantizer, in words."""
 
 
 class Way(NamedTuple):

@@ -74,7 +74,7 @@ class Member(NamedTuple):
         return len(self.quantizer.operands) if self.quantizer else 1
 
 
-# Of the graph that is lowered: calls that wait for the next quantiser; by the kinds of their
+# Of the graph that is lowered: calls that wait for the next quantizer; by the kinds of their
 # operands, what is known of calls.
 _WAITING: WeakKeyDictionary[Any, list[Member]] = WeakKeyDictionary()
 _KINDS: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -91,7 +91,7 @@ def register() -> None:
 
 
 def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of the lowerings of all quantisers: after it, calls wait only if this one does."""
+    """Decorator of the lowerings of all quantizers: after it, calls wait only if this one does."""
 
     @functools.wraps(lowering, assigned=())
     def lower(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Blocks that one iteration of a loop holds whole: for rotations and for coins.
 
 Each output of a rotation is a sum over all of its chunk, and one call of Philox gives the coins of
-four neighbours: both want a chunk's numbers in the registers of one thread, where blocks.py has
+four neighbors: both want a chunk's numbers in the registers of one thread, where blocks.py has
 one number an iteration. The loads are one by one; that is the price.
 """
 

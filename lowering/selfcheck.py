@@ -1,8 +1,8 @@
-"""The loops that Inductor makes of a quantising op, compared with the torch reference before their
+"""The loops that Inductor makes of a quantizing op, compared with the torch reference before their
 first use on a machine.
 
 The rules are checked by tests; what stands between them and a GPU are Inductor, Triton and ptxas.
-So a small graph is compiled for the device, a product with one half and the quantiser that fuses
+So a small graph is compiled for the device, a product with one half and the quantizer that fuses
 with it, and its codes and scales must be the reference's bits. That costs a small compilation for
 each scheme of a recipe's forward, once.
 

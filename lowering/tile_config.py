@@ -1,4 +1,4 @@
-"""The tile of the quantising loops, by a rule instead of a search.
+"""The tile of the quantizing loops, by a rule instead of a search.
 
 A persistent reduction of 16 gets four configurations from Inductor, which it compiles and times at
 the first call. On an H200 the best for every producer tried was 128 blocks for 2 warps: 32 elements
@@ -39,7 +39,7 @@ class Choices:
     ) -> dict[str, Any]:
         kwargs = self._original.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
         searching = config.max_autotune or config.max_autotune_pointwise
-        if kernel_cls is not TritonKernel or searching or not _quantises(features):
+        if kernel_cls is not TritonKernel or searching or not _quantizes(features):
             return kwargs
         blocks = _TILE["XBLOCK"] * _WIDTHS[0] // int(features.reduction_numel)
         tile = FixedTritonConfig({**_TILE, **_shared_out(blocks, groups[0])})
@@ -61,8 +61,8 @@ def _shared_out(blocks: int, sizes: dict[str, Any]) -> dict[str, int]:
     return tile
 
 
-def _quantises(features: Any) -> bool:
-    """Whether a kernel reduces over blocks and one of its nodes comes from a quantising op."""
+def _quantizes(features: Any) -> bool:
+    """Whether a kernel reduces over blocks and one of its nodes comes from a quantizing op."""
     if features.reduction_numel not in _WIDTHS:
         return False
     origins = (o for node in features.scheduler_nodes() for o in node.node.get_origins())

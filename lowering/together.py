@@ -1,4 +1,4 @@
-"""Which quantisers of a graph are launched together (cuda/quantize/together.py), and which products
+"""Which quantizers of a graph are launched together (cuda/quantize/together.py), and which products
 of global scales they make, asked of the FX graph that Inductor lowers.
 
     qx = quantize(x); qw = quantize(w); y = gemm(*qx, *qw, ...)
@@ -23,14 +23,14 @@ from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, serving
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
-# What may stand between quantisers that are launched together: it computes next to nothing, so
+# What may stand between quantizers that are launched together: it computes next to nothing, so
 # that an operand which waits is not kept alive for long.
 _BETWEEN = frozenset(
     [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
     + [_aten._to_copy.default, _prims.convert_element_type.default, _aten.select.int]
     + [operator.getitem]
 )
-_SCALARS = (2, 5)  # of a quantiser's outputs: the global scales
+_SCALARS = (2, 5)  # of a quantizer's outputs: the global scales
 
 # Of the graph that is lowered: products, by the nodes of the two global scales.
 _PRODUCTS: WeakKeyDictionary[Any, dict[tuple[fx.Node, fx.Node], Any]] = WeakKeyDictionary()
@@ -43,7 +43,7 @@ def may_share_launches(node: fx.Node) -> bool:
 
 
 def waits(node: fx.Node) -> bool:
-    """Whether a quantiser follows before anything reads what this one makes."""
+    """Whether a quantizer follows before anything reads what this one makes."""
     outputs = {node, *node.users}
     later = node.next
     while may_share_launches(later) or later.target in _BETWEEN:
@@ -56,7 +56,7 @@ def waits(node: fx.Node) -> bool:
 
 
 def global_scales(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """Of a quantiser's outputs, with their numbers."""
+    """Of a quantizer's outputs, with their numbers."""
     found = [(output.args[1], output) for output in node.users]
     return [(number, output) for number, output in found if number in _SCALARS]  # type: ignore[misc]
 

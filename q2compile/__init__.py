@@ -5,7 +5,7 @@ model = torch.compile(model, backend="quartet2")        # nothing to import
 q2compile.Config      the backend's options as a frozen dataclass
 q2compile.explain     what the backend does with a model: one row per matmul
 q2compile.compare     which modules a recipe's error comes from, and the policy that follows
-q2compile.quantize    the quantisers, on any device
+q2compile.quantize    the quantizers, on any device
 q2compile.export      a trained model as an inference checkpoint, by the codes of its forward
 q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
 q2compile.telemetry   step() and flush(), for the option telemetry

@@ -42,7 +42,7 @@ def quartet2(
     options: Mapping[str, Any] | Config | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with its linear layers quantised as ``options`` say (see `Config`).
+    """Compile a Dynamo graph with its linear layers quantized as ``options`` say (see `Config`).
     ``name`` is that of torch.compile, which passes it on from 2.15; nothing depends on it.
 
     What is rewritten is a copy. A graph in which nothing is taken goes to Inductor as it came.

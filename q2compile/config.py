@@ -100,18 +100,18 @@ class Config:
     inductor        settings of Inductor's config for these graphs alone
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
     disable_passes  names of graph passes to leave out, to find which one is at fault
-    keep_packed     under activation checkpointing, keep the quantised operands of a checkpointed
+    keep_packed     under activation checkpointing, keep the quantized operands of a checkpointed
                     region instead of computing them again (see `passes.keep_packed`)
-    cache_weights   quantise each weight once and use the codes until it changes: in all
+    cache_weights   quantize each weight once and use the codes until it changes: in all
                     micro-batches of a step, and in inference (see `weight_cache` for what is seen
                     as a change, and what is not)
-    recompute_weights  True: backward quantises each weight again, from the parameter, instead of
+    recompute_weights  True: backward quantizes each weight again, from the parameter, instead of
                     keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
                     keeps those that do not raise the peak of a step (see
                     `passes.joint.weights_kept` for the rule), and of the others, where they are
                     bf16 parameters whose codes follow from their scales, the scales, half a bit a
                     parameter (see `passes.joint.keep_weights`)
-    fuse_rotations  True: quantisers that rotate compute their operand themselves, where that is an
+    fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
                     expression and expected to pay (see `lowering.fused_launches`); "auto": on GPUs
                     of compute capability 9.x, where that was measured
                     (`examples/benchmarks/quantizers.py`), without telemetry, whose recorded steps
@@ -119,7 +119,7 @@ class Config:
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
-    telemetry       what quantising does to each operand, recorded every so many steps: a mapping
+    telemetry       what quantizing does to each operand, recorded every so many steps: a mapping
                     with the keys every, modules, to, csv, tensorboard (see `telemetry.options`);
                     None records nothing
     """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS
-from q2compile.cost_model.quantisers import BF16, Quantiser
+from q2compile.cost_model.quantizers import BF16, Quantizer
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
@@ -38,7 +38,7 @@ PRODUCT = 5
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
 
 
-def main_launch(case: Quantiser) -> Launch:
+def main_launch(case: Quantizer) -> Launch:
     """The launch of a case that makes the codes."""
     scheme = None if case.source == BF16 else get_scheme(case.source)
     source = SOURCES[scheme.format if scheme else torch.bfloat16]
@@ -46,7 +46,7 @@ def main_launch(case: Quantiser) -> Launch:
     return rotate_launch(source, get_transform(case.transform), case.spec, *directions)
 
 
-def count(case: Quantiser, architecture: str) -> float:
+def count(case: Quantizer, architecture: str) -> float:
     """Instructions an element, a product of tensor cores as PRODUCT of them."""
     variant = main_launch(case).variant
     loop = disassemble.disassemble(nvrtc.cubin(variant, architecture)).hot_loop(RARE)

@@ -50,7 +50,7 @@ from q2compile import lowering
 from q2compile.lowering import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.sum_columns import sum_columns_pass
-from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantisers, step_of
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
 from q2compile.tools.bench.timing import captured, host_microseconds, time_in_turns
 from q2compile.torch_internals.patches import patched
 
@@ -93,7 +93,7 @@ def _cases(args: Namespace, known: Mapping[str, Any]) -> set[str]:
 
 def _kernels_of_shape(rows: int, cols: int, wanted: set[str]) -> Iterator[Row]:
     names = [name for name in BYTES if name in {*wanted, "copy"}]
-    calls_of = calls_of_quantisers(GPU, rows, cols, INPUTS, names)
+    calls_of = calls_of_quantizers(GPU, rows, cols, INPUTS, names)
     times = time_in_turns({name: captured(calls()) for name, calls in calls_of.items()})
     for name, own in times.items():
         micro = statistics.median(own)

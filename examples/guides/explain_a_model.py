@@ -1,4 +1,4 @@
-"""Which matmuls of a Hugging Face model would be quantised, and why the others would not.
+"""Which matmuls of a Hugging Face model would be quantized, and why the others would not.
 
     python examples/guides/explain_a_model.py                      # a small Llama
     python examples/guides/explain_a_model.py --model FOLDER --page report.html

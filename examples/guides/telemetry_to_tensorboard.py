@@ -1,4 +1,4 @@
-"""Telemetry: what quantising does to every operand while a model trains, as curves.
+"""Telemetry: what quantizing does to every operand while a model trains, as curves.
 
     pip install tensorboard
     python examples/guides/telemetry_to_tensorboard.py --to runs/telemetry

@@ -1,7 +1,7 @@
 """The error of each operand of each GEMM on a run's own tensors, recipe by recipe.
 
 All recipes are given the same weights, those of a checkpoint, and the same batches. What they do to
-x, w and dy, as fprop, dgrad and wgrad multiply them (rotated, requantised), is recorded by
+x, w and dy, as fprop, dgrad and wgrad multiply them (rotated, requantized), is recorded by
 q2compile's telemetry, and beside it the same of a linear whose x, w and dy are N(0,1), which is
 what papers state. What comes out of the GEMMs, and how far the gradient of all parameters moves, is
 `q2compile.compare`'s.
@@ -204,7 +204,7 @@ def table(found: Sequence[OperandErrors]) -> str:
         gemms.append([errors.run, *of_gemms, *of_gradients])
     return (
         f"{aligned(rows)}\n\n{aligned(gemms)}\n(gradient: of all parameters, under the whole "
-        "recipe and with one GEMM alone quantised)"
+        "recipe and with one GEMM alone quantized)"
     )
 
 

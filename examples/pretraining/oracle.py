@@ -55,7 +55,7 @@ def by_references(model: nn.Module, options: Mapping[str, Any]) -> Callable[...,
         if isinstance(module, nn.Linear):
             recipe, _ = policy.resolve(name)
             module.__dict__.pop("forward", None)  # of the options before
-            if recipe.quantises:
+            if recipe.quantizes:
                 module.__dict__["forward"] = partial(_linear, module, recipe.texts(), salt)
     return model
 

@@ -50,7 +50,7 @@ def einsum(call: Call) -> Matmul | NotTaken | None:
     out = out if arrow else _implied(inputs)
     first, second = (call.scope.parameter(o) for o in operands)
     if first is not None and second is not None:
-        return call.left("parameter × parameter: no activation to quantise", second)
+        return call.left("parameter × parameter: no activation to quantize", second)
     orders = ((0, 1), (1, 0))
     for x, w in orders if first is None and second is None else ():
         found = expert_spellings.einsum_look_up(

@@ -123,7 +123,7 @@ def _can_be_inlined(node: fx.Node) -> bool:
     )
 
 
-def _specialised(argument: Any) -> Any:
+def _specialized(argument: Any) -> Any:
     """A number that is symbolic under dynamic shapes, such as the dropout rate, as what it is now:
     reading it makes Dynamo guard it, as Inductor does with floats."""
     value = argument.meta["example_value"] if isinstance(argument, fx.Node) else None
@@ -135,7 +135,7 @@ def _specialised(argument: Any) -> Any:
 
 def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     flat, spec = tree_flatten((node.args, node.kwargs))
-    flat = [_specialised(a) for a in flat]
+    flat = [_specialized(a) for a in flat]
     inputs = [a for a in flat if isinstance(a, fx.Node)]
     examples = [n.meta["example_value"] for n in inputs]
     traced = _trace(_FUNCTIONS[node.target], flat, spec, examples)

@@ -66,7 +66,7 @@ def _matmul(call: Call) -> Matmul | NotTaken:
         return call.left("a product with an out_dtype of its own", call.weight())
     left, right = call.scope.parameter(a), call.scope.parameter(b)
     if left is not None and right is not None:
-        return call.left("parameter × parameter: no activation to quantise", right)
+        return call.left("parameter × parameter: no activation to quantize", right)
     if right is not None and example(b).ndim == 2:
         bias, added = _bias_or_added(call, summand, example(b).shape[-1:])
         return call.taken(right, a, b, bias=bias, w_views=_TRANSPOSED, y_views=added)
@@ -150,7 +150,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         "scaled_grouped_mm",
         (torch._scaled_grouped_mm,),
         (),
-        _never("a grouped matmul of operands that are quantised already"),
+        _never("a grouped matmul of operands that are quantized already"),
     ),
     (
         "recurrent",

@@ -120,7 +120,7 @@ class PostGradPasses(PassRunner):
 
 
 def fuses_rotations(config: Config, device: torch.device | None) -> bool:
-    """Whether rotating quantisers on a device may compute their operand."""
+    """Whether rotating quantizers on a device may compute their operand."""
     if config.fuse_rotations != "auto":
         return bool(config.fuse_rotations)
     if config.telemetry is not None:

@@ -16,7 +16,7 @@ import torch
 MEMORY_SHARE = 0.83
 # Of what other kernels reach of it, transpose.cu: its loads and stores are pieces of 8 rows.
 TURNING_REACH = 0.65
-# Of the issue slots that the loop over tiles of a quantiser fills: with coins less, since 64-bit
+# Of the issue slots that the loop over tiles of a quantizer fills: with coins less, since 64-bit
 # products take two slots and their results are waited for. What leaves the least error over the
 # rows of kernels.json, at both shapes.
 ISSUE_SHARE, ISSUE_SHARE_OF_COINS = 0.69, 0.58
@@ -38,7 +38,7 @@ class Device:
 
     flops: of "bf16" and, where there are fp4 tensor cores, of "fp4".
     gemm_share: of those that a large GEMM reaches.
-    architecture: whose machine code is counted (`quantisers`).
+    architecture: whose machine code is counted (`quantizers`).
     """
 
     name: str
@@ -99,9 +99,9 @@ ASSUMPTIONS = (
         for d in DEVICES
     )
     + f"; a GEMM reaches {_ASSUMED['fp4']:.0%} of that in FP4 and {_ASSUMED['bf16']:.0%} in "
-    f"BF16, a quantiser {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the issue "
+    f"BF16, a quantizer {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the issue "
     f"slots ({ISSUE_SHARE_OF_COINS:.0%} with coins); {LAUNCH_SECONDS * 1e6:.0f} us a launch; "
-    f"forward quantisers fused; of the host {HOST_CALL * 1e6:.0f} us a call of two launches, where "
+    f"forward quantizers fused; of the host {HOST_CALL * 1e6:.0f} us a call of two launches, where "
     "that is longer"
 )
 

@@ -76,7 +76,7 @@ def predict(
     guard is added: another size would be predicted otherwise, and runs in the same graph. None if a
     symbol has no hint, or the layer has no rows: nothing can be said.
 
-    cuda_graphs: the host does not launch.  layer: x_users, w_quantised, bias, x_fuses of a
+    cuda_graphs: the host does not launch.  layer: x_users, w_quantized, bias, x_fuses of a
     `steps.Layer`.
     """
     gemms = list(gemms)

@@ -2,7 +2,7 @@
 
     shape [T, N, K]: y[T, N] = x[T, K] wᵀ; for E experts w is [E, N, K] and T counts all rows
 
-Sizes may be sympy expressions; FLOPs and bytes then are, too. Each GEMM and each quantiser is a
+Sizes may be sympy expressions; FLOPs and bytes then are, too. Each GEMM and each quantizer is a
 `Step`. On the GPU it takes the longest of three: its multiplications at the rate of the tensor
 cores, its bytes at the rate of the memory, its instructions at the rate they can be issued; steps
 run one after another, each launch with a fixed overhead. On the host it takes what its calls do.
@@ -11,14 +11,14 @@ Nothing here was measured on a Blackwell, which nobody of the project has; on an
 
 The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.lowering`):
 
-    forward    a quantiser of nvfp4 by blocks of a row writes x's codes from inside x's producer,
-               which costs no read, unless something reads x as well; x of q, k and v is quantised
+    forward    a quantizer of nvfp4 by blocks of a row writes x's codes from inside x's producer,
+               which costs no read, unless something reads x as well; x of q, k and v is quantized
                once, and each pays its share
     backward   the gradient is read once for dgrad and wgrad where both take it rotated alike; x and
                w are read as the codes that fprop saved, x once for all that share it
     a scale    found afterwards: fp32 block scales are written, and read again to be rounded
     emulated   without fp4 tensor cores GEMMs are BF16's, of the bf16 numbers that the codes stand
-               for: those of the backward are written so, saved ones and the forward's dequantised
+               for: those of the backward are written so, saved ones and the forward's dequantized
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
     a bias     is added inside of the GEMM, as BF16's is; its gradient is a sum in both
@@ -43,7 +43,7 @@ from q2compile.cost_model.devices import (
     TURNING_REACH,
     Device,
 )
-from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits, written_bits
+from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits, written_bits
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
@@ -51,11 +51,11 @@ from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
-# Launches of what is no quantiser of one kernel; a test counts them in generated code.
+# Launches of what is no quantizer of one kernel; a test counts them in generated code.
 _SCALES_OF_LOOPS = 2  # q2::split_scales: the largest, then the scales
 _LOOPS_OF_16X16 = 2  # the largest of each block, then codes
 TURNED_BITS = 4 + Fraction(8, 16)  # that q2::transpose writes: a scale for each row
-_ALPHA = 1  # the product of two global scales, where no quantiser's last launch makes it
+_ALPHA = 1  # the product of two global scales, where no quantizer's last launch makes it
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
 
@@ -64,7 +64,7 @@ class Step:
     """A call: one kernel, or several that belong together.
 
     bits moved; reach: at which share of the bandwidth that others reach; bits_before: by a launch
-    of its own ahead of the others; flops at the rate of ``kind``; elements that ``quantiser`` works
+    of its own ahead of the others; flops at the rate of ``kind``; elements that ``quantizer`` works
     on; how many matmuls share the result; the last of the launches, where it may be another step's
     as well; and who launches, for the host's time: FUSED into another kernel (with launches behind
     it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED.
@@ -75,7 +75,7 @@ class Step:
     bits: Any
     flops: Any = 0
     kind: str = "bf16"
-    quantiser: Quantiser | None = None
+    quantizer: Quantizer | None = None
     elements: Any = 0
     bits_before: Any = 0
     launches: int = 1
@@ -91,10 +91,10 @@ class Step:
             self.flops / (device.flops[self.kind] * device.gemm_share[self.kind]),
             self.bits / (bandwidth * self.reach),
         ]
-        if self.quantiser is not None:
-            coins = self.quantiser.spec.rounding == "sr"
+        if self.quantizer is not None:
+            coins = self.quantizer.spec.rounding == "sr"
             share = ISSUE_SHARE_OF_COINS if coins else ISSUE_SHARE
-            issued = self.elements * self.quantiser.instructions(device.architecture)
+            issued = self.elements * self.quantizer.instructions(device.architecture)
             times.append(issued / (device.issue * share))
         own = float(max(times)) + float(self.bits_before / bandwidth)
         return (own + self.launches * LAUNCH_SECONDS) / self.shared_by
@@ -118,7 +118,7 @@ class Layer:
     """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are made in
     a forward and backward.
 
-    grouped: its GEMMs are grouped ones.  x_fuses: something computes x, that its quantiser may be
+    grouped: its GEMMs are grouped ones.  x_fuses: something computes x, that its quantizer may be
     part of.  emulated: the GPU has no fp4 tensor cores, so GEMMs multiply bf16 numbers.
     """
 
@@ -127,7 +127,7 @@ class Layer:
     k: Any
     experts: int = 1
     x_users: int = 1
-    w_quantised: int = 1
+    w_quantized: int = 1
     grouped: bool = False
     bias: bool = False
     x_fuses: bool = True
@@ -178,7 +178,7 @@ def _dbias(layer: Layer, gemms: list[str]) -> list[Step]:
 
 
 def _dbias_is_summed(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
-    """Whether the gradient of a bias comes from wgrad's quantiser of dy (`passes.sum_columns`)."""
+    """Whether the gradient of a bias comes from wgrad's quantizer of dy (`passes.sum_columns`)."""
     if recipe.wgrad is None or not _dbias(layer, gemms) or layer.grouped:
         return False
     operand = recipe.wgrad.a
@@ -188,20 +188,20 @@ def _dbias_is_summed(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
 
 
 def _is_of_columns(step: Step) -> bool:
-    """Whether it is the quantiser of dy that goes along columns, with rows or without."""
-    return step.what in ("quantise dy both ways", "quantise dy") and (
-        step.quantiser is not None and step.quantiser.kind != "row"
+    """Whether it is the quantizer of dy that goes along columns, with rows or without."""
+    return step.what in ("quantize dy both ways", "quantize dy") and (
+        step.quantizer is not None and step.quantizer.kind != "row"
     )
 
 
 def _summing(step: Step) -> Step:
-    assert step.quantiser is not None
-    quantiser = replace(step.quantiser, sums=True)
-    return replace(step, quantiser=quantiser, bits=quantiser.bits * step.elements)
+    assert step.quantizer is not None
+    quantizer = replace(step.quantizer, sums=True)
+    return replace(step, quantizer=quantizer, bits=quantizer.bits * step.elements)
 
 
 def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Step]:
-    """The kernels of a quantised linear, for those of its GEMMs that are wanted."""
+    """The kernels of a quantized linear, for those of its GEMMs that are wanted."""
     gemms = list(gemms)
     summed = _dbias_is_summed(recipe, layer, gemms)
     steps = [] if summed else _dbias(layer, gemms)
@@ -245,8 +245,8 @@ def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[
         if role == "dy" and paired:
             beside += [_both_directions(layer, operand)] * (name == "dgrad")
             continue
-        times = layer.w_quantised if (name, role) == ("fprop", "w") else 1
-        made = times * _quantiser(recipe, layer, name, role, operand)
+        times = layer.w_quantized if (name, role) == ("fprop", "w") else 1
+        made = times * _quantizer(recipe, layer, name, role, operand)
         if operand.source == "forward":
             ahead += [replace(step, last=None) for step in made]
         else:
@@ -255,7 +255,7 @@ def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[
 
 
 def _together(steps: list[Step]) -> list[Step]:
-    """Quantisers of a GEMM, one after another, end in one launch where that can be."""
+    """Quantizers of a GEMM, one after another, end in one launch where that can be."""
     made: list[Step] = []
     group: list[Step] = []  # that end alike
     for step in steps:
@@ -267,22 +267,22 @@ def _together(steps: list[Step]) -> list[Step]:
 
 
 def _behind(group: list[Step], step: Step) -> Step:
-    """A quantiser whose last launch is that of others ahead of it; and the one before that, where
+    """A quantizer whose last launch is that of others ahead of it; and the one before that, where
     it is the same kernel. (Not of large operands: next to their time a launch is none.)"""
     if not group:
         return step
-    several = step.quantiser and step.quantiser.several
-    ahead = [each.quantiser.several for each in group if each.quantiser is not None]
+    several = step.quantizer and step.quantizer.several
+    ahead = [each.quantizer.several for each in group if each.quantizer is not None]
     return replace(step, launches=step.launches - 1 - (several is not None and several in ahead))
 
 
 def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
-    """A quantiser that is alone ahead of its GEMM ends in the launch of those ahead of the GEMM
-    before, where that has room (`passes.gather_quantisers`)."""
+    """A quantizer that is alone ahead of its GEMM ends in the launch of those ahead of the GEMM
+    before, where that has room (`passes.gather_quantizers`)."""
     lone, group = ([step for step in steps if step.last is not None] for steps in (made, before))
     if len(lone) != 1 or not group or group[-1].last != lone[0].last:
         return made
-    sides = sum(s.quantiser.directions if s.quantiser else 1 for s in (*group, *lone))
+    sides = sum(s.quantizer.directions if s.quantizer else 1 for s in (*group, *lone))
     if sides > MOST_SIDES:
         return made
     return [_behind(group, step) if step in lone else step for step in made]
@@ -290,7 +290,7 @@ def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
 
 def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool) -> list[Step]:
     """The GEMM, and what is launched for it ahead. masked: a kernel of ours reads its result.
-    aligned: a quantiser ahead of it ends in a launch that makes the product of global scales."""
+    aligned: a quantizer ahead of it ends in a launch that makes the product of global scales."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
     if layer.emulated:
         folds = layer.grouped or all(get_scheme(o.scheme).folds for o in operands.values())
@@ -333,7 +333,7 @@ def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step
     return [
         Step(
             name,
-            f"dequantise {role}",
+            f"dequantize {role}",
             (HIGH + packed_bits(o.scheme)) * layer.elements(role),
             launches=0 if alike and role != list(packed)[-1] else 1,
             shared_by=layer.users(role),
@@ -343,7 +343,7 @@ def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step
 
 
 def _leaves_numbers(layer: Layer, name: str, operand: Operand) -> bool:
-    """Whether an operand's quantiser writes bf16 numbers (`passes.widen_operands`)."""
+    """Whether an operand's quantizer writes bf16 numbers (`passes.widen_operands`)."""
     return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
 
 
@@ -354,23 +354,23 @@ def _paired(recipe: Recipe, gemms: list[str]) -> bool:
     return recipe.dgrad.a == recipe.wgrad.a and recipe.dgrad.a.transform != "none"
 
 
-def quantising(
+def quantizing(
     gemm: str,
     what: str,
-    quantiser: Quantiser,
+    quantizer: Quantizer,
     elements: Any,
     users: int = 1,
     last: Launch | None = None,
 ) -> Step:
-    """A call of a CUDA quantiser of so many elements, for each of so many users."""
+    """A call of a CUDA quantizer of so many elements, for each of so many users."""
     return Step(
         gemm,
         what,
-        quantiser.bits * elements,
-        quantiser=quantiser,
+        quantizer.bits * elements,
+        quantizer=quantizer,
         elements=elements,
-        bits_before=quantiser.amax_bits * elements,
-        launches=quantiser.launches,
+        bits_before=quantizer.amax_bits * elements,
+        launches=quantizer.launches,
         shared_by=users,
         last=last,
     )
@@ -378,9 +378,9 @@ def quantising(
 
 def _both_directions(layer: Layer, operand: Operand) -> Step:
     scheme = operand.scheme + (WIDENED if layer.emulated else "")
-    made = Quantiser("both", scheme, operand.transform)
+    made = Quantizer("both", scheme, operand.transform)
     last = _last_launch(layer, scheme, operand.transform)
-    return quantising("dgrad", "quantise dy both ways", made, layer.elements("dy"), last=last)
+    return quantizing("dgrad", "quantize dy both ways", made, layer.elements("dy"), last=last)
 
 
 def turning(gemm: str, what: str, scheme: str, elements: Any) -> Step:
@@ -389,7 +389,7 @@ def turning(gemm: str, what: str, scheme: str, elements: Any) -> Step:
     return Step(gemm, what, bits, reach=TURNING_REACH)
 
 
-def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Operand) -> list[Step]:
+def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Operand) -> list[Step]:
     """One operand's way from where it lies to codes."""
     elements, users = layer.elements(role), layer.users(role)
     if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
@@ -401,7 +401,7 @@ def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
         bits = written_bits(operand.scheme) * elements
         launches = 0 if spec.takes_amax else _SCALES_OF_LOOPS
         last = None if spec.takes_amax else _last_launch(layer, operand.scheme)
-        step = Step(name, f"quantise {role}", bits, launches=launches, by=FUSED, last=last)
+        step = Step(name, f"quantize {role}", bits, launches=launches, by=FUSED, last=last)
         return [replace(step, shared_by=users)]
     kind = "row" if name == "fprop" or (name, role) == ("dgrad", "dy") else "col"
     scheme = operand.scheme + (WIDENED if _leaves_numbers(layer, name, operand) else "")
@@ -409,10 +409,10 @@ def _quantiser(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
     if operand.source == "requantize":
         assert recipe.fprop is not None
         source = (recipe.fprop.a if role == "x" else recipe.fprop.b).scheme
-        made = Quantiser("requantize", scheme, operand.transform, source)
-        return [quantising(name, f"requantise {role}", made, elements, users, last)]
-    made = Quantiser(kind, scheme, operand.transform)
-    return [quantising(name, f"quantise {role}", made, elements, users, last)]
+        made = Quantizer("requantize", scheme, operand.transform, source)
+        return [quantizing(name, f"requantize {role}", made, elements, users, last)]
+    made = Quantizer(kind, scheme, operand.transform)
+    return [quantizing(name, f"quantize {role}", made, elements, users, last)]
 
 
 def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, elements: Any) -> Step:
@@ -421,12 +421,12 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
     pow2 = get_scheme(operand.scheme).global_scale == "pow2"
     launches = _LOOPS_OF_16X16 + _SCALES_OF_LOOPS * pow2
     last = _last_launch(layer, operand.scheme) if pow2 else None
-    step = Step(name, f"quantise {role}", bits, launches=launches, last=last)
+    step = Step(name, f"quantize {role}", bits, launches=launches, last=last)
     return replace(step, bits_before=HIGH * elements)
 
 
 def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
-    """Which other operands' quantisers can end in as well (cuda/quantize/together.py)."""
+    """Which other operands' quantizers can end in as well (cuda/quantize/together.py)."""
     spec = get_scheme(scheme)
     if not layer.emulated and spec.block[0] == 1:  # `passes.swizzle_scales`
         spec = get_scheme(scheme + SWIZZLED)
@@ -434,7 +434,7 @@ def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch |
 
 
 def _fuses(recipe: Recipe, operand: Operand) -> bool:
-    """Whether a forward quantiser runs inside its producer (`lowering.support.beats_kernels`). It
+    """Whether a forward quantizer runs inside its producer (`lowering.support.beats_kernels`). It
     does not where the same x is rotated for the backward by a kernel."""
     spec = get_scheme(operand.scheme)
     reads_again = recipe.wgrad is not None and recipe.wgrad.b.source == "forward"

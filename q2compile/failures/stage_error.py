@@ -100,7 +100,7 @@ class Faults:
 
 
 def warn(fault: StageError) -> None:
-    """Say that a graph will not be quantised."""
+    """Say that a graph will not be quantized."""
     warnings.warn(f"q2compile: {fault}\nIt runs in bf16 now.", FaultWarning, stacklevel=2)
 
 

@@ -3,9 +3,9 @@
 Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of the leading sizes.
 
     forward    qx = quantize(x); qw = quantize(w); y = gemm(qx, qw, bias)
-    backward   per GEMM: seed, both operands quantised along its contraction, gemm
+    backward   per GEMM: seed, both operands quantized along its contraction, gemm
     saved      codes, scales and global scale of x and w (and QuEST's bit masks); a high-precision
-               tensor only for a GEMM that the recipe leaves in bf16, or that quantises it afresh
+               tensor only for a GEMM that the recipe leaves in bf16, or that quantizes it afresh
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 
 def coins_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
-    """The seed, where quantising the operand draws coins or signs."""
+    """The seed, where quantizing the operand draws coins or signs."""
     draws = SCHEMES[operand.scheme].stochastic or TRANSFORMS[operand.transform].seeded
     return seed if draws else None
 
@@ -112,7 +112,7 @@ class OneWeight:
         bias: Tensor | None,
         dtype: Any,
     ) -> Tensor:
-        """The product of two operands quantised along the contraction."""
+        """The product of two operands quantized along the contraction."""
         return torch.ops.q2.gemm(*a, *b, bias, gemm.a.scheme, gemm.b.scheme, dtype)
 
     def plain(self, gemm_name: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, TRANSP
 def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fuses: bool) -> None:
     """Have threads compile for the checks of linear layers with these recipes (`Recipe.texts`).
 
-    fuses: whether quantisers of gradients may compute their operand.
+    fuses: whether quantizers of gradients may compute their operand.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     if unsupported(index) is not None:

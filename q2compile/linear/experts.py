@@ -7,7 +7,7 @@ weights w [E, N, K]; T rows of x in all, of which each is multiplied with one we
     batched_linear(x [E, ..., K], w)          groups of equal size
     indexed_linear(x [..., K], w, index [...])    each row names its expert
 
-Quantising along K does not care which rows belong together, so x and w [E * N, K] are quantised as
+Quantizing along K does not care which rows belong together, so x and w [E * N, K] are quantized as
 any matrix, and so is dy along N. What the backward contracts must not mix experts. Along T (wgrad)
 q2::quantize and q2::requantize keep them apart as groups, in whole chunks of 128 rows an expert,
 and see to it that MS-EDEN is unbiased for few tokens, too (numerics/groups.py). The N rows of w
@@ -140,7 +140,7 @@ def indexed_linear(
     """y [..., N]: the row t of x [..., K] times w[index[t]].
 
     The weights are not gathered, as a bmm with w[index] does, but the rows of x sorted; so the
-    tokens of an expert are quantised together for wgrad, and a weight once. index [...] is integer;
+    tokens of an expert are quantized together for wgrad, and a weight once. index [...] is integer;
     as in torch's indexing -1 is the last expert. Under autocast cast as bmm's operands are.
     """
     x, w = cast(x, w)

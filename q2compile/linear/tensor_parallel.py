@@ -1,7 +1,7 @@
 """`q2::linear` on DTensors: tensor, sequence and data parallel layers, each rank its own part.
 
 Shapes: x [..., K], w [N, K], bias [N], y [..., N] are the whole tensors; every rank computes the
-same local linear of its own shards, with quantisers that see nothing but them (amax, where a recipe
+same local linear of its own shards, with quantizers that see nothing but them (amax, where a recipe
 takes one, is the shard's). Each dimension of the device mesh follows the row of its w and x:
 
     w          x             y            grad of x    of w       of bias
@@ -12,7 +12,7 @@ takes one, is the shard's). Each dimension of the device mesh follows the row of
 
 For a sharded w, an x that is placed otherwise is first brought to its row's placement, which takes
 the collectives that torch's own linear would. Where w is replicated nothing moves. A rewrite to the
-quantised linear therefore adds no collective.
+quantized linear therefore adds no collective.
 
 Coins come from each rank's default generator and are never keyed by rank. Ranks that compute the
 same (the last row, or equal bits of dy anywhere) must draw the same, or their copies of a parameter

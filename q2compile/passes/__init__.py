@@ -32,7 +32,7 @@ from q2compile.passes.joint.mask_again import mask_again_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
-from q2compile.passes.post_grad.gather_quantisers import gather_quantisers_pass
+from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.part_directions import part_directions_pass
@@ -127,7 +127,7 @@ PASSES: tuple[Pass, ...] = (
     # After all that rewrite the quantizers that it replaces.
     _post_grad("sum_columns", sum_columns_pass),
     # After all that make quantizers, or part them.
-    _post_grad("gather_quantisers", gather_quantisers_pass),
+    _post_grad("gather_quantizers", gather_quantizers_pass),
     _post_grad("concatenate_last", concatenate_last_pass),  # looks at the quantizers that are left
     _post_grad("tabulate", tabulate_pass),  # before the next, whose kernels read a table of sines
     # Marks what the others leave, and pairs it.

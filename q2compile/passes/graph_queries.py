@@ -23,7 +23,7 @@ Q2 = "q2"
 # Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
 GEMM_OPS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
 _aten, _prims = torch.ops.aten, torch.ops.prims
-# What stands between a tensor and its quantisation. All of these are functions of their arguments.
+# What stands between a tensor and its quantization. All of these are functions of their arguments.
 # A matrix with other sizes.
 RESHAPES = frozenset([_aten.reshape.default, _aten.view.default])
 VIEWS_AND_CASTS = RESHAPES | frozenset(

@@ -41,7 +41,7 @@ def worth_time(peak: int) -> float:
     no less than `SMALL`.
 
     A fiftieth is where memory and time change hands one for one: in four layers of width 2048
-    quantising the weights a second time took 2% of the time and gave back 2% of the peak
+    quantizing the weights a second time took 2% of the time and gave back 2% of the peak
     (`examples/benchmarks/README.md`).
     """
     return max(0.02 * peak, SMALL)

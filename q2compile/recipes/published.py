@@ -5,7 +5,7 @@ from __future__ import annotations
 from q2compile.recipes.recipe import BF16, Recipe
 
 # One screen: every recipe. Schemes are written by their paper names, with a global scale from amax;
-# the option global_scale="pow2" (the default) selects their "_pow2" rows. Q is quantisation along
+# the option global_scale="pow2" (the default) selects their "_pow2" rows. Q is quantization along
 # the contraction, H the rotation with the signs of this step, M a trust mask.
 _EDEN = "rht128>nvfp4_ms_eden"
 _SR64 = "rht64>mxfp4_sr"
@@ -27,7 +27,7 @@ RECIPES = {
         # "rht16_fixed", scheme "nvfp4_sr_clip".
         #   y  = Q(x) Q16x16(w)ᵀ
         #   dx = Qsr(dy) Q16x16(w)                   the same codes of w
-        #   dw = Qsr(dyᵀ H) Q(xᵀ H)ᵀ                 RHT-16 along T; x quantised in the forward
+        #   dw = Qsr(dyᵀ H) Q(xᵀ H)ᵀ                 RHT-16 along T; x quantized in the forward
         Recipe.parse(
             "nvfp4",
             fprop="nvfp4 @ nvfp4_16x16",

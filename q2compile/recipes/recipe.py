@@ -9,11 +9,11 @@ Shapes: x [T, K] activations, w [N, K] weight, dy [T, N] gradient of the output.
 Each operand is an `Operand(scheme, transform, source)`; its text, as it stands in graphs, reports
 and options, is the path the numbers take, from source to codes:
 
-    nvfp4_46_pow2                         quantised from the high-precision tensor
-    rht128>nvfp4_ms_eden_pow2             rotated, then quantised
-    requantize>rht128>nvfp4_ms_eden_pow2  from the codes fprop saved, rotated, quantised
+    nvfp4_46_pow2                         quantized from the high-precision tensor
+    rht128>nvfp4_ms_eden_pow2             rotated, then quantized
+    requantize>rht128>nvfp4_ms_eden_pow2  from the codes fprop saved, rotated, quantized
     reuse>nvfp4_16x16_pow2                the codes fprop saved, transposed
-    forward>rht16>nvfp4_pow2              rotated and quantised during the forward, and saved
+    forward>rht16>nvfp4_pow2              rotated and quantized during the forward, and saved
 
 and a GEMM's text is ``"<a> @ <b>"`` or ``"bf16"``. The schemes themselves (format, block, rounding,
 scale rule) are rows of `q2compile.runtime_kernels.schemes.SCHEMES`.
@@ -34,7 +34,7 @@ BF16 = "bf16"
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand of a GEMM is quantised along that GEMM's contraction.
+    """How one operand of a GEMM is quantized along that GEMM's contraction.
 
     scheme     a row of SCHEMES
     transform  a row of TRANSFORMS, applied along the contraction before rounding; signs are drawn
@@ -62,7 +62,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """A quantised GEMM: its two operands, in the order of `GEMMS`."""
+    """A quantized GEMM: its two operands, in the order of `GEMMS`."""
 
     a: Operand
     b: Operand
@@ -71,7 +71,7 @@ class Gemm:
         return f"{self.a} @ {self.b}"
 
     def without_codes(self) -> Gemm:
-        """The same of high-precision operands, where there are no codes to requantise."""
+        """The same of high-precision operands, where there are no codes to requantize."""
         fresh = (
             replace(o, source="fresh") if o.source == "requantize" else o for o in (self.a, self.b)
         )
@@ -105,18 +105,18 @@ class Recipe:
         return cls(name, Gemm.parse(fprop), Gemm.parse(dgrad), Gemm.parse(wgrad))
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         return any((self.fprop, self.dgrad, self.wgrad))
 
     @property
     def random_forward(self) -> bool:
-        """Whether the forward draws a seed: x quantised for wgrad during the forward needs one."""
+        """Whether the forward draws a seed: x quantized for wgrad during the forward needs one."""
         return self.wgrad is not None and self.wgrad.b.source == "forward"
 
     def only(self, gemms: Collection[str]) -> Recipe:
         """This recipe with all GEMMs but those named left in high precision.
 
-        Without fprop no codes are saved to requantise from, and the gradient of what was computed
+        Without fprop no codes are saved to requantize from, and the gradient of what was computed
         is the one with the high-precision operand: "requantize" becomes "fresh".
         """
         kept: dict[str, Gemm | None]

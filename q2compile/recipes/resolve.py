@@ -135,7 +135,7 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
     if scheme.masked:
         return "but QuEST belongs to fprop: a trust mask is of no use in a backward GEMM"
     if o.source == "forward" and (gemm, role) != ("wgrad", "x"):
-        return "but only x in wgrad can be quantised during the forward: w is there anyway"
+        return "but only x in wgrad can be quantized during the forward: w is there anyway"
     if o.source == "reuse":
         square = scheme.block[0] == scheme.block[1]
         if role != "w":

@@ -4,7 +4,7 @@ that tlparse reads.
 The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
 
     WARNING what q2compile failed on and left in bf16; what was asked for and does nothing
-    INFO    a line for the first graph with matmuls to quantise that a process compiles; it is shown
+    INFO    a line for the first graph with matmuls to quantize that a process compiles; it is shown
             even where nobody has configured logging: once, on stderr, by rank 0
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
             pass did
@@ -42,7 +42,7 @@ class _Stderr(logging.Handler):
 
 
 class _First:
-    """Whether a graph with matmuls to quantise was compiled in this process."""
+    """Whether a graph with matmuls to quantize was compiled in this process."""
 
     compiled = False
 
@@ -101,7 +101,7 @@ def summary(rows: Sequence[Row]) -> str:
         recipes = dict.fromkeys(row.recipe for row in taken)
         text += f" in {' and '.join(formats)} ({', '.join(recipes)})"
     else:
-        text += " quantised"
+        text += " quantized"
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if not row.taken:

@@ -82,7 +82,7 @@ class Coverage:
                 name,
                 (*shape[:-2], "T", *shape[-2:]),
                 why=why + loop * (len(shape) > 2),
-                wanted=policy.resolve(name)[0].quantises,
+                wanted=policy.resolve(name)[0].quantizes,
             )
             for name, shape in {**loose, **expected_sites(root, self.label)}.items()
             if name not in self.seen

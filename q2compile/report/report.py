@@ -98,7 +98,7 @@ class Report:
         )
         if not elements:
             return text
-        return f"{text}; quantised for backward: {size} B, {8 * size / elements:.2f} bit an element"
+        return f"{text}; quantized for backward: {size} B, {8 * size / elements:.2f} bit an element"
 
     def text(self) -> str:
         """The text table, as a dump holds it."""

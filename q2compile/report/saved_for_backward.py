@@ -19,7 +19,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
     """Set ``saved_bytes`` and ``saved_elements`` of the rows whose nodes stand in ``graph``, from
     its outputs: a forward graph, or one that it calls.
 
-    Counted are the outputs of quantising ops (codes, scales, global scale, masks). A tensor that
+    Counted are the outputs of quantizing ops (codes, scales, global scale, masks). A tensor that
     several matmuls share belongs to the one whose ops made it: the first.
     """
     salts = {_salt(node) for node in graph.nodes}  # of a forward left in bf16, too
@@ -32,7 +32,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
             continue
         value = node.meta["val"]
         bytes_of[_salt(op)] += _concrete(value.numel()) * value.element_size()
-        if node.args[1] == 0:  # the codes stand for the elements of what was quantised
+        if node.args[1] == 0:  # the codes stand for the elements of what was quantized
             packed = 2 if is_q2(op, TRANSPOSE) else 1
             elements_of[_salt(op)] += packed * _concrete(op.args[0].meta["val"].numel())
     for row in rows:
@@ -41,7 +41,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
 
 
 def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherwise: str) -> None:
-    """Set ``weight`` of the rows whose weights ``graph``, a forward, quantises: whether it keeps
+    """Set ``weight`` of the rows whose weights ``graph``, a forward, quantizes: whether it keeps
     the codes for its backward.
 
     why        by the name of the node that makes the codes

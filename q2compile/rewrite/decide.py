@@ -23,7 +23,7 @@ from q2compile.report.row import Row
 
 def with_prediction(row: Row, found: Matmul, recipe: Recipe, config: Config) -> Recipe:
     """Fill in what the cost model says of a matmul; bf16 if "auto" leaves it for that."""
-    if not recipe.quantises:
+    if not recipe.quantizes:
         return recipe
     prediction = predict_matmul(found, recipe, config)
     if prediction is not None:
@@ -40,7 +40,7 @@ def why_bf16(row: Row, config: Config, *, router: bool) -> str:
     default = config.resolved_policy.default
     if row.pattern:
         return f"policy: {row.pattern!r} says bf16"
-    if not default.quantises or not router:
+    if not default.quantizes or not router:
         return "recipe: bf16"
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", row.module)
     return f"router: taken where the policy names it, {{{pattern!r}: {default.name!r}}}"
@@ -67,7 +67,7 @@ def refuse_shared(
 def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction | None:
     """The prediction for a matmul of a Dynamo graph, for the GEMMs that it will run: without
     gradients fprop alone, for a frozen weight no wgrad. A weight whose codes are cached is not
-    quantised.
+    quantized.
     """
     x, _, _ = found.operands()
     gemms = ["fprop"]
@@ -82,14 +82,14 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
         gemms,
         cuda_graphs=config.uses_cuda_graphs,
         x_users=max(x_users, 1),
-        w_quantised=0 if config.cache_weights else 1 + again,
+        w_quantized=0 if config.cache_weights else 1 + again,
         bias=found.bias is not None,
         x_fuses=_is_computed(found.x, kin),
     )
 
 
 def _is_computed(x: fx.Node, matmuls: tuple[Any, ...]) -> bool:
-    """Whether loops of Inductor's make x, so that its quantiser can be part of them: not an input
+    """Whether loops of Inductor's make x, so that its quantizer can be part of them: not an input
     of the graph, nor what a matmul or an attention leaves in memory."""
     while is_view_or_cast(x) and isinstance(viewed(x), fx.Node):
         x = viewed(x)

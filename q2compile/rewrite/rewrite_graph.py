@@ -27,6 +27,9 @@ from q2compile.torch_internals.aot_autograd import in_compiled_autograd
 from q2compile.torch_internals.dynamo import called_graphs, control_flow
 from q2compile.torch_internals.node_origin import stack_of
 
+# Dynamo's own exceptions, and errors of the user, which the user has to fix.
+_NOT_OF_ONE_MATMUL: tuple[type[BaseException], ...] = (*control_flow(), BackendError)
+
 
 def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     """Rewrite ``gm`` in place; return a row for every matmul in it, taken or not and why. A body
@@ -40,12 +43,12 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
     salt = 0
     calls = own_bodies(gm)
     for found, row, recipe in planned(gm, config, names):
-        if isinstance(found, Matmul) and recipe.quantises:
+        if isinstance(found, Matmul) and recipe.quantizes:
             try:
                 replace_by_linear(found, recipe, salt)
                 row.taken, row.salt = True, salt
                 salt += 1
-            except (*control_flow(), BackendError):
+            except _NOT_OF_ONE_MATMUL:
                 raise
             except Exception as error:
                 _, row, _ = _left_alone(found, error, config, names)
@@ -76,7 +79,7 @@ def planned(
             continue  # part of a gradient: the graph of its forward has the row
         try:
             plan = _plan(found, config, names)
-        except (*control_flow(), BackendError):  # an error of the user's is the user's to mend
+        except _NOT_OF_ONE_MATMUL:
             raise
         except Exception as error:
             plan = _left_alone(found, error, config, names)
@@ -94,7 +97,7 @@ def _plan(
     refuse_shared(found, wanted, names, config, router=router)
     recipe = with_prediction(row, found, wanted, config)
     row.fprop, row.dgrad, row.wgrad = recipe.texts()
-    if not recipe.quantises:
+    if not recipe.quantizes:
         row.why = row.why or why_bf16(row, config, router=router)
     return found, row, recipe
 
@@ -116,9 +119,9 @@ def _policy_row(
     if row.has_parameter:
         found.node.meta["custom"] = {**found.node.meta.get("custom", {}), SITE: row.module}
         recipe, row.pattern = config.resolved_policy.resolve(row.module, router=router)
-        row.recipe, row.wanted = recipe.name, recipe.quantises
+        row.recipe, row.wanted = recipe.name, recipe.quantizes
     elif isinstance(found, NotTaken) and found.unread:
-        row.wanted = config.resolved_policy.default.quantises  # it may have a weight
+        row.wanted = config.resolved_policy.default.quantizes  # it may have a weight
     return row
 
 

@@ -1,4 +1,4 @@
-"""The option ``telemetry``: what quantising does to each operand, recorded while a model trains.
+"""The option ``telemetry``: what quantizing does to each operand, recorded while a model trains.
 
     begin        whether a graph is recorded
     clock        which step it is

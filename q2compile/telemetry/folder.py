@@ -181,7 +181,7 @@ class Folder:
         if self._tensorboard is not None:
             self._tensorboard.write(rows, finding)
         if rank == 0:
-            self._summarise(rows, finding)
+            self._summarize(rows, finding)
 
     def _start(self, rank: int) -> None:
         self._started = True
@@ -200,7 +200,7 @@ class Folder:
             "modules": list(self.options.modules),
         }
 
-    def _summarise(self, rows: list[Row], finding: Finding | None) -> None:
+    def _summarize(self, rows: list[Row], finding: Finding | None) -> None:
         """The last step, how many operands, and of each GEMM's operand the worst errors."""
         if finding is not None:
             self._summary["nonfinite"].append(_event(finding))

@@ -52,6 +52,7 @@ from q2compile.runtime_kernels.ops.table import (
 
 Place = tuple[int, str, str]  # salt of the linear, gemm, operand
 
+
 @dataclass
 class Layout:
     """What the tensors of one note are: first a vector of marks; then a vector of statistics for
@@ -137,10 +138,10 @@ def instrument(
 
 
 def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_Use]:
-    """The quantised operands of a graph's GEMMs, in their order; those of a forward graph include
+    """The quantized operands of a graph's GEMMs, in their order; those of a forward graph include
     what only the backward will multiply. Operands that the forward saved are the forward's."""
     from_tangents = depending_on_tangents(graph)
-    salts_of: dict[Any, list[int]] = {}  # what an x is quantised from -> the linears that take it
+    salts_of: dict[Any, list[int]] = {}  # what an x is quantized from -> the linears that take it
     for gemm in q2_nodes(graph, *GEMM_OPS):
         salt = _salt(gemm)
         if salt not in recipes:
@@ -170,7 +171,7 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
 def _saved_uses(
     graph: fx.Graph, recipes: dict[int, Recipe], salts_of: dict[Any, list[int]]
 ) -> Iterator[_Use]:
-    """x that the forward quantises for wgrad."""
+    """x that the forward quantizes for wgrad."""
     for node, call in quantizers(graph):
         if call.source_scheme is not None or not (call.rotated or call.columnwise) or call.masked:
             continue
@@ -231,7 +232,7 @@ def _add_marks(graph: fx.Graph, uses: list[_Use], layout: Layout, end: fx.Node) 
 
 
 def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.Node]:
-    """The statistics of all operands; each quantiser becomes the one that measures."""
+    """The statistics of all operands; each quantizer becomes the one that measures."""
     found: dict[tuple[fx.Node, int], fx.Node] = {}
     order = []
     for use in uses:
@@ -252,7 +253,7 @@ def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[f
 
 
 def _recorded_output(graph: fx.Graph, maker: Any, which: int) -> fx.Node:
-    """The output of a quantiser that has the statistics of one operand."""
+    """The output of a quantizer that has the statistics of one operand."""
     call = quantizer_of(maker)
     assert call is not None
     call = call.replace(recorded=True)

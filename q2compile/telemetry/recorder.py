@@ -265,13 +265,13 @@ class Recorder:
         return torch.stack([own.mean() for own in halves.split(sizes)]) / 2
 
     def _named(self, place: Place, number: int) -> tuple[str, str, str, str]:
-        """(module, gemm, operand, how it is quantised) of an operand in a call."""
+        """(module, gemm, operand, how it is quantized) of an operand in a call."""
         salt, gemm, role = place
         site = self.sites[salt]
         known = number < len(site.modules)
         module = site.modules[number] if known else f"{site.modules[0]} (call {number})"
-        quantised: Any = getattr(site.recipe, gemm)
-        return module, gemm, role, str(quantised.b if role != _first(gemm) else quantised.a)
+        quantized: Any = getattr(site.recipe, gemm)
+        return module, gemm, role, str(quantized.b if role != _first(gemm) else quantized.a)
 
     def marks(self) -> dict[str, HostCopy]:
         """A copy of the marks of each kind, begun now."""

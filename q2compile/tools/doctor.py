@@ -3,8 +3,8 @@
     q2compile doctor [--no-check]
 
 The self-check sends small tiles through every CUDA kernel that serves the device, and through the
-loops that Inductor makes of quantisers, and compares them with the torch reference on the CPU:
-quantisers bit by bit, GEMMs to the rounding of the result. The exit status is 1 when one disagrees
+loops that Inductor makes of quantizers, and compares them with the torch reference on the CPU:
+quantizers bit by bit, GEMMs to the rounding of the result. The exit status is 1 when one disagrees
 or fails to run.
 """
 

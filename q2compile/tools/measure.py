@@ -61,7 +61,7 @@ def _measured(
     x.requires_grad_()
     w.requires_grad_()
 
-    def quantised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def quantized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.ops.q2.linear(x, w, None, *gemms, 0)
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _measured(
 
     times = {}
     for name, function, backend in (
-        ("microseconds", quantised, partial(compile_graph, config=config, root=None)),
+        ("microseconds", quantized, partial(compile_graph, config=config, root=None)),
         ("bf16_microseconds", plain, partial(compile_plain, config=config)),
     ):
         torch.compiler.reset()  # or the next shape would be compiled for any shape

@@ -1,4 +1,4 @@
-"""The quantisers as plain functions, on any device: `quantize(x, scheme)` and back.
+"""The quantizers as plain functions, on any device: `quantize(x, scheme)` and back.
 
     q = q2compile.quantize(x, "nvfp4_46")
     q.codes, q.scales, q.global_scale      4-bit codes, one 8-bit scale a block, one fp32 scalar
@@ -6,7 +6,7 @@
 
 These are the ops that a compiled model runs (`q2compile.runtime_kernels`), called eagerly.
 
-Packing, for x seen as a matrix [M, K], quantised along K, with Kp = K rounded up to whole blocks
+Packing, for x seen as a matrix [M, K], quantized along K, with Kp = K rounded up to whole blocks
 (and whole chunks of the transform):
 
     codes         uint8 [M, Kp/2]; element k of a row is the low nibble of byte k/2 if k is even,
@@ -49,7 +49,7 @@ class QuantizedTensor:
     """A tensor in 4 bits. See the module's text for the layout of codes, scales and mask.
 
     scheme, transform: names in SCHEMES and TRANSFORMS.
-    shape: of the tensor that was quantised.
+    shape: of the tensor that was quantized.
     transpose: codes lie along the first dimension of that matrix instead of the last.
     seed: int64 0-dim, the one that signs and coins came from; None where nothing was drawn.
     """

@@ -143,7 +143,7 @@ def _is_plain(w: Tensor) -> bool:
 
 def _traceable(w: Tensor) -> bool:
     """Whether a change of ``w`` would be seen, and codes made now will be there later: not while a
-    CUDA graph is captured, which must hold the quantisation itself."""
+    CUDA graph is captured, which must hold the quantization itself."""
     if not _is_plain(w) or w.is_inference() or has_other_holders(w.untyped_storage()):
         return False
     return not (w.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -34,7 +34,7 @@ def take_codes(
     inputs; the example inputs with theirs; and which they are.
 
     Taken are parameters that are inputs of the graph, of sizes known now, and used in it by linears
-    and embeddings alone, in checkpointed regions, too. Others are quantised in the graph as before.
+    and embeddings alone, in checkpointed regions, too. Others are quantized in the graph as before.
 
     Raises ConfigError under FSDP.
     """

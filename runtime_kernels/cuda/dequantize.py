@@ -46,7 +46,7 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dequantising(Ending):
+class Dequantizing(Ending):
     """All of a call: one launch, whose thread blocks are those of one matrix after the other's."""
 
     @property
@@ -107,5 +107,5 @@ def dequantize(
     extents = groups, half // 4, cols, 4 if spec.block[0] == 16 else 0
     matrix = Matrix(At(0), At(1), unit, At(operands), *extents, blocks)
     launched = dequantize_launch(dtype, spec.format == "mxfp4", whole)
-    ending = Dequantising(launched, (matrix,))
+    ending = Dequantizing(launched, (matrix,))
     return Call(operands, (Output((rows, cols), dtype),), 0, (ending.step,), ending)

@@ -1,6 +1,6 @@
 """Small tiles through each CUDA kernel, compared with the torch reference on the CPU.
 
-Quantising kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,
+Quantizing kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,
 for every type of result and bias. Used by `q2compile doctor`, and before the first use of a kernel
 on a machine: one that disagrees is refused there.
 

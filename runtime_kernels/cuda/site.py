@@ -128,7 +128,7 @@ class Site:
 
 
 class Together:
-    """Calls of quantisers that end in one launch.
+    """Calls of quantizers that end in one launch.
 
     sites: of the calls, in order.
     products: of their global scales (quantize/together.py); the other tensors of these are `...`,

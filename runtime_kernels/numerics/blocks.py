@@ -2,7 +2,7 @@
 
 Tiles are [n, w, lanes], a block in each column of w = 16 or 32 (layout.py). The rules are the law
 for every other kernel: each step is one fp32 operation with its own rounding, no fused
-multiply-add, no re-association; a sum adds neighbours first: (t0+t1), (t2+t3), ...; then pairs of
+multiply-add, no re-association; a sum adds neighbors first: (t0+t1), (t2+t3), ...; then pairs of
 those; and so on; or what it adds has so few bits that its order does not matter (nvfp4.py).
 
 Non-finite elements. A block that holds a NaN or an Inf is poisoned: its scale is NaN (0x7F in
@@ -113,12 +113,12 @@ class Blocks:
         if height == 1:
             return per_row
         rows = per_row.view(self.tiling.rows // height, height, self.tiling.pieces)
-        merged = sum_neighbours(rows) if total else rows.amax(1, keepdim=True)
+        merged = sum_neighbors(rows) if total else rows.amax(1, keepdim=True)
         return merged.expand(rows.shape).reshape(per_row.shape)
 
 
-def sum_neighbours(tiles: torch.Tensor) -> torch.Tensor:
-    """Sum over the middle dimension (a power of two), neighbours first: [n, w, l] -> [n, 1, l]."""
+def sum_neighbors(tiles: torch.Tensor) -> torch.Tensor:
+    """Sum over the middle dimension (a power of two), neighbors first: [n, w, l] -> [n, 1, l]."""
     while tiles.shape[1] > 1:
         tiles = tiles[:, 0::2] + tiles[:, 1::2]
     return tiles

@@ -1,4 +1,4 @@
-"""Sums of the columns of a matrix in fp32, in the order in which the rotating quantisers make them
+"""Sums of the columns of a matrix in fp32, in the order in which the rotating quantizers make them
 on their way (cuda/csrc/rotate_quantize.cu, cuda/csrc/include/sums.cuh).
 
 Tiles of 128 rows are summed apart, rows that there are none of as zeros. In a tile four sums each

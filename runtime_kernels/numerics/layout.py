@@ -1,4 +1,4 @@
-"""Where elements lie: shapes of quantised tensors, packing, and the tiles that the reference
+"""Where elements lie: shapes of quantized tensors, packing, and the tiles that the reference
 computes on.
 
 Shape legend: M rows, K contraction, Kp = K rounded up to whole blocks (and whole chunks of a
@@ -46,7 +46,7 @@ def scales_shape(rows, blocks, scheme: Scheme) -> tuple:
 def empty_quantized(
     x: torch.Tensor, rows, contraction, scheme: Scheme, transform: Transform
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised (codes, scales, global_scale) of a quantised [rows, contraction] on x's device:
+    """Uninitialized (codes, scales, global_scale) of a quantized [rows, contraction] on x's device:
     what the fakes return."""
     width = padded(contraction, scheme, transform)
     scale_dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu

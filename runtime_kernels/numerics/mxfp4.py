@@ -13,7 +13,7 @@ MXFP4", 2502.20586, with SR; Quartet, 2505.14669 v4, algorithm 1, with RTN). QuE
 
 import torch
 
-from q2compile.runtime_kernels.numerics.blocks import Blocks, Rounded, sum_neighbours
+from q2compile.runtime_kernels.numerics.blocks import Blocks, Rounded, sum_neighbors
 from q2compile.runtime_kernels.numerics.formats import exponent_of, power_of_two
 
 QUEST_CLIP = 2.92247856  # in units of the standard deviation, for 16 levels
@@ -45,6 +45,6 @@ def _quest_exponent(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     error (Quartet, table 2).
     """
     top = exponent_of(largest).clamp(min=-126)
-    mean_square = sum_neighbours((x * power_of_two(-top)).square_()) / x.shape[1]
+    mean_square = sum_neighbors((x * power_of_two(-top)).square_()) / x.shape[1]
     e = exponent_of(mean_square * (QUEST_CLIP / 6.0) ** 2)
     return top + ((e + 1) >> 1)

@@ -22,7 +22,7 @@ from q2compile.runtime_kernels.numerics.blocks import (
     finite_reciprocal,
     largest_of,
     or_one,
-    sum_neighbours,
+    sum_neighbors,
 )
 from q2compile.runtime_kernels.numerics.formats import (
     keep_4_bits,
@@ -61,7 +61,7 @@ def _four_over_six(
     blocks: Blocks, largest: torch.Tensor, six: torch.Tensor, unit: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of two candidate scales of a block, which map its largest to vmax and to vmax / 1.5, the one
-    with the smaller error of the dequantised block; the first in a tie. "Four over Six"
+    with the smaller error of the dequantized block; the first in a tie. "Four over Six"
     (2512.02010); Quartet II (2601.22813 v2), section 4.2. Returns the e2m1 values and the scale.
 
     Errors are taken in units of each scale, x*r - e2m1(x*r), and put on one footing by the ratio of
@@ -92,7 +92,7 @@ def _candidate(
         error = error.double().square_().add_(_LAST_BIT).sub_(_LAST_BIT).float()
     else:
         error = error.abs_().add_(ERROR_OFFSET).sub_(ERROR_OFFSET)
-    return values, blocks.shared(sum_neighbours(error), total=True)
+    return values, blocks.shared(sum_neighbors(error), total=True)
 
 
 def _ms_eden(blocks: Blocks) -> Rounded:

@@ -13,7 +13,7 @@ GEMM apart under a shared seed, `purpose` keeps coins apart from signs.
 
 import torch
 
-SIGNS = 1  # the diagonal of a randomised Hadamard transform
+SIGNS = 1  # the diagonal of a randomized Hadamard transform
 COINS = 2  # stochastic rounding, of elements or of block scales
 SECOND_COINS = 3  # of elements under the second candidate scale of 4/6
 

@@ -1,4 +1,4 @@
-"""From fp32 tiles to a quantised operand, for either format: what the references of the ops
+"""From fp32 tiles to a quantized operand, for either format: what the references of the ops
 share."""
 
 import torch
@@ -26,13 +26,13 @@ def quantize_tiles(
     stream: int = 0,
     shares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantises the tiles that tiling.cut made.
+    """Quantizes the tiles that tiling.cut made.
 
     Args:
         tiles: fp32 [outer, size, lanes], size a multiple of the block.
         tiling: where they came from; the result lies along its rows.
         factor: what the tiles have still to be multiplied by: the norm of a rotation, and the
-            global scale of a source that was quantised before. MS-EDEN, whose codes do not depend
+            global scale of a source that was quantized before. MS-EDEN, whose codes do not depend
             on it, applies it to its block scales, one for 16 elements.
         amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it;
             without one it is found: that of the finite blocks.

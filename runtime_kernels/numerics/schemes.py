@@ -1,6 +1,6 @@
-"""The table of quantisation schemes: what one quantised operand is, as data.
+"""The table of quantization schemes: what one quantized operand is, as data.
 
-A quantised tensor of logical shape [M, K] stands for
+A quantized tensor of logical shape [M, K] stands for
 
     value[m, k] = e2m1(code[m, k]) * scale[block of (m, k)] * global_scale
 
@@ -30,7 +30,7 @@ E4M3_MAX = 448.0
 # small, so nothing clips. Quartet II, section 3.1.
 SR_HEADROOM = 16 / 17
 # MS-EDEN's clipping point, Quartet II, section 3.3: 6 * (16/17) / 0.93 = 6.072, the value that
-# minimises the error on N(0,1).
+# minimizes the error on N(0,1).
 MS_EDEN_CLIP = E2M1_MAX * SR_HEADROOM / 0.93
 
 
@@ -146,7 +146,7 @@ SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
 # At the end of a scheme's name: the same as GEMMs read it, for an operand that only they read.
-# Swizzled scales are read by requantisations, too; schemes whose blocks have one row can have them.
+# Swizzled scales are read by requantizations, too; schemes whose blocks have one row can have them.
 SWIZZLED, WIDENED = "@32x4x4", "@bf16"
 
 
@@ -176,5 +176,5 @@ def unknown_scheme(name: str) -> ValueError:
     near = difflib.get_close_matches(name, SCHEMES, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(
-        f"unknown quantisation scheme {name!r}.{hint} Known schemes: {', '.join(SCHEMES)}."
+        f"unknown quantization scheme {name!r}.{hint} Known schemes: {', '.join(SCHEMES)}."
     )

@@ -1,4 +1,4 @@
-"""What quantising did to an operand, in numbers: the statistics that telemetry records.
+"""What quantizing did to an operand, in numbers: the statistics that telemetry records.
 
     sums(values, turn, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]
     sums_of_codes(codes, scales, global_scale, scheme)            -> ...
@@ -201,7 +201,7 @@ def source_values(
     scheme: Scheme,
     sample: Sample | None,
 ) -> torch.Tensor:
-    """Some columns (groups of 16, or all) of a quantised matrix [T, Kp], as rows: fp64 [columns,
+    """Some columns (groups of 16, or all) of a quantized matrix [T, Kp], as rows: fp64 [columns,
     T], a view."""
     scales = _unswizzled(codes, scales, scheme)
     if sample is None:

@@ -5,7 +5,7 @@ Scale (row, block) of a padded [128 a, 4 b] matrix of bytes lies at
     ((row // 128) * b + block // 4) * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
 
 "32x4x4" in cuBLAS's documentation ("block scaling factors layout"): four groups of 32 rows lie side
-by side, 4 bytes each. Operands that nothing but fp4 GEMMs and requantisations read are quantised
+by side, 4 bytes each. Operands that nothing but fp4 GEMMs and requantizations read are quantized
 with scales in this layout (schemes.py, SWIZZLED), as [tiles, 512]; those of others are swizzled on
 the way into the GEMM.
 """

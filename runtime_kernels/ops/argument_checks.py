@@ -60,7 +60,7 @@ def check_quantized(
     *,
     widened: bool = False,
 ) -> None:
-    """A quantised operand must be uint8 codes [M, Kp/2] (widened: bf16 [M, Kp]), 8-bit scales (2-D)
+    """A quantized operand must be uint8 codes [M, Kp/2] (widened: bf16 [M, Kp]), 8-bit scales (2-D)
     and an fp32 scalar, where an op has it.
 
     Raises:
@@ -69,7 +69,7 @@ def check_quantized(
     dtype, name = (torch.bfloat16, "bfloat16") if widened else (torch.uint8, "uint8")
     if codes.dtype != dtype or codes.dim() != 2 or scales.dim() != 2:
         raise ValueError(
-            f"q2::{op}: a quantised operand has {name} codes and 8-bit scales in two dimensions, "
+            f"q2::{op}: a quantized operand has {name} codes and 8-bit scales in two dimensions, "
             f"got {codes.dtype} in {codes.dim()} and {scales.dtype} in {scales.dim()}."
         )
     _check_global_scale(op, global_scale)

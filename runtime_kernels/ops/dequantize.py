@@ -1,4 +1,4 @@
-"""q2::dequantize: the numbers that a quantised matrix stands for.
+"""q2::dequantize: the numbers that a quantized matrix stands for.
 
     dequantize(codes [M, Kp/2], scales, global_scale?, scheme, cols, dtype) -> [M, cols]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-# Keys of a quantiser's node.meta.
+# Keys of a quantizer's node.meta.
 # It may compute its operand. A list, to which the lowering adds what it was fused with, or why not.
 MAY_FUSE = "q2_may_fuse"
 # Another one's operand is made from half or more of what this one's is, by bytes: Inductor would

@@ -1,4 +1,4 @@
-"""q2::gather_rows: rows of a quantised matrix, each as often as it is named.
+"""q2::gather_rows: rows of a quantized matrix, each as often as it is named.
 
     gather_rows(codes uint8 [M, Kp/2], scales [M, blocks], rows [R])
         -> codes uint8 [R, Kp/2], scales [R, blocks]

@@ -1,4 +1,4 @@
-"""q2::gemm: the product of two quantised matrices, A B^T.
+"""q2::gemm: the product of two quantized matrices, A B^T.
 
     gemm(a_codes [M, Kp/2], a_scales, a_global, b_codes [N, Kp/2], b_scales, b_global?, bias [N]?,
     a_scheme, b_scheme, dtype) -> [M, N]
@@ -29,7 +29,7 @@ def schemes_of(
     """The schemes by name.
 
     Raises:
-        ValueError: one is unknown; an operand is no quantised matrix of its scheme.
+        ValueError: one is unknown; an operand is no quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
     check_quantized("gemm", a_codes, a_scales, a_global, widened=specs[0].widened)
@@ -51,7 +51,7 @@ def checked(
     if widths[0] != widths[1]:
         raise ValueError(
             f"q2::gemm: the operands are padded to contractions of {widths[0]} and {widths[1]}; "
-            "quantise both with the same block width and transform."
+            "quantize both with the same block width and transform."
         )
     return specs
 

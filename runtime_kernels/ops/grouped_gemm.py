@@ -1,9 +1,9 @@
-"""q2::grouped_gemm: the products of quantised operands, with a weight for each group of rows.
+"""q2::grouped_gemm: the products of quantized operands, with a weight for each group of rows.
 
     grouped_gemm(a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs [E], a_scheme,
     b_scheme, gemm, dtype) -> matrix
 
-Both operands are quantised along the contraction (or bf16 numbers, of a scheme that ends in @bf16),
+Both operands are quantized along the contraction (or bf16 numbers, of a scheme that ends in @bf16),
 E weights w [E, N, K] lie in one matrix, and so do their gradients; ``gemm`` says how:
 
     gemm      a         b              result
@@ -34,7 +34,7 @@ def checked(
     """The schemes by name.
 
     Raises:
-        ValueError: one is unknown; an operand is no quantised matrix of its scheme.
+        ValueError: one is unknown; an operand is no quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
     check_quantized("grouped_gemm", a_codes, a_scales, a_global, widened=specs[0].widened)

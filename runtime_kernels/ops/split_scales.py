@@ -5,7 +5,7 @@ and a power of two for the tensor.
 
 With a swizzled scheme the scales lie as the fp4 GEMM reads them (swizzle.py), [tiles, 512].
 
-The last step of a quantiser whose scheme has the global scale "pow2" and rounds its scales to
+The last step of a quantizer whose scheme has the global scale "pow2" and rounds its scales to
 nearest, for loops that Inductor made of the rest (q2compile.lowering). A poisoned block's worth is
 NaN, and so is its scale; the global scale is that of the others (numerics/blocks.py).
 """

@@ -5,7 +5,7 @@
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
 shares one scale in both directions, so the codes only change places: this is what lets NVIDIA's
-recipe quantise a weight once for fprop and dgrad. Blocks of one row cannot be reused so.
+recipe quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused so.
 
 swizzled: the scales are those of an operand whose blocks have one row (`of_rows`), a copy for each
 row, as the fp4 GEMM reads them (numerics/swizzle.py): [tiles, 512].

@@ -85,7 +85,7 @@ def test_the_loss_falls(trained: Path, recipe: str) -> None:
 
 def test_the_recipes_start_alike_and_then_differ(trained: Path) -> None:
     bf16, quartet2 = (losses(trained, recipe, "train") for recipe in ("bf16", "quartet2"))
-    # Same weights, same batch: the first losses differ by the forward's quantisation alone.
+    # Same weights, same batch: the first losses differ by the forward's quantization alone.
     assert 0 < abs(bf16[1] - quartet2[1]) < 0.02
     assert bf16 != quartet2
     gap = losses(trained, "quartet2", "val")[STEPS] - losses(trained, "bf16", "val")[STEPS]

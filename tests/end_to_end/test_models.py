@@ -23,7 +23,7 @@ from tests.support import model_matrix, model_zoo
 # make more of an error; 0.8 allows 1.6 times its square. Five other seeds of Gemma 3, the worst
 # model in this, gave 0.865 and more.
 MIN_WHOLE_COSINE = 0.8
-# A single weight's gradient can cancel where its error does not: with the usual initialisation all
+# A single weight's gradient can cancel where its error does not: with the usual initialization all
 # softmax weights are nearly the same, so q and k have small gradients, and v the mean of those of
 # many tokens. Five other seeds of Whisper, the worst model in this, gave 0.56 to 0.80. Coins that
 # do not fit each other give 0 +- 1 / sqrt(elements), 0.03 for 32 x 32. Experts are held to this,
@@ -147,6 +147,6 @@ def test_an_encoder_is_evaluated_with_the_numerics_of_training() -> None:
     layer.eval()
     with torch.no_grad():
         evaluated, own = compiled(x), layer(x)
-    # Sums in another order move a code now and then; quantising moves all: 0.12 a GEMM.
+    # Sums in another order move a code now and then; quantizing moves all: 0.12 a GEMM.
     assert (evaluated - trained).norm() / trained.norm() < 0.01
     assert (own - trained).norm() / trained.norm() > 0.03

@@ -140,7 +140,7 @@ def test_runs_start_from_the_same_weights_on_the_same_batches(plain: Path) -> No
     bf16, backwards, quartet2 = (
         numbers(plain, name)[0][2] for name in ("bf16", "bf16-backwards", "quartet2")
     )
-    assert 0 < abs(quartet2 - bf16) < 0.01  # the forward's quantisation
+    assert 0 < abs(quartet2 - bf16) < 0.01  # the forward's quantization
     # The same sequences: a mean of 30 fp32 losses near 5.7 in another order.
     assert backwards == pytest.approx(bf16, abs=30 * 5.7 * 2**-24)
     assert numbers(plain, "bf16") != numbers(plain, "bf16-backwards")

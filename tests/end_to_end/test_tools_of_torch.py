@@ -195,8 +195,8 @@ def test_compile_in_compile(inner, outside):
     with torch.autograd.detect_anomaly(check_nan=True):
         y = torch.compile(model, backend=outside, fullgraph=True, **options)(x)
         y.square().mean().backward()
-    quantised = cosine(y, expected) < 0.9999
-    assert quantised == (outside == "quartet2")
+    quantized = cosine(y, expected) < 0.9999
+    assert quantized == (outside == "quartet2")
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -242,7 +242,7 @@ def test_a_loss_times_zero():
 
 def test_a_norm_of_a_matrix():
     """Which torch decomposes into a sum over None: of an activation, of a weight, beside which the
-    quantised numbers are small: an error of 10% of an output of 0.6, over a norm of 22."""
+    quantized numbers are small: an error of 10% of an output of 0.6, over a norm of 22."""
     model, x = Mlp(), torch.randn(8, WIDTH)
 
     def normed(x):

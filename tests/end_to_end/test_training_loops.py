@@ -22,7 +22,7 @@ from tests.support.small_model import (
     gradients,
     loss_of,
     new_model,
-    quantised,
+    quantized,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -41,7 +41,7 @@ def test_a_model_learns_as_with_bf16(precision):
         model = new_model()
         if precision == "pure bf16":
             model.bfloat16()
-        compiled = quantised(model, recipe=recipe)
+        compiled = quantized(model, recipe=recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for i in range(12):
             with autocast:
@@ -74,7 +74,7 @@ def scaled_step(compiled, model, scaler, dtype):
 def test_a_loss_scale_by_a_power_of_two_changes_no_bit_in_bf16():
     """Codes and scales are the same, and global scales are powers of two, so they carry it."""
     model = new_model()
-    compiled = quantised(model)
+    compiled = quantized(model)
     plain = torch.amp.GradScaler("cpu", enabled=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     state = copy.deepcopy(model.state_dict())
@@ -84,11 +84,11 @@ def test_a_loss_scale_by_a_power_of_two_changes_no_bit_in_bf16():
 
 
 def test_fp16_autocast_with_a_scaler():
-    """fp16 is taken: quantisers read it as fp32. A scale that overflows it gives Inf gradients, as
+    """fp16 is taken: quantizers read it as fp32. A scale that overflows it gives Inf gradients, as
     it does without q2compile: the step is skipped, the scale halved, and the next ones are right.
     """
     model = new_model()
-    compiled, state = quantised(model), copy.deepcopy(model.state_dict())
+    compiled, state = quantized(model), copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
     for _ in range(20):
         grads = scaled_step(compiled, model, scaler, torch.float16)
@@ -113,7 +113,7 @@ def explain_under_autocast(model, dtype):
 def test_accumulated_gradients_are_the_sum_of_the_micro_batches():
     """Bit for bit, and each micro-batch draws its own coins."""
     model = new_model()
-    compiled = quantised(model)
+    compiled = quantized(model)
     torch.manual_seed(1)
     alone = []
     for i in (0, 1, 1):
@@ -133,7 +133,7 @@ def test_evaluation_between_steps_changes_nothing():
     """no_grad, inference_mode and eval() draw no coins and touch no gradient. They are graphs of
     their own, as many as Inductor has."""
     model, tokens = new_model(), batch()[0]
-    compiled = quantised(model)
+    compiled = quantized(model)
     never = gradients(compiled, model)
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -168,7 +168,7 @@ def save_some(context, op, *args, **kwargs):
 
 
 CHECKPOINTS = {
-    # how a block is called -> how often fprop's quantisers and GEMMs run again in the backward. The
+    # how a block is called -> how often fprop's quantizers and GEMMs run again in the backward. The
     # last GEMM of a block is in no gradient. Two blocks of two linears: 8 operands, 2 GEMMs.
     "non-reentrant": (partial(checkpoint, use_reentrant=False), (8, 2)),
     "reentrant": (partial(checkpoint, use_reentrant=True), (8, 2)),
@@ -187,11 +187,11 @@ CHECKPOINTS = {
 def test_checkpointing_gives_the_bits_of_the_plain_loop(kind, tmp_path):
     around, again = CHECKPOINTS[kind]
     plain = new_model()
-    expected = gradients(quantised(plain), plain)
+    expected = gradients(quantized(plain), plain)
     torch._dynamo.reset()
     model = new_model(around)
     options = {"dump": str(tmp_path), "keep_packed": False}
-    assert_same(gradients(quantised(model, **options), model), expected)
+    assert_same(gradients(quantized(model, **options), model), expected)
     text = (tmp_path / "graph_0" / "3_backward.txt").read_text()
     forward_gemm = "'nvfp4_46_pow2', 'nvfp4_46_pow2'"
     found = text.count(" = quantizer_calls.plain(")(), text.count(forward_gemm)
@@ -214,7 +214,7 @@ def test_checkpointing_around_compiled_blocks(reentrant):
 def test_compiled_autograd_gives_the_bits_of_the_plain_loop():
     """The backward is traced and compiled again as a graph of its own, by this backend, too."""
     model = new_model()
-    compiled = quantised(model)
+    compiled = quantized(model)
     expected = gradients(compiled, model)
     options = {**EAGER, "strict": True, "policy": {"*": "quartet2"}}
     backward = torch.compile(backend="quartet2", options=options)

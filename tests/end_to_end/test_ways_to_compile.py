@@ -23,7 +23,7 @@ from tests.support.small_model import (
     batch,
     gradients,
     new_model,
-    quantised,
+    quantized,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -52,7 +52,7 @@ def test_graph_breaks_keep_names_and_gradients():
     assert report.graphs == 2 and sites(report) == LINEARS and sites(report, taken=False) == []
     torch._dynamo.reset()
     options = {"strict": True, "policy": {"layers.1.up": "bf16"}}  # a name after the break
-    assert_close(gradients(quantised(model, **options), model), gradients(model, model))
+    assert_close(gradients(quantized(model, **options), model), gradients(model, model))
 
 
 def test_what_a_graph_break_keeps_from_the_backend_is_listed():
@@ -94,7 +94,7 @@ def test_strict_cannot_speak_when_no_graph_reaches_the_backend():
             return self.head(x)
 
     model, x = Skipped(), torch.randn(4, 32)
-    y = quantised(model, strict=True)(x)
+    y = quantized(model, strict=True)(x)
     assert torch.equal(y, model(x))  # in silence
     report = explain(model, x, options=EAGER)
     assert (report.graphs, [r.module for r in report.rows]) == (0, ["head"])
@@ -161,7 +161,7 @@ def test_a_batch_without_rows(recipe):
     """The last one of an uneven split: no number to rotate, and gradients that are zero."""
     mlp = Mlp()
     x = torch.zeros(0, 64, requires_grad=True)
-    compiled = quantised(mlp, recipe=recipe, strict=True)
+    compiled = quantized(mlp, recipe=recipe, strict=True)
     compiled(x).sum().backward()
     assert x.grad.shape == x.shape
     for p in mlp.parameters():
@@ -171,10 +171,10 @@ def test_a_batch_without_rows(recipe):
 # ---- torch.func and torch.export ----------------------------------------------------------------
 
 
-def test_functional_call_of_a_compiled_model_is_quantised():
+def test_functional_call_of_a_compiled_model_is_quantized():
     """Tensors in the place of parameters are taken for them, by the same names."""
     model, (tokens, _) = new_model(), batch()
-    compiled = quantised(model, strict=True, policy={"layers.0.up": "bf16"})
+    compiled = quantized(model, strict=True, policy={"layers.0.up": "bf16"})
     given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     torch.manual_seed(1)
     y = torch.func.functional_call(
@@ -183,7 +183,7 @@ def test_functional_call_of_a_compiled_model_is_quantised():
     y.square().mean().backward()
     torch.manual_seed(1)
     torch._dynamo.reset()
-    own = quantised(model, policy={"layers.0.up": "bf16"})(tokens)
+    own = quantized(model, policy={"layers.0.up": "bf16"})(tokens)
     own.square().mean().backward()
     assert torch.equal(y, own)
     assert_same(
@@ -203,7 +203,7 @@ def test_functional_call_inside_the_compiled_function_says_why_not():
     assert {row.why for row in report.rows} == {
         "the weight is an input of the graph, and no nn.Parameter"
     }
-    y = quantised(forward)(given, tokens)
+    y = quantized(forward)(given, tokens)
     torch.testing.assert_close(y, model(tokens))
 
 
@@ -225,16 +225,16 @@ def test_inside_torch_func_matmuls_are_left_and_strict_refuses(name):
     own = [row for row in report.rows if row.has_parameter]
     assert own and {row.taken for row in own} == {False}
     assert all(row.why.startswith("inside torch.func") for row in own)
-    torch.testing.assert_close(quantised(function)(x), function(x))
+    torch.testing.assert_close(quantized(function)(x), function(x))
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"strict: 2 matmul.*inside torch\.func"):
-        quantised(function, strict=True)(x)
+        quantized(function, strict=True)(x)
 
 
 def test_torch_func_around_a_compiled_model_is_torchs_own_eager():
     """torch runs what a transform calls without compiling it, whatever the backend."""
     model = nn.Sequential(nn.Linear(32, 32))
-    compiled, x = quantised(model), torch.randn(4, 32)
+    compiled, x = quantized(model), torch.randn(4, 32)
     torch.testing.assert_close(torch.func.vmap(compiled)(x), model(x))
     assert counters["stats"]["unique_graphs"] == 0
 
@@ -242,7 +242,7 @@ def test_torch_func_around_a_compiled_model_is_torchs_own_eager():
 def test_second_derivatives_are_refused():
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
     x = torch.randn(4, 32, requires_grad=True)
-    y = quantised(model)(x).sum()
+    y = quantized(model)(x).sum()
     with pytest.raises(RuntimeError, match="double backward|does not require grad"):
         torch.autograd.grad(y, x, create_graph=True)[0].sum().backward()
 
@@ -252,7 +252,7 @@ def test_export_takes_the_plain_model(way):
     """torch.export asks no backend: what is exported is the model in the precision it has."""
     model, tokens = new_model(), batch()[0]
     if way == "torch.compile":
-        compiled = quantised(model)
+        compiled = quantized(model)
     else:
         compiled = model
         model.compile(backend="quartet2", options=EAGER)

@@ -1,4 +1,4 @@
-"""Quantisers of rows in groups that compute both halves of their operand, the gradient of gate and
+"""Quantizers of rows in groups that compute both halves of their operand, the gradient of gate and
 up in a mixture of experts. The kernels run on a CPU (tests/support/emulation)."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def halves(dh: torch.Tensor, both: torch.Tensor) -> list[torch.Tensor]:
     return [aten.silu_backward(dh * u, g), dh * torch.nn.functional.silu(g)]
 
 
-def quantised(function: Callable, scheme: str = EDEN) -> Callable:
+def quantized(function: Callable, scheme: str = EDEN) -> Callable:
     def experts(seeds, ends, padded, dh, both, tail):
         x = function(dh, both, tail)
         groups = {"offs": ends, "padded_offs": padded}
@@ -78,7 +78,7 @@ def of_the_same_operand(done: Fused, args: list[torch.Tensor], scheme: str) -> t
 def test_the_bits_are_those_of_two_kernels(scheme, routing, monkeypatch) -> None:
     function = masked if "@" in scheme else swiglu
     args = operands(routing)
-    done = run_fused(monkeypatch, quantised(function, scheme), *args)
+    done = run_fused(monkeypatch, quantized(function, scheme), *args)
     assert "fused with both halves of cat" in done.notes[0]
     assert "triton_" not in done.source.partition("def call")[2]
     assert_same_bits(done.results, of_the_same_operand(done, args, scheme))
@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_two_kernels(scheme, routing, monkeypatch) -> None
 
 def test_several_tiles_across(monkeypatch) -> None:
     args = operands("every filling", 3 * HALF)
-    done = run_fused(monkeypatch, quantised(masked, EDEN + "@bf16"), *args)
+    done = run_fused(monkeypatch, quantized(masked, EDEN + "@bf16"), *args)
     assert_same_bits(done.results, of_the_same_operand(done, args, EDEN + "@bf16"))
     ((producer, given),) = done.calls
     (by_torch,) = producer.evaluate(given[: len(producer.inputs)])
@@ -99,14 +99,14 @@ def test_any_number_of_tokens(monkeypatch) -> None:
     args = operands("every filling")
     for x in args[3:]:
         torch._dynamo.mark_dynamic(x, 0)
-    done = run_fused(monkeypatch, quantised(masked, EDEN + "@bf16"), *args)
+    done = run_fused(monkeypatch, quantized(masked, EDEN + "@bf16"), *args)
     assert done.calls and done.calls[0][0].sizes, done.notes
     assert_same_bits(done.results, of_the_same_operand(done, args, EDEN + "@bf16"))
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
     args = operands("every filling")
-    done = run_fused(monkeypatch, quantised(swiglu), *args)
+    done = run_fused(monkeypatch, quantized(swiglu), *args)
     ((producer, given),) = done.calls
     dh, both = given[:2]
     shifted = torch.empty(dh.numel() + 1, dtype=BF16)[1:].view(dh.shape).copy_(dh)
@@ -152,7 +152,7 @@ def with_another_reader(dh, both, tail):
     ],
 )
 def test_what_is_not_fused_and_why(function, why, monkeypatch) -> None:
-    done = run_fused(monkeypatch, quantised(function), *operands("whole tiles"))
+    done = run_fused(monkeypatch, quantized(function), *operands("whole tiles"))
     assert not done.calls and why in done.notes[0]
 
 
@@ -179,7 +179,7 @@ def test_a_half_with_another_reader_is_written(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("scheme", "why"), [("mxfp4_sr", "two operands of mxfp4_sr")])
 def test_schemes_that_have_no_kernel_of_two(scheme, why, monkeypatch) -> None:
-    done = run_fused(monkeypatch, quantised(swiglu, scheme), *operands("whole tiles"))
+    done = run_fused(monkeypatch, quantized(swiglu, scheme), *operands("whole tiles"))
     assert not done.calls and why in done.notes[0]
 
 
@@ -193,7 +193,7 @@ def test_the_rule_is_that_of_two_operands(monkeypatch) -> None:
 
     monkeypatch.setattr(fusion_rule, "why_not", why_not)
     args = operands("whole tiles")
-    done = run_fused(monkeypatch, quantised(swiglu), *args, always=False)
+    done = run_fused(monkeypatch, quantized(swiglu), *args, always=False)
     assert not done.calls and "it would not pay" in done.notes[0]
     ((producer, spec, directions, capability, shared),) = asked
     assert (spec.name, directions, capability, shared) == (EDEN, 2, 9, False)

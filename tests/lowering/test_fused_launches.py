@@ -1,4 +1,4 @@
-"""Rotating quantisers that compute their operand. The kernels run on a CPU
+"""Rotating quantizers that compute their operand. The kernels run on a CPU
 (tests/support/emulation) for an H200 that is not there."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WHY_NOT = fusion_rule.why_not
 INF, NAN = float("inf"), float("nan")
 
 
-def quantised(function: Callable, scheme: str = EDEN, transform: str = "rht128") -> Callable:
+def quantized(function: Callable, scheme: str = EDEN, transform: str = "rht128") -> Callable:
     def both(seeds, *operands):
         return quantized_both(function(*operands), seeds[0], seeds[1], scheme, transform, 3)
 
@@ -60,7 +60,7 @@ def quantised(function: Callable, scheme: str = EDEN, transform: str = "rht128")
 def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
     function, operands_of, exact = PRODUCERS[name]
     operands = operands_of()
-    done = run_fused(monkeypatch, quantised(function), SEEDS, *operands)
+    done = run_fused(monkeypatch, quantized(function), SEEDS, *operands)
     ((producer, given),) = done.calls
     assert "fused with" in done.notes[0] and "triton_" not in done.source.partition("def call")[2]
     (x,) = made_by(producer, given)
@@ -97,7 +97,7 @@ def test_what_is_approximated() -> None:
 def test_what_no_result_comes_from_is_left_out(monkeypatch) -> None:
     """Of 1 + erf(x) the erf by itself."""
     function, operands_of, _ = PRODUCERS["gelu"]
-    ((producer, _),) = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of()).calls
+    ((producer, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
     names = [step[0] for step in producer.steps]
     assert names.count("erf_plus_one") == 1 and "erf" not in names
     used = {arg for step in producer.steps for arg in arguments_of(step)} | {*producer.results}
@@ -134,7 +134,7 @@ SCHEMES = [
 
 @pytest.mark.parametrize(("scheme", "transform", "dtype"), SCHEMES)
 def test_schemes_and_types(scheme, transform, dtype, monkeypatch) -> None:
-    function = quantised(lambda a, b: a + b, scheme, transform)
+    function = quantized(lambda a, b: a + b, scheme, transform)
     operands = matrices(2, dtype)
     done = run_fused(monkeypatch, function, SEEDS, *operands)
     assert len(done.calls) == 1
@@ -165,7 +165,7 @@ def test_the_other_half_is_one_read(monkeypatch) -> None:
     """RoPE's backward takes the second half of a head's gradient for the first, and the first for
     the second: two reads with masks that exclude each other, each of dq and of sin."""
     function, operands_of, _ = PRODUCERS["rope"]
-    done = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of())
+    done = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of())
     reads = [step for step in done.calls[0][0].steps if step[0] == "load"]
     assert [(input_, mask) for _, input_, _, _, mask in reads] == [
         *((0, -1), (1, -1)),
@@ -186,7 +186,7 @@ def test_reads_with_other_masks_are_left(monkeypatch) -> None:
         return (head + first + last).view_as(a)
 
     a = normal(ROWS, 256)
-    done = run_fused(monkeypatch, quantised(parts), SEEDS, a)
+    done = run_fused(monkeypatch, quantized(parts), SEEDS, a)
     ((producer, given),) = done.calls
     masks = [step[4] for step in producer.steps if step[0] == "load"]
     assert masks[0] == -1 and len(masks) == 3 and min(masks[1:]) >= 0
@@ -197,7 +197,7 @@ def test_what_is_told_ahead(monkeypatch) -> None:
     """L2 is told what a long computation will read, not what a short one will."""
     for name, ahead in (("gelu", 2), ("residual", 0)):
         function, operands_of, _ = PRODUCERS[name]
-        ((producer, _),) = run_fused(monkeypatch, quantised(function), SEEDS, *operands_of()).calls
+        ((producer, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
         assert producer_source.prefetches(producer) is bool(ahead)
         source = producer_source.cuda_source(producer)
         assert f"kPrefetched = {str(bool(ahead)).lower()};" in source
@@ -206,7 +206,7 @@ def test_what_is_told_ahead(monkeypatch) -> None:
 
 def test_rounding_in_between(monkeypatch) -> None:
     """Under emulate_precision_casts each operation rounds to bf16, as without a compiler."""
-    function = quantised(lambda a, b, c: (a * b + c) * 3)
+    function = quantized(lambda a, b, c: (a * b + c) * 3)
     operands = matrices(3)
     done = run_fused(monkeypatch, function, SEEDS, *operands, emulate_precision_casts=True)
     ((producer, _),) = done.calls
@@ -216,7 +216,7 @@ def test_rounding_in_between(monkeypatch) -> None:
 
 def test_any_number_of_rows(monkeypatch) -> None:
     """Of a batch of sequences: rows are a product of two sizes."""
-    both = quantised(lambda a, b, v: ((a.float() + b) * v.float()).flatten(0, 1).bfloat16())
+    both = quantized(lambda a, b, v: ((a.float() + b) * v.float()).flatten(0, 1).bfloat16())
     compiled: list[Any] = []
     compile_as_is = torch.compile
 
@@ -253,20 +253,20 @@ NOT_FUSED = {
     "its columns are summed, too": (summed, lambda: matrices(2)),
     "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
     "does not go along a row": (
-        quantised(lambda a, b: a + b.t()),
+        quantized(lambda a, b: a + b.t()),
         lambda: [normal(ROWS, COLS), normal(COLS, ROWS)],
     ),
-    "are no multiple of": (quantised(lambda a: a * 2), lambda: [normal(ROWS, 12)]),
+    "are no multiple of": (quantized(lambda a: a * 2), lambda: [normal(ROWS, 12)]),
     "do not begin on 16 bytes": (
-        quantised(lambda a: a[:, 4:] * 2),
+        quantized(lambda a: a[:, 4:] * 2),
         lambda: [normal(ROWS, COLS + 4)],
     ),
     "is of torch.int32": (
-        quantised(lambda a, i: a[i] * 2),
+        quantized(lambda a, i: a[i] * 2),
         lambda: [normal(ROWS, COLS), torch.arange(ROWS).to(torch.int32)],
     ),
-    "in memory already": (quantised(lambda a: a), lambda: matrices(1)),
-    "no rule for ops.": (quantised(lambda a: torch.sin(a)), lambda: matrices(1)),
+    "in memory already": (quantized(lambda a: a), lambda: matrices(1)),
+    "no rule for ops.": (quantized(lambda a: torch.sin(a)), lambda: matrices(1)),
 }
 
 
@@ -281,7 +281,7 @@ def test_what_is_not_fused_and_why(why, monkeypatch) -> None:
 
 def test_the_rule(monkeypatch) -> None:
     """A sum of three is little work for the eight bytes it reads; four logarithms are not."""
-    done = run_fused(monkeypatch, quantised(residual), SEEDS, *PRODUCERS["residual"][1]())
+    done = run_fused(monkeypatch, quantized(residual), SEEDS, *PRODUCERS["residual"][1]())
     producer, spec = done.calls[0][0], get_scheme(EDEN)
     assert bytes_read(producer) == 8
     assert WHY_NOT(producer, spec, 2, 9) is None
@@ -299,7 +299,7 @@ def test_the_rule(monkeypatch) -> None:
 
 
 def gated(scheme: str = EDEN) -> Callable:
-    """The dg and du of a SwiGLU, quantised."""
+    """The dg and du of a SwiGLU, quantized."""
 
     def pair(seeds, dh, g, u):
         dg = torch.ops.aten.silu_backward(dh * u, g)
@@ -336,7 +336,7 @@ def test_two_operands_of_one_read_are_one_kernel(scheme, dtype, monkeypatch) -> 
 
 
 def test_two_launches_make_what_four_made(monkeypatch) -> None:
-    """One quantises in all four directions, one makes what waits for the largest of each."""
+    """One quantizes in all four directions, one makes what waits for the largest of each."""
     operands = matrices(3)
     done = run_fused(monkeypatch, gated(), SEEDS, *operands)
     _, keywords = calls.both(None, *SEEDS, EDEN, "rht128", 3).written()
@@ -376,7 +376,7 @@ def test_where_two_do_not_fit(scheme, dtype, monkeypatch) -> None:
     done = run_fused(monkeypatch, gated(scheme), SEEDS, *matrices(3, dtype))
     apart, *notes = done.notes
     assert ": not in one kernel: " in apart and len(done.calls) == 2
-    assert ("do not fit" if dtype == FP32 else "are not quantised") in apart
+    assert ("do not fit" if dtype == FP32 else "are not quantized") in apart
     assert all("fused with" in note for note in notes)
 
 
@@ -405,7 +405,7 @@ def site_of(done: Fused) -> FusedSite:
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
     operands = matrices(2)
-    done = run_fused(monkeypatch, quantised(lambda a, b: a + b), SEEDS, *operands)
+    done = run_fused(monkeypatch, quantized(lambda a, b: a + b), SEEDS, *operands)
     shifted = torch.empty(ROWS * COLS + 1, dtype=BF16)[1:].view(ROWS, COLS).copy_(operands[0])
     outputs = [torch.empty_like(t) for t in done.results]
     site_of(done)(shifted, operands[1], *SEEDS, *outputs)
@@ -414,7 +414,7 @@ def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
 
 def test_a_launch_that_fails_is_replaced_once_and_for_all(monkeypatch) -> None:
     operands = matrices(2)
-    done = run_fused(monkeypatch, quantised(lambda a, b: a + b), SEEDS, *operands)
+    done = run_fused(monkeypatch, quantized(lambda a, b: a + b), SEEDS, *operands)
     tried = []
 
     def failing(launch, *args):

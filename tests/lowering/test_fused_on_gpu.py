@@ -1,4 +1,4 @@
-"""Rotating quantisers that compute their operand, on a GPU: against the same functions without
+"""Rotating quantizers that compute their operand, on a GPU: against the same functions without
 fusion there, and against the reference."""
 
 from __future__ import annotations

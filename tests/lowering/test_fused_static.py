@@ -1,4 +1,4 @@
-"""Machine code of rotating quantisers that compute their operand: it compiles for every
+"""Machine code of rotating quantizers that compute their operand: it compiles for every
 architecture, spills nothing that its sister without an expression does not, and takes as many
 instructions as the rule reckons with."""
 
@@ -123,7 +123,7 @@ TARGETS = [("gated", each) for each in nvrtc.ARCHITECTURES.values()]
 
 @pytest.mark.parametrize(("name", "architecture"), [*TARGETS, ("swiglu", "sm_90a")])
 def test_compiles_without_local_memory(name, architecture) -> None:
-    """Of two operands the code that quantises is there once."""
+    """Of two operands the code that quantizes is there once."""
     code = code_of(ALL[name], architecture, "nvfp4_ms_eden_pow2", (True, True))
     assert spills(code) == 0
     # A static_assert holds the parameter struct to the launch's layout. Three inputs, of 16 bytes
@@ -167,7 +167,7 @@ def test_halves_of_rows_in_groups(widened, architecture) -> None:
 
 
 @pytest.mark.parametrize("widened", ["", "@bf16"])
-def test_two_operands_share_the_code_that_quantises(widened) -> None:
+def test_two_operands_share_the_code_that_quantizes(widened) -> None:
     """From about 4000 instructions on warps wait for them (KERNEL_LOG.md). A tile's loop has one of
     both operands in it, and is no longer than that of one operand but for what computes du."""
     scheme = "nvfp4_ms_eden_pow2" + widened

@@ -1,7 +1,7 @@
 """How many kernels a linear launches, forward and backward, by recipe: counted in generated code
 (support/launch_counts.py).
 
-`apart` is the same code with every quantiser launched by itself, and the products of global scales
+`apart` is the same code with every quantizer launched by itself, and the products of global scales
 ahead of the GEMMs (lowering/together.py left out). nvfp4's was 30 on a Blackwell while
 q2::transpose was eight kernels of torch's there, and swizzle_scales.cu swizzled what came out.
 """

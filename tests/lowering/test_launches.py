@@ -147,7 +147,7 @@ def steps_of_experts(recipe: str, *counts: int) -> list[torch.Tensor]:
     ],
 )
 def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, counts, request) -> None:
-    """In place of an op that dequantises first. Where numbers are without their global scale, those
+    """In place of an op that dequantizes first. Where numbers are without their global scale, those
     of quartet's backward, it is that op."""
     want = steps_of_experts(recipe, *counts)
     sources = request.getfixturevalue("pretended")
@@ -279,7 +279,7 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
 
 
 def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
-    """By what each of the calls may launch: x and w; dequantising both; dy, and w and x again."""
+    """By what each of the calls may launch: x and w; dequantizing both; dy, and w and x again."""
     asked: list[tuple[Any, ...]] = []
 
     def compile_ahead(calls, index) -> None:
@@ -350,7 +350,7 @@ def test_an_operand_of_several_products_is_dequantized_once(request) -> None:
 
 
 def test_statistics_are_taken_of_what_is_written(pretended) -> None:
-    """A recorded operand by Inductor's loops, whose scales would wait for the next quantiser."""
+    """A recorded operand by Inductor's loops, whose scales would wait for the next quantizer."""
 
     def recorded(x):
         how = {"scheme": "nvfp4_46_pow2", "rowwise": True, "columnwise": False}

@@ -1,4 +1,4 @@
-"""The quantiser as Inductor's loops: the reference's bits, one kernel with its producer, and the
+"""The quantizer as Inductor's loops: the reference's bits, one kernel with its producer, and the
 instructions that a GPU would run."""
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def test_on_a_gpu(scheme, shape) -> None:
     lowering.register()
     x = matrix(*shape)
     torch._dynamo.reset()
-    # relu keeps what is positive exactly, and gives the quantiser something to fuse with
+    # relu keeps what is positive exactly, and gives the quantizer something to fuse with
     compiled = torch.compile(lambda x: quantize(x.relu(), scheme))
     assert_same_bits([t.cpu() for t in compiled(x.cuda())], quantize(x.relu(), scheme))
 

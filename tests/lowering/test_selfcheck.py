@@ -34,9 +34,9 @@ def unknown(monkeypatch, tmp_path) -> None:
 
 
 def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
-    """What `quantised` returns when it is compiled, and its code."""
+    """What `quantized` returns when it is compiled, and its code."""
     with inductor_config.patch(force_disable_caches=True):
-        results, codes = run_and_get_code(torch.compile(quantised), x)
+        results, codes = run_and_get_code(torch.compile(quantized), x)
     return results, codes[-1]
 
 
@@ -48,7 +48,7 @@ def checks(monkeypatch) -> list[tuple]:
     return run
 
 
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.ops.q2.quantize(x.relu() * 3, scheme=SCHEME, rowwise=True, columnwise=False)
 
 
@@ -69,7 +69,7 @@ def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
     x = torch.randn(40, 64)
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
         got, code = compiled_code(x)
-        want = quantised(x)
+        want = quantized(x)
     assert all(map(torch.equal, got, want))
     assert "torch.ops.q2.quantize.default(" not in code
     assert [(check[0], check[1].variant, found) for check, found in run] == [
@@ -94,7 +94,7 @@ def test_loops_that_differ_are_not_used(monkeypatch) -> None:
     (message,) = texts(said, KernelWarning)
     assert "codes differ from the reference" in message
     assert "torch.ops.q2.quantize.default(" in code
-    assert all(map(torch.equal, got, quantised(x)))
+    assert all(map(torch.equal, got, quantized(x)))
     (noted,) = registry.given_up()
     assert (
         "kernel 'inductor' of q2::quantize rowwise is given up on cpu: it failed its self-check"

@@ -1,4 +1,4 @@
-"""Which quantisers wait for the next one, on graphs built by hand. What becomes of them is shown in
+"""Which quantizers wait for the next one, on graphs built by hand. What becomes of them is shown in
 test_launches.py and test_launch_counts.py."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.support.graph_builder import EDEN, SOURCE, Builder, q2
 aten = torch.ops.aten
 
 
-def quantisers(between=None) -> tuple[Builder, fx.Node, fx.Node]:
-    """x and w quantised, `between` called between them with the builder, x and its codes."""
+def quantizers(between=None) -> tuple[Builder, fx.Node, fx.Node]:
+    """x and w quantized, `between` called between them with the builder, x and its codes."""
     b = Builder()
     x, w = b.placeholder("arg0_1", 32, 64), b.placeholder("arg1_1", 48, 64)
     first = b.call(calls.plain(x, None, None, SOURCE, 0))
@@ -59,18 +59,18 @@ def noted(b, x, w, qx):
 
 @pytest.mark.parametrize("between", [None, cast])
 def test_one_waits_for_the_next(between) -> None:
-    _, first, second = quantisers(between)
+    _, first, second = quantizers(between)
     assert waits(first) and not waits(second)
 
 
 @pytest.mark.parametrize("between", [computed, read, read_by_view, changed, noted])
 def test_none_waits_where_more_stands_between(between) -> None:
     """What reads the codes, changes x, or takes long, while x would have to be kept."""
-    _, first, _ = quantisers(between)
+    _, first, _ = quantizers(between)
     assert not waits(first)
 
 
-def test_none_waits_for_what_is_quantised_from_it() -> None:
+def test_none_waits_for_what_is_quantized_from_it() -> None:
     b = Builder()
     x, seed = b.placeholder("arg0_1", 32, 64), b.placeholder("arg1_1", dtype=torch.int64)
     first = b.call(calls.plain(x, None, None, SOURCE, 0))
@@ -81,7 +81,7 @@ def test_none_waits_for_what_is_quantised_from_it() -> None:
 
 def test_none_waits_for_a_recorded_one() -> None:
     """Its lowering is another."""
-    b, first, second = quantisers()
+    b, first, second = quantizers()
     with b.graph.inserting_before(second):
         how = {**second.kwargs, "recorded": True}
         recorded = b.graph.call_function(second.target, second.args, how)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Attention(nn.Module):
-    """q, k, v from one x: three linears that share one quantisation of it."""
+    """q, k, v from one x: three linears that share one quantization of it."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -72,7 +72,7 @@ class Graphs:
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_gradients_point_where_the_unquantised_ones_do(inner):
+def test_gradients_point_where_the_unquantized_ones_do(inner):
     """Trap 4: signs that differ between a GEMM's operands give a gradient that is noise, cosine 0,
     and no error. One draw of a MS-EDEN GEMM has cosine 0.99; through a block they stay over 0.9."""
     model, x = model_and_input()
@@ -86,7 +86,7 @@ def test_gradients_point_where_the_unquantised_ones_do(inner):
 
 
 def test_inductor_and_eager_agree():
-    """Same quantised numbers, same coins; Inductor only re-associates fp32 pointwise and
+    """Same quantized numbers, same coins; Inductor only re-associates fp32 pointwise and
     reductions, which moves a value across a rounding boundary now and then: 1e-3 of the norm."""
     model, x = model_and_input()
     y, grads = step(model, x, inner="inductor")
@@ -121,10 +121,10 @@ def test_bf16_is_bit_identical_to_plain_inductor():
 
 
 def test_graphs_of_a_block(tmp_path):
-    """Trap: q, k, v and gate, up share one quantisation of x, by AOTAutograd's CSE; count it.
+    """Trap: q, k, v and gate, up share one quantization of x, by AOTAutograd's CSE; count it.
 
     Seven linears have 14 operands in fprop; x of q/k/v and of gate/up are each one: 14 - 2 - 1 =
-    11. Backward: 7 dgrad + 7 wgrad GEMMs, each with one rotated dy and one requantised operand, and
+    11. Backward: 7 dgrad + 7 wgrad GEMMs, each with one rotated dy and one requantized operand, and
     all 14 seeds in one draw. x needs no gradient, but the norm in front of q, k, v does.
     """
     model, x = model_and_input()
@@ -134,7 +134,7 @@ def test_graphs_of_a_block(tmp_path):
     assert graphs.ops("2_forward") == {"q2.quantize": 11, "q2.gemm": 7}
     gemms = {"q2.quantize": 14, "q2.requantize": 14, "q2.gemm": 14}
     assert graphs.ops("3_backward") == {**gemms, "q2.seed": 14}
-    # dy of each layer is quantised in both directions by one op; q, k and v, gate and up have their
+    # dy of each layer is quantized in both directions by one op; q, k and v, gate and up have their
     # own gradients, so all seven pair.
     # And x of q, k, v and of gate, up is rotated once for all their wgrads: 14 - 2 - 1.
     paired = {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14}
@@ -142,7 +142,7 @@ def test_graphs_of_a_block(tmp_path):
     assert graphs.text("4_after_passes_backward").count("aten.randint.low") == 1
 
 
-def test_an_inference_graph_shares_quantisations_too(tmp_path):
+def test_an_inference_graph_shares_quantizations_too(tmp_path):
     """Trap: AOTAutograd does no CSE in inference graphs."""
     model, x = model_and_input()
     with torch.no_grad():
@@ -187,8 +187,8 @@ def test_saved_for_backward_is_packed(tmp_path):
     assert saved == elements * 4.5 / 8 + 11 * 4  # and one fp32 scalar each
     forward = Graphs(tmp_path).text("2_forward")
     returned = forward[forward.index("\nreturn (") :]
-    quantised = [s.partition("q2.quantize(")[2].partition(",")[0] for s in forward.splitlines()]
-    for operand in filter(None, quantised):
+    quantized = [s.partition("q2.quantize(")[2].partition(",")[0] for s in forward.splitlines()]
+    for operand in filter(None, quantized):
         assert f"{operand}," not in returned and f"{operand})" not in returned
 
 
@@ -282,7 +282,7 @@ def test_inductors_dropped_round_trips_and_the_switch_that_keeps_them():
     if torch.__version__ >= "2.13":  # before, Inductor's C++ code does not know the switch
         assert torch.equal(kept, eager)
     assert not torch.equal(dropped, eager)
-    # 1-3% of the codes move to a neighbour, at most a third of their value away:
+    # 1-3% of the codes move to a neighbor, at most a third of their value away:
     # sqrt(0.03) / 3 = 0.06 of the norm.
     assert (dropped - eager).norm() / eager.norm() < 0.06
 
@@ -335,8 +335,8 @@ BLOCK_OPS = {
         {"q2.quantize": 11, "q2.gemm": 7},
         {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14},
     ),
-    # w is quantised once and re-used transposed; x is quantised for wgrad in the forward, once for
-    # q, k, v and once for gate, up, so backward quantises dy alone: 7 for dgrad, 7 for wgrad.
+    # w is quantized once and re-used transposed; x is quantized for wgrad in the forward, once for
+    # q, k, v and once for gate, up, so backward quantizes dy alone: 7 for dgrad, 7 for wgrad.
     "nvfp4": (
         {"q2.quantize": 11 + 4, "q2.gemm": 7},
         {"q2.quantize": 7 + 7, "q2.transpose": 7, "q2.gemm": 14},
@@ -350,7 +350,7 @@ BLOCK_OPS = {
             "q2.masked_unrotate": 14,
         },
     ),
-    # w and x are quantised afresh
+    # w and x are quantized afresh
     "mxfp4": ({}, {"q2.quantize": 7 + 11, "q2.gemm": 14}),
     "tetrajet2": (
         {"q2.quantize": 11, "q2.gemm": 7},
@@ -393,7 +393,7 @@ def test_what_each_recipe_saves(recipe):
 
 
 def test_a_forward_in_bf16_saves_no_codes_and_the_report_says_so():
-    """mxfp4 quantises in the backward alone, from x and w themselves."""
+    """mxfp4 quantizes in the backward alone, from x and w themselves."""
     report = explain(nn.Linear(64, 48), torch.randn(32, 64), options={**EAGER, "recipe": "mxfp4"})
     (row,) = report.rows
     assert (row.saved_bytes, row.saved_elements) == (0, 0)
@@ -427,8 +427,8 @@ def test_the_late_switch_of_the_forward_to_bf16():
     model.compile(backend="quartet2", options={**EAGER, **late})
     torch.testing.assert_close(model(x), model.forward(x))
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    quantised, plain = gradient(model), gradient(model.forward)
-    error = (quantised - plain).norm() / plain.norm()
+    quantized, plain = gradient(model), gradient(model.forward)
+    error = (quantized - plain).norm() / plain.norm()
     assert 0.05 < error < 0.5  # backward is still in FP4
     train(5)
     steps = {float(optimizer.state[p]["step"]) for p in model.parameters()}

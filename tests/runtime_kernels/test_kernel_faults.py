@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.ops.table import Variant
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
 from q2compile.tools import doctor
 from tests.support.pretended_gpu import on_gpu
-from tests.support.small_model import Mlp, quantised
+from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -86,10 +86,10 @@ def test_a_kernel_that_fails_in_training_is_replaced_once_and_for_all(candidate,
     """The numbers are those of the next kernel. It is not tried again for GEMMs of the same kind:
     there are six in a step, of two kinds of operands each."""
     model, x = Mlp(), torch.randn(32, 64)
-    want = step(model, quantised(model), x)
+    want = step(model, quantized(model), x)
     torch._dynamo.reset()
     calls = candidate("gemm", error)
-    compiled = quantised(model)
+    compiled = quantized(model)
     said = f"(?s)kernel 'broken' of q2::gemm is given up on cpu: it failed: .*{str(error)[:20]}"
     with pytest.warns(KernelWarning, match=said) as caught:
         got = step(model, compiled, x)

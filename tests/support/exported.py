@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -18,6 +19,11 @@ from tests.support import model_zoo as zoo
 VOCAB = zoo.VOCAB
 SMALL = {**zoo.DECODER, "num_hidden_layers": 1}
 MOE = {"num_experts_per_tok": 2}
+# MXFP4 as loaders have it: the forward's operands are not rotated.
+NO_ROTATION = {
+    "base": "quartet",
+    "fprop": {role: {"scheme": "mxfp4_rtn", "transform": "none"} for role in ("x", "w")},
+}
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
@@ -73,6 +79,7 @@ def modules(folder: Path, codes: str) -> dict[str, dict[str, Tensor]]:
 
 def decompressed(folder: Path) -> dict[str, Tensor]:
     """Module -> its weight, by compressed-tensors' own compressor and config.json's scheme."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the extra 'dev'")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 

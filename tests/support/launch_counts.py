@@ -31,7 +31,7 @@ _OTHERS = re.compile(r"\b(triton)_\w+\.run\(|\bextern_kernels\.(\w+)\(|\baten\.(
 def launched(recipe: str, capability: int, bias: bool = False, apart: bool = False) -> Counter[str]:
     """Kernels of a forward and backward by the name of their file, or of what else launches them.
 
-    apart: with every quantiser launched by itself, and the products of global scales ahead of the
+    apart: with every quantizer launched by itself, and the products of global scales ahead of the
     GEMMs (lowering/together.py left out).
     """
     found: Counter[str] = Counter()

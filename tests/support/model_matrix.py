@@ -142,7 +142,7 @@ under `torch.compile(model, backend="quartet2")` beside the step of the model it
 torch {torch.__version__}, transformers {transformers.__version__}, rewritten graphs run by
 {inner}.{plain}
 
-"Taken" counts the matmuls with a weight that are quantised, of all that there are; "left" says why
+"Taken" counts the matmuls with a weight that are quantized, of all that there are; "left" says why
 the others are not, and the products of activations. The loss is compared with the model's own, the
 gradients by their cosine: of all weights together, and the lowest of any weight. What a cosine must
 be is derived in `tests/end_to_end/test_models.py`, which checks all but the exact figures in every

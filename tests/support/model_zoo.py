@@ -1,7 +1,7 @@
-"""Small instances, randomly initialised, of the models that people train.
+"""Small instances, randomly initialized, of the models that people train.
 
 Each builder returns a model and the keyword arguments of one training step; the model returns its
-loss, or an output that has one. Initialised as their authors do it, no dropout.
+loss, or an output that has one. Initialized as their authors do it, no dropout.
 """
 
 from __future__ import annotations

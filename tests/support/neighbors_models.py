@@ -1,9 +1,7 @@
 """A program: small models compiled by plain torch.compile, in a process in which q2compile has just
 trained a model, or in one without it. Writes the generated code and the results of each.
 
-    python -m tests.support.neighbors_models FILE [without|CASE]
-
-CASE is a name of `TRAINED`: what q2compile has compiled before.
+    python -m tests.support.neighbors_models FILE with|without
 """
 
 from __future__ import annotations
@@ -203,23 +201,25 @@ CASES = {
     "bmm": Case(of(lambda x, y: x @ y, (2, 8, 16), (2, 16, 8))),
 }
 
-TRAINED: dict[str, dict[str, Any]] = {
-    "bf16": {"recipe": "bf16"},
-    "quartet2": {"recipe": "quartet2", "fuse_rotations": True},
-    "nvfp4 cached": {"recipe": "nvfp4", "cache_weights": True, "inductor": {"nan_asserts": True}},
-}
+TRAINED: tuple[dict[str, Any], ...] = (
+    {"recipe": "bf16"},
+    {"recipe": "quartet2", "fuse_rotations": True},
+    {"recipe": "nvfp4", "cache_weights": True, "inductor": {"nan_asserts": True}},
+)
+KEPT: list[Any] = []  # alive while the others are compiled
 
 
-def train_with_q2compile(name: str) -> None:
-    """A step of a small model, and a compiled optimizer of another, made meanwhile."""
-    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
-    options = dict(TRAINED[name])
-    compiled = torch.compile(model, backend="quartet2", options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(2):
-        compiled(torch.randn(32, 64)).square().mean().backward()
-        optimizer.step()
-    globals()["_kept"] = (model, compiled, optimizer)  # alive while the others are compiled
+def train_with_q2compile() -> None:
+    """Small models, one with each of `TRAINED`."""
+    for options in TRAINED:
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+        compiled = torch.compile(model, backend="quartet2", options=dict(options))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            compiled(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+        KEPT.append((model, compiled, optimizer))
 
 
 def run(case: Case) -> tuple[list[str], Result]:
@@ -251,24 +251,24 @@ def _normal(code: str) -> str:
 
 
 def main() -> None:
-    file, trained = sys.argv[1:]
+    file, which = sys.argv[1:]
     inductor_config.compile_threads = 1
-    if trained != "without":
-        train_with_q2compile(trained)
+    if which == "with":
+        train_with_q2compile()
     found = {
         "cases": {name: run(case) for name, case in CASES.items()},
         "optimizer": compiled_optimizer(),
     }
-    if trained != "without":
-        found["set by the user"] = set_by_the_user(trained)
-    assert trained != "without" or "q2compile" not in sys.modules
+    if which == "with":
+        found["set by the user"] = set_by_the_user()
+    assert (which == "with") == ("q2compile" in sys.modules)
     torch.save(found, file)
 
 
 OF_THE_USER = ("choices handler", "lowering", "pass", "setting")
 
 
-def set_by_the_user(trained: str) -> dict[str, bool]:
+def set_by_the_user() -> dict[str, bool]:
     """What a user has set before a model is trained with q2compile: is it there, and used for a
     model of his own, afterwards?"""
     from torch._inductor.choices import InductorChoices
@@ -292,7 +292,7 @@ def set_by_the_user(trained: str) -> dict[str, bool]:
     settings = {"post_grad_custom_pre_pass": own_pass, "split_reductions": False}
     try:
         with inductor_config.patch({"fx_graph_cache": False, **settings}):
-            train_with_q2compile(trained)
+            train_with_q2compile()
             used.update(dict.fromkeys(OF_THE_USER, False))
             torch._dynamo.reset()
             torch.compile(lambda x: x.asinh().sum(-1))(torch.randn(ROWS))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
@@ -75,7 +76,8 @@ def tools(q2compile: Any) -> None:
 
 def main() -> None:
     # A graph out of a cache would leave out what compiling it does to the process.
-    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
     with tempfile.TemporaryDirectory() as folder:
         for checkpointed in (False, True, False, True):  # twice: the first imports
             train_with("inductor", None, checkpointed)

@@ -24,7 +24,7 @@ def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     return grid[index].copysign(x.double())
 
 
-def neighbours(x: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def neighbors(x: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The grid points at or below and at or above non-negative x: float64."""
     above = torch.searchsorted(grid, x.double())
     exact = grid[above.clamp(max=len(grid) - 1)] == x.double()

@@ -224,10 +224,10 @@ class _Site:
     ) -> None:
         self.open = sum(arg is ... or isinstance(arg, _View) for arg in args)
         self.wanted, self.schemes = wanted, [a for a in args if isinstance(a, str)]
-        self.quantises = op.startswith(("quantize", "requantize"))
+        self.quantizes = op.startswith(("quantize", "requantize"))
 
     def workspace(self, buffers: list[torch.Tensor]) -> int:
-        if not self.quantises:
+        if not self.quantizes:
             return 0
         spec = get_scheme(self.schemes[-1 if len(self.schemes) == 1 else -2])
         given = iter(buffers)
@@ -244,7 +244,7 @@ class _Together:
     """Several of them, which end in one launch."""
 
     def __init__(
-        self, sites: Any, products: Any, others: Any, fixed: bool, dequantised: Any = ()
+        self, sites: Any, products: Any, others: Any, fixed: bool, dequantized: Any = ()
     ) -> None:
         self.sites, self.others = sites, others
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.browser import Browser, missing  # noqa: E402
 
 GUIDES = ROOT / "examples" / "guides" / "pictures"
-COLOURS = 200  # of a guide's picture, which is to be small
+COLORS = 200  # of a guide's picture, which is to be small
 
 
 def dump_llama(folder: Path, layers: int) -> None:
@@ -101,7 +101,7 @@ def _save_small(browser: Browser, path: Path) -> None:
     from PIL import Image
 
     with Image.open(BytesIO(browser.driver.get_screenshot_as_png())) as picture:
-        picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+        picture.convert("RGB").quantize(COLORS).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 

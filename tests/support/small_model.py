@@ -80,7 +80,7 @@ def gradients(compiled, model, inputs=None, seed=1):
     return {name: p.grad.float().clone() for name, p in model.named_parameters()}
 
 
-def quantised(model, **options):
+def quantized(model, **options):
     return torch.compile(model, backend="quartet2", options={**EAGER, **options})
 
 

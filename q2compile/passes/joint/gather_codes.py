@@ -1,4 +1,4 @@
-"""Rows that are gathered are quantised before that: each once, however often it is named."""
+"""Rows that are gathered are quantized before that: each once, however often it is named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OFTEN = 2  # rows that are gathered, for one that there is, from which on it pa
 
 
 def gather_codes_pass(graph: fx.Graph) -> int:
-    """Quantising a row needs nothing of the others, but for the global scale: so of a token that
+    """Quantizing a row needs nothing of the others, but for the global scale: so of a token that
     goes to eight experts the codes are made once, and these are gathered.
 
     before                                  after
@@ -33,7 +33,7 @@ def gather_codes_pass(graph: fx.Graph) -> int:
     (an index that it needs anyway, for the gradient of h).
 
     The global scale is of the rows that are gathered alone. Where the index is not known to name
-    all (`names_all`), the others are zero for the quantiser, and so are rows that are zeroed after
+    all (`names_all`), the others are zero for the quantizer, and so are rows that are zeroed after
     the gather; those are read from a row of zeros behind the last:
 
         x = index(h, [rows])                    z = where(m, M, rows)
@@ -42,11 +42,11 @@ def gather_codes_pass(graph: fx.Graph) -> int:
                                                 g = gather_rows(q[0], q[1], z)
 
     Preconditions: index, index_select or gather along rows, through views that leave rows whole and
-    casts, which move with the quantiser; blocks of one row; no coins, which depend on the place;
+    casts, which move with the quantizer; blocks of one row; no coins, which depend on the place;
     rows are gathered `_OFTEN` times as often as there are any. Who else reads x still does: the
-    quantiser is cheaper all the same.
+    quantizer is cheaper all the same.
 
-    Exact: a quantiser of blocks within rows is a function of each row and of the largest of all,
+    Exact: a quantizer of blocks within rows is a function of each row and of the largest of all,
     and that is the same. A row of zeros has the codes of a row of zeros.
     """
     backward = depending_on_tangents(graph)
@@ -61,14 +61,14 @@ def gather_codes_pass(graph: fx.Graph) -> int:
         elif rows < _OFTEN * there:
             node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:
-            said = f"{there} rows are quantised for the {rows} that are gathered from them"
+            said = f"{there} rows are quantized for the {rows} that are gathered from them"
             _Rewritten(graph, node, call, found).gather(node in backward, said)
             matches += 1
     return matches
 
 
 def gathering_notes(graph: fx.Graph) -> list[str]:
-    """What the pass has to say of each quantiser of gathered rows; said once."""
+    """What the pass has to say of each quantizer of gathered rows; said once."""
     return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 
 
@@ -78,7 +78,7 @@ def _within_rows(call: QuantizerCall) -> bool:
 
 
 class _Rewritten:
-    """One quantiser of gathered rows, as it is made anew."""
+    """One quantizer of gathered rows, as it is made anew."""
 
     def __init__(
         self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, found: Gathered
@@ -86,7 +86,7 @@ class _Rewritten:
         self.graph, self.node, self.call, self.found = graph, node, call, found
 
     def gather(self, in_backward: bool, said: str) -> None:
-        """In the place of the quantiser one of the source, and a gather before who reads it."""
+        """In the place of the quantizer one of the source, and a gather before who reads it."""
         node, graph = self.node, self.graph
         outputs: dict[Any, fx.Node] = {n.args[1]: n for n in node.users}
         with graph.inserting_before(node):
@@ -115,7 +115,7 @@ class _Rewritten:
         _erase_unread(graph, [*outputs.values()])
 
     def _source(self) -> tuple[fx.Node, fx.Node]:
-        """What is quantised, and the rows that are gathered from its codes."""
+        """What is quantized, and the rows that are gathered from its codes."""
         found = self.found
         source, rows = found.source, self._flat(found.index)
         for cast in reversed(found.casts):

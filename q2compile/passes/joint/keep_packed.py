@@ -14,26 +14,26 @@ AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def keep_packed_pass(graph: fx.Graph) -> int:
-    """A checkpointed region keeps its inputs, and backward computes the rest again: the quantised
+    """A checkpointed region keeps its inputs, and backward computes the rest again: the quantized
     operands too, though they are a quarter of the size that checkpointing saves.
 
     before, as the partitioner sees it            after
         q = quantize(x, ...)    # recompute           q = quantize(x, ...)    # save
         y = gemm(q, qw)         # recompute           y = gemm(q, qw)         # recompute
 
-    What backward is spared is the quantisation of each linear's operands and, where nothing else
+    What backward is spared is the quantization of each linear's operands and, where nothing else
     needs it, what led there. The GEMMs of the forward are computed again either way, for the
     attention and the activation functions that stand on them; and a product whose result backward
     does not need is never computed again, with or without this pass. What it costs is 4.5 bits for
     each of those numbers. For the inputs of a Llama block of width d and MLP 4d that is
     4.5 * (d + d + d + 4d) = 31.5 d bits a token, twice the 16 d bits of the block's input that
     checkpointing keeps; of the time it saves about 4% (d = 2048, 16384 tokens, B200, by
-    `q2compile.cost_model`: 108 us of quantisers out of 2.8 ms for the block with its forward
+    `q2compile.cost_model`: 108 us of quantizers out of 2.8 ms for the block with its forward
     repeated). So it is an option, for those who have the memory: who checkpoints asks for memory.
 
     Precondition: the joint graph, with the tags that torch.utils.checkpoint left.
 
-    Exact: the forward quantisers are deterministic, so what is kept equals what would have been
+    Exact: the forward quantizers are deterministic, so what is kept equals what would have been
     computed.
     """
     marked = 0

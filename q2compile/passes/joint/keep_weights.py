@@ -30,7 +30,7 @@ def keep_weights(
                   y = gemm(qx, q)               r = requantize(q, s)
                   return y, q, qx
 
-    names    of the nodes that quantise the weights, alike in both graphs
+    names    of the nodes that quantize the weights, alike in both graphs
     results  how many outputs of the forward are the model's; the rest is saved
 
     To unmark them in the joint graph, and to cut that a second time, comes to the same: two cuts
@@ -47,7 +47,7 @@ def keep_scales(
     forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int
 ) -> None:
     """Has the backward take the scales of some weights' codes from the forward, an eighth of their
-    bytes, and round the weights by those, which is part of quantising them again: no search for the
+    bytes, and round the weights by those, which is part of quantizing them again: no search for the
     scales, and nothing written before the next op reads it.
 
     before    forward                       backward
@@ -75,11 +75,11 @@ def keep_scales(
 
 
 def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
-    """Which of the nodes that quantise weights again in a backward `keep_scales` takes.
+    """Which of the nodes that quantize weights again in a backward `keep_scales` takes.
 
     Those of bf16 parameters as they are (a cast or a copy would be written for the op to read it,
     and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
-    reads but requantisations of the whole weight; on CUDA where its kernel serves those.
+    reads but requantizations of the whole weight; on CUDA where its kernel serves those.
     """
     weights = [(node, call) for node, call in quantizers(backward) if node.name in names]
     return {node.name for node, call in weights if _known_by_scales(node, call)}

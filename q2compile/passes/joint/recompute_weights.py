@@ -22,7 +22,7 @@ from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
 def recompute_weights_pass(graph: fx.Graph) -> int:
     """fprop's codes of w are kept for dgrad, 4.5 bits a parameter, though the parameter itself is
-    there until the optimizer changes it: quantise it a second time.
+    there until the optimizer changes it: quantize it a second time.
 
     before, as the partitioner sees it            after
         c = to(w, bf16)                               c = to(w, bf16)         # recompute
@@ -32,7 +32,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
     saved: x's codes, q                           saved: x's codes, w (the parameter: no memory)
 
-    What it costs is the second quantisation, in every micro-batch. Of the time of a 4096x4096
+    What it costs is the second quantization, in every micro-batch. Of the time of a 4096x4096
     linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at 16384 and 0.6% at
     65536. `weights_kept` says where it is worth that; under recompute_weights="auto" this pass
     marks all, and `keep_weights` saves some after the cut.
@@ -40,10 +40,10 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
     global scale, is one number and stays saved.
 
-    Precondition: the joint graph; w's quantisation is reached from a graph input by views and casts
-    alone (a weight that an adapter or a parametrisation computes is not free to keep).
+    Precondition: the joint graph; w's quantization is reached from a graph input by views and casts
+    alone (a weight that an adapter or a parametrization computes is not free to keep).
 
-    Exact: quantisation in the forward is deterministic. If w is changed in place between forward
+    Exact: quantization in the forward is deterministic. If w is changed in place between forward
     and backward, autograd raises, as it does for a plain linear.
     """
     weights = packed_weights(graph)
@@ -54,7 +54,7 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
 
 def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The ops that quantise a weight for a GEMM of the forward -> all that making it again takes:
+    """The ops that quantize a weight for a GEMM of the forward -> all that making it again takes:
     the views and casts of the parameter, the op and its outputs, and its transposed codes.
     """
     backward = depending_on_tangents(graph)
@@ -79,7 +79,7 @@ def _with_outputs(op: fx.Node) -> list[fx.Node]:
 
 
 def _chain_to_input(weight: fx.Node) -> list[fx.Node] | None:
-    """The views and casts between a graph input and its quantisation; None if there is more."""
+    """The views and casts between a graph input and its quantization; None if there is more."""
     if not is_forward_operand(quantizer_of(weight)):
         return None
     chain: list[fx.Node] = []

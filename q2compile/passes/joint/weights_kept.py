@@ -61,7 +61,7 @@ def weights_kept(
 
     Of codes that are made again, scales are kept by the same rule, where those are enough.
 
-    names       of the nodes that quantise weights, alike in both graphs
+    names       of the nodes that quantize weights, alike in both graphs
     parameters  which inputs of the forward, and results of the backward, are parameters'
     whole       whether these graphs are all of the step
     by_scales   of names, those for which the scales are enough (`known_by_scales`)

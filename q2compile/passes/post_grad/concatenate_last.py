@@ -1,4 +1,4 @@
-"""Concatenations that a rotating quantiser reads stand right before it."""
+"""Concatenations that a rotating quantizer reads stand right before it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def concatenate_last_pass(graph: fx.Graph) -> int:
     The lowering of such a `cat` has one loop write both parts (lowering/concatenated.py). Of a
     `where` behind it that loop's results would be read and written once more.
 
-    Preconditions: nothing else reads c, and dy is read, through views, by rotating quantisers
+    Preconditions: nothing else reads c, and dy is read, through views, by rotating quantizers
     alone; neither mask nor number differs along the dimension of the concatenation.
 
     Exact: the same numbers are chosen.
@@ -35,7 +35,7 @@ def concatenate_last_pass(graph: fx.Graph) -> int:
     for masked in graph.find_nodes(op="call_function", target=_aten.where.self):
         for at in (1, 2):
             cat = masked.args[at]
-            if _is_concatenation(cat) and _may_go_before(masked, at) and _is_quantised(masked):
+            if _is_concatenation(cat) and _may_go_before(masked, at) and _is_quantized(masked):
                 _move_before(masked, at)
                 matches += 1
                 break
@@ -46,10 +46,10 @@ def _is_concatenation(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is _aten.cat.default and len(node.users) == 1
 
 
-def _is_quantised(node: fx.Node) -> bool:
+def _is_quantized(node: fx.Node) -> bool:
     """By rotating quantizers, and not read otherwise."""
     return bool(node.users) and all(
-        _is_quantised(user) if user.target in RESHAPES else _rotates(user) for user in node.users
+        _is_quantized(user) if user.target in RESHAPES else _rotates(user) for user in node.users
     )
 
 

@@ -1,4 +1,4 @@
-"""Rotating quantisers that may compute their operand in the place of reading it."""
+"""Rotating quantizers that may compute their operand in the place of reading it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     The lowering of the first knows both operands then. Where it makes no use of that nothing comes
     of the order: Inductor computes an expression where it is read.
 
-    Of experts both are halves of one operand, which a quantiser of rows in groups may compute:
+    Of experts both are halves of one operand, which a quantizer of rows in groups may compute:
 
         before   quantize(cat([dg, du], 1), rowwise, columnwise, offs=...)
         after    the same, marked
@@ -95,7 +95,7 @@ def _are_alike(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _made_from(node: fx.Node) -> dict[Storage, int]:
-    """What the expression of a quantiser's operand reads, where operations end that go element by
+    """What the expression of a quantizer's operand reads, where operations end that go element by
     element, and its bytes."""
     found: dict[Storage, int] = {}
     pending, seen = node.all_input_nodes[:1], set[fx.Node]()
@@ -128,7 +128,7 @@ def _mostly_in(one: dict[Storage, int], other: dict[Storage, int]) -> bool:
 
 
 def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
-    """Whether all that a quantiser reads stands before another one, or goes there: what computes
+    """Whether all that a quantizer reads stands before another one, or goes there: what computes
     element by element, and picks a seed."""
     needed: set[fx.Node] = set()
     pending = [second]

@@ -1,4 +1,4 @@
-"""Both quantisations of one gradient, along N for dgrad and along T for wgrad, from one read."""
+"""Both quantizations of one gradient, along N for dgrad and along T for wgrad, from one read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.ops.table import (
 
 
 def pair_directions_pass(graph: fx.Graph) -> int:
-    """Reading the gradient a second time is most of what quantising it costs.
+    """Reading the gradient a second time is most of what quantizing it costs.
 
     before                                        after
         a = quantize(dy, rowwise, seed s)             c = quantize(dy, rowwise, columnwise,

@@ -1,4 +1,4 @@
-"""A gradient quantised along its rows, and along its columns when those have been multiplied,
+"""A gradient quantized along its rows, and along its columns when those have been multiplied,
 where both at once would be more memory than the step has at any other moment.
 """
 
@@ -24,7 +24,7 @@ def part_directions_pass(graph: fx.Graph) -> int:
                                                        dw = gemm(b[0], b[1], b[2], ...)
 
     Of the logits' gradient, at the start of the backward, where all activations are still there,
-    both directions as bf16 numbers are twice the logits. Quantising only the dense layers of a
+    both directions as bf16 numbers are twice the logits. Quantizing only the dense layers of a
     mixture of experts raised its peak by that, more than by all their codes. The price is a second
     read of that one gradient.
 

@@ -1,4 +1,4 @@
-"""One quantisation of what several matmuls share: x of q, k and v, x of gate and up."""
+"""One quantization of what several matmuls share: x of q, k and v, x of gate and up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
 
 def share_operands_pass(graph: fx.Graph) -> int:
-    """Equal quantisations become one. AOTAutograd does this for training graphs, and for inference
+    """Equal quantizations become one. AOTAutograd does this for training graphs, and for inference
     graphs nobody does.
 
     before                                          after

@@ -12,7 +12,7 @@ from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
 
 
 def share_rotations_pass(graph: fx.Graph) -> int:
-    """The wgrads of q, k and v (of gate and up) each rotate and quantise the same x anew. Give them
+    """The wgrads of q, k and v (of gate and up) each rotate and quantize the same x anew. Give them
     one seed, and once is enough.
 
     before                                       after

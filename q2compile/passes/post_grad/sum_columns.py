@@ -1,4 +1,4 @@
-"""The gradient of a bias from the read of dy that quantises it."""
+"""The gradient of a bias from the read of dy that quantizes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def sum_columns_pass(graph: fx.Graph) -> int:
-    """A bias costs no kernel of its own: the quantiser of dy sums its columns on the way.
+    """A bias costs no kernel of its own: the quantizer of dy sums its columns on the way.
 
     before                                              after
         c = quantize(dy, rowwise, columnwise)               c = quantize(dy, rowwise, columnwise,
@@ -28,10 +28,10 @@ def sum_columns_pass(graph: fx.Graph) -> int:
         b = sum(dy, [0], dtype=float32)                     b = c[6]
         b = convert_element_type(b, bf16)
 
-    Preconditions: a quantiser along columns, which draws signs or coins (one that draws nothing may
+    Preconditions: a quantizer along columns, which draws signs or coins (one that draws nothing may
     be loops, and fuse with what makes dy), reads the very node that is summed; dy does not lie in
     columns; the CUDA kernel serves the op with sums, which that of an exact global scale and that
-    of groups of rows do not; and whatever reads the sums stands behind the quantiser.
+    of groups of rows do not; and whatever reads the sums stands behind the quantizer.
 
     The same sums in fp32 in another order (numerics/column_sums.py), rounded once, to the last of
     the types that they are cast to: Inductor's loops, too, drop the roundings between two casts.
@@ -42,11 +42,11 @@ def sum_columns_pass(graph: fx.Graph) -> int:
             continue
         last = _last_cast(node)
         readers = [user for user in last.users if user.op != "output"]
-        for quantiser in list(node.args[0].users):
-            call = _with_dbias(quantiser, last.meta["val"].dtype)
-            if call is None or not all(quantiser < reader for reader in readers):
+        for quantizer in list(node.args[0].users):
+            call = _with_dbias(quantizer, last.meta["val"].dtype)
+            if call is None or not all(quantizer < reader for reader in readers):
                 continue
-            _replace(graph, quantiser, call, last)
+            _replace(graph, quantizer, call, last)
             matches += 1
             break
     return matches
@@ -91,12 +91,12 @@ def _with_dbias(node: fx.Node, dtype: torch.dtype) -> QuantizerCall | None:
     return call
 
 
-def _replace(graph: fx.Graph, quantiser: fx.Node, call: QuantizerCall, sums: fx.Node) -> None:
-    set_call(quantiser, call)
-    with graph.inserting_after(quantiser):
-        output = graph.call_function(operator.getitem, (quantiser, call.outputs.index("dbias")))
+def _replace(graph: fx.Graph, quantizer: fx.Node, call: QuantizerCall, sums: fx.Node) -> None:
+    set_call(quantizer, call)
+    with graph.inserting_after(quantizer):
+        output = graph.call_function(operator.getitem, (quantizer, call.outputs.index("dbias")))
     output.meta = dict(sums.meta)
-    quantiser.meta["val"] = [*quantiser.meta["val"], sums.meta["val"]]
+    quantizer.meta["val"] = [*quantizer.meta["val"], sums.meta["val"]]
     sums.replace_all_uses_with(output)
     while sums is not call.x:
         before: Any = sums.args[0]

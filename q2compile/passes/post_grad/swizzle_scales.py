@@ -33,7 +33,7 @@ def swizzle_scales_pass(graph: fx.Graph) -> int:
         gemm(a[0], a[1], a[2], ..., S, ...)           gemm(a[0], a[1], a[2], ..., S@32x4x4, ...)
 
     Preconditions: all users of the scales are q2.gemm nodes that a kernel for fp4 tensor cores
-    serves, and maybe requantisations whose CUDA kernel reads them swizzled, too; blocks have
+    serves, and maybe requantizations whose CUDA kernel reads them swizzled, too; blocks have
     one row (those of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled
     scales of this scheme. A pair of directions has one scheme, so all must hold for both.
 

@@ -31,10 +31,10 @@ def tabulate_pass(graph: fx.Graph) -> int:
     Inductor computes a number where it is read, as a rule: the sine and the cosine anew for every
     element of q and k, in every layer, forward and backward. On an H200 that is more than half of
     the time of those kernels (30m Llama, 64 x 512 tokens: forward 64 us, with tables 24), and keeps
-    quantisers from computing their operand, RoPE's backward (`fuse_rotations`), since their kernels
+    quantizers from computing their operand, RoPE's backward (`fuse_rotations`), since their kernels
     have no sine.
 
-    Preconditions: the graph has quantised products; sizes are known; the table is of fp32, and
+    Preconditions: the graph has quantized products; sizes are known; the table is of fp32, and
     read, through views and casts, by what has `_SHARED` times as many elements.
 
     Exact: fp32 is what Inductor has them in, whether they are in memory or not.

@@ -31,7 +31,7 @@ def widen_operands_pass(graph: fx.Graph) -> int:
         gemm(a[0], a[1], a[2], ..., S, ...)           gemm(a[0], a[1], a[2], ..., S@bf16, ...)
 
     The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before
-    it reads those 2; now the quantiser writes them.
+    it reads those 2; now the quantizer writes them.
 
     Preconditions: all that comes out of the op is read by q2.gemm (or q2.grouped_gemm) nodes alone,
     which the CUDA kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such

@@ -8,14 +8,14 @@ from math import prod
 
 _NODE = re.compile(r"(\w+)(?:: ((?:\([^=]*?\))|(?:\w+\[[^\]]*\])))?(?: = (.*))?")
 _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
-_QUANTISED = ("q2.quantize", "q2.transpose")
+_QUANTIZED = ("q2.quantize", "q2.transpose")
 
 
 def saved_tensors(files: Mapping[str, str]) -> list[list[str | int | None]] | None:
     """[module, node, type, bytes, kind] of every tensor that the backward takes from the forward;
     None where no backward was compiled.
 
-    kind   "quantised": a part of a quantised operand; "input": a parameter or an input of the
+    kind   "quantized": a part of a quantized operand; "input": a parameter or an input of the
            graph, which exists anyway; "other": the rest
     bytes  None where a size is a symbol
     """
@@ -52,7 +52,7 @@ def _kind(call: str, made: Mapping[str, tuple[str, str, str]]) -> str:
         return "input"
     if call.startswith("getitem("):
         call = made.get(call[len("getitem(") :].partition(",")[0], ("", "", ""))[2]
-    return "quantised" if call.partition("(")[0] in _QUANTISED else "other"
+    return "quantized" if call.partition("(")[0] in _QUANTIZED else "other"
 
 
 def _bytes(type_: str) -> int | None:

@@ -88,13 +88,13 @@ def _spread(steps: list[int]) -> list[int]:
 def _operand(
     key: tuple[Any, ...], by_step: dict[int, dict[str, Any]], steps: Iterable[int]
 ) -> dict[str, Any]:
-    rank, module, gemm, operand, quantised = key
+    rank, module, gemm, operand, quantized = key
     curves = {
         name: _short([_rounded(by_step.get(step, {}).get(name)) for step in steps])
         for name in STATISTICS
     }
     named = {"rank": rank, "module": module, "gemm": gemm, "operand": operand}
-    return {**named, "format": quantised, "curves": curves}
+    return {**named, "format": quantized, "curves": curves}
 
 
 def _rounded(number: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""The calls of quantisers and of the host that are timed: here, and by examples/benchmarks."""
+"""The calls of quantizers and of the host that are timed: here, and by examples/benchmarks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.cost_model.quantisers import HIGH, Quantiser, packed_bits
-from q2compile.cost_model.steps import Step, quantising, turning
+from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits
+from q2compile.cost_model.steps import Step, quantizing, turning
 from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import WIDENED
@@ -31,37 +31,37 @@ STREAM = 1
 EDEN, SR = "nvfp4_ms_eden_pow2", "nvfp4_sr_pow2"
 CASES = {
     # quartet2
-    "rht_quantize_row": Quantiser("row", EDEN, "rht128"),
-    "rht_quantize_col": Quantiser("col", EDEN, "rht128"),
-    "rht_quantize_both": Quantiser("both", EDEN, "rht128"),
-    "requantize": Quantiser("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
+    "rht_quantize_row": Quantizer("row", EDEN, "rht128"),
+    "rht_quantize_col": Quantizer("col", EDEN, "rht128"),
+    "rht_quantize_both": Quantizer("both", EDEN, "rht128"),
+    "requantize": Quantizer("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
     # as the emulated GEMM reads them
-    "rht_quantize_both_bf16": Quantiser("both", EDEN + WIDENED, "rht128"),
-    "requantize_bf16": Quantiser("requantize", EDEN + WIDENED, "rht128", "nvfp4_46_pow2"),
+    "rht_quantize_both_bf16": Quantizer("both", EDEN + WIDENED, "rht128"),
+    "requantize_bf16": Quantizer("requantize", EDEN + WIDENED, "rht128", "nvfp4_46_pow2"),
     # the other recipes
-    "tetrajet2_both": Quantiser("both", SR, "rht128"),
-    "tetrajet2_requantize": Quantiser("requantize", SR, "rht128", "nvfp4_pow2"),
-    "tetrajet2_exact_both": Quantiser("both", "nvfp4_sr", "rht128"),
-    "nvfp4_dgrad_row": Quantiser("row", SR),
-    "nvfp4_wgrad_col": Quantiser("col", SR, "rht16"),
-    "nvfp4_wgrad_x_col": Quantiser("col", "nvfp4_pow2", "rht16"),
-    "mxfp4_both": Quantiser("both", "mxfp4_sr", "rht64"),
-    "mxfp4_col": Quantiser("col", "mxfp4_sr", "rht64"),
-    "quartet_both": Quantiser("both", "mxfp4_rtn34", "rht32"),
-    "quartet_requantize": Quantiser("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
+    "tetrajet2_both": Quantizer("both", SR, "rht128"),
+    "tetrajet2_requantize": Quantizer("requantize", SR, "rht128", "nvfp4_pow2"),
+    "tetrajet2_exact_both": Quantizer("both", "nvfp4_sr", "rht128"),
+    "nvfp4_dgrad_row": Quantizer("row", SR),
+    "nvfp4_wgrad_col": Quantizer("col", SR, "rht16"),
+    "nvfp4_wgrad_x_col": Quantizer("col", "nvfp4_pow2", "rht16"),
+    "mxfp4_both": Quantizer("both", "mxfp4_sr", "rht64"),
+    "mxfp4_col": Quantizer("col", "mxfp4_sr", "rht64"),
+    "quartet_both": Quantizer("both", "mxfp4_rtn34", "rht32"),
+    "quartet_requantize": Quantizer("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
     # forwards
-    "quantize_46": Quantiser("row", "nvfp4_46_pow2"),
-    "quantize_rtn": Quantiser("row", "nvfp4_pow2"),
-    "quartet_forward": Quantiser("row", "mxfp4_quest", "h32"),
+    "quantize_46": Quantizer("row", "nvfp4_46_pow2"),
+    "quantize_rtn": Quantizer("row", "nvfp4_pow2"),
+    "quartet_forward": Quantizer("row", "mxfp4_quest", "h32"),
     # as the emulated GEMM reads those of the other recipes
-    "tetrajet2_both_bf16": Quantiser("both", SR + WIDENED, "rht128"),
-    "tetrajet2_requantize_bf16": Quantiser("requantize", SR + WIDENED, "rht128", "nvfp4_pow2"),
-    "nvfp4_dgrad_row_bf16": Quantiser("row", SR + WIDENED),
-    "nvfp4_wgrad_col_bf16": Quantiser("col", SR + WIDENED, "rht16"),
-    "mxfp4_both_bf16": Quantiser("both", "mxfp4_sr" + WIDENED, "rht64"),
-    "mxfp4_col_bf16": Quantiser("col", "mxfp4_sr" + WIDENED, "rht64"),
-    "quartet_both_bf16": Quantiser("both", "mxfp4_rtn34" + WIDENED, "rht32"),
-    "quartet_requantize_bf16": Quantiser(
+    "tetrajet2_both_bf16": Quantizer("both", SR + WIDENED, "rht128"),
+    "tetrajet2_requantize_bf16": Quantizer("requantize", SR + WIDENED, "rht128", "nvfp4_pow2"),
+    "nvfp4_dgrad_row_bf16": Quantizer("row", SR + WIDENED),
+    "nvfp4_wgrad_col_bf16": Quantizer("col", SR + WIDENED, "rht16"),
+    "mxfp4_both_bf16": Quantizer("both", "mxfp4_sr" + WIDENED, "rht64"),
+    "mxfp4_col_bf16": Quantizer("col", "mxfp4_sr" + WIDENED, "rht64"),
+    "quartet_both_bf16": Quantizer("both", "mxfp4_rtn34" + WIDENED, "rht32"),
+    "quartet_requantize_bf16": Quantizer(
         "requantize", "mxfp4_rtn34" + WIDENED, "rht32", "mxfp4_rtn"
     ),
 }
@@ -69,7 +69,7 @@ DEQUANTIZED, TURNED = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
 OTHERS = (DEQUANTIZE, TRANSPOSE)
 
 
-def calls_of_quantisers(
+def calls_of_quantizers(
     device: torch.device, rows: int, cols: int, inputs: int, names: Sequence[str]
 ) -> dict[str, Callable[[], list[Call]]]:
     """name of CASES or OTHERS, or "copy" -> its calls, one for each of so many bf16 matrices, by
@@ -127,7 +127,7 @@ def step_of(name: str, elements: int) -> Step:
         return Step("", name, (packed_bits(DEQUANTIZED) + HIGH) * elements)
     if name == TRANSPOSE:
         return turning("", name, TURNED, elements)
-    return quantising("", name, CASES[name], elements)
+    return quantizing("", name, CASES[name], elements)
 
 
 def calls_of_host(device: torch.device) -> dict[str, Call]:

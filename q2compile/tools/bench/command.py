@@ -36,7 +36,7 @@ _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 where something could not be measured."""
-    description = "Measures this machine: quantisers, GEMMs, a linear, a Llama's block, the host."
+    description = "Measures this machine: quantizers, GEMMs, a linear, a Llama's block, the host."
     parser = argparse.ArgumentParser(prog="q2compile bench", description=description)
     parser.add_argument(
         "--only",

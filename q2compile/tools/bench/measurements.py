@@ -23,7 +23,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, select
 from q2compile.tools.bench import host
-from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantisers, step_of
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.timing import (
     CALLS,
@@ -156,19 +156,19 @@ class Bench:
         return {n: cpu_microseconds(call, self.sizes.cpu_seconds) for n, call in calls.items()}
 
 
-def quantisers(bench: Bench) -> Iterator[Row]:
-    """Each quantiser, beside a copy of its operand in bf16."""
+def quantizers(bench: Bench) -> Iterator[Row]:
+    """Each quantizer, beside a copy of its operand in bf16."""
     names = [*OTHERS, *CASES]
     if not bench.on_gpu:  # bf16 numbers are what kernels leave for emulated GEMMs
         names = [n for n in names if n not in CASES or not CASES[n].scheme.endswith(WIDENED)]
     rows, cols = bench.sizes.matrix
     inputs = bench.inputs(2 * rows * cols)
-    calls = calls_of_quantisers(bench.device, rows, cols, inputs, [_COPY, *names])
+    calls = calls_of_quantizers(bench.device, rows, cols, inputs, [_COPY, *names])
     times, why = bench.times(calls)
     for name in names:
         predicted = 1e6 * step_of(name, rows * cols).seconds(bench.sheet) if bench.sheet else None
         own = times.get(name), _COPY, times.get(_COPY), predicted, why.get(name, "")
-        yield Row("quantisers", name, (rows, cols), *own)
+        yield Row("quantizers", name, (rows, cols), *own)
 
 
 def products(bench: Bench) -> Iterator[Row]:
@@ -190,11 +190,11 @@ def _product(bench: Bench, format: str, shape: tuple[int, int, int]) -> Iterator
     def arguments(name: str) -> list[tuple[Any, ...]]:
         scheme = _FORMATS[format] + (SWIZZLED if name in CANDIDATES else "")
 
-        def quantised(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False))
 
         return [
-            (*quantised(x), *quantised(w), None, scheme, scheme, torch.bfloat16)
+            (*quantized(x), *quantized(w), None, scheme, scheme, torch.bfloat16)
             for x, w in zip(xs, ws, strict=True)
         ]
 
@@ -238,8 +238,8 @@ def _predicted_product(
     layer = Layer(*shape, emulated=name not in CANDIDATES)
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
     asked = [s for s in steps if s.what == "gemm"]
-    # By a launch of their own: no quantiser is there whose last one could.
-    widened = [s for s in steps if s.what.startswith("dequantise")]
+    # By a launch of their own: no quantizer is there whose last one could.
+    widened = [s for s in steps if s.what.startswith("dequantize")]
     asked += [replace(s, launches=int(i == 0)) for i, s in enumerate(widened)]
     # Called by itself, cuBLASLt's has the product of the global scales ahead of it.
     alone = LAUNCH_SECONDS * (format == "nvfp4" and name == CUBLASLT_FP4)
@@ -333,7 +333,7 @@ def _host_row(name: str, shape: tuple[int, ...], own: float, *beside: Any) -> Ro
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "quantisers": quantisers,
+    "quantizers": quantizers,
     "products": products,
     "linear": linear,
     "block": block,

@@ -43,7 +43,7 @@ def compare(
     loss       of the model's output, a tensor of one element; by default its ``loss``, or itself
     optimizer  parameters -> an optimizer: both losses are then those of training over the batches,
                from the same weights; without it all batches are run with the weights as they are
-    alone      whether each module is also run as the only one that is quantised, on the first
+    alone      whether each module is also run as the only one that is quantized, on the first
                batch: a step more for each, and what `Comparison.policy` ranks by
 
     Measured in fp32 or wider, from the same weights and random numbers as the run in bf16 (which is
@@ -179,7 +179,7 @@ class _Runs:
         if not any(row.taken for row in self._probes.rows):
             left = dict.fromkeys(f"{row.module}: {row.why}" for row in self._probes.rows)
             raise ConfigError(
-                "compare: no matmul of this model is quantised. "
+                "compare: no matmul of this model is quantized. "
                 + ("; ".join(list(left)[:5]) or "No graph with a matmul was compiled.")
             )
 

@@ -25,7 +25,7 @@ class ModuleError:
                 None for a GEMM that the recipe leaves, or that nobody needs
     gradient    relative error of its weight's gradient under the whole recipe: what all modules do
                 to it; None if the weight has none
-    effect      relative error of the gradient of all parameters with this module alone quantised;
+    effect      relative error of the gradient of all parameters with this module alone quantized;
                 None if that was not run
     flops       of its matmuls, forward and backward; None where a size is symbolic
     microseconds, bf16_microseconds   device -> predicted time of its matmuls
@@ -86,9 +86,9 @@ class Measurements:
     recipe     its name; ``option``: as it was given, ``given_policy``: the policy beside it
     losses     "bf16" and the recipe's name -> the loss of each batch
     gradients  "all", "fprop", "dgrad", "wgrad" -> the relative error of the gradient of all
-               parameters, of each batch: under the whole recipe, and with that GEMM alone quantised
-    modules    those that are quantised
-    left       module -> why it is not quantised
+               parameters, of each batch: under the whole recipe, and with that GEMM alone quantized
+    modules    those that are quantized
+    left       module -> why it is not quantized
     """
 
     recipe: str
@@ -138,7 +138,7 @@ class Measurements:
         """{module: "bf16"} for the worst modules that the budget has room for, in their order in
         the model; to be used as, or added to, the option "policy".
 
-        budget  in [0, 1]. of="flops": the share of all quantised FLOPs that goes back to bf16;
+        budget  in [0, 1]. of="flops": the share of all quantized FLOPs that goes back to bf16;
                 of="time": by how much the predicted time of these matmuls may rise on ``device``
                 ("b200", "rtx5090"), as a share of it. A module that costs nothing, because bf16 is
                 not slower for it, is always taken.
@@ -172,7 +172,7 @@ class Measurements:
 
 
 def _size(module: ModuleError, of: str, device: str) -> float:
-    """What the module's matmuls take, quantised."""
+    """What the module's matmuls take, quantized."""
     size = module.flops if of == "flops" else module.microseconds.get(device)
     if size is None:
         raise ConfigError(

@@ -25,9 +25,9 @@ _PLAIN = (BF16, BF16, BF16)
 class Run:
     """What every probed matmul does now.
 
-    gemms    those that are quantised, the others are computed in the tensors' own precision
-    module   the only module that is quantised; None: all are
-    measure  compute in high precision, and note the error of each quantised GEMM on the same
+    gemms    those that are quantized, the others are computed in the tensors' own precision
+    module   the only module that is quantized; None: all are
+    measure  compute in high precision, and note the error of each quantized GEMM on the same
              operands
     """
 
@@ -39,14 +39,14 @@ class Run:
 @dataclass
 class Errors:
     """Sums over the calls of one GEMM of one module: |q - g|² and |g|², g being the result in high
-    precision and q that of the quantised GEMM on the same operands."""
+    precision and q that of the quantized GEMM on the same operands."""
 
     difference: float = 0.0
     norm: float = 0.0
 
-    def add(self, quantised: Tensor, exact: Tensor) -> None:
+    def add(self, quantized: Tensor, exact: Tensor) -> None:
         exact = exact.detach().double()
-        self.difference += float((quantised.detach().double() - exact).square().sum())
+        self.difference += float((quantized.detach().double() - exact).square().sum())
         self.norm += float(exact.square().sum())
 
     @property
@@ -127,7 +127,7 @@ class Probe(nn.Module):
             return self._op(*operands, *texts, self._salt)
 
     def _measured(self, x: Tensor, w: Tensor, *third: Any) -> Tensor:
-        """The matmul in high precision. Beside it, on copies of its operands, runs the quantised
+        """The matmul in high precision. Beside it, on copies of its operands, runs the quantized
         one, whose backward is given the same gradient."""
         y = self._call(_PLAIN, x, w, *third)
         if not torch.is_grad_enabled():
@@ -151,8 +151,8 @@ class Probe(nn.Module):
                 torch.autograd.grad(exact, wanted, dy),
                 strict=True,
             )
-            for (gemm, _), (quantised, plain) in zip(gemms, pairs, strict=True):
-                self._probes.noted(self._module, gemm).add(quantised, plain)
+            for (gemm, _), (quantized, plain) in zip(gemms, pairs, strict=True):
+                self._probes.noted(self._module, gemm).add(quantized, plain)
 
         if gemms and y.requires_grad:
             y.register_hook(note)

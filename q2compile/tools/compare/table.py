@@ -49,7 +49,7 @@ def _modules(c: Measurements) -> list[str]:
     """One line a module, worst first.
 
     share: its part of the gradient's squared error; effect: the gradient's error with this module
-    alone quantised; fprop, dgrad, wgrad: each GEMM's own error; gradient: of its weight's gradient
+    alone quantized; fprop, dgrad, wgrad: each GEMM's own error; gradient: of its weight's gradient
     under the whole recipe.
     """
     head = ["module", "shape", "effect", "share", "fprop", "dgrad", "wgrad", "gradient", "flops"]

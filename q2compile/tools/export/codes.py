@@ -131,7 +131,7 @@ def with_common_scale(members: dict[str, Codes]) -> dict[str, Codes]:
             )
     tops = [_top(codes) for codes in members.values()]
     top = torch.stack(tops).amax()
-    common = pow2_global_scale(top, top, E4M3_MAX)
+    common = pow2_global_scale(top, E4M3_MAX)
     found = {}
     for name, codes in members.items():
         try:
@@ -155,7 +155,7 @@ def as_nvfp4(codes: Codes) -> Codes:
     present = _present(wide)
     present[0] = False  # 2^-127, the scale of a block of zeros: any will do
     top = torch.where(present, _values(wide), 0.0).amax() * codes.global_scale
-    return moved(wide, pow2_global_scale(top, top, E4M3_MAX), zero=0)
+    return moved(wide, pow2_global_scale(top, E4M3_MAX), zero=0)
 
 
 def moved(codes: Codes, common: Tensor, zero: int | None = None) -> Codes:

@@ -162,7 +162,7 @@ def input_scale(amax: Tensor) -> Tensor:
     """The static global scale of activations: the least power of two with amax / 6 / scale <= 448.
     A power of two has an exact reciprocal, which some formats store."""
     top = amax / E2M1_MAX
-    return pow2_global_scale(top, top, E4M3_MAX)
+    return pow2_global_scale(top, E4M3_MAX)
 
 
 def compressed_tensors_config(fmt: Format, activations: str, ignore: Sequence[str]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from q2compile.errors import ConfigError
 from q2compile.tools.paper_tables import output
 from q2compile.tools.paper_tables.gradients import measure_concentration, measure_layer
-from q2compile.tools.paper_tables.schemes import measure_requantised, measure_schemes
+from q2compile.tools.paper_tables.schemes import measure_requantized, measure_schemes
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     schemes = measure_schemes(effort.samples, device)
     print(output.scheme_table(schemes), end="\n\n", flush=True)
-    requantised = measure_requantised(effort.samples // 4, device)
-    print(output.requantised_table(requantised), end="\n\n", flush=True)
+    requantized = measure_requantized(effort.samples // 4, device)
+    print(output.requantized_table(requantized), end="\n\n", flush=True)
     layer = measure_layer(scale, effort.samples // 4, device)
     print(output.layer_table(layer), end="\n\n", flush=True)
     concentration = measure_concentration(scale, effort.draws, device, progress=_progress)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     tables: dict[str, Sequence[Any]] = {
         "schemes": schemes,
-        "requantised": requantised,
+        "requantized": requantized,
         "layer": layer,
         "concentration": concentration,
     }

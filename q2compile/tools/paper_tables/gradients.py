@@ -1,6 +1,6 @@
 """What the recipes do to a linear layer's output and gradients, by `q2::linear`.
 
-The truth that a recipe's gradients are held to is the gradient of its *own* quantised forward, as
+The truth that a recipe's gradients are held to is the gradient of its *own* quantized forward, as
 its operands are: dy Q(w) where dgrad takes the codes that fprop saved, dy w where it takes w. A
 recipe without bias comes ever nearer to it as draws are averaged; one with bias stops. Quartet II
 (arXiv 2601.22813 v2), appendix A and figure 9, does so with a language model.
@@ -48,14 +48,14 @@ VARIANTS: dict[str, Any] = {
 @dataclass(frozen=True)
 class LayerRow:
     """One linear layer, one draw: effective bits of y against x wᵀ, of dx and dw against the
-    gradient of the quantised forward, and against that of x wᵀ."""
+    gradient of the quantized forward, and against that of x wᵀ."""
 
     recipe: str
     y: float
     dx: float
     dw: float
-    dx_unquantised: float
-    dw_unquantised: float
+    dx_unquantized: float
+    dw_unquantized: float
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def linear(x: Tensor, w: Tensor, recipe: Recipe, salt: int = 0) -> Tensor:
 
 
 def exact_gradients(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """dx and dw of the quantised forward, straight through its rounding but for a trust mask."""
+    """dx and dw of the quantized forward, straight through its rounding but for a trust mask."""
     fprop = recipe.fprop
     if fprop is None:
         return dy @ w, dy.t() @ x

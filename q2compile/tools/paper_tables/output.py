@@ -12,7 +12,7 @@ from typing import Any
 
 from q2compile.tools.paper_tables import paper
 from q2compile.tools.paper_tables.gradients import ConcentrationRow, LayerRow
-from q2compile.tools.paper_tables.schemes import RequantisedRow, SchemeRow
+from q2compile.tools.paper_tables.schemes import RequantizedRow, SchemeRow
 
 
 def scheme_table(rows: Sequence[SchemeRow]) -> str:
@@ -38,10 +38,10 @@ def scheme_table(rows: Sequence[SchemeRow]) -> str:
     return "\n".join(lines)
 
 
-def requantised_table(rows: Sequence[RequantisedRow]) -> str:
+def requantized_table(rows: Sequence[RequantizedRow]) -> str:
     """requantize against the long way round."""
     lines = [
-        "Requantised, against quantising the transposed dequantised tensor with the same seed",
+        "Requantized, against quantizing the transposed dequantized tensor with the same seed",
         f"{'':36}{'bits':>7}{'floor':>8}{'error x 1e-3':>15}{'the long way':>15}",
     ]
     for r in rows:
@@ -56,7 +56,7 @@ def layer_table(rows: Sequence[LayerRow]) -> str:
     """One linear layer, one draw."""
     lines = [
         "One linear layer, one draw, effective bits: y against x wᵀ; the gradients against those",
-        "of the recipe's own quantised forward, and against those of x wᵀ",
+        "of the recipe's own quantized forward, and against those of x wᵀ",
         f"{'recipe':28}{'y':>7}{'floor':>8}{'dx':>8}{'dw':>7}{'dx of xwᵀ':>12}{'dw of xwᵀ':>11}",
     ]
     for r in rows:
@@ -65,7 +65,7 @@ def layer_table(rows: Sequence[LayerRow]) -> str:
             f"{r.recipe:28}"
             + (f"{r.y:7.2f}" if math.isfinite(r.y) else f"{'exact':>7}")
             + _cell(floor, 8, lambda v: f">{v:.1f}")
-            + f"{r.dx:8.2f}{r.dw:7.2f}{r.dx_unquantised:12.2f}{r.dw_unquantised:11.2f}"
+            + f"{r.dx:8.2f}{r.dw:7.2f}{r.dx_unquantized:12.2f}{r.dw_unquantized:11.2f}"
         )
     return "\n".join(lines)
 

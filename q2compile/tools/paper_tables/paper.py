@@ -29,7 +29,7 @@ BITS = {
 
 # What the tests of Quartet II's released kernels (kernels/test) ask for at least, in bits.
 SCHEME_FLOORS = {"nvfp4": 3.38, "nvfp4_46": 3.52, "nvfp4_ms_eden": 3.32}
-REQUANTISED_FLOOR = 4.2  # requantise, against quantising the transposed dequantised tensor
+REQUANTIZED_FLOOR = 4.2  # requantize, against quantizing the transposed dequantized tensor
 FORWARD_FLOOR = 2.8  # a linear layer's output against BF16
 # Draws -> floors for the gradients of W1, W2, W3 of a 3-layer MLP of width 256.
 CONCENTRATION_FLOORS = {

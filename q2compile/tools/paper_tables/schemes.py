@@ -36,8 +36,8 @@ class SchemeRow:
 
 
 @dataclass(frozen=True)
-class RequantisedRow:
-    """The op requantize against quantising the transposed dequantised tensor with the same seed.
+class RequantizedRow:
+    """The op requantize against quantizing the transposed dequantized tensor with the same seed.
 
     bits: of the one's difference from the other; infinite where they are equal. They are for a
     source whose global scale is a power of two. Any other is applied after the block scales are cut
@@ -67,7 +67,7 @@ def measure_schemes(size: int, device: str, seed: int = 0) -> list[SchemeRow]:
     return [_row(scheme, size, device, seed) for scheme in SCHEMES.values()]
 
 
-def measure_requantised(size: int, device: str, seed: int = 0) -> list[RequantisedRow]:
+def measure_requantized(size: int, device: str, seed: int = 0) -> list[RequantizedRow]:
     """A row for each kind of global scale of quartet2's x, [size, size] of N(0,1)."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(size, size, generator=generator, device=device)
@@ -89,8 +89,8 @@ def measure_requantised(size: int, device: str, seed: int = 0) -> list[Requantis
         ours = replace(long_way, codes=parts[0], scales=parts[1], global_scale=parts[2])
         difference, _ = _error_and_alignment(long_way.dequantize(), ours.dequantize())
         errors = (_error_and_alignment(values, t.dequantize())[0] for t in (ours, long_way))
-        floor = paper.REQUANTISED_FLOOR
-        rows.append(RequantisedRow(source, scheme, effective_bits(difference), floor, *errors))
+        floor = paper.REQUANTIZED_FLOOR
+        rows.append(RequantizedRow(source, scheme, effective_bits(difference), floor, *errors))
     return rows
 
 

@@ -118,7 +118,7 @@ Q2_INLINE void load_eight(const Side& side, const Octet& octet, float (&x)[8]) {
 }
 
 #if Q2_SWIZZLED
-// Eight scales of one row are words of two neighbouring tiles, if there is a second.
+// Eight scales of one row are words of two neighboring tiles, if there is a second.
 Q2_INLINE void store_eight(const Side& side, const Octet& octet, const u32 (&bytes)[2]) {
   int across = (side.blocks + 3) / 4;
   u32* out = (u32*)(side.scales + swizzled_at(octet.row, octet.block, across));

@@ -1,4 +1,4 @@
-// The numbers a quantised matrix stands for: (e2m1(code) * scale) * global_scale, rounded once.
+// The numbers a quantized matrix stands for: (e2m1(code) * scale) * global_scale, rounded once.
 //
 //   codes         u8 [M, Kp/2], even element in the low nibble
 //   scales        e4m3 [ceil(M / 2^row_shift), Kp/16] (row_shift 4: blocks of 16x16), or

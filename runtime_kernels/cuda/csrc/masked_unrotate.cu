@@ -1,4 +1,4 @@
-// The backward of QuEST's quantiser: the gradient where its rounding did not clip, rotated back in
+// The backward of QuEST's quantizer: the gradient where its rounding did not clip, rotated back in
 // chunks of 32 (H without signs, which is its own inverse).
 //
 //   grad  [M, Kp], Kp in whole chunks: bf16, f16 or fp32

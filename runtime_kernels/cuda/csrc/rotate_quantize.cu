@@ -1,4 +1,4 @@
-// Rotation and quantisation of a matrix along its rows, along its columns, or both from one read.
+// Rotation and quantization of a matrix along its rows, along its columns, or both from one read.
 // Behind q2::quantize and q2::requantize, for the schemes that it has. What is left to do then is
 // align_scales.cu's.
 //
@@ -51,7 +51,7 @@
 extern __shared__ __align__(16) u8 shared_tiles[];
 
 // -------------------------------------------------------------------------------------------------
-// Rotation and quantisation of what a thread holds
+// Rotation and quantization of what a thread holds
 
 // h = 1, 2, 4, 8, in registers.
 Q2_INLINE void butterflies(Pair (&x)[16]) {

@@ -1,4 +1,4 @@
-// The diagonal of a randomised Hadamard transform (numerics/transforms.py:signs_of): of one Philox
+// The diagonal of a randomized Hadamard transform (numerics/transforms.py:signs_of): of one Philox
 // block bit j % 32 of word j / 32 is set where sign j is -1.
 //
 //   seed  s64

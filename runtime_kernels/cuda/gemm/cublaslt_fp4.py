@@ -2,7 +2,7 @@
 
 A launch for the GEMM, which applies the product of the two global scales and adds a bias of the
 result's 16-bit type, in fp32 and before the one rounding; and one for that product, where the
-quantisers have not made it (quantize/together.py). Any other bias is added to an
+quantizers have not made it (quantize/together.py). Any other bias is added to an
 fp32 result. Only where N is no multiple of 16, or K of 32, are codes padded and results cut.
 """
 

@@ -1,6 +1,6 @@
 """Block scales as the fp4 tensor cores read them: the 32x4x4 layout (numerics/swizzle.py).
 
-Quantisers write them so for operands that only GEMMs and requantisations read (pass
+Quantizers write them so for operands that only GEMMs and requantizations read (pass
 swizzle_scales). For others swizzle_scales.cu does it ahead of the product, over 1/16 of the
 elements:
 

@@ -17,7 +17,7 @@ only where K ends within a tile.
 A tile's scales are copied from shared to tensor memory as they lie where it has 128 rows; those of
 256 columns go by registers, an eighth of the tile's bytes.
 
-Program ids go in groups of 8 tile rows, so that neighbours share B in L2. Bytes: A once for each
+Program ids go in groups of 8 tile rows, so that neighbors share B in L2. Bytes: A once for each
 tile of columns, B once for each of rows.
 
 Triton before 3.8 asserts on 12.1.
@@ -118,7 +118,7 @@ def _unrotated(
 ):
     """H of each chunk of 32, where the mask has ones: transforms.py:hadamard's order of operations.
 
-    Each step takes pairs of neighbours, and leaves all sums ahead of all differences: after five of
+    Each step takes pairs of neighbors, and leaves all sums ahead of all differences: after five of
     them every element is in its place, and step i has paired those 2^i apart.
     """
     CHUNKS: tl.constexpr = TILE_N // 32
@@ -195,7 +195,7 @@ def gemm_fp4(
     tile: Tile,
     unrotation: Unrotation | None = None,
 ) -> torch.Tensor:
-    """The product of two quantised matrices (codes, swizzled scales, global_scale) of one format,
+    """The product of two quantized matrices (codes, swizzled scales, global_scale) of one format,
     whose blocks are of `width`: [M, N]. With `unrotation`, N is whole chunks."""
     (a_codes, a_scales, a_global), (b_codes, b_scales, b_global) = a, b
     m, n, half = a_codes.shape[0], b_codes.shape[0], a_codes.shape[1]

@@ -1,4 +1,4 @@
-"""The quantisers on CUDA. Imports jit, selfcheck, ops, numerics and the registry.
+"""The quantizers on CUDA. Imports jit, selfcheck, ops, numerics and the registry.
 
 quantizers.py         quantize, requantize
 split_scales.py       split_scales

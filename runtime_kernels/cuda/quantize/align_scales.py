@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Alignment(Ending):
-    """The last step of a call of a quantiser, of align_scales.cu or settle_widened.cu.
+    """The last step of a call of a quantizer, of align_scales.cu or settle_widened.cu.
 
     thread_blocks: for each side, and for each of the sums.
     sums: of columns, that it adds up as well; summing: the launch that is taken in the place of the

@@ -55,7 +55,7 @@ def no_pair(producer: Producer, keywords: Keywords, index: int) -> str | None:
     call = call_of(keywords)
     if Rule.of(call.scheme) not in SCALED_AFTERWARDS:
         # MX spills registers; EXACT has a unit for each operand, of a pass that is not written.
-        return f"two operands of {call.scheme.name} are not quantised by one kernel"
+        return f"two operands of {call.scheme.name} are not quantized by one kernel"
     room = shared_memory(index)
     if not has_room_for_two(SOURCES[producer.dtype], call.scheme, call.rowwise, room):
         return f"tiles of two {producer.dtype} operands do not fit into shared memory"

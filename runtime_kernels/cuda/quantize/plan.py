@@ -169,7 +169,7 @@ def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
     if spec.rounding == "sr" and rows * width > _MOST_COINS:
         raise ValueError(
             f"{spec.name} of {rows} x {width} numbers: the CUDA kernels draw coins for at most "
-            "2^34 numbers of one operand; quantise it in parts."
+            "2^34 numbers of one operand; quantize it in parts."
         )
     worths = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
     return _Side(direction, rows, width // 16, tuple(outputs), worths)

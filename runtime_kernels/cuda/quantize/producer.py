@@ -147,7 +147,7 @@ class Producer:
 
     @property
     def width(self) -> int:
-        """Columns of a matrix that is quantised."""
+        """Columns of a matrix that is quantized."""
         return 2 * self.cols if self.halves else self.cols
 
     @property
@@ -170,7 +170,7 @@ class Producer:
     def evaluate(
         self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
     ) -> list[torch.Tensor]:
-        """The matrices that are quantised, by torch. inputs: tensors at whose addresses the indices
+        """The matrices that are quantized, by torch. inputs: tensors at whose addresses the indices
         begin."""
         names = dict(zip(self.sizes, sizes, strict=True))
         device = inputs[0].device

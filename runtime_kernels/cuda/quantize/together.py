@@ -1,11 +1,11 @@
-"""Calls that end in one launch; that of quantisers also multiplies their global scales.
+"""Calls that end in one launch; that of quantizers also multiplies their global scales.
 
 apart      rotate x, align x, rotate w, align w, product of the global scales, GEMM
 together   rotate x, rotate w, align both and multiply their global scales, GEMM
            or rotate x and w, ... where the same kernel rotates them and neither is large
 
-apart      dequantise x, dequantise w, GEMM of bf16 numbers
-together   dequantise both, GEMM
+apart      dequantize x, dequantize w, GEMM of bf16 numbers
+together   dequantize both, GEMM
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
 class Block(nn.Module):
     """x + experts(norm(x)), each row by the best of the experts but one. mesh: of expert parallel.
-    The router's choice is made of one weight row an expert, unquantised."""
+    The router's choice is made of one weight row an expert, unquantized."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()

@@ -239,7 +239,7 @@ def test_tensor_parallel(
 def test_redundant_compute_draws_the_same_coins(
     scenario: str, tensor_parallel: dict[str, Ranks]
 ) -> None:
-    """Trap: both ranks compute the quantised head; other coins, and its copies drift apart."""
+    """Trap: both ranks compute the quantized head; other coins, and its copies drift apart."""
     ranks = tensor_parallel[scenario]
     replicated = ["embed.weight", "norm.weight", "head.weight"]
     replicated += [f"layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "down.bias")]
@@ -250,7 +250,7 @@ def test_redundant_compute_draws_the_same_coins(
 
 def test_uneven_shards(tensor_parallel: dict[str, Ranks], one_process: OneProcess) -> None:
     """Row-wise codes are cut in another place than one process's blocks, so even the first loss
-    has another rounding: a hundredth of what quantising changes it by is not to be had."""
+    has another rounding: a hundredth of what quantizing changes it by is not to be had."""
     ranks = tensor_parallel["uneven"]
     single, plain = one_process(inner=UNEVEN), one_process("bf16", inner=UNEVEN)[0]
     assert_trains_alike(ranks, single, plain, first_loss=BF16_ACTIVATIONS)
@@ -291,7 +291,7 @@ def test_fsdp_around_tensor_parallel(
 
 
 @pytest.mark.parametrize(
-    ("group", "quantised", "plain"),
+    ("group", "quantized", "plain"),
     [
         ("data_parallel", "ddp", "ddp_bf16"),
         ("data_parallel", "fsdp", "fsdp_bf16"),
@@ -303,11 +303,11 @@ def test_fsdp_around_tensor_parallel(
     ],
 )
 def test_no_collective_more_than_in_bf16(
-    group: str, quantised: str, plain: str, request: pytest.FixtureRequest
+    group: str, quantized: str, plain: str, request: pytest.FixtureRequest
 ) -> None:
     """Counted by the process groups of each rank, in one training step."""
     scenarios: dict[str, Ranks] = request.getfixturevalue(group)
-    for one, other in zip(scenarios[quantised], scenarios[plain], strict=True):
+    for one, other in zip(scenarios[quantized], scenarios[plain], strict=True):
         assert one.collectives == other.collectives != {}
 
 

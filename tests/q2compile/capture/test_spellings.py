@@ -274,4 +274,4 @@ def test_rows_looked_up_in_a_parameter_are_an_activation():
     y, rows = rewritten(model, tokens)
     torch.testing.assert_close(y, model(tokens))
     assert [(row.module, row.taken) for row in rows] == [("w", True), ("w", False)]
-    assert rows[1].why == "parameter × parameter: no activation to quantise"
+    assert rows[1].why == "parameter × parameter: no activation to quantize"

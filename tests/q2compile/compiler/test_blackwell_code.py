@@ -51,7 +51,7 @@ def calls(source: str) -> Counter[str]:
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet", "tetrajet2"])
 def test_a_bias_adds_no_kernel(recipe, capability) -> None:
     """It is an argument of the GEMM, which adds it before its one rounding. In the backward the
-    quantiser of the gradient sums its columns, too."""
+    quantizer of the gradient sums its columns, too."""
     without, with_ = (sources(recipe, biased, capability) for biased in (False, True))
     assert calls(with_[0]) == calls(without[0])
     assert calls(with_[1]) == calls(without[1])
@@ -123,14 +123,14 @@ def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capabi
         assert all(scheme.endswith("@bf16") for a, b, *_ in found for scheme in (a, b))
         assert code.count("= torch.ops.q2.grouped_mm.default(") == 3 - len(backward)
     assert {dtype for *_, dtype in found} <= {"torch.bfloat16"}
-    graphs = 2 if recipe == "nvfp4" else 1  # it quantises wgrad's x in the forward
+    graphs = 2 if recipe == "nvfp4" else 1  # it quantizes wgrad's x in the forward
     assert code.count("q2_Site('padded_ends'") == graphs
     assert "torch.ops.q2.padded_ends" not in code
 
 
 @pytest.mark.parametrize("capability", [101, 110, 130])
 def test_a_gpu_that_nobody_knows_has_operands_widened(capability) -> None:
-    """GEMMs are those of bf16; quantisers are kernels, or Inductor's loops."""
+    """GEMMs are those of bf16; quantizers are kernels, or Inductor's loops."""
     forward, backward = sources("quartet2", False, capability)
     assert all(not s.endswith("@32x4x4") for s in re.findall(r"'(\S+)'", forward + backward))
     for _, a_scheme, b_scheme, _ in _GEMM.findall(backward):

@@ -2,7 +2,7 @@
 forward and backward, with the pass left out and with it.
 
 The code is that for an H200 (for swizzle_scales a B200), made without one (emulation/inductor.py):
-a whole training step is compiled, its Triton kernels are stubs. There a quantiser is a loop of
+a whole training step is compiled, its Triton kernels are stubs. There a quantizer is a loop of
 Inductor's where it fuses with what computes x, and a call of our kernel elsewhere. What q2.gemm
 launches ahead of the product has the name of its .cu file.
 
@@ -12,7 +12,7 @@ recompute_weights in test_joint_passes.py, of the two for swizzled scales in tes
 of gather_codes in test_gather_codes.py, of widen_operands in test_widen_operands.py, of
 sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
-test_share_rotations.py. gather_quantisers only moves calls: test_gather_quantisers.py, and for the
+test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py, and for the
 launches that it saves tests/lowering/test_launch_counts.py.
 """
 
@@ -184,7 +184,7 @@ def test_every_pass_has_a_row() -> None:
     changes none without a gradient that is a constant (test_joint_passes.py), tabulate none without
     a rotary embedding (test_tabulate.py), concatenate_last, gather_scattered and mask_again none
     without experts (test_concatenate_last.py, test_gather_scattered.py, test_mask_again.py)."""
-    elsewhere = ["gather_quantisers", "concatenate_last", "tabulate", "fuse_rotations"]
+    elsewhere = ["gather_quantizers", "concatenate_last", "tabulate", "fuse_rotations"]
     elsewhere += ["anchor_seeds", "gather_scattered", "mask_again"]
     passes = [row.name for row in passes_over("post_grad") if row.name not in elsewhere]
     joint = [row.name for row in passes_over("joint") if row.name not in elsewhere]
@@ -244,7 +244,7 @@ def graphs_of(
     cse: bool,
     small: int,
 ) -> Graphs:
-    """The calls of each graph: forward, backward, and what quantises weights apart from them."""
+    """The calls of each graph: forward, backward, and what quantizes weights apart from them."""
     with (
         pytest.MonkeyPatch.context() as patch,
         inductor_config.patch(INDUCTOR_OPTIONS),

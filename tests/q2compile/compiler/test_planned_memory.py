@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from q2compile.passes.post_grad import gather_quantisers
+from q2compile.passes.post_grad import gather_quantizers
 from tests.support.planned_memory import MIB, Peak, generated_step, peaks_of_step
 
 # Two of the four layers, and half the vocabulary, of the model of `steps.py --only moe`.
@@ -82,9 +82,9 @@ def test_a_step_that_is_counted_by_hand() -> None:
 
 
 def test_workspaces_are_counted(monkeypatch) -> None:
-    """While 2048 x 1024 numbers are requantised, four bytes for each of their blocks of 16 are
+    """While 2048 x 1024 numbers are requantized, four bytes for each of their blocks of 16 are
     there, too (cuda/quantize/plan.py). Operands that wait for a GEMM would be more."""
-    monkeypatch.setattr(gather_quantisers, "SMALL", 0)
+    monkeypatch.setattr(gather_quantizers, "SMALL", 0)
     _, backward = small(backend="quartet2")
     assert backward.at.startswith("q2_site")
     assert backward.alive[backward.at] == 2048 * 1024 // 4

@@ -12,7 +12,7 @@ import q2compile
 from q2compile.capture.module_names import Names
 from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES, deciding_device
 from q2compile.cost_model.predict import predict
-from q2compile.cost_model.quantisers import Quantiser
+from q2compile.cost_model.quantizers import Quantizer
 from q2compile.cost_model.steps import (
     DISPATCHED,
     FUSED,
@@ -49,7 +49,7 @@ def test_bytes_and_flops_of_quartet2_by_hand():
 
 
 OTHER = {
-    # recipe: bits an element of (x, w, dy), quantisers and GEMMs together
+    # recipe: bits an element of (x, w, dy), quantizers and GEMMs together
     # x is rotated for wgrad in the forward, so it lies in memory and is read twice. w's 16x16
     # blocks are found in one loop and rounded in a second, have fp32 scales of 64 / 256 bits, are
     # turned for dgrad, which writes a scale for each row, and are expanded 16 times for fprop's
@@ -106,9 +106,9 @@ def test_an_exact_global_scale_reads_twice():
         (step,) = [s for s in steps if (s.gemm, s.what) == ("fprop", what)]
         return step.bits + step.bits_before
 
-    assert bits(pow2, "quantise w") == (16 + 8.5) * N * K
-    assert bits(exact, "quantise w") == (16 + 16 + 4.5) * N * K
-    assert bits(exact, "quantise x") == 4.5 * T * K  # fused; its amax comes with the producer
+    assert bits(pow2, "quantize w") == (16 + 8.5) * N * K
+    assert bits(exact, "quantize w") == (16 + 16 + 4.5) * N * K
+    assert bits(exact, "quantize x") == 4.5 * T * K  # fused; its amax comes with the producer
 
 
 def test_a_symbolic_size_gives_expressions_that_agree_with_numbers():
@@ -121,19 +121,19 @@ def test_a_symbolic_size_gives_expressions_that_agree_with_numbers():
 
 def test_time_is_the_longest_of_three():
     """On B200: 0.54 of 9 PFLOP/s, 0.83 of 8 TB/s, 0.69 of 148 * 128 * 1.85e9 instructions/s, of
-    which requantising takes 18.97 an element; 3.4 us a launch."""
+    which requantizing takes 18.97 an element; 3.4 us a launch."""
     ms = 1e-3
-    issued = Quantiser("requantize", "nvfp4_ms_eden_pow2", "rht128", "nvfp4_46_pow2")
+    issued = Quantizer("requantize", "nvfp4_ms_eden_pow2", "rht128", "nvfp4_46_pow2")
     assert issued.instructions("sm_100a") == pytest.approx(18.97, abs=0.1)
     elements = 148 * 128 * 1.85e9 * 0.69 / issued.instructions("sm_100a") * ms
     flops = Step("fprop", "gemm", 0, flops=0.54 * 9e15 * ms, kind="fp4")
-    memory = Step("fprop", "quantise x", 8 * 6.64e12 * ms)
-    issue = Step("fprop", "requantise w", 0, quantiser=issued, elements=elements)
+    memory = Step("fprop", "quantize x", 8 * 6.64e12 * ms)
+    issue = Step("fprop", "requantize w", 0, quantizer=issued, elements=elements)
     for step in (flops, memory, issue):
         assert step.seconds(B200) == pytest.approx(ms + 3.4e-6, rel=1e-12)
-    shared = Step("fprop", "quantise x", 8 * 6.64e12 * ms, launches=2, shared_by=4)
+    shared = Step("fprop", "quantize x", 8 * 6.64e12 * ms, launches=2, shared_by=4)
     assert shared.seconds(B200) == pytest.approx((ms + 6.8e-6) / 4)
-    ahead = Step("fprop", "quantise w", 0, bits_before=8 * 6.64e12 * ms)
+    ahead = Step("fprop", "quantize w", 0, bits_before=8 * 6.64e12 * ms)
     assert ahead.seconds(B200) == pytest.approx(ms + 3.4e-6)
 
 
@@ -174,7 +174,7 @@ def predicted_of(**options):
 
 
 def test_a_bias_costs_what_bf16_s_does():
-    """Where no quantiser sums dy, as for an exact global scale: its gradient is a sum over dy in
+    """Where no quantizer sums dy, as for an exact global scale: its gradient is a sum over dy in
     both then; it is added inside of both GEMMs."""
     exact = resolve("tetrajet2", global_scale="exact")
     plain, biased = predict(exact, (T, N, K)), predict(exact, (T, N, K), bias=True)
@@ -189,7 +189,7 @@ def test_a_bias_costs_what_bf16_s_does():
     )
 
 
-def test_a_bias_costs_next_to_nothing_where_the_quantiser_sums():
+def test_a_bias_costs_next_to_nothing_where_the_quantizer_sums():
     """Four bytes are written and read for 128 numbers, and nothing more is launched."""
     plain, biased = predict(QUARTET2, (T, N, K)), predict(QUARTET2, (T, N, K), bias=True)
     assert biased.bytes - plain.bytes == T * N / 16
@@ -204,14 +204,14 @@ def test_emulated_gemms_are_bf16s():
     layer = Layer(T, N, K, emulated=True)
     found = {(s.gemm, s.what): s for s in recipe_steps(QUARTET2, layer, ALL)}
     x, w, dy = T * K, N * K, T * N
-    assert found["fprop", "dequantise x"].bits == (4.5 + 16) * x
-    launches = [found["fprop", f"dequantise {role}"].launches for role in "xw"]
+    assert found["fprop", "dequantize x"].bits == (4.5 + 16) * x
+    launches = [found["fprop", f"dequantize {role}"].launches for role in "xw"]
     assert sum(launches) == 1  # for both
     of_nvfp4 = {(s.gemm, s.what): s for s in recipe_steps(resolve("nvfp4"), layer, ALL)}
-    assert of_nvfp4["fprop", "dequantise w"].bits == (4 + 8 / 256 + 16) * w
+    assert of_nvfp4["fprop", "dequantize w"].bits == (4 + 8 / 256 + 16) * w
     assert of_nvfp4["dgrad", "turn w"].bits > 8 * w
-    assert found["dgrad", "quantise dy both ways"].bits == (16 + 2 * 20) * dy
-    assert found["wgrad", "requantise x"].bits == (4.5 + 20) * x
+    assert found["dgrad", "quantize dy both ways"].bits == (16 + 2 * 20) * dy
+    assert found["wgrad", "requantize x"].bits == (4.5 + 20) * x
     plain = {s.gemm: s for s in bf16_steps(layer, ALL)}
     assert all(found[name, "gemm"] == plain[name] for name in ALL)
     # A scale that does not fold: sums are written in fp32, and read so by what comes next.
@@ -230,7 +230,7 @@ def speeds(*shape, recipe=QUARTET2, **options):
 
 
 def test_what_makes_it_faster():
-    """More rows, a larger layer, an x that others quantise, too."""
+    """More rows, a larger layer, an x that others quantize, too."""
     for device in range(2):
         by_rows = [speeds(t, 4096, 4096)[device] for t in (64, 1024, 4096, 16384, 65536)]
         by_width = [speeds(8192, n, n)[device] for n in (64, 256, 1024, 4096, 16384)]
@@ -258,9 +258,9 @@ def test_fewer_gemms_cost_less():
     assert whole.bytes > frozen.bytes > forward.bytes
 
 
-def test_how_often_a_weight_is_quantised():
+def test_how_often_a_weight_is_quantized():
     """Cached not at all, made again for backward twice; 24.5 bits an element."""
-    none, once, twice = (predict(QUARTET2, (T, N, K), w_quantised=n) for n in (0, 1, 2))
+    none, once, twice = (predict(QUARTET2, (T, N, K), w_quantized=n) for n in (0, 1, 2))
     assert once.bytes - none.bytes == twice.bytes - once.bytes == 24.5 * N * K / 8
     rows = {
         option: rows_of(net(), tokens(), **{option: True})[1].bytes
@@ -272,9 +272,9 @@ def test_how_often_a_weight_is_quantised():
 
 
 def test_experts_have_a_weight_each():
-    """Tokens and FLOPs are those of one; a weight is quantised, requantised and multiplied twice,
+    """Tokens and FLOPs are those of one; a weight is quantized, requantized and multiplied twice,
     and its gradient written. One expert takes as long as a dense layer, but for the launch that
-    dequantises the forward's operands of an emulated grouped GEMM."""
+    dequantizes the forward's operands of an emulated grouped GEMM."""
     dense, one, eight = (predict(QUARTET2, (*e, T, N, K)) for e in ((), (1,), (8,)))
     assert (one.bytes, one.flops) == (dense.bytes, dense.flops)
     assert all(one.seconds[device.column] == dense.seconds[device.column] for device in DEVICES)
@@ -283,7 +283,7 @@ def test_experts_have_a_weight_each():
 
 
 def test_which_mixtures_gain_by_fp4():
-    """64 narrow experts of 1024 tokens each have as many weights to quantise as tokens: on a B200
+    """64 narrow experts of 1024 tokens each have as many weights to quantize as tokens: on a B200
     that takes longer than FP4 saves. 8 wide ones of 8192 tokens gain everywhere."""
     b200, rtx5090 = DEVICES
     narrow, wide = ((64, 65536, 1536, 2048), (8, 65536, 4096, 14336))
@@ -294,7 +294,7 @@ def test_which_mixtures_gain_by_fp4():
 
 
 def test_an_x_that_lies_in_memory_is_read():
-    """An input of the graph, and what a matmul leaves; silu's quantiser is part of it."""
+    """An input of the graph, and what a matmul leaves; silu's quantizer is part of it."""
 
     class Mlp(nn.Module):
         def __init__(self):
@@ -399,7 +399,7 @@ def test_without_gradients_only_fprop_is_predicted():
     assert rows[1].flops == 2 * 8192**3
 
 
-def test_linears_that_share_an_input_share_its_quantiser():
+def test_linears_that_share_an_input_share_its_quantizer():
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -439,7 +439,7 @@ def test_wrong_uses_of_auto():
         q2compile.Config(recipe="auto")
     with pytest.raises(ValueError, match="auto"):
         q2compile.Config(policy={"*": {"fprop": "auto"}})
-    assert not Policy.build("bf16", {"*": "auto"}, "pow2").resolve("a")[0].quantises
+    assert not Policy.build("bf16", {"*": "auto"}, "pow2").resolve("a")[0].quantizes
 
 
 def test_the_device_that_decides(monkeypatch):

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from q2compile.cost_model import devices
-from q2compile.cost_model.quantisers import counted
+from q2compile.cost_model.quantizers import counted
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "examples" / "benchmarks"
 # The one row outside of its aim: the model leaves out host time of buffers and of saved tensors.

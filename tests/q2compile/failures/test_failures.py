@@ -191,7 +191,7 @@ def test_on_error_bf16_under_inductor_covers_the_backward(monkeypatch, dynamic):
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 
-def test_other_graphs_stay_quantised():
+def test_other_graphs_stay_quantized():
     """Only the graph that failed runs in bf16."""
 
     class Two(nn.Module):

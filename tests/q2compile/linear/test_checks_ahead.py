@@ -23,14 +23,14 @@ from q2compile.runtime_kernels.ops.table import Variant
 from q2compile.runtime_kernels.registry import CUDA
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
-QUANTISING = sorted(name for name in RECIPES if name != "bf16")
+QUANTIZING = sorted(name for name in RECIPES if name != "bf16")
 # The GEMM of codes of MXFP4 on a GPU without fp4 tensor cores is one that no CPU runs.
-CASES = [(name, 100) for name in QUANTISING]
-CASES += [(name, 90) for name in QUANTISING if name not in ("mxfp4", "quartet")]
+CASES = [(name, 100) for name in QUANTIZING]
+CASES += [(name, 90) for name in QUANTIZING if name not in ("mxfp4", "quartet")]
 
 
 def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
-    """The quantisers that passes and lowerings ask about, with the schemes that they ask for."""
+    """The quantizers that passes and lowerings ask about, with the schemes that they ask for."""
     emulate(monkeypatch, capability)
     serve_as_on(monkeypatch, capability)
     found = set()
@@ -102,7 +102,7 @@ def test_equal_layers_need_one_check(begun):
     }
 
 
-def test_a_fused_quantiser_has_a_check_with_one_operand_and_with_two(begun):
+def test_a_fused_quantizer_has_a_check_with_one_operand_and_with_two(begun):
     begin()
     plain = len(begun)
     begin(fuses=True)

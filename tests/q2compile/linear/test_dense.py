@@ -1,4 +1,4 @@
-"""`q2::linear` and its autograd: gradients of the quantised forward, what is saved, dtypes,
+"""`q2::linear` and its autograd: gradients of the quantized forward, what is saved, dtypes,
 bias.
 """
 
@@ -45,7 +45,7 @@ def relative(error, reference):
 
 
 @pytest.mark.parametrize("global_scale", ["pow2", "exact"])
-def test_forward_is_the_product_of_the_dequantised_operands(global_scale):
+def test_forward_is_the_product_of_the_dequantized_operands(global_scale):
     """fp32 sums in another order: K = 80 terms, so sqrt(80) * 2**-24 = 5e-7 relative is
     expected.
     """
@@ -72,8 +72,8 @@ def mean_errors(recipe, expected, draws=(1, 16, 256)):
     return errors
 
 
-def quantised_gradients(x_scheme, w_scheme):
-    """dx and dw of the forward that quantises with these schemes; None: not quantised."""
+def quantized_gradients(x_scheme, w_scheme):
+    """dx and dw of the forward that quantizes with these schemes; None: not quantized."""
     x, w, dy = (t.detach() for t in operands(128, 128, 80))
     x = x if x_scheme is None else dequantized(x, x_scheme)
     w = w if w_scheme is None else dequantized(w, w_scheme)
@@ -88,14 +88,14 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("recipe", UNBIASED)
-def test_mean_gradient_is_that_of_the_quantised_forward_and_falls_as_one_over_b(recipe):
-    """Traps 7, 8, 11: gradients are with respect to the *quantised* x and w, unbiased over draws.
+def test_mean_gradient_is_that_of_the_quantized_forward_and_falls_as_one_over_b(recipe):
+    """Traps 7, 8, 11: gradients are with respect to the *quantized* x and w, unbiased over draws.
 
     The squared error of a mean of B independent unbiased draws is 1/B of one draw's: over B = 1,
     16, 256 it must fall 16-fold each time. A ratio of two such means of 10000 entries scatters by a
     few percent; a bias of 1% of the gradient's norm would stop the last step at 9 instead of 16.
     """
-    errors = mean_errors(recipe, quantised_gradients(*UNBIASED[recipe]))
+    errors = mean_errors(recipe, quantized_gradients(*UNBIASED[recipe]))
     for b in (1, 16):
         for before, after in zip(errors[b], errors[16 * b], strict=True):
             assert 12 < before / after < 20
@@ -142,7 +142,7 @@ def test_four_over_six_with_sr_in_backward_is_biased():
     sr46 = {"scheme": "nvfp4_sr_46", "transform": "rht128"}
     recipe = {"base": "tetrajet2", "dgrad": {"dy": sr46, "w": sr46}}
     dx, dw = zip(
-        *mean_errors(recipe, quantised_gradients("nvfp4_pow2", "nvfp4_pow2")).values(), strict=True
+        *mean_errors(recipe, quantized_gradients("nvfp4_pow2", "nvfp4_pow2")).values(), strict=True
     )
     assert dx[1] / dx[2] < 8 and dw[1] / dw[2] > 12
 
@@ -150,13 +150,13 @@ def test_four_over_six_with_sr_in_backward_is_biased():
 def test_fixed_signs_stop_wgrad_of_nvfp4_where_signs_per_step_go_on():
     """x is rounded to nearest in the forward: with one sign vector for ever its error is the same
     in every step and stays in the mean; with signs drawn per step it is another one each time."""
-    expected = quantised_gradients(None, "nvfp4_16x16_pow2")
+    expected = quantized_gradients(None, "nvfp4_16x16_pow2")
     fixed = {"transform": "rht16_fixed"}
     recipe = {"base": "nvfp4", "wgrad": {"dy": fixed, "x": fixed}}
     per_step, one_vector = (mean_errors(r, expected) for r in ("nvfp4", recipe))
     assert one_vector[256][1] > 0.5 * one_vector[16][1]  # a plateau
     assert per_step[256][1] < 0.2 * one_vector[256][1]
-    for errors in (per_step, one_vector):  # dgrad: SR of dy against one quantised w
+    for errors in (per_step, one_vector):  # dgrad: SR of dy against one quantized w
         assert 12 < errors[16][0] / errors[256][0] < 20
 
 
@@ -239,7 +239,7 @@ def test_input_without_gradient_has_no_dgrad():
     assert relative(dw - dy.t() @ dequantized(x), dw) < 0.2
 
 
-def test_bias_is_added_in_high_precision_and_its_gradient_is_not_quantised():
+def test_bias_is_added_in_high_precision_and_its_gradient_is_not_quantized():
     """Trap 13: the released kernels take a bias and drop it."""
     x, w, dy = operands(dtype=torch.bfloat16)
     bias = torch.randn(64, dtype=torch.bfloat16, requires_grad=True)
@@ -257,7 +257,7 @@ def test_dtypes_come_back_as_they_went_in(dtype):
 
 
 def test_autocast_casts_first_and_masters_get_their_own_dtype():
-    """Trap: custom ops are not on autocast's lists; x and w are cast before quantising."""
+    """Trap: custom ops are not on autocast's lists; x and w are cast before quantizing."""
     x, w, _ = operands()
     with torch.autocast("cpu", torch.bfloat16):
         y = q2.linear(x, w, None, *QUARTET2, 0)

@@ -1,4 +1,4 @@
-"""Concatenations before a quantiser: masks go to their parts, and one loop writes all of them."""
+"""Concatenations before a quantizer: masks go to their parts, and one loop writes all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def operands() -> tuple[torch.Tensor, ...]:
     return dh, g, u, ends, torch.arange(T) >= 90, torch.tensor([11, 12])
 
 
-def quantised(dy: torch.Tensor, ends: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
+def quantized(dy: torch.Tensor, ends: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
     args = ends, q2.padded_ends(ends), seeds[0], seeds[1]
     return calls.grouped_both(dy, *args, EDEN, "rht128", 0)()
 
@@ -45,27 +45,27 @@ def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(dh, g, u, ends, tail, seeds):
-    return quantised(masked(of_halves(dh, g, u), tail[:, None]), ends, seeds)
+    return quantized(masked(of_halves(dh, g, u), tail[:, None]), ends, seeds)
 
 
 def of_each_column(dh, g, u, ends, tail, seeds):
-    return quantised(masked(of_halves(dh, g, u), torch.arange(2 * N) > 3), ends, seeds)
+    return quantized(masked(of_halves(dh, g, u), torch.arange(2 * N) > 3), ends, seeds)
 
 
 def read_twice(dh, g, u, ends, tail, seeds):
     both = of_halves(dh, g, u)
-    return (*quantised(masked(both, tail[:, None]), ends, seeds), both)
+    return (*quantized(masked(both, tail[:, None]), ends, seeds), both)
 
 
 def read_by_others(dh, g, u, ends, tail, seeds):
     dy = masked(of_halves(dh, g, u), tail[:, None])
-    return (*quantised(dy, ends, seeds), dy + 1)
+    return (*quantized(dy, ends, seeds), dy + 1)
 
 
 def under_a_view(dh, g, u, ends, tail, seeds):
     dh, g, u = (x.view(2, T // 2, N) for x in (dh, g, u))
     both = torch.cat([dh * u, dh * g], -1)
-    return quantised(
+    return quantized(
         torch.where(tail.view(2, -1, 1), both, dh.new_ones(())).view(T, 2 * N), ends, seeds
     )
 
@@ -112,7 +112,7 @@ def dense(dh, g, u, ends, tail, seeds):
 
 
 def of_nothing_in_common(dh, g, u, ends, tail, seeds):
-    return quantised(torch.cat([dh * 2, torch.sin(u)], 1), ends, seeds)
+    return quantized(torch.cat([dh * 2, torch.sin(u)], 1), ends, seeds)
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_one_loop_writes_all_parts(function, expected, monkeypatch) -> None:
     """From three loads; Inductor's own has five, and both of two exponentials an element."""
     as_on_a_gpu(monkeypatch)
     if function is swiglu:
-        function = lambda *args: quantised(of_halves(*args[:3]), args[3], args[5])  # noqa: E731
+        function = lambda *args: quantized(of_halves(*args[:3]), args[3], args[5])  # noqa: E731
     kernels = triton_kernels(monkeypatch, 90, function, *operands())
     (kernel,) = (k.source for k in kernels if "triton_poi" in k.name and "ends" not in k.name)
     assert loads_and_stores(kernel) == expected

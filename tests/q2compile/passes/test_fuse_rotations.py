@@ -1,4 +1,4 @@
-"""Which quantisers may compute their operand, and where it is said what became of them."""
+"""Which quantizers may compute their operand, and where it is said what became of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def kernels(source: str) -> tuple[int, int, int]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
-    """Of its backward: the producer of dg and du, and two quantisers behind it, are one that
+    """Of its backward: the producer of dg and du, and two quantizers behind it, are one that
     computes both operands. What is left of Triton's adds up dx."""
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     with monkeypatch.context() as patch:
@@ -119,7 +119,7 @@ def test_operands_of_one_read_are_known_to_the_first() -> None:
     assert first.meta[READS_THE_SAME] and second.meta[READS_THE_SAME]
 
 
-def test_quantisers_with_no_source_in_common_are_not_compared(monkeypatch) -> None:
+def test_quantizers_with_no_source_in_common_are_not_compared(monkeypatch) -> None:
     """Of the layers of a model each has sources of its own, and all read one small table."""
     build = Builder()
     seed = build.placeholder("seed", dtype=torch.int64)
@@ -157,7 +157,7 @@ def test_an_operand_that_waits_for_a_product_stays() -> None:
     assert [n for n in build.graph.nodes if n.op == "call_function"][0] is first
 
 
-def test_marks_every_rotating_quantiser_and_no_other() -> None:
+def test_marks_every_rotating_quantizer_and_no_other() -> None:
     build = Builder()
     x, seed = build.placeholder("x", 128, 128), build.placeholder("seed", dtype=torch.int64)
     first = build.call(calls.one(x, seed, EDEN, "rht128", False, 0))
@@ -188,7 +188,7 @@ def test_only_with_the_option_and_with_inductor() -> None:
     ],
 )
 def test_where_it_runs_by_itself(option, device, capability, fuses, monkeypatch) -> None:
-    """ "auto": on the GPUs on which it was measured."""
+    """"auto": on the GPUs on which it was measured."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: capability)
     monkeypatch.setattr(post_grad_passes, "device_of", lambda node: torch.device(device))
     build = Builder()

@@ -1,4 +1,4 @@
-"""Rows that are gathered several times are quantised once, before that: in every spelling, with
+"""Rows that are gathered several times are quantized once, before that: in every spelling, with
 every recipe, and not one bit is another."""
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_bits(gather, scale, tmp_path) -> None:
     joint = matches(tmp_path)["joint"]
     assert joint["matches"] == 1
     rows = TOKENS + (gather in (sentinels, sentinels_by_where))
-    assert f"{TOKENS} rows are quantised for the {ROWS}" in joint["details"][0]
+    assert f"{TOKENS} rows are quantized for the {ROWS}" in joint["details"][0]
     forward = (tmp_path / "graph_0" / "2_forward.txt").read_text()
     assert ("index_put" in forward) == (gather not in COVERING)
     saved = forward.splitlines()[-1]
@@ -181,7 +181,7 @@ def test_inference_and_dynamic_sizes(gather, inner) -> None:
 
 
 def graph(rows: int, tokens: int, scheme: str = SOURCE, *, stochastic: bool = False) -> Builder:
-    """A quantiser of gathered rows that a dense GEMM reads, and a weight's."""
+    """A quantizer of gathered rows that a dense GEMM reads, and a weight's."""
     b = Builder()
     h, w = b.placeholder("h", tokens, K), b.placeholder("w", N, K)
     index = b.placeholder("index", rows, dtype=torch.int64)
@@ -205,7 +205,7 @@ def test_the_graph() -> None:
     assert gemm.args[2].args[0] is gather.args[0].args[0], "the global scale of all"
     assert op_counts(g)["aten.index.Tensor"] == 0, "nothing of x is left"
     assert gathering_notes(g) == [
-        "quantize: 32 rows are quantised for the 64 that are gathered from them"
+        "quantize: 32 rows are quantized for the 64 that are gathered from them"
     ]
     assert gather_codes_pass(g) == 0 and gathering_notes(g) == []
 
@@ -323,7 +323,7 @@ def test_who_shares_the_rows_shares_the_codes(tmp_path) -> None:
     assert forward.count("= q2.gather_rows(") == 1
 
 
-def test_telemetry_records_the_rows_that_are_quantised(tmp_path) -> None:
+def test_telemetry_records_the_rows_that_are_quantized(tmp_path) -> None:
     """Bits stay, and every operand is there; x's statistics are the tokens', each once."""
     recorded = step(sentinels, inner="eager", telemetry={"every": 1, "to": str(tmp_path)})
     flush()
@@ -344,5 +344,5 @@ def test_an_amax_from_elsewhere_stays() -> None:
     x = b.call(aten.index.Tensor, h, [index])
     b.done(*b.outputs(b.call(calls.plain(x, amax, None, "nvfp4_46", 0))))
     assert gather_codes_pass(b.graph) == 1
-    (quantise,) = q2_nodes(b.graph, "quantize")
-    assert quantise.args[1] is amax and isinstance(b.graph, fx.Graph)
+    (quantize,) = q2_nodes(b.graph, "quantize")
+    assert quantize.args[1] is amax and isinstance(b.graph, fx.Graph)

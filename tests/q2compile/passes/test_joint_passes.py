@@ -17,7 +17,7 @@ from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import Builder, q2
-from tests.support.small_model import Mlp, quantised
+from tests.support.small_model import Mlp, quantized
 
 SCHEME = "nvfp4_46_pow2"
 AGAIN, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -31,9 +31,9 @@ def to_bf16(b, w):
 def joint_graph(weight=None, tags=None, reuse=False):
     """Forward and dgrad of y = x wᵀ, w an fp32 parameter under bf16 autocast.
 
-    weight    what is done to w before it is quantised; a cast to bf16 by default
+    weight    what is done to w before it is quantized; a cast to bf16 by default
     tags      {name: policy}, as torch.utils.checkpoint leaves them
-    reuse     dgrad takes w's codes transposed, and not requantised
+    reuse     dgrad takes w's codes transposed, and not requantized
     """
     b = Builder()
     scheme = "nvfp4_16x16_pow2" if reuse else SCHEME
@@ -192,7 +192,7 @@ def step(checkpointed, folder, **options):
     torch.manual_seed(0)
     model = nn.Sequential(Mlp(checkpointed), Mlp(checkpointed))
     x = torch.randn(T, 64, requires_grad=True)
-    compiled = quantised(model, dump=str(folder), **options)
+    compiled = quantized(model, dump=str(folder), **options)
     saved = []
     noting = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with noting, torch.autocast("cpu", torch.bfloat16):
@@ -221,7 +221,7 @@ INPUTS = 2 * T * (64 + 128) * 4.5 / 8  # and of the inputs of four linears
 
 
 def test_without_the_codes_of_weights(tmp_path):
-    """4.5 bits a parameter less, four quantisations more, the same bits. What is saved in bf16 is
+    """4.5 bits a parameter less, four quantizations more, the same bits. What is saved in bf16 is
     as before: under autocast it is the fp32 parameter that is kept, and not its cast."""
     plain = step(False, tmp_path)
     again = step(False, tmp_path, recompute_weights=True)
@@ -242,7 +242,7 @@ def test_nvfp4_without_the_codes_of_weights(tmp_path):
 
 
 def test_packed_operands_under_checkpointing(tmp_path):
-    """Checkpointed, nothing packed is saved, and backward repeats all eight quantisations; with the
+    """Checkpointed, nothing packed is saved, and backward repeats all eight quantizations; with the
     option it repeats none and saves as much as without checkpointing. Of the four GEMMs of the
     forward those of `up` are computed again either way, for the derivative of silu. The same bits
     all along."""
@@ -253,8 +253,8 @@ def test_packed_operands_under_checkpointing(tmp_path):
     assert equal(plain, checkpointed) and equal(plain, kept) and equal(plain, both)
     packed = [bytes_of(s[2], *PACKED) for s in (plain, checkpointed, kept, both)]
     assert packed == [WEIGHTS + INPUTS, 0, WEIGHTS + INPUTS, INPUTS]
-    quantised = [s[3]["quantize"] for s in (plain, checkpointed, kept, both)]
-    assert quantised == [0, 8, 0, 4]
+    quantized = [s[3]["quantize"] for s in (plain, checkpointed, kept, both)]
+    assert quantized == [0, 8, 0, 4]
     backward = 8  # a dgrad and a wgrad of each linear
     assert plain[3]["gemm"] == backward and kept[3]["gemm"] == both[3]["gemm"] == backward + 2
 

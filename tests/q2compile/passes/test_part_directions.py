@@ -1,4 +1,4 @@
-"""Pairs of directions at the peak of memory are two quantisations again."""
+"""Pairs of directions at the peak of memory are two quantizations again."""
 
 # ruff: noqa: E501  the golden text is as wide as what it shows
 import operator
@@ -23,7 +23,7 @@ def everything_is_worth_a_kernel(monkeypatch):
 
 
 def backward(later=0, both=True):
-    """dgrad and wgrad, or dgrad alone, of one gradient [T, N] quantised in both directions.
+    """dgrad and wgrad, or dgrad alone, of one gradient [T, N] quantized in both directions.
 
     later: rows of a product of the gradient that comes after them, and is the peak if there are
         enough

@@ -99,16 +99,16 @@ def test_a_graph_without_seeds_is_left_alone():
 
 
 def two_linears(scheme="nvfp4_46_pow2", shape=(-1, 64), returned=False):
-    """gate and up of an inference graph: two quantisations of one x [2, 8, 64]."""
+    """gate and up of an inference graph: two quantizations of one x [2, 8, 64]."""
     b = Builder()
     x = b.placeholder("x", 2, 8, 64)
-    quantised, views = [], []
+    quantized, views = [], []
     for s, sizes in (("nvfp4_46_pow2", (-1, 64)), (scheme, shape)):
         views.append(b.call(torch.ops.aten.reshape.default, x, sizes))
         q = b.call(calls.plain(views[-1], None, None, s, 0))
-        quantised.append(b.outputs(q))
+        quantized.append(b.outputs(q))
     gemms = []
-    for q, s in zip(quantised, ("nvfp4_46_pow2", scheme), strict=True):
+    for q, s in zip(quantized, ("nvfp4_46_pow2", scheme), strict=True):
         gemms.append(b.call(q2.gemm.default, *q, *q, None, s, s, torch.bfloat16))
     return b.done(*gemms, *(views if returned else ()))
 
@@ -144,13 +144,13 @@ def test_what_is_not_shared(other):
     assert readable(gm).count("q2.quantize(") == 2
 
 
-def test_quantisations_with_other_coins_are_not_shared():
+def test_quantizations_with_other_coins_are_not_shared():
     gm = both_directions(stream=1, transpose=False)
     assert share_operands_pass(gm.graph) == 0
 
 
 def both_directions(seeds_first=True, **changed):
-    """dgrad's and wgrad's quantisation of one gradient [32, 64]."""
+    """dgrad's and wgrad's quantization of one gradient [32, 64]."""
     b = Builder()
     dy = b.placeholder("tangents_1", 32, 64)
     x = b.placeholder("x", 32, 64) if changed.get("other") else dy
@@ -254,7 +254,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     first = ["gather_scattered", "gather_codes", "share_operands", "merge_seeds"]
     first += ["pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "widen_operands", "unrotate_in_gemm"]
-    last = ["part_directions", "sum_columns", "gather_quantisers", "concatenate_last", "tabulate"]
+    last = ["part_directions", "sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]
     assert [row.name for row in passes_over("post_grad")] == [
         *first,
         *forms,

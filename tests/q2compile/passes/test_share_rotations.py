@@ -25,7 +25,7 @@ SOURCE = "nvfp4_46_pow2"
 def wgrads(names=("dy", "dz"), pair=False, scheme=EDEN, **changed):
     """wgrads of linears with one input x [T, K], saved as codes, and gradients [T, N].
 
-    pair      quantise each gradient in both directions, and draw all seeds at once
+    pair      quantize each gradient in both directions, and draw all seeds at once
     scheme    of both operands
     changed   what the second wgrad has of its own
     """
@@ -105,7 +105,7 @@ def counts(gm, *names):
 
 
 def test_gradients_stay_paired_and_each_has_a_stream_of_its_own():
-    """q, k and v: three gradients quantised in both directions from one read each, one x."""
+    """q, k and v: three gradients quantized in both directions from one read each, one x."""
     gm = wgrads(("dq", "dk", "dv"), pair=True)
     merge_seeds_pass(gm.graph)
     assert pair_directions_pass(gm.graph) == 3
@@ -137,7 +137,7 @@ def test_what_is_left_alone(changed):
 
 
 def test_a_seed_that_is_drawn_later_is_not_taken():
-    """Without merge_seeds a gradient may be quantised before the other wgrad's seed is drawn."""
+    """Without merge_seeds a gradient may be quantized before the other wgrad's seed is drawn."""
     gm = wgrads()
     late, call = [pair for pair in quantizers(gm.graph) if not pair[1].reads_codes][1]
     seed = call.operands[0].seed
@@ -313,7 +313,7 @@ def test_a_compiled_model_rotates_x_once(recipe, tmp_path):
     before = (folder / "3_backward.txt").read_text()
     after = (folder / "4_after_passes_backward.txt").read_text()
     op = "quantize" if recipe == "mxfp4" else "requantize"
-    weights = 3  # the dgrads of q, k and v: each quantises its own w
+    weights = 3  # the dgrads of q, k and v: each quantizes its own w
     # 7 gradients, by that op as well; then 3 pairs, and inner's, which has no dgrad.
     apart, paired = (7, 3 + 1) if recipe == "mxfp4" else (0, 0)
     assert before.count(f"q2.{op}(") == 4 + weights + apart

@@ -1,4 +1,4 @@
-"""Sums of a gradient's columns come from the quantiser that reads it."""
+"""Sums of a gradient's columns come from the quantizer that reads it."""
 
 # ruff: noqa: E501  the golden text is as wide as what it shows
 import operator
@@ -30,9 +30,9 @@ def backward(
 ):
     """wgrad, and dgrad with it, and a bias's gradient.
 
-    op: the quantiser of dy, "both", "col" or "row".  over: the dimension that is summed, None: all.
+    op: the quantizer of dy, "both", "col" or "row".  over: the dimension that is summed, None: all.
     dtype: of the sums.  casts: of the result, one after the other.
-    early: something reads the sums ahead of the quantiser.
+    early: something reads the sums ahead of the quantizer.
     """
     b = Builder()
     dy = b.placeholder("tangents_1", *((N, T) if in_columns else (T, N)))

@@ -213,7 +213,7 @@ def test_turned_codes_get_a_scale_for_each_row(returned) -> None:
     assert swizzle_scales_pass(b.graph) == 0
 
 
-def test_inference_graphs_swizzle_what_they_quantise() -> None:
+def test_inference_graphs_swizzle_what_they_quantize() -> None:
     b = Builder()
     x = b.placeholder("arg0_1", 32, 64)
     q = b.outputs(b.call(calls.plain(x, None, None, SOURCE, 0)))
@@ -265,7 +265,7 @@ def operands(graph: fx.Graph) -> dict[str, tuple[str, str]]:
     """Of each GEMM of a graph: the op that made it, or "saved", and its scheme."""
     names = iter(OPERANDS[:2] if graph_kind(graph) == "forward" else OPERANDS[2:])
     found = {}
-    # dgrad before wgrad: only the latter quantises along the gradient's other dimension.
+    # dgrad before wgrad: only the latter quantizes along the gradient's other dimension.
     nodes = q2_nodes(graph, "gemm", "gemm_masked_unrotate")
     gemms = sorted(nodes, key=lambda n: n.meta["val"].shape[0] == 72)
     for node in gemms:

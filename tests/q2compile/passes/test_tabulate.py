@@ -18,8 +18,8 @@ aten = torch.ops.aten
 FP32 = torch.float32
 
 
-def graph_of(heads: int, dtype: torch.dtype = FP32, quantised: bool = True) -> Builder:
-    """q times the cosine of angles, as HF's RoPE has it, and something quantised."""
+def graph_of(heads: int, dtype: torch.dtype = FP32, quantized: bool = True) -> Builder:
+    """q times the cosine of angles, as HF's RoPE has it, and something quantized."""
     build = Builder()
     angles = build.placeholder("angles", 1, 16, 32, dtype=dtype)
     q = build.placeholder("q", 2, heads, 16, 32)
@@ -27,7 +27,7 @@ def graph_of(heads: int, dtype: torch.dtype = FP32, quantised: bool = True) -> B
     narrow = build.call(aten._to_copy.default, cos)
     spread = build.call(aten.unsqueeze.default, narrow, 1)
     outputs = [build.call(aten.mul.Tensor, q, spread)]
-    if quantised:
+    if quantized:
         x = build.placeholder("x", 64, 64)
         outputs.append(build.call(calls.plain(x, None, None, SOURCE, 0)))
     build.done(*outputs)
@@ -46,8 +46,8 @@ def test_a_table_is_put_into_memory_behind_all_of_its_size() -> None:
 
 @pytest.mark.parametrize(
     "build",
-    [graph_of(4, torch.bfloat16), graph_of(4, quantised=False)],
-    ids=["of bf16, which memory would round", "nothing is quantised"],
+    [graph_of(4, torch.bfloat16), graph_of(4, quantized=False)],
+    ids=["of bf16, which memory would round", "nothing is quantized"],
 )
 def test_what_is_left(build) -> None:
     assert tabulate_pass(build.graph) == 0

@@ -122,7 +122,7 @@ def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
 
 
 def weight_of(*shape: int, computed: bool = False, kept: bool = False) -> tuple[Builder, fx.Node]:
-    """A forward's graph: x and a weight [E, N, K] or [N, K], quantised, and their product."""
+    """A forward's graph: x and a weight [E, N, K] or [N, K], quantized, and their product."""
     builder = Builder()
     x = builder.placeholder("primals_1", 256, shape[-1])
     w = builder.placeholder("primals_2", *shape)
@@ -155,7 +155,7 @@ def test_of_a_large_weight_that_no_backward_reads_numbers_are_enough(shape) -> N
     [((4096, 4095), {}), ((4096, 4096), {"computed": True}), ((4096, 4096), {"kept": True})],
 )
 def test_other_weights_keep_their_codes(shape, how) -> None:
-    """Of one that is small, that a loop quantises where it computes it, or whose codes are saved."""
+    """Of one that is small, that a loop quantizes where it computes it, or whose codes are saved."""
     builder, _ = weight_of(*shape, **how)
     assert widen_operands_pass(builder.graph) == 0
 

@@ -27,8 +27,8 @@ def test_text_and_back(name, global_scale):
     assert (back.fprop, back.dgrad, back.wgrad) == (recipe.fprop, recipe.dgrad, recipe.wgrad)
 
 
-def test_bf16_fprop_leaves_nothing_to_requantise():
-    """Backward then quantises the high-precision operand, whose product fprop computed."""
+def test_bf16_fprop_leaves_nothing_to_requantize():
+    """Backward then quantizes the high-precision operand, whose product fprop computed."""
     recipe = resolve({"base": "quartet2", "fprop": "bf16"})
     assert recipe.fprop is None
     assert recipe.dgrad.b.source == recipe.wgrad.b.source == "fresh"

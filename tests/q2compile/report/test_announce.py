@@ -135,7 +135,7 @@ def test_names_that_were_left_are_counted_by_reason():
         "q2compile: 1 of 6 matmuls in NVFP4 and MXFP4 (own); left: e0, e1, e2 and 2 more (experts)"
     )
     nothing = announce.summary([row("a", why="recipe: bf16")])
-    assert nothing == "q2compile: 0 of 1 matmuls quantised; left: a (recipe)"
+    assert nothing == "q2compile: 0 of 1 matmuls quantized; left: a (recipe)"
 
 
 def test_a_graph_without_weights_or_all_in_bf16_is_not_the_first(run, caplog):

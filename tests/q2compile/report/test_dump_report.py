@@ -67,9 +67,9 @@ recipe quartet2+dgrad
   dgrad  bf16
   wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
 
-2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph(s); quantised for backward: 233 B, 4.66 bit an element
+2 of 3 matmuls with a weight taken; 2 matmuls without one; 1 graph(s); quantized for backward: 233 B, 4.66 bit an element
 note: predicted time over BF16's, of the matmuls taken together: 2.44 on B200, 2.44 on RTX 5090; of each in the columns b200 and rtx5090
-note: predicted by data sheet, not measured: B200 9000 TFLOP/s FP4, 2250 BF16, 8 TB/s; RTX 5090 1676 TFLOP/s FP4, 209.5 BF16, 1.792 TB/s; a GEMM reaches 54% of that in FP4 and 80% in BF16, a quantiser 83% of the bandwidth or 69% of the issue slots (58% with coins); 3 us a launch; forward quantisers fused; of the host 11 us a call of two launches, where that is longer""",
+note: predicted by data sheet, not measured: B200 9000 TFLOP/s FP4, 2250 BF16, 8 TB/s; RTX 5090 1676 TFLOP/s FP4, 209.5 BF16, 1.792 TB/s; a GEMM reaches 54% of that in FP4 and 80% in BF16, a quantizer 83% of the bandwidth or 69% of the issue slots (58% with coins); 3 us a launch; forward quantizers fused; of the host 11 us a call of two launches, where that is longer""",
         )
 
     def test_stages_golden(self):
@@ -179,7 +179,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "unrotate_in_gemm", 0),
         ("forward", "part_directions", 0),
         ("forward", "sum_columns", 0),
-        ("forward", "gather_quantisers", 0),
+        ("forward", "gather_quantizers", 0),
         ("forward", "concatenate_last", 0),
         ("forward", "tabulate", 0),
         ("backward", "gather_scattered", 0),
@@ -193,7 +193,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "unrotate_in_gemm", 0),
         ("backward", "part_directions", 0),
         ("backward", "sum_columns", 0),
-        ("backward", "gather_quantisers", 1),
+        ("backward", "gather_quantizers", 1),
         ("backward", "concatenate_last", 0),
         ("backward", "tabulate", 0),
     ]

@@ -110,7 +110,7 @@ def test_each_call_has_its_row_and_its_recipe(policy):
     assert [row.module for row in report.rows] == [f"layers.{i}.up" for i in range(4)]
     for row in report.rows:
         recipe, _ = resolved.resolve(row.module)
-        assert (row.taken, row.recipe) == (recipe.quantises, recipe.name)
+        assert (row.taken, row.recipe) == (recipe.quantizes, recipe.name)
         assert row.taken == bool(row.saved_bytes)
     if not policy:  # codes and scales of x, 4.5 bits a number, and a global scale; those of w are
         # made again, since a body is a part of the model and its inputs are not known as parameters
@@ -136,8 +136,8 @@ class PlainLayer(Layer):
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_only_the_layer_that_the_policy_names_is_quantised(inner):
-    """What comes out is what the same layers give without regions, where one is quantised: the
+def test_only_the_layer_that_the_policy_names_is_quantized(inner):
+    """What comes out is what the same layers give without regions, where one is quantized: the
     forward to fp32's rounding (gelu in one kernel or in two), the gradients up to their coins."""
     model, plain, x = Stack(), Stack(PlainLayer), batch()
     plain.load_state_dict(model.state_dict())

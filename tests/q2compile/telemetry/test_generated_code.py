@@ -1,4 +1,4 @@
-"""On a GPU Inductor fuses quantisers with what computes their operand, and rounds where a kernel
+"""On a GPU Inductor fuses quantizers with what computes their operand, and rounds where a kernel
 ends: bits stay because all kernels of the graph stay. Shown on the code that Inductor writes for an
 H200, made without one (tests/support/emulation/inductor.py)."""
 
@@ -54,10 +54,10 @@ def test_all_kernels_stay(monkeypatch, tmp_path):
         assert wanted and idle == wanted, kind
         assert [k for k in wanted if k not in recording] == [], kind
     fused = [k for k in plain["forward"][0] if k.count("tl.store") > 1]
-    assert fused, "no quantiser was fused: this shows nothing"
+    assert fused, "no quantizer was fused: this shows nothing"
 
 
-def test_the_loops_of_a_recorded_quantiser(monkeypatch):
+def test_the_loops_of_a_recorded_quantizer(monkeypatch):
     """Their codes are the reference's bits, and statistics see the x that they saw."""
     lower_on_cpu(monkeypatch)
     x = torch.randn(64, 256).bfloat16()

@@ -32,7 +32,7 @@ from tests.q2compile.telemetry.training import (
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-QUANTISING = [name for name in RECIPES if name != "bf16"]
+QUANTIZING = [name for name in RECIPES if name != "bf16"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +52,11 @@ class OfAllRecipes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        for name in QUANTISING:
+        for name in QUANTIZING:
             setattr(self, name, nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x):
-        for name in QUANTISING:
+        for name in QUANTIZING:
             x = x + nn.functional.silu(getattr(self, name)(self.norm(x)))
         return x
 
@@ -66,7 +66,7 @@ class OfAllRecipes(nn.Module):
 )
 def test_no_bit_changes(inner, dtype, tmp_path):
     """Of losses and gradients, in recorded steps and in others, whatever the recipe."""
-    policy = {name: name for name in QUANTISING}
+    policy = {name: name for name in QUANTIZING}
     seen = []
     for folder in (None, tmp_path):
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_no_bit_changes(inner, dtype, tmp_path):
     assert same(*seen)
     found = records(tmp_path)
     assert {r["step"] for r in found} == {0, 2}
-    wanted = all_operands(QUANTISING) - {("mxfp4", "fprop", role) for role in "xw"}
+    wanted = all_operands(QUANTIZING) - {("mxfp4", "fprop", role) for role in "xw"}
     assert operands(found, 0) == operands(found, 2) == wanted
 
 

@@ -13,7 +13,7 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
 from q2compile.tools.bench import alive, command, host, measurements
-from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantisers, step_of
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.measurements import BUSY, GROUPS, ON_CPU, Bench, Row
 
@@ -85,7 +85,7 @@ def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler) -> None:
 
 def test_what_cannot_be_asked(capsys, tmp_path) -> None:
     assert cli.main(["bench", "--only", "quantizers"]) == 2
-    assert "did you mean 'quantisers'?" in capsys.readouterr().err.lower()
+    assert "did you mean 'quantizers'?" in capsys.readouterr().err.lower()
     assert cli.main(["bench", "--out", str(tmp_path / "none" / "x.json")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert cli.main(["bench", "--out", str(tmp_path)]) == 2
@@ -110,7 +110,7 @@ def test_a_group_that_fails_is_a_row_and_a_status(tmp_path, capsys, monkeypatch)
 def test_a_case_is_the_call_that_the_cost_model_means(name) -> None:
     """Codes for each direction, along rows or columns, and a mask where there is one."""
     case, (rows, cols) = CASES[name], (128, 256)
-    (call,) = calls_of_quantisers(CPU, rows, cols, 1, [name])[name]()
+    (call,) = calls_of_quantizers(CPU, rows, cols, 1, [name])[name]()
     codes = [t for t in call() if t.dtype == torch.uint8]
     expected = [(rows, cols // 2)] * (case.kind in ("row", "both"))
     expected += [(cols, rows // 2)] * (case.kind != "row")
@@ -164,7 +164,7 @@ def test_the_fastest_candidate_of_each_shape(gpu) -> None:
     found = {row.name: row for row in rows if row.shape == SHAPES[0]}
     assert found[f"nvfp4 {TRITON_FP4}"].ratio == 0.5
     assert found[f"nvfp4 {CUDA_BF16}"].ratio == pytest.approx(20 / 12)
-    # 2 us of GEMM are nothing beside the launches: cuBLASLt's two; one dequantises both operands
+    # 2 us of GEMM are nothing beside the launches: cuBLASLt's two; one dequantizes both operands
     # before a GEMM.
     predicted = [found[f"nvfp4 {name}"].predicted for name in (CUBLASLT_FP4, CUDA_BF16)]
     assert predicted == pytest.approx([6.8, 6.8], abs=0.1)
@@ -222,7 +222,7 @@ def test_predictions_beside_a_data_sheet(gpu) -> None:
     bench.sheet = H200
     times |= dict.fromkeys(["copy", *OTHERS, *CASES], 10.0)
     bench.sizes = measurements.Sizes(**{**vars(ON_CPU), "matrix": (128, 256)})
-    rows = {row.name: row for row in measurements.quantisers(bench)}
+    rows = {row.name: row for row in measurements.quantizers(bench)}
     assert set(rows) == {*OTHERS, *CASES}
     for name, row in rows.items():
         assert row.predicted == pytest.approx(1e6 * step_of(name, 128 * 256).seconds(H200))

@@ -146,7 +146,7 @@ def test_with_an_optimizer_both_losses_are_those_of_training():
 
 
 def test_a_module_that_does_nothing_to_the_gradient_comes_last():
-    """Of up dgrad alone is quantised, and nobody needs the gradient of the batch."""
+    """Of up dgrad alone is quantized, and nobody needs the gradient of the batch."""
     policy = {"up": {"fprop": "bf16", "wgrad": "bf16"}}
     comparison = q2compile.compare(net(), batches(), options={"policy": policy})
     worst, best = comparison.ranked
@@ -207,7 +207,7 @@ def test_what_cannot_be_compared_is_refused():
         q2compile.compare(net(), [])
     with pytest.raises(ValueError, match="loss=, a function of the model's output"):
         q2compile.compare(nn.Linear(64, 32), batches())
-    with pytest.raises(ValueError, match="no matmul of this model is quantised. up: recipe: bf16"):
+    with pytest.raises(ValueError, match="no matmul of this model is quantized. up: recipe: bf16"):
         q2compile.compare(net(), batches(), "bf16")
 
 

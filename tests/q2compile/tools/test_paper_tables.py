@@ -71,8 +71,8 @@ def test_concentration_table_says_what_a_step_gains():
     assert "+0.1 / +0.5 / -0.4" in text, "beside the floors at 16 draws"
 
 
-def test_requantised_is_the_long_way_or_as_good():
-    exact, pow2 = schemes.measure_requantised(512, "cpu")
+def test_requantized_is_the_long_way_or_as_good():
+    exact, pow2 = schemes.measure_requantized(512, "cpu")
     assert pow2.bits == math.inf
     for row in (exact, pow2):  # on 4-bit values, MS-EDEN's 9.4e-3; 2000 blocks scatter by 1%
         assert abs(row.error / row.error_of_long_way - 1) < 0.02

@@ -1,4 +1,4 @@
-"""The public quantisers, and the ops that have no scheme of their own."""
+"""The public quantizers, and the ops that have no scheme of their own."""
 
 import pytest
 import torch
@@ -194,7 +194,7 @@ def test_masked_unrotate_keeps_the_dtype_and_drops_what_clipped():
     assert (q2.masked_unrotate(grad, none, "h32") == 0).all()
 
 
-def test_dgrad_is_of_the_quantised_weight():
+def test_dgrad_is_of_the_quantized_weight():
     """Trap 11: the mean gradient of MS-EDEN goes to dy Q(w), and stays away from dy w."""
     dy, w = torch.randn(64, 96), torch.randn(96, 48)
     q = quantize(w, "nvfp4_46_pow2")

@@ -1,4 +1,4 @@
-"""Bit for bit against torchao's quantisers, written by others from the same format definitions.
+"""Bit for bit against torchao's quantizers, written by others from the same format definitions.
 
 Trusted, because each is plain torch, exact, and checked here on its own inputs:
 
@@ -9,7 +9,7 @@ Trusted, because each is plain torch, exact, and checked here on its own inputs:
 
 Not trusted: nvfp4_quantize's scale where it is under 2^-6, which torchao clamps there (the least
 normal e4m3) and the format does not; nor its single-level mode, which has no global scale. Its
-16x16 quantiser is a Triton kernel for CUDA: 16x16 is compared through the scales of 1x16, since the
+16x16 quantizer is a Triton kernel for CUDA: 16x16 is compared through the scales of 1x16, since the
 largest of 16 rounded scales is the rounded largest, and through torchao's codes under those scales.
 """
 

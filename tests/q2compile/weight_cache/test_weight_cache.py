@@ -14,7 +14,7 @@ from q2compile.torch_internals import optimizer_steps
 from q2compile.weight_cache import graph_inputs
 from q2compile.weight_cache.cache import Form, parts_of
 from tests.q2compile.weight_cache.test_cache import FORM, Counting
-from tests.support.small_model import Mlp, quantised
+from tests.support.small_model import Mlp, quantized
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def counted():
 def train(model, cache, steps=2, micro_batches=2, device="cpu", **options):
     """Losses and final weights of a training with accumulated gradients, bf16 autocast."""
     torch._dynamo.reset()
-    compiled = quantised(model, cache_weights=cache, **options)
+    compiled = quantized(model, cache_weights=cache, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     torch.manual_seed(5)
@@ -77,7 +77,7 @@ def models(make):
     [("quartet2", False), ("quartet2", True), ("nvfp4", False), ("quartet", False)],
 )
 def test_once_a_step_and_the_same_bits(recipe, checkpointed):
-    """Two steps of two micro-batches and a fused optimizer: four weights are quantised twice, not
+    """Two steps of two micro-batches and a fused optimizer: four weights are quantized twice, not
     four times, or eight with those that a checkpointed region repeats."""
     plain, cached = models(lambda: nn.Sequential(Mlp(checkpointed), Mlp(checkpointed)))
     losses, weights = train(plain, False, recipe=recipe)
@@ -93,14 +93,14 @@ def test_under_inductor_too():
     losses, _ = train(plain, False, inner="inductor")
     with counted() as making:
         cached_losses, _ = train(cached, True, inner="inductor")
-    # Inductor compiles the cast and the quantisation of a weight together, here or in the graph.
+    # Inductor compiles the cast and the quantization of a weight together, here or in the graph.
     assert all(map(torch.equal, losses, cached_losses))
     assert making.calls == 2 * 2
 
 
 def test_in_inference_once_until_something_changes(tmp_path):
     model, x = Mlp(), torch.randn(8, 64)
-    compiled = quantised(model, cache_weights=True, dump=str(tmp_path))
+    compiled = quantized(model, cache_weights=True, dump=str(tmp_path))
     with counted() as making, torch.no_grad():
         first = [compiled(x) for _ in range(3)][-1]
         assert making.calls == 2
@@ -111,7 +111,7 @@ def test_in_inference_once_until_something_changes(tmp_path):
         assert making.calls == 5
     torch._dynamo.reset()
     with torch.no_grad():
-        plain = quantised(model)(x)
+        plain = quantized(model)(x)
     assert torch.equal(changed, plain)
     forward = (tmp_path / "graph_0" / "4_after_passes_forward.txt").read_text()
     assert forward.count("q2.quantize(") == 2  # x of up and of down
@@ -120,7 +120,7 @@ def test_in_inference_once_until_something_changes(tmp_path):
 
 def test_training_and_evaluation_share_what_is_made():
     model, x = Mlp(), torch.randn(8, 64)
-    compiled = quantised(model, cache_weights=True)
+    compiled = quantized(model, cache_weights=True)
     with counted() as making:
         with torch.no_grad():
             compiled(x)
@@ -138,7 +138,7 @@ class Lora(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def test_the_frozen_base_of_an_adapter_is_quantised_once():
+def test_the_frozen_base_of_an_adapter_is_quantized_once():
     """Over two optimizer steps. The adapters are too small to be taken."""
     with counted() as making:
         train(Lora(), True)
@@ -195,7 +195,7 @@ def test_merging_adapters_is_seen(kind):
     for model, cache in ((plain, False), (cached, True)):
         torch._dynamo.reset()
         layer, seen = model["proj"], []
-        compiled = quantised(layer, cache_weights=cache)
+        compiled = quantized(layer, cache_weights=cache)
         with torch.no_grad(), counted() as making:
             for name in (None, "a", "b"):
                 if name is not None:
@@ -227,13 +227,13 @@ def test_other_spellings(tmp_path):
     for cache in (False, True):
         torch._dynamo.reset()
         with counted() as making, torch.no_grad():
-            compiled = quantised(model, cache_weights=cache)
+            compiled = quantized(model, cache_weights=cache)
             outputs += [compiled(tokens), compiled(tokens)]
         assert making.calls == 2 * cache
     assert all(torch.equal(outputs[0], y) for y in outputs[1:])
 
 
-def test_a_weight_that_the_graph_changes_is_quantised_in_the_graph():
+def test_a_weight_that_the_graph_changes_is_quantized_in_the_graph():
     class Changing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -248,10 +248,10 @@ def test_a_weight_that_the_graph_changes_is_quantised_in_the_graph():
     plain, cached = models(Changing)
     x = torch.randn(8, 64)
     with torch.no_grad():
-        expected = quantised(plain)(x)
+        expected = quantized(plain)(x)
         torch._dynamo.reset()
         with counted() as making:
-            got = quantised(cached, cache_weights=True)(x)
+            got = quantized(cached, cache_weights=True)(x)
     assert torch.equal(expected, got) and making.calls == 0
 
 
@@ -262,7 +262,7 @@ def test_fsdp_is_refused():
     try:
         model = Mlp()
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-        compiled = quantised(model, cache_weights=True)
+        compiled = quantized(model, cache_weights=True)
         with pytest.raises(Exception, match="cache_weights: FSDP gathers weights"):
             compiled(torch.randn(8, 64))
     finally:
@@ -289,7 +289,7 @@ def test_cuda_graphs_replay_with_fresh_codes():
 
 
 @pytest.mark.gpu
-def test_a_captured_quantisation_is_part_of_the_capture():
+def test_a_captured_quantization_is_part_of_the_capture():
     w = nn.Parameter(torch.randn(16, 16, device="cuda"))
     make = Counting()
     parts_of(w, FORM, make)
@@ -310,7 +310,7 @@ def test_threads_go_on_while_codes_are_compiled(monkeypatch):
     """FX notes for all threads that it traces, and what Dynamo compiled refuses to be traced, but
     in a compilation of Dynamo's. Here the other thread comes in the middle of the trace."""
     x = torch.randn(32, 64)
-    others = quantised(Mlp(), inner="eager")
+    others = quantized(Mlp(), inner="eager")
     expected, met, plain = others(x), [], Form.graph
 
     def meet():
@@ -332,7 +332,7 @@ def test_threads_go_on_while_codes_are_compiled(monkeypatch):
         return gm
 
     monkeypatch.setattr(Form, "graph", meeting)
-    quantised(Mlp(), inner="eager", cache_weights=True)(x)
+    quantized(Mlp(), inner="eager", cache_weights=True)(x)
     assert met and set(met) == {True}, met
 
 
@@ -352,11 +352,11 @@ def test_codes_are_compiled_with_their_graph():
     assert call(*weights) == 3 + 3 * 3 and len(compiled) == 2
 
 
-def test_weights_of_symbolic_sizes_are_quantised_in_the_graph():
+def test_weights_of_symbolic_sizes_are_quantized_in_the_graph():
     """Codes are compiled for a size; Dynamo can be told to make symbols of parameters' sizes."""
     x = torch.randn(32, 64)
     with torch._dynamo.config.patch(force_parameter_static_shapes=False), counted() as making:
-        compiled = quantised(F.linear, cache_weights=True, inner="eager")
+        compiled = quantized(F.linear, cache_weights=True, inner="eager")
         for width in (64, 96, 128):
             weight = nn.Parameter(torch.randn(width, 64))
             expected = F.linear(x, weight)

@@ -145,9 +145,9 @@ def test_swizzled_scales(rows, blocks) -> None:
     assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 
 
-# Scheme and transform of every operand that a recipe quantises afresh in its backward pass, and
+# Scheme and transform of every operand that a recipe quantizes afresh in its backward pass, and
 # what a user could ask for besides.
-QUANTISERS = [
+QUANTIZERS = [
     *((scheme, "rht128") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr")),
     *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),
     *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_rtn", "none")),
@@ -157,8 +157,8 @@ QUANTISERS = [
 
 @pytest.mark.parametrize(
     "scheme, transform, architecture",
-    [(*case, HOPPER) for case in QUANTISERS]
-    + [(*QUANTISERS[i], other) for i in (0, 3, 6, 7) for other in (AMPERE, BLACKWELL)],
+    [(*case, HOPPER) for case in QUANTIZERS]
+    + [(*QUANTIZERS[i], other) for i in (0, 3, 6, 7) for other in (AMPERE, BLACKWELL)],
 )
 def test_other_schemes(scheme, transform) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
@@ -400,7 +400,7 @@ def test_values_of_subnormal_scales(scheme, transpose) -> None:
     assert subnormal.any() and (plain[1].float() >= 2.0**-6).any()
 
 
-def test_values_of_a_requantised_operand() -> None:
+def test_values_of_a_requantized_operand() -> None:
     x = matrix(145, 200)
     packed = calls.plain(x, None, None, "nvfp4_46_pow2")()
     assert_agrees(calls.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1))
@@ -427,7 +427,7 @@ def convert(name: str, x: torch.Tensor, n: int) -> torch.Tensor:
 
 def test_to_e4m3_by_arithmetic() -> None:
     """All numbers with a mantissa of 7 bits, among them every tie (e4m3 has 3 bits), and their
-    neighbours. What PTX says of the instruction is torch's cast of what has been clamped."""
+    neighbors. What PTX says of the instruction is torch's cast of what has been clamped."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     x = torch.cat([upper + step for step in (0, 1, 2**15, 2**16 - 1)]).view(torch.float32)
     got = convert("to_e4m3", x, x.numel() // 4).view(torch.uint8)

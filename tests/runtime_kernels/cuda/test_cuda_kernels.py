@@ -27,8 +27,8 @@ pytestmark = pytest.mark.gpu
 
 POW2, EXACT = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden"
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
-# Schemes and transforms of the operands that the recipes other than quartet2 quantise.
-QUANTISERS = [
+# Schemes and transforms of the operands that the recipes other than quartet2 quantize.
+QUANTIZERS = [
     ("nvfp4_sr_pow2", "rht128"),
     ("nvfp4_sr", "rht128"),
     ("nvfp4_sr_pow2", "rht16"),
@@ -110,7 +110,7 @@ def test_transpose(shape, swizzled) -> None:
     assert_same_bits(*run_both("transpose", codes, scales, scheme, shape[1], swizzled))
 
 
-@pytest.mark.parametrize("scheme, transform", QUANTISERS)
+@pytest.mark.parametrize("scheme, transform", QUANTIZERS)
 def test_other_schemes(scheme, transform) -> None:
     for shape in ((520, 392), (129, 4097)):
         for kind in ("outliers", "ties"):
@@ -118,7 +118,7 @@ def test_other_schemes(scheme, transform) -> None:
             agree(made.both(x, *SEEDS, scheme, transform, 1))
 
 
-@pytest.mark.parametrize("scheme, transform", [(POW2, "rht128"), *QUANTISERS])
+@pytest.mark.parametrize("scheme, transform", [(POW2, "rht128"), *QUANTIZERS])
 @pytest.mark.parametrize("kind", ["normal", "outliers"])
 def test_values_instead_of_codes(scheme, transform, kind) -> None:
     for shape in ((520, 392), (129, 4097)):
@@ -136,7 +136,7 @@ def test_values_of_subnormal_scales(scheme, transform, transpose) -> None:
     agree(made.one(x, SEEDS[0], scheme + WIDENED, transform, transpose, 0))
 
 
-def test_values_of_a_requantised_operand() -> None:
+def test_values_of_a_requantized_operand() -> None:
     x = matrix((3000, 4100), torch.bfloat16, "outliers")
     packed = made.plain(x, None, None, "nvfp4_46_pow2")()
     agree(made.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 4100, 1))
@@ -214,7 +214,7 @@ def test_requantize_mxfp4(shape) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "scheme, transform",
-    [*QUANTISERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none")), (EXACT, "rht32")],
+    [*QUANTIZERS, *((POW2, t) for t in ("rht128", "rht64", "rht16", "none")), (EXACT, "rht32")],
 )
 def test_swizzled_scales(shape, scheme, transform) -> None:
     x, scheme = matrix(shape, torch.bfloat16, "outliers"), scheme + SWIZZLED

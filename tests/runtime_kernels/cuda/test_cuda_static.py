@@ -279,7 +279,7 @@ def test_an_explicit_request_never_falls_back() -> None:
         select("quantize", call.positional, "cuda")
 
 
-def test_every_quantiser_of_a_recipe_has_a_kernel() -> None:
+def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
     """But for 16x16 blocks, which are a lowering, or the reference."""
     for recipe in RECIPES:
         for kind in ("pow2", "exact"):

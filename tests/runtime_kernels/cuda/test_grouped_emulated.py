@@ -1,4 +1,4 @@
-"""The quantisers of rows in groups on a CPU (tests/support/emulation), against the torch reference,
+"""The quantizers of rows in groups on a CPU (tests/support/emulation), against the torch reference,
 bit by bit."""
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_requantize(source, scheme, transform) -> None:
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn"])
 def test_grouped_gemms(scheme) -> None:
-    """Beside the reference on the CPU, with groups of every size: neighbours in bf16, of sums whose
+    """Beside the reference on the CPU, with groups of every size: neighbors in bf16, of sums whose
     order differs; twice rounded where alpha is no power of two."""
     rows, (offs, padded) = routed()
     experts, n, k = len(SIZES), 48, 64
@@ -127,7 +127,7 @@ def test_grouped_gemms(scheme) -> None:
 
 
 def test_a_step_of_experts_waits_for_nothing() -> None:
-    """Under torch's check of synchronisations, once kernels have been compiled; and each op by its
+    """Under torch's check of synchronizations, once kernels have been compiled; and each op by its
     own kernel."""
     rows, (offs, _) = routed()
     n, k, experts = 128, 256, len(SIZES)

@@ -115,9 +115,7 @@ def test_requantize_by_scales(source, value) -> None:
     scales = calls.plain(x, None, None, source, 0)()[1:]
     for scheme, transform in ((EDEN, "rht128"), ("nvfp4_pow2", "none"), (EDEN + WIDENED, "rht128")):
         args = (x, *scales, SEEDS[0], source, scheme, transform, 1)
-        assert_same(
-            calls.launched(calls.by_scales(*args)), calls.by_scales(*args)(), scheme
-        )
+        assert_same(calls.launched(calls.by_scales(*args)), calls.by_scales(*args)(), scheme)
 
 
 @pytest.mark.parametrize(

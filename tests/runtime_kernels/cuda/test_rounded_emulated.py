@@ -36,7 +36,7 @@ def on_cpu(architecture, room, monkeypatch) -> None:
 
 
 def agree(x: torch.Tensor, source: str, scheme: str, transform: str = "rht128") -> None:
-    """The kernel with the reference, and both with the codes of x requantised, unless scales are
+    """The kernel with the reference, and both with the codes of x requantized, unless scales are
     subnormals."""
     codes, scales, global_scale = q2.quantize(x, scheme=source, rowwise=True, columnwise=False)
     args = (x, scales, global_scale, SEED, source, scheme, transform, 1)

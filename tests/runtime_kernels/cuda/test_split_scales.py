@@ -1,4 +1,4 @@
-"""q2::split_scales: by hand, against the quantiser whose last step it is, and its CUDA kernel on a
+"""q2::split_scales: by hand, against the quantizer whose last step it is, and its CUDA kernel on a
 CPU (tests/support/emulation)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_quantiser_s_own(scheme: str) -> None:
+def test_the_quantizer_s_own(scheme: str) -> None:
     """Scales that are already split come back, and the global scale with them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()

@@ -1,4 +1,4 @@
-"""The quantisers that sum the columns of their operand, too, against the reference, bit by bit: in
+"""The quantizers that sum the columns of their operand, too, against the reference, bit by bit: in
 emulation, and on a GPU."""
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from q2compile.cost_model.quantisers import BF16, SUMMING, counted
+from q2compile.cost_model.quantizers import BF16, SUMMING, counted
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch

@@ -1,5 +1,5 @@
 """Calls that end in one launch: the bits of the calls apart, by emulated kernels, and the products
-of the quantisers' global scales."""
+of the quantizers' global scales."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def summed_columns(scheme: str, rows: int) -> tuple:
 
 @pytest.mark.parametrize("scheme", [RTN, "mxfp4_rtn34"])
 @pytest.mark.parametrize("shapes", [[(130, 96), (3, 512)], [(1, 32), (0, 64), (300, 64), (7, 160)]])
-def test_matrices_are_dequantised_by_one_launch(shapes, scheme, emulated) -> None:
+def test_matrices_are_dequantized_by_one_launch(shapes, scheme, emulated) -> None:
     """One after the other, each by as many thread blocks as it needs, also where it has no rows."""
     members: Members = []
     for i, (rows, cols) in enumerate(shapes):
@@ -221,8 +221,8 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
 
 def test_scales_of_inductor_s_loops(emulated) -> None:
     worth = matrix(40, 9, torch.float32).abs()
-    quantise = forward(RTN + SWIZZLED, 72, 144)
-    members = [(split_scales, (worth, RTN + SWIZZLED)), quantise]
+    quantize = forward(RTN + SWIZZLED, 72, 144)
+    members = [(split_scales, (worth, RTN + SWIZZLED)), quantize]
     assert_same_bits(run(members), apart(members))
 
 
@@ -249,9 +249,9 @@ def test_calls_that_end_alike() -> None:
     def named(call: QuantizerCall) -> tuple:
         return call.spec.name, call.positional
 
-    quantise = named(calls.plain(None, None, None, RTN))
-    assert last_launch(*quantise) is last_launch("split_scales", (None, RTN))
-    assert last_launch(*quantise) is not last_launch("split_scales", (None, RTN + SWIZZLED))
+    quantize = named(calls.plain(None, None, None, RTN))
+    assert last_launch(*quantize) is last_launch("split_scales", (None, RTN))
+    assert last_launch(*quantize) is not last_launch("split_scales", (None, RTN + SWIZZLED))
     assert last_launch(*named(calls.plain(None, None, None, "nvfp4_46"))) is None
     assert last_launch("dequantize", (None,) * 6) is None
     rotated = named(calls.one(None, None, EDEN, "rht128", False))
@@ -371,18 +371,18 @@ def test_in_a_cuda_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 130, 5000])
-def test_dequantised_at_once_on_a_gpu(rows) -> None:
+def test_dequantized_at_once_on_a_gpu(rows) -> None:
     again = ..., ..., ..., RTN, 256, torch.bfloat16
     sites = [site_of(calls.plain(..., None, None, RTN), 3) for _ in range(2)]
     sites += [Site("dequantize", again, (1,), fixed=True) for _ in range(2)]
     numbers = (2, (0, 1)), (3, (1, 1))
-    site = Together(tuple(sites), (), (), fixed=True, dequantised=numbers)
+    site = Together(tuple(sites), (), (), fixed=True, dequantized=numbers)
     for seed in range(3):
         operands = [matrix(n, 256) * (seed + 1) for n in (rows, 640)]
         want = [q2.quantize(x, scheme=RTN, rowwise=True, columnwise=False) for x in operands]
         widened = [q2.dequantize(*parts, *again[3:]) for parts in want]
-        quantised = [torch.zeros_like(t).cuda() for parts in want for t in parts]
-        buffers = [*quantised, *(torch.zeros_like(t).cuda() for t in widened)]
-        site(*(x.cuda() for x in operands), *quantised, *buffers)
+        quantized = [torch.zeros_like(t).cuda() for parts in want for t in parts]
+        buffers = [*quantized, *(torch.zeros_like(t).cuda() for t in widened)]
+        site(*(x.cuda() for x in operands), *quantized, *buffers)
         torch.cuda.synchronize()
         assert_same_bits([b.cpu() for b in buffers], [t for p in want for t in p] + widened)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.numerics import formats, philox
-from tests.support.oracle import E2M1, E4M3, nearest, neighbours
+from tests.support.oracle import E2M1, E4M3, nearest, neighbors
 
 # Every bf16 number in e2m1's range and a little above, both signs: ties and all.
 EVERY_BF16 = torch.arange(0x4110, dtype=torch.int16).view(torch.bfloat16).float()
@@ -62,7 +62,7 @@ def test_e4m3_stochastic_is_unbiased_also_in_the_subnormals(scale):
     draws = 4096
     coins = philox.words(torch.tensor(5), draws * 200, stream=0, purpose=philox.COINS)
     rounded = formats.stochastic_e4m3(x.expand(draws, -1), coins.view(draws, 200)).double()
-    below, above = neighbours(x, E4M3)
+    below, above = neighbors(x, E4M3)
     assert ((rounded == below) | (rounded == above)).all()
     # 5 standard deviations of a mean of two-point draws
     deviation = (above - below) * 0.5 / draws**0.5

@@ -106,7 +106,7 @@ def test_a_rotation_never_crosses_a_row():
 
 
 def test_permuting_tokens_changes_the_codes_of_wgrad():
-    """Blocks of wgrad lie along the tokens: other neighbours, other scales, other codes."""
+    """Blocks of wgrad lie along the tokens: other neighbors, other scales, other codes."""
     x = torch.randn(64, 32)
     order = torch.arange(64).roll(8)
     one = quantize(x, "nvfp4", transpose=True).dequantize()[order]

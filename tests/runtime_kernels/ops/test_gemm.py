@@ -1,4 +1,4 @@
-"""q2::gemm against the float64 product of the dequantised operands."""
+"""q2::gemm against the float64 product of the dequantized operands."""
 
 import pytest
 import torch

@@ -60,7 +60,7 @@ def test_grouped_gemm(scheme: str, dtype: torch.dtype) -> None:
     def check(gemm: str, a: Tensor, b: Tensor, right: Any) -> None:
         (qa, a_), (qb, b_) = quantized(a), quantized(b)
         out = torch.ops.q2.grouped_gemm(*qa, *qb, offs, scheme, scheme, gemm, dtype)
-        # Neighbours in bf16: of the sum and, where alpha is no power of two, of its product; or
+        # Neighbors in bf16: of the sum and, where alpha is no power of two, of its product; or
         # fp32 sums of 256 terms.
         tolerance = {"rtol": 2**-7, "atol": 2e-2} if dtype == torch.bfloat16 else {}
         tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-4}
@@ -141,7 +141,7 @@ def test_a_linear_without_rows(name: str) -> None:
 SIZES = [1, 2, 3, 5, 8, 9, 12, 16, 17, 32, 33, 64, 65, 128, 130, 137, 200]
 
 
-def test_the_mean_of_wgrad_is_the_gradient_of_the_quantised_forward() -> None:
+def test_the_mean_of_wgrad_is_the_gradient_of_the_quantized_forward() -> None:
     """Unbiased, for groups of any size: the error of a mean of n is 1/sqrt(n) of one draw's, up to
     what so many elements vary: a few tokens' gradient, of low rank, hangs on K + N rows of coins.
 
@@ -198,7 +198,7 @@ def test_the_padded_layout_has_room_for_every_routing(rows: int, groups: int) ->
 
 @pytest.mark.parametrize("scheme, transform", [("nvfp4_sr_pow2", "rht16"), ("mxfp4_rtn", "none")])
 def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> None:
-    """As the layout moves rows, and rht_quantize quantises them."""
+    """As the layout moves rows, and rht_quantize quantizes them."""
     offs, seed = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3)
     padded, x = padded_ends(offs), torch.randn(200, K)
     apart, _ = lay_out(x, offs, padded, spread=False)
@@ -230,7 +230,7 @@ def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> Non
 @pytest.mark.parametrize("ending", ["", WIDENED])
 def test_what_is_recorded_of_groups(ending: str) -> None:
     """The outputs of the ops themselves, and the error of what was rounded: that of MS-EDEN on
-    N(0,1), sqrt(9.4e-3), of requantised codes, whose zeros round to zero, a little more or less;
+    N(0,1), sqrt(9.4e-3), of requantized codes, whose zeros round to zero, a little more or less;
     and less where a chunk of few tokens is one number a block (of 7 rows in 190)."""
     offs, seed, scheme = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3), EDEN
     ends, x = (offs, torch.ops.q2.padded_ends(offs)), torch.randn(200, 64)
@@ -277,7 +277,7 @@ def test_cuda_gives_what_the_cpu_gives() -> None:
         y = torch.ops.q2.grouped_linear(*inputs, offs, *recipe.texts(), 0)
         results.append([t.cpu() for t in (y, *torch.autograd.grad(y, inputs, dy))])
     (y, *grads), (y_cuda, *grads_cuda) = results
-    torch.testing.assert_close(y_cuda, y, rtol=2**-7, atol=1e-3)  # neighbours in bf16
+    torch.testing.assert_close(y_cuda, y, rtol=2**-7, atol=1e-3)  # neighbors in bf16
     for ours, reference in zip(grads_cuda, grads, strict=True):
         assert relative_error(ours, reference) < 0.06  # other coins: twice 0.019, and some more
         assert ours.isfinite().all()

@@ -1,4 +1,4 @@
-"""The recorded quantisers: outputs of the op they stand for, to the bit; statistics against those
+"""The recorded quantizers: outputs of the op they stand for, to the bit; statistics against those
 computed from `q2compile.quantize`; samples of large tensors; how much is launched."""
 
 import math
@@ -44,7 +44,7 @@ def seed():
 
 
 def calls(ending=""):
-    """name -> (the call, the same quantisation of each operand through q2compile.quantize)"""
+    """name -> (the call, the same quantization of each operand through q2compile.quantize)"""
     x = matrix()
     source = q2compile.quantize(x, "nvfp4_46_pow2")
     parts = (source.codes, source.scales, source.global_scale)
@@ -79,7 +79,7 @@ def named(sums):
 
 
 def measured(x, scheme, options):
-    """The statistics, in fp64. What was rounded is recovered by rotating x as quantising does."""
+    """The statistics, in fp64. What was rounded is recovered by rotating x as quantizing does."""
     q = q2compile.quantize(x, scheme, **options)
     rounded = q.dequantize(torch.float64, rotate_back=False)
     exact = x.double().t() if q.transpose else x.double()
@@ -87,7 +87,7 @@ def measured(x, scheme, options):
     if size > 1:
         exact = torch.nn.functional.pad(exact, (0, -exact.shape[1] % size))
         eye = torch.eye(size)
-        # Its rows as a quantiser rotates them: signs, then Hadamard.
+        # Its rows as a quantizer rotates them: signs, then Hadamard.
         tiling = Tiling.of(eye, size, transpose=False)
         turn = tiling.join(rotate_tiles(tiling.cut(eye), get_transform(q.transform), q.seed))
         exact = (exact.view(-1, size) @ turn.double() / size**0.5).view(exact.shape)
@@ -267,7 +267,7 @@ def test_constants_are_made_before_a_call_or_not_kept(monkeypatch):
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=lambda t: t.name)
 def test_a_rotation_as_a_matrix(transform):
-    """What the quantisers' reference makes of the same numbers: sums of few bits, so to the bit."""
+    """What the quantizers' reference makes of the same numbers: sums of few bits, so to the bit."""
     x = torch.randint(-8, 8, (4, 2 * transform.size)).float()
     tiling = Tiling.of(x, transform.size, transpose=False)
     device = torch.device("cpu")

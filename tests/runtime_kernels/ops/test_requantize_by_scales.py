@@ -23,7 +23,7 @@ def bits(parts):
 @pytest.mark.parametrize("source", [FORWARD, FORWARD + SWIZZLED, "nvfp4_pow2"])
 @pytest.mark.parametrize("scheme", [EDEN, EDEN + WIDENED, "nvfp4_sr"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_bits_of_codes_requantised(source, scheme, dtype) -> None:
+def test_the_bits_of_codes_requantized(source, scheme, dtype) -> None:
     """Rows and columns of padding, blocks of zeros of either sign."""
     x = torch.randn(150, 100, dtype=dtype)
     x[:, 16:32] = 0.0

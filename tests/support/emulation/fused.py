@@ -1,4 +1,4 @@
-"""Rotating quantisers that compute their operand, compiled by Inductor and run in the emulation."""
+"""Rotating quantizers that compute their operand, compiled by Inductor and run in the emulation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Fused(NamedTuple):
 def run_fused(
     monkeypatch: pytest.MonkeyPatch, function: Callable, *args: Any, always: bool = True, **how: Any
 ) -> Fused:
-    """A function as Inductor compiles it for an H200, its quantisers marked. Kernels of Triton's
+    """A function as Inductor compiles it for an H200, its quantizers marked. Kernels of Triton's
     are stubs: what one of them makes is nothing.
 
     always: whatever the rule thinks of it.  how: settings of Inductor.

@@ -101,7 +101,7 @@ class Kernel:
 
 
 def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quantising ops become loops on a CPU as well."""
+    """The quantizing ops become loops on a CPU as well."""
     why_not = support.why_not_lowered
     cuda = torch.device("cuda")
     monkeypatch.setattr(support, "why_not_lowered", lambda device, call: why_not(cuda, call))

@@ -1,4 +1,4 @@
-// Elements, numbers, colours of the theme, and the page's data: what every page of q2compile uses.
+// Elements, numbers, colors of the theme, and the page's data: what every page of q2compile uses.
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -99,16 +99,16 @@ function memoryRow({ name, copies, here, bf16 }, largest) {
 
 // Everything that the backward takes from the forward, as [module, node, type, bytes, kind].
 function allKept(graph, saved, several) {
-  const kinds = { quantised: 0, other: 0, input: 0 };
+  const kinds = { quantized: 0, other: 0, input: 0 };
   for (const [, , , bytes, kind] of saved) kinds[kind] += bytes || 0;
   const symbolic = saved.filter(([, , , bytes]) => bytes === null).length;
   const title = `All that the backward${several ? ` of graph ${graph.number}` : ""} takes from the forward`;
-  const largest = Math.max(kinds.quantised, kinds.other, 1);
+  const largest = Math.max(kinds.quantized, kinds.other, 1);
   return h(
     "div",
     { class: "kept" },
     h("h3", {}, title),
-    bar("quantised operands", kinds.quantised, largest, bytesText, "var(--series-0)"),
+    bar("quantized operands", kinds.quantized, largest, bytesText, "var(--series-0)"),
     bar("other tensors", kinds.other, largest, bytesText),
     h(
       "p",

@@ -183,7 +183,7 @@ Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
 }
 
 // Adds to a warp's 16x8 numbers the product of 16x8 and 8x8 f16, which lanes have as the PTX manual
-// says of mma.m16n8k8: z[0] two neighbours of row lane / 4, z[1] of the row 8 below.
+// says of mma.m16n8k8: z[0] two neighbors of row lane / 4, z[1] of the row 8 below.
 Q2_INLINE void multiply_f16(u32 x0, u32 x1, u32 y, Pair (&z)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
       "%2, %3};"

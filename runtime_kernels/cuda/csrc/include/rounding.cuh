@@ -217,7 +217,7 @@ Q2_INLINE u32 quest_byte(float mean_square, int top) {
   return (u32)min(max(top + ((exponent + 1) >> 1), 0), 253);
 }
 
-// Of x * down, from element `first` on: neighbours first (blocks.py, sum_neighbours), in an order that
+// Of x * down, from element `first` on: neighbors first (blocks.py, sum_neighbors), in an order that
 // holds few of them at once.
 template <int n>
 Q2_INLINE Pair sum_of_squares(const Pair (&x)[16], Pair down, int first = 0) {

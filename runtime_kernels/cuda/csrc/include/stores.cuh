@@ -38,7 +38,7 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32
   else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
 }
 
-// Two neighbours, where there are both or none; ahead is even. Worths: store_four_worths.
+// Two neighbors, where there are both or none; ahead is even. Worths: store_four_worths.
 Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
@@ -61,13 +61,13 @@ Q2_INLINE void store_swizzled(const Output& out, int row, int block, u32 bytes) 
         (Bytes)(row < out.rows ? bytes : 0);
 }
 
-// Those of two neighbours: one scale of MX.
+// Those of two neighbors: one scale of MX.
 Q2_INLINE void store_two_swizzled(const Output& out, int row, int block, u32 first, u32 second) {
   if constexpr (kRule == MX) store_swizzled<u8>(out, row, block, first);
   else store_swizzled<u16>(out, row, block, first | second << 8);
 }
 
-// The mask of two neighbours.
+// The mask of two neighbors.
 Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, int row, int block,
                           u32 trusted) {
 #if Q2_MASKED

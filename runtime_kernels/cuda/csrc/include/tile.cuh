@@ -1,6 +1,6 @@
 // A tile of the source on its way into shared memory, for rotate_quantize.cu.
 //
-// Plain elements are copied as they are. Quantised ones are widened: nvfp4 to f16 as code * scale *
+// Plain elements are copied as they are. Quantized ones are widened: nvfp4 to f16 as code * scale *
 // 2^-7 (6 significant bits, from 2^-17 to 21), mxfp4 to bf16 as code * scale; both exact. bf16 with
 // scales of nvfp4 is copied, and then rounded to what its codes would be (round_to_scales.cuh).
 #pragma once
@@ -21,7 +21,7 @@ constexpr bool kSigned = Q2_SIGNED;    // D is drawn from a seed (2: the fixed o
 constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (groups.cuh)
 constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
-constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantised alike
+constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantized alike
 #if Q2_HALVES
 constexpr bool kHalves = true;  // those are the left and the right half of one matrix
 #else
@@ -160,7 +160,7 @@ struct Places {
 };
 
 // Along columns four lanes of a warp have a pair of its columns, a quarter of each: lanes 8 apart
-// neighbours; for tensor_cores.cuh, as products have them, neighbours columns 8 apart.
+// neighbors; for tensor_cores.cuh, as products have them, neighbors columns 8 apart.
 struct Lane {
   int pair, quarter;
 };
@@ -170,7 +170,7 @@ Q2_INLINE Lane lane_along_cols() {
 }
 constexpr int kQuartersApart = kMultiplied ? 1 : 8;  // lanes
 // Where of the places of 16 columns those of a pair are, and which column lies at a place: in
-// expand_codes' order columns 4 apart are neighbours.
+// expand_codes' order columns 4 apart are neighbors.
 constexpr Q2_INLINE int place_of_column(int pair, int member) {
   return kMultiplied ? pair + 8 * member : 2 * pair + member;
 }
@@ -281,7 +281,7 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 }
 #endif
 
-// A thread's share of a quantised tile: blocks threadIdx.x, threadIdx.x + kThreads, ..., which are
+// A thread's share of a quantized tile: blocks threadIdx.x, threadIdx.x + kThreads, ..., which are
 // kShareRows rows apart.
 constexpr int kShare = kTileRows * kTileCols / kBlock / kThreads;
 constexpr int kShareRows = kThreads / kTileBlocks;

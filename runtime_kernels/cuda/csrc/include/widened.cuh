@@ -118,7 +118,7 @@ struct Staged {
   }
 };
 
-// The seed of the coins of codes that are requantised: of a tile that tensor cores rotate the way to its
+// The seed of the coins of codes that are requantized: of a tile that tensor cores rotate the way to its
 // coins is so short that one in memory would be waited for.
 constexpr bool kKeepsSeed = kScaled && kRule == MS_EDEN && kValues;
 __shared__ u64 kept_seed;

@@ -104,13 +104,13 @@ def test_saved_tensors_of_a_graph(dumped):
     _, _, graphs = read_dump(dumped)
     saved = saved_tensors(graphs[0])
     kinds = {kind for *_, kind in saved}
-    assert kinds == {"quantised", "other", "input"}
+    assert kinds == {"quantized", "other", "input"}
     of_q = [(type_, n) for module, _, type_, n, _ in saved if module == "layers.0.q_proj"]
     # x [24, 32] and w [32, 32]: codes, a scale for 16 of them, a global scale each.
     assert sorted(n for _, n in of_q) == sorted([24 * 16, 24 * 2, 4, 32 * 16, 32 * 2, 4])
     rows, _, _ = read_dump(dumped)
-    quantised = sum(n for *_, n, kind in saved if kind == "quantised")
-    assert quantised == sum(r["saved_bytes"] or 0 for r in rows)
+    quantized = sum(n for *_, n, kind in saved if kind == "quantized")
+    assert quantized == sum(r["saved_bytes"] or 0 for r in rows)
 
 
 def test_saved_tensors_without_a_backward_and_of_symbolic_size():

@@ -196,7 +196,7 @@ def test_memory_by_module(opened):
     rows = opened.texts(".memory tbody tr")
     assert len(rows) == 5 and all("%" in text for text in rows)
     kept = opened.until("return document.querySelector('.kept')?.textContent")
-    assert "quantised operands" in kept and "Parameters and inputs" in kept
+    assert "quantized operands" in kept and "Parameters and inputs" in kept
 
 
 def test_the_tree_by_keyboard(opened):
@@ -232,15 +232,15 @@ def test_tabs_and_rows_by_keyboard(opened):
 
 def test_dark_and_light(browser, page):
     background = "return getComputedStyle(document.body).backgroundColor"
-    colours = {}
+    colors = {}
     for theme in ("light", "dark"):
         browser.open(page, theme=theme)
-        colours[theme] = browser.js(background)
-    assert colours["light"] == "rgb(247, 247, 245)" and colours["dark"] == "rgb(17, 20, 22)"
+        colors[theme] = browser.js(background)
+    assert colors["light"] == "rgb(247, 247, 245)" and colors["dark"] == "rgb(17, 20, 22)"
     browser.click("#theme")
-    assert browser.js(background) == colours["light"]
+    assert browser.js(background) == colors["light"]
     browser.click("#theme")
-    assert browser.js(background) == colours["dark"]
+    assert browser.js(background) == colors["dark"]
     browser.js("localStorage.clear()")
 
 

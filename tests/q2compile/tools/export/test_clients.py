@@ -19,8 +19,8 @@ import transformers
 from torch import Tensor
 
 import q2compile
-from tests.q2compile.tools.export.test_layers import NO_ROTATION
 from tests.support.exported import (
+    NO_ROTATION,
     by_module,
     dequantized,
     e2m1_values,

@@ -13,6 +13,7 @@ import q2compile
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from tests.support.exported import (
     CONFIGS,
+    NO_ROTATION,
     by_module,
     decompressed,
     dequantized,
@@ -27,10 +28,6 @@ from tests.support.exported import (
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the extra 'dev'")
 
 INPUTS = {"input_ids": tokens()}
-NO_ROTATION = {
-    "base": "quartet",
-    "fprop": {role: {"scheme": "mxfp4_rtn", "transform": "none"} for role in ("x", "w")},
-}
 RECIPES = {
     "quartet2": ("quartet2", "nvfp4_46_pow2"),
     "nvfp4": ("nvfp4", "nvfp4_16x16_pow2"),

@@ -17,6 +17,7 @@ from q2compile.errors import ConfigError
 from q2compile.telemetry import clock
 from tests.support import model_zoo as zoo
 from tests.support.exported import (
+    NO_ROTATION,
     dequantized,
     e2m1_values,
     forward_weights,
@@ -287,7 +288,6 @@ def test_dynamic_activations_of_mxfp4(tmp_path: Path) -> None:
     """transformers runs it: activations are quantized as they come, so the logits differ from
     weight-only ones."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the extra 'dev'")
-    from tests.q2compile.tools.export.test_layers import NO_ROTATION
 
     model, logits = model_of("llama"), {}
     inputs = {"input_ids": tokens()}

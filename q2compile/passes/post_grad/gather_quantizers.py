@@ -1,4 +1,4 @@
-"""Quantisers brought together, so that they end in one launch."""
+"""Quantizers brought together, so that they end in one launch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.ops.table import quantizer_of
 
 _REACH = 2  # groups: what is made early waits for no more GEMMs than those
-# What may stand between quantisers of a group, as in lowering/together.py.
+# What may stand between quantizers of a group, as in lowering/together.py.
 _CHEAP = VIEWS_AND_CASTS | {operator.getitem, torch.ops.aten.select.int}
 
 
-def gather_quantisers_pass(graph: fx.Graph) -> int:
-    """A quantiser that stands alone ends in a launch of its own, which makes scales; with others
+def gather_quantizers_pass(graph: fx.Graph) -> int:
+    """A quantizer that stands alone ends in a launch of its own, which makes scales; with others
     before it, in theirs.
 
     before                                  after
@@ -31,10 +31,10 @@ def gather_quantisers_pass(graph: fx.Graph) -> int:
         k = quantize(w_k, ..., S)               a = gemm(x..., q...)
         b = gemm(x..., k...)                    b = gemm(x..., k...)
 
-    Likewise the requantisation of x for wgrad, behind those of dy and w for dgrad.
+    Likewise the requantization of x for wgrad, behind those of dy and w for dgrad.
 
     Preconditions: one of the two groups before it has room in its last launch and the same scheme;
-    all that the quantiser reads stands before that group's end, but for views and casts, which move
+    all that the quantizer reads stands before that group's end, but for views and casts, which move
     with it; and what it makes, which lives for a GEMM or two longer, is at most `SMALL` with what
     was moved to that group before.
 
@@ -68,21 +68,21 @@ def gather_quantisers_pass(graph: fx.Graph) -> int:
 
 
 def _groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Quantisers that end in one launch already, if there is room: nothing reads what one makes
+    """Quantizers that end in one launch already, if there is room: nothing reads what one makes
     before the next."""
     groups: list[list[fx.Node]] = []
     made: set[fx.Node] = set()  # by the group that is open
     for node in graph.nodes:
-        quantises = quantizer_of(node) is not None
+        quantizes = quantizer_of(node) is not None
         own = node.target is operator.getitem and node.args[0] in made
         reads = not own and not made.isdisjoint(node.all_input_nodes)
-        if reads or not (quantises or _is_cheap(node)):
+        if reads or not (quantizes or _is_cheap(node)):
             made = set()
-        if quantises and not made:
+        if quantizes and not made:
             groups.append([])
-        if quantises:
+        if quantizes:
             groups[-1].append(node)
-        if quantises or own:
+        if quantizes or own:
             made.add(node)
     return groups
 

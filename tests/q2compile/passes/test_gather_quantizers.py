@@ -1,4 +1,4 @@
-"""Quantisers that stand alone, moved to those before them: which, and that no bit changes."""
+"""Quantizers that stand alone, moved to those before them: which, and that no bit changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from q2compile.passes.graph_queries import is_q2
-from q2compile.passes.post_grad import gather_quantisers
-from q2compile.passes.post_grad.gather_quantisers import gather_quantisers_pass
+from q2compile.passes.post_grad import gather_quantizers
+from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
 from tests.support.graph_builder import EDEN, SOURCE, q2, traced
 
 aten = torch.ops.aten
@@ -111,20 +111,20 @@ def test_a_lone_one_joins_those_before(function: Callable, after: list[str]) -> 
     gm, inputs = traced(function)
     torch.manual_seed(5)
     before = results(gm, inputs)
-    assert gather_quantisers_pass(gm.graph) == 1
+    assert gather_quantizers_pass(gm.graph) == 1
     gm.graph.lint()
     assert order(gm.graph) == after
     torch.manual_seed(5)
     for got, want in zip(results(gm, inputs), before, strict=True):
         assert torch.equal(got, want)
-    assert gather_quantisers_pass(gm.graph) == 0
+    assert gather_quantizers_pass(gm.graph) == 0
 
 
 @pytest.mark.parametrize("function", [no_room, other_scheme, made_late])
 def test_what_stays(function: Callable) -> None:
     gm, _ = traced(function)
     before = order(gm.graph)
-    assert gather_quantisers_pass(gm.graph) == 0
+    assert gather_quantizers_pass(gm.graph) == 0
     assert order(gm.graph) == before
 
 
@@ -133,12 +133,12 @@ def test_what_would_be_held_for_long_stays(monkeypatch) -> None:
     gm, _ = traced(backward)
     made = [n for n in gm.graph.nodes if is_q2(n, "requantize")][1].meta["val"]
     size = sum(t.numel() * t.element_size() for t in made)
-    monkeypatch.setattr(gather_quantisers, "SMALL", size - 1)
-    assert gather_quantisers_pass(gm.graph) == 0
-    monkeypatch.setattr(gather_quantisers, "SMALL", size)
-    assert gather_quantisers_pass(gm.graph) == 1
+    monkeypatch.setattr(gather_quantizers, "SMALL", size - 1)
+    assert gather_quantizers_pass(gm.graph) == 0
+    monkeypatch.setattr(gather_quantizers, "SMALL", size)
+    assert gather_quantizers_pass(gm.graph) == 1
 
 
 def test_sizes_that_are_not_known_stay() -> None:
     gm, _ = traced(backward, "symbolic")
-    assert gather_quantisers_pass(gm.graph) == 0
+    assert gather_quantizers_pass(gm.graph) == 0

@@ -1,4 +1,4 @@
-"""One call of a CUDA quantiser: what it moves, launches and issues for an element of its operand.
+"""One call of a CUDA quantizer: what it moves, launches and issues for an element of its operand.
 
 The launches are asked of what launches them (runtime_kernels/cuda/quantize/plan.py). Instructions
 were counted in machine code: `instructions.json`, which `examples/benchmarks/instructions.py`
@@ -50,7 +50,7 @@ def written_bits(scheme: str) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Quantiser:
+class Quantizer:
     """A call for one operand of a recipe.
 
     kind: "row", "col", "both" (of a bf16 matrix), "requantize" (of codes in `source`, along cols)
@@ -113,7 +113,7 @@ class Quantiser:
 
 
 @functools.cache
-def _launches(call: Quantiser) -> tuple[Launch, ...]:
+def _launches(call: Quantizer) -> tuple[Launch, ...]:
     return plan.launches(
         SOURCES[torch.bfloat16 if call.source == BF16 else get_scheme(call.source).format],
         call.spec,
