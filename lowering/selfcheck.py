@@ -89,7 +89,8 @@ def _disagreement(device: torch.device, call: QuantizerCall) -> str | None:
             amax = (x / 2).abs().amax().float()
 
         def function(x: torch.Tensor, seed: torch.Tensor, amax: torch.Tensor | None) -> list:
-            seeds = {operand.seed_name: seed for operand in call.operands}
+            seeds = dict.fromkeys(("rowwise_seed", "columnwise_seed"))
+            seeds |= {operand.seed_name: seed for operand in call.operands}
             return call.replace(x=x / 2, amax=amax, recorded=False, **seeds)()
 
         want = function(x, seed, amax)

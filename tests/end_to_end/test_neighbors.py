@@ -21,6 +21,7 @@ CASES = names()
 # What q2compile registers under names of its own; all else that changes is a fault.
 OWN = (
     "[q2.",  # lowerings of ops of its own
+    "[quartet2]",  # the backend
     "logger q2compile",  # the first graph is announced on stderr
 )
 

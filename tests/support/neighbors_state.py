@@ -85,15 +85,12 @@ def main() -> None:
         before = state()
         train_with("inductor")
         by_torch = changes(before, state())
-        # The entry point is looked up, q2compile and what it needs of torch are imported.
-        train_with("quartet2", {"recipe": "bf16", **EAGER})
-        import q2compile
-
         found = {}
         for name, given in options(folder).items():
-            before = state() if not found else before
             train_with("quartet2", given, checkpointed=name == "keep_packed")
             found[name] = changes(before, state())
+        import q2compile
+
         tools(q2compile)
         q2compile.telemetry.flush()
         found["tools"] = changes(before, state())

@@ -5,15 +5,18 @@ up in double and in another order, and on a GPU."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform, signs_of
+from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
@@ -51,8 +54,13 @@ def operand(least: int, largest: int) -> tuple[torch.Tensor, ...]:
     return codes, scales, torch.tensor(2.0**-3)
 
 
-def arguments(packed: tuple[torch.Tensor, ...], scheme: str, transform: str) -> tuple:
-    return (*packed, SEED, SOURCE, scheme, transform, 80, 1)
+def requantizing(parts: Sequence[Tensor], scheme: str, transform: str) -> QuantizerCall:
+    return calls.again(*parts, SEED, SOURCE, scheme, transform, 80, 1)
+
+
+def by_kernel(name: str, call: QuantizerCall) -> list[Tensor]:
+    args = call.positional
+    return select("requantize", args, name)(*args)
 
 
 @needs_compiler
@@ -60,11 +68,8 @@ def arguments(packed: tuple[torch.Tensor, ...], scheme: str, transform: str) -> 
 @pytest.mark.parametrize("least, largest", RANGES)
 def test_in_emulation(least, largest, scheme, transform, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
-    args = arguments(operand(least, largest), scheme, transform)
-    assert_same_bits(
-        calls.launched(calls.again(*args)),
-        select("requantize", args, REFERENCE)(*args),
-    )
+    call = requantizing(operand(least, largest), scheme, transform)
+    assert_same_bits(calls.launched(call), by_kernel(REFERENCE, call))
 
 
 @needs_compiler
@@ -72,21 +77,17 @@ def test_scales_that_are_not_numbers(monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     codes, scales, global_scale = operand(60, 100)
     scales.view(torch.uint8)[7] = 0x7F
-    args = arguments((codes, scales, global_scale), EDEN, "rht128")
-    got = calls.launched(calls.again(*args))
-    want = select("requantize", args, REFERENCE)(*args)
-    assert_same(got, want, EDEN)
+    call = requantizing((codes, scales, global_scale), EDEN, "rht128")
+    assert_same(calls.launched(call), by_kernel(REFERENCE, call), EDEN)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme, transform", WAYS)
 @pytest.mark.parametrize("least, largest", RANGES)
 def test_on_a_gpu(least, largest, scheme, transform) -> None:
-    args = arguments(operand(least, largest), scheme, transform)
-    args = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
-    assert_same_bits(
-        select("requantize", args, CUDA)(*args), select("requantize", args, REFERENCE)(*args)
-    )
+    parts = [part.cuda() for part in operand(least, largest)]
+    call = requantizing(parts, scheme, transform).replace(columnwise_seed=SEED.cuda())
+    assert_same_bits(by_kernel(CUDA, call), by_kernel(REFERENCE, call))
 
 
 def test_sums_of_scales_so_far_apart_are_exact() -> None:

@@ -367,22 +367,3 @@ def test_in_a_cuda_graph() -> None:
         on_gpu.change(number)
         graph.replay()
         on_gpu.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 130, 5000])
-def test_dequantized_at_once_on_a_gpu(rows) -> None:
-    again = ..., ..., ..., RTN, 256, torch.bfloat16
-    sites = [site_of(calls.plain(..., None, None, RTN), 3) for _ in range(2)]
-    sites += [Site("dequantize", again, (1,), fixed=True) for _ in range(2)]
-    numbers = (2, (0, 1)), (3, (1, 1))
-    site = Together(tuple(sites), (), (), fixed=True, dequantized=numbers)
-    for seed in range(3):
-        operands = [matrix(n, 256) * (seed + 1) for n in (rows, 640)]
-        want = [q2.quantize(x, scheme=RTN, rowwise=True, columnwise=False) for x in operands]
-        widened = [q2.dequantize(*parts, *again[3:]) for parts in want]
-        quantized = [torch.zeros_like(t).cuda() for parts in want for t in parts]
-        buffers = [*quantized, *(torch.zeros_like(t).cuda() for t in widened)]
-        site(*(x.cuda() for x in operands), *quantized, *buffers)
-        torch.cuda.synchronize()
-        assert_same_bits([b.cpu() for b in buffers], [t for p in want for t in p] + widened)
