@@ -35,5 +35,6 @@ def register() -> None:
         quantize,  # noqa: F401
         tile_config,  # noqa: F401
     )
+    from q2compile.torch_internals import inductor_repeats  # noqa: F401
 
     launches.register()

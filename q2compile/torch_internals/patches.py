@@ -53,8 +53,13 @@ class Patch:
         return getattr(import_module(self.module), self.owner)
 
     def value(self) -> Any:
+        """What stands there now; what a class inherits, if it has no such attribute of its own."""
         place = self.place()
-        return place[self.key] if isinstance(place, dict) else vars(place)[self.key]
+        return place[self.key] if isinstance(place, dict) else getattr(place, self.key)
+
+    def is_inherited(self) -> bool:
+        place = self.place()
+        return not isinstance(place, dict) and self.key not in vars(place)
 
     def set(self, value: Any) -> None:
         place = self.place()
@@ -63,6 +68,14 @@ class Patch:
         else:
             setattr(place, self.key, value)
 
+    def unset(self) -> None:
+        """Have the class inherit the attribute again."""
+        delattr(self.place(), self.key)
+
+
+# Measured together, with the collection of garbage that was put off then: see
+# examples/benchmarks/README.md, "How long is the first step?".
+_REPEATS = "13 of 105 s of the first step of a Llama of 32 layers, for the four of them"
 
 PATCHES = (
     Patch(
@@ -97,6 +110,50 @@ PATCHES = (
         upstream="none: where a quantizer is a kernel's call is known here alone",
         versions="2.11 to 2.15",
         worth="gradient of an expert's SwiGLU: 62 instructions an element and not 21",
+    ),
+    Patch(
+        name="dtype_rules",
+        module="torch._inductor.dtype_propagation",
+        owner="DtypePropagationOpsHandler",
+        key="__init__",
+        cause="The handler is a singleton, but its __init__ runs for every operation of a kernel "
+        "and makes the rules of all operations, 50 us.",
+        upstream="pytorch/pytorch#192820",
+        versions="2.11 to 2.15",
+        worth=_REPEATS,
+    ),
+    Patch(
+        name="free_symbols",
+        module="torch._inductor.ir",
+        owner="ComputedBuffer",
+        key="get_free_symbol_uses",
+        cause="Inductor traces each kernel twice more to look for symbols of unknown or symbolic "
+        "sizes, also in a graph that has none.",
+        upstream="none filed",
+        versions="2.11 to 2.15",
+        worth=_REPEATS,
+    ),
+    Patch(
+        name="bounds",
+        module="torch.utils._sympy.value_ranges",
+        owner="ValueRanges",
+        key="__and__",
+        cause="For each repeated operation of a kernel, a constant most often, Inductor intersects "
+        "equal bounds by sympy's Max and Min, 71 us.",
+        upstream="none filed",
+        versions="2.11 to 2.15",
+        worth=_REPEATS,
+    ),
+    Patch(
+        name="sets",
+        module="torch.utils._ordered_set",
+        owner="OrderedSet",
+        key="__or__",
+        cause="The scheduler unites the operations before each kernel with all done ones, element "
+        "by element in Python: quadratic in the number of layers.",
+        upstream="none filed",
+        versions="2.11 to 2.15",
+        worth=_REPEATS,
     ),
     Patch(
         name="choices",
@@ -136,6 +193,7 @@ class _Installed:
 
     def __init__(self, patch: Patch) -> None:
         self.patch, self.original, self.live = patch, patch.value(), True
+        self.inherited = patch.is_inherited()
         original, replacement = self.original, _REPLACEMENTS[patch.name](self.original)
 
         @functools.wraps(original)
@@ -151,7 +209,11 @@ class _Installed:
         wraps ``value`` then goes on to call the original through it.
         """
         self.live = False
-        if self.patch.value() is self.value:
+        if self.patch.value() is not self.value:
+            return
+        if self.inherited:
+            self.patch.unset()
+        else:
             self.patch.set(self.original)
 
 

@@ -246,8 +246,9 @@ def _call(compiled: Any, function: Any, inputs: Sequence[Tensor], trains: bool) 
 
 
 def _normal(code: str) -> str:
-    """Without AOTAutograd's number of the graph in its process."""
-    return re.sub(r"# AOT ID: .*", "", code)
+    """Without AOTAutograd's number of the graph in its process, and the addresses of constants."""
+    code = re.sub(r"# AOT ID: .*", "", code)
+    return re.sub(r"(?m)^(_frozen_param\d+ = None .*) [0-9a-f]+$", r"\1", code)
 
 
 def main() -> None:
