@@ -350,7 +350,7 @@ def has_stability(page: str, stability: dict[str, Any], row: Callable[..., str])
     bf16_part, quartet2_part = page.split(f"| BF16, {bf16['compiled']:.4f}: ")[1].split(
         f"| `quartet2`, {quartet2['compiled']:.4f}: "
     )
-    names = {"coins": "other coins", "oracle": "the oracle"}
+    names = {"coins": "other random bits", "oracle": "the oracle"}
     for found in stability["differences"]:
         part = bf16_part if found["run"] == "bf16" else quartet2_part
         variant = names.get(found["variant"], found["variant"])

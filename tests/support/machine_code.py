@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import ArgumentParser
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
@@ -250,6 +251,7 @@ def regressions(name: str, architecture: str, code: disassemble.Code) -> dict[st
 
 
 def main() -> None:
+    ArgumentParser(description="Writes the counts of this NVRTC.").parse_args()
     launches = everything()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         codes = pool.map(lambda key: disassembled(launches[key], key[1]), launches)

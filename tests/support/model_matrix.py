@@ -136,17 +136,17 @@ def header(inner: str) -> str:
     plain = " Plain `torch.compile` ran each of them, too." if inner == "inductor" else ""
     return f"""# Unmodified models
 
-One training step of each model of `tests/support/model_zoo.py` (random weights, tiny sizes, CPU)
-under `torch.compile(model, backend="quartet2")` beside the step of the model itself. Written by
+One training step of each model in `tests/support/model_zoo.py` (random weights, tiny sizes, CPU),
+under `torch.compile(model, backend="quartet2")` and without compilation. Written by
 `python {" ".join(["-m tests.support.model_matrix", *sys.argv[1:]])}` on {today},
 torch {torch.__version__}, transformers {transformers.__version__}, rewritten graphs run by
 {inner}.{plain}
 
-"Taken" counts the matmuls with a weight that are quantized, of all that there are; "left" says why
-the others are not, and the products of activations. The loss is compared with the model's own, the
-gradients by their cosine: of all weights together, and the lowest of any weight. What a cosine must
-be is derived in `tests/end_to_end/test_models.py`, which checks all but the exact figures in every
-run.
+"Taken" counts the quantized matmuls among all matmuls with a weight. "Left" gives the reasons for the
+others, and for products of two activations. The loss is compared with that of the uncompiled model,
+and the gradients by their cosine: for all weights together, and the lowest of any weight.
+`tests/end_to_end/test_models.py` derives the bounds of the cosines. It checks everything except the
+exact figures in every run.
 
 | model | taken | left | loss differs | gradients' cosine | lowest of one weight |
 |---|---|---|---|---|---|
