@@ -142,9 +142,9 @@ under `torch.compile(model, backend="quartet2")` and without compilation. Writte
 torch {torch.__version__}, transformers {transformers.__version__}, rewritten graphs run by
 {inner}.{plain}
 
-"Taken" counts the quantized matmuls among all matmuls with a weight. "Left" gives the reasons for the
-others, and for products of two activations. The loss is compared with that of the uncompiled model,
-and the gradients by their cosine: for all weights together, and the lowest of any weight.
+"Taken" counts the quantized matmuls among all matmuls with a weight. "Left" gives the reasons for
+the others, and for products of two activations. The loss is compared with that of the uncompiled
+model, and the gradients by their cosine: for all weights together, and the lowest of any weight.
 `tests/end_to_end/test_models.py` derives the bounds of the cosines. It checks everything except the
 exact figures in every run.
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops import grouped_gemm
+from q2compile.runtime_kernels.ops.table import SPECS
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 MIB = 2**20
@@ -220,19 +221,21 @@ class _Site:
     """
 
     def __init__(
-        self, op: str, args: tuple[Any, ...], wanted: tuple[int, ...], fixed: bool
+        self, op: str, args: tuple[Any, ...], wanted: tuple[int, ...], fixed: bool, **named: Any
     ) -> None:
-        self.open = sum(arg is ... or isinstance(arg, _View) for arg in args)
-        self.wanted, self.schemes = wanted, [a for a in args if isinstance(a, str)]
-        self.quantizes = op.startswith(("quantize", "requantize"))
+        given = (*args, *named.values())
+        self.open = sum(arg is ... or isinstance(arg, _View) for arg in given)
+        self.wanted, self.scheme = wanted, named.get("scheme")
+        self.quantizes = op in SPECS
+        self.operands = named.get("rowwise", False) + named.get("columnwise", True)
 
     def workspace(self, buffers: list[torch.Tensor]) -> int:
         if not self.quantizes:
             return 0
-        spec = get_scheme(self.schemes[-1 if len(self.schemes) == 1 else -2])
+        spec = get_scheme(str(self.scheme))
         given = iter(buffers)
         outputs = [next(given) if wanted else None for wanted in self.wanted]
-        codes = [output for output in outputs[::3] if output is not None]
+        codes = [o for o in outputs[: 3 * self.operands : 3] if o is not None]
         numbers = sum(output.numel() * (1 if spec.widened else 2) for output in codes)
         return numbers // 4 if Rule.of(spec) in SCALED_AFTERWARDS else 0
 
@@ -243,9 +246,7 @@ class _Site:
 class _Together:
     """Several of them, which end in one launch."""
 
-    def __init__(
-        self, sites: Any, products: Any, others: Any, fixed: bool, dequantized: Any = ()
-    ) -> None:
+    def __init__(self, sites: Any, products: Any, others: Any, fixed: bool) -> None:
         self.sites, self.others = sites, others
 
     def __call__(self, *given: torch.Tensor) -> None:

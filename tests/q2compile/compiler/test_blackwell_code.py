@@ -38,11 +38,12 @@ def sources(recipe: str, biased: bool, capability: int, dtype: torch.dtype = tor
         linear = nn.Linear(256, 256, bias=biased, dtype=dtype)
         x = torch.randn(256, 256, dtype=dtype, requires_grad=True)
         torch.compile(linear, backend="quartet2", options={"recipe": recipe})(x).sum().backward()
-    return [source[source.index("def call(") :] for source in written]
+    return list(written)
 
 
 def calls(source: str) -> Counter[str]:
-    lines = [line for line in source.splitlines() if not line.lstrip().startswith("#")]
+    body = source[source.index("def call(") :]
+    lines = [line for line in body.splitlines() if not line.lstrip().startswith("#")]
     found = (match for line in lines for match in _CALL.finditer(line))
     return Counter(next(filter(None, match.groups())) for match in found)
 

@@ -30,8 +30,8 @@ def operands() -> tuple[torch.Tensor, ...]:
 
 
 def quantized(dy: torch.Tensor, ends: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
-    args = ends, q2.padded_ends(ends), seeds[0], seeds[1]
-    return calls.grouped_both(dy, *args, EDEN, "rht128", 0)()
+    groups = {"offs": ends, "padded_offs": q2.padded_ends(ends)}
+    return calls.quantized_both(dy, seeds[0], seeds[1], EDEN, "rht128", **groups)
 
 
 def of_halves(dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -203,7 +203,8 @@ def step(checkpointed, folder, **options):
     saved = [t for t in saved if not isinstance(t, FakeTensor)]  # those of the trace
     saved = [t for t in saved if t.untyped_storage().data_ptr() not in free]
     text = (sorted(folder.glob("graph_*"))[-1] / "3_backward.txt").read_text()
-    counts = {op: text.count(f"q2.{op}(") for op in ("quantize", "gemm")}
+    lines = [line for line in text.splitlines() if "transform=" not in line]  # those of a forward
+    counts = {op: sum(f"q2.{op}(" in line for line in lines) for op in ("quantize", "gemm")}
     return loss.detach(), [p.grad for p in (*model.parameters(), x)], saved, counts
 
 

@@ -90,7 +90,7 @@ def test_scales_are_saved_and_codes_are_not():
         graph.lint()
     backward = ops(auto.cut[1])
     by_scales = len(calls.nodes(auto.cut[1], by_scales=True))
-    assert by_scales == 2 and len(calls.nodes(auto.cut[1], rowwise=True, columnwise=False)) == 0
+    assert by_scales == 2 and calls.nodes(auto.cut[1], columnwise=False, rotated=False) == []
     assert backward["requantize"] - by_scales == 4  # three activations, the last weight
     kept = saved(auto)
     assert kept[torch.uint8, CODES] == 3 + 1
