@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from q2compile.capture.module_tree import named_modules, named_parameters
+
 _ATTRIBUTES = ("merged_adapters", "merged")
 
 
@@ -26,9 +28,9 @@ class Merged:
     def of_model(cls, root: nn.Module | None) -> Merged | None:
         """None for a model that has no such module, or that is not known."""
         noting: dict[int, list[weakref.ref[nn.Module]]] = {}
-        for module in () if root is None else root.modules():
+        for _, module in () if root is None else named_modules(root):
             if any(name in vars(module) for name in _ATTRIBUTES):
-                for w in module.parameters():
+                for _, w in named_parameters(module):
                     noting.setdefault(id(w), []).append(weakref.ref(module))
         return cls(noting) if noting else None
 

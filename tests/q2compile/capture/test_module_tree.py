@@ -63,6 +63,15 @@ class Raising(Net):
     in_proj_weight = weight_ih_l0 = module = weight
 
 
+class Iterating(Net):
+    """Those of torch's ways to iterate over a model that Dynamo itself does not use."""
+
+    def modules(self, *args, **kwargs):
+        raise RuntimeError("touched")
+
+    children = parameters = modules
+
+
 class Equal(Net):
     """With no hash, as __eq__ takes it away."""
 
@@ -70,7 +79,7 @@ class Equal(Net):
         raise RuntimeError("touched")
 
 
-KINDS = [OldNames, Prefixed, Falsy, Raising]
+KINDS = [OldNames, Prefixed, Falsy, Raising, Iterating]
 
 
 @pytest.mark.parametrize("kind", KINDS)
