@@ -93,7 +93,8 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
         return _run(candidates, bound(name, args, kwargs))
 
     def call_fake(*args, **kwargs):
-        return fake(*bound(name, args, kwargs))
+        made = fake(*bound(name, args, kwargs))
+        return tuple(made) if isinstance(made, list) else made  # torch remembers no list of fakes
 
     own = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     LIBRARY.define(schema, tags=(*own, *tags))

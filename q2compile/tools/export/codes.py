@@ -86,10 +86,10 @@ def _quantized(w: Tensor, use: Use) -> Codes:
     scheme = SCHEMES[operand.scheme]
     if w.shape[1] % scheme.width:
         raise InexactError(f"{w.shape[1]} columns are not whole blocks of {scheme.width}")
+    if not w.isfinite().all():
+        raise ConfigError(f"export: the weight of {use.site!r} holds a NaN or an Inf")
     made = torch.ops.q2.quantize_weight(w.contiguous(), str(operand), use.dtype)
     codes, scales, global_scale = made[:3]
-    if not global_scale.isfinite():
-        raise ConfigError(f"export: the weight of {use.site!r} holds a NaN or an Inf")
     if scheme.block[0] > 1:
         scales = scales.view(torch.uint8).repeat_interleave(scheme.block[0], 0)[: w.shape[0]]
         scales = scales.view(torch.float8_e4m3fn)

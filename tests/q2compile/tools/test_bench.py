@@ -84,7 +84,7 @@ def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler) -> None:
 
 
 def test_what_cannot_be_asked(capsys, tmp_path) -> None:
-    assert cli.main(["bench", "--only", "quantizers"]) == 2
+    assert cli.main(["bench", "--only", "quantizer"]) == 2
     assert "did you mean 'quantizers'?" in capsys.readouterr().err.lower()
     assert cli.main(["bench", "--out", str(tmp_path / "none" / "x.json")]) == 2
     assert "is not a folder" in capsys.readouterr().err
