@@ -118,7 +118,8 @@ def names(blocks: int = 2) -> list[str]:
 
 def forget_all() -> None:
     """As in a new process: step 0, no folder in use."""
-    from q2compile.telemetry.folder import Folder
+    from q2compile.telemetry import folder
 
-    Folder._open.clear()
+    folder.Folder._open.clear()
+    folder._asked_for.clear()
     clock.restart()
