@@ -348,7 +348,8 @@ sum_columns (post-grad)
 share_operands (joint)
   forward   q2.dequantize 8 -> 6, q2.quantize 7 -> 3, aten.randint 1, inputs 5, mm 4,
             q2.split_scales 5, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7, triton 2
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7,
+            q2.transpose 3, triton 2
 
 gather_codes (joint)
   forward   q2.quantize 3 -> 4, q2.split_scales 1 -> 0, triton 3 -> 2, inputs 5, mm 1,
@@ -359,7 +360,8 @@ gather_codes (joint)
 share_saved_rotations (joint)
   forward   q2.quantize 5 -> 3, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
             q2.split_scales 5, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7, triton 2
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7,
+            q2.transpose 3, triton 2
 
 swizzle_saved_scales (joint)
   forward   swizzle_scales.cu 7 -> 0, inputs 5, q2.gemm 4, q2.quantize 5, q2.split_scales 1,
