@@ -17,6 +17,8 @@ from q2compile.lowering.support import beats_kernels, why_not_lowered
 from q2compile.report import kernel_choice
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from tests.support import quantizer_calls as calls
 from tests.support.emulation.inductor import lower_on_cpu, triton_kernels
 from tests.support.nonfinite import VALUES, assert_same, with_bad
 
@@ -169,18 +171,23 @@ def test_what_is_lowered() -> None:
     """On CUDA: what needs no sum of fp32, in chunks up to 32. Of that, NVFP4 to nearest is loops
     even where the registry has a kernel. On a CPU nothing is."""
     cuda = torch.device("cuda")
-    lowered = {name for name in SCHEMES if why_not_lowered(cuda, name) is None}
+    x, seed = torch.empty(32, 64), torch.tensor(1)
+
+    def call(name: str, transform: str = "none") -> QuantizerCall:
+        return calls.one(x, seed, name, transform, False)
+
+    lowered = {name for name in SCHEMES if why_not_lowered(cuda, call(name)) is None}
     assert lowered == {
         name
         for name, s in SCHEMES.items()
         if s.rounding == "rtn" or (s.rounding == "sr" and not s.select)
     }
-    preferred = {name for name in SCHEMES if beats_kernels(name)}
+    preferred = {name for name in SCHEMES if beats_kernels(call(name))}
     assert preferred == {name for name in lowered if "mxfp4" not in name and "sr" not in name}
-    assert not beats_kernels("nvfp4", "rht16")
-    assert "draws coins" in str(why_not_lowered(cuda, "nvfp4_sr_46"))
-    assert "chunks of 64" in str(why_not_lowered(cuda, "nvfp4_sr", "rht64"))
-    assert "on cpu" in str(why_not_lowered(torch.device("cpu"), "nvfp4"))
+    assert not beats_kernels(call("nvfp4", "rht16"))
+    assert "draws coins" in str(why_not_lowered(cuda, call("nvfp4_sr_46")))
+    assert "chunks of 64" in str(why_not_lowered(cuda, call("nvfp4_sr", "rht64")))
+    assert "on cpu" in str(why_not_lowered(torch.device("cpu"), call("nvfp4")))
 
 
 @pytest.fixture
@@ -287,5 +294,5 @@ def test_the_report_names_the_loops(monkeypatch) -> None:
     kernel_choice.kernels_used.cache_clear()
     report = q2compile.explain(torch.nn.Linear(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16())
     (row,) = report.to_json()
-    assert row["kernels"]["fprop"] == "quantize: inductor, gemm: reference"
+    assert row["kernels"]["fprop"] == "quantize rowwise: inductor, gemm: reference"
     kernel_choice.kernels_used.cache_clear()

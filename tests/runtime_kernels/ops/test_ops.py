@@ -149,8 +149,8 @@ def test_amax_values(dtype):
     x = torch.tensor([1.0, -3.0, 2.0], dtype=dtype)
     assert q2.amax(x) == 3 and q2.amax(x).dtype == torch.float32
     assert q2.amax(x[:0]) == 0
-    assert q2.amax(torch.tensor([1.0, torch.nan], dtype=dtype)).isnan()
-    assert q2.amax(torch.tensor([1.0, -torch.inf], dtype=dtype)).isinf()
+    for other in (torch.nan, -torch.inf):  # of the finite elements
+        assert q2.amax(torch.tensor([1.0, other], dtype=dtype)) == 1
 
 
 def test_no_guard_on_divisibility():
@@ -269,13 +269,14 @@ def test_errors(call, said):
 
 def test_a_named_kernel_is_that_kernel_or_an_error():
     x = torch.randn(4, 32)
-    args = (x, None, None, "mxfp4_rtn", 0)
+    call = calls.plain(x, None, None, "mxfp4_rtn")
+    args = call.positional
     reference = registry.select("quantize", args, "reference")
-    assert torch.equal(reference(*args)[0], calls.plain(*args)()[0])
+    assert torch.equal(reference(*args)[0], call()[0])
     with pytest.raises(ValueError, match="has no kernel 'triton'.*it has .*reference"):
         registry.select("quantize", args, "triton")
-    with pytest.raises(ValueError, match="q2 has no op 'quantize'; it has"):
-        registry.kernels("quantize")
+    with pytest.raises(ValueError, match="q2 has no op 'quantized'; it has"):
+        registry.kernels("quantized")
 
 
 def test_the_reference_is_behind_every_op():
