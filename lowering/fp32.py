@@ -1,7 +1,7 @@
 """The arithmetic of the rounding rules in Inductor's `ops`, for one element or one block.
 
-What `q2compile.runtime_kernels.formats` says in torch, said once for every loop that Inductor makes
-of it, bit for bit the same on CPU (C++) and CUDA (Triton). A value is an `ops` value: fp32 unless
+The same bits as `q2compile.runtime_kernels.numerics.formats`, written once for every Inductor
+kernel, on a CPU (C++) and on CUDA (Triton). A value is an `ops` value: fp32 unless
 said otherwise; `bits` is an fp32's pattern as int32.
 """
 

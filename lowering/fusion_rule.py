@@ -1,43 +1,48 @@
-"""When a rotating quantizer computes its operand itself: what that saves against what it adds.
+"""Whether a rotating quantizer should compute its operand: a model of the time with and without.
 
-Unfused there are two kernels, the producer's and the quantizer's. Each takes the longer of two
-times: to issue its instructions, and to move its bytes. Fused there is one; its instructions come
-one after the other, and loads of the producer's are waited for, the less so the more rows of them
-are on their way together. So an element costs, in bytes that the memory could move meanwhile, with
-i instructions in a byte's time, R bytes read by the producer, P instructions of it and Q of the
-quantizer, W bytes written:
+Without prologue fusion there are two kernels, the producer's and the quantizer's. Each takes the
+longer of two times: to issue its instructions, and to move its bytes. With fusion there is one
+kernel. It issues both sets of instructions, and waits for the producer's loads; the more rows are
+in flight together, the shorter the wait.
 
-    unfused   max(P / i, R' + 2) + max(Q / i, 2 + W)
-    fused     max((P + Q) / i + 1.1 R / rows ahead, R + W)
+The time of one element of 2 bytes, in bytes that the memory could move meanwhile:
 
-for an operand of 2 bytes. An exact global scale takes a pass of its own, for the largest number
-alone: with A instructions unfused max(A / i, 2) more, and fused the operand is computed once more,
-(P + A) / i + 1.1 R / rows ahead. R' is R, or 0 where another quantizer of the graph reads the
-same (a gated MLP's dg and du), whose producer's kernel reads it all the same.
+    two kernels   max(P / i, R' + 2) + max(Q / i, 2 + W)
+    one kernel    max((P + Q) / i + 1.1 R / rows ahead, R + W)
 
-The P of the kernel that Inductor makes is longer where ours approximates (`Operation.inductor`);
-where another quantizer reads the same, that is its kernel's.
+    i    instructions that are issued in the time of one byte
+    P    instructions of the producer; Q, of the quantizer
+    R    bytes that the producer reads; W, bytes that are written
+    R'   R, or 0 where another quantizer of the graph reads the same operand (dg and du of a gated
+         MLP): the producer's kernel runs then either way
 
-One that computes and quantizes two operands, n = 2, a SwiGLU's, is
+An exact global scale needs a pass of its own for the largest magnitude, of A instructions. It adds
+max(A / i, 2) to two kernels and (P + A) / i + 1.1 R / rows ahead to one, which computes the operand
+a second time.
 
-    unfused   max(P / i, R + 2 n) + n max(Q / i, 2 + W)
-    fused     max((P + n Q) / i + 1.1 R / rows ahead, R + n W)
+Inductor's kernel may need more instructions than ours, which approximates (`Operation.inductor`).
+P of two kernels is Inductor's. So is P of one kernel if another quantizer reads the same operand.
 
-Measured on an H200 (examples/benchmarks/fusion.py, 2026-11-23, torch 2.11, 8192 x 4096, everything
-fused, 4 rows ahead in each), fused over unfused:
+A kernel that computes and quantizes two operands (n = 2, a SwiGLU):
 
-                          P     Inductor's  R    expected   measured
-    residual_cast_both    5.0   5.0         6.0  0.66       0.74
-    rmsnorm_backward_both 10.1  10.1        4.0  0.78       0.80
-    swiglu_backward_both  17.6  29.6        6.0  0.80       0.79
-    rope_backward_both    11.8  11.8        2.0  0.88       0.89
-    silu_mul_quest        11.0  23.0        4.0  0.80       0.78
-    gelu_backward_both    26.3  42.3        4.0  0.90       0.80
+    two kernels   max(P / i, R + 2 n) + n max(Q / i, 2 + W)
+    one kernel    max((P + n Q) / i + 1.1 R / rows ahead, R + n W)
 
-i is from data sheets, but for the H200's, which is measured
-(examples/benchmarks/instructions.py), Q from machine code for sm_90a (KERNEL_LOG.md there), but for
-the mask's part, which is fitted to silu_mul_quest, and A, which is tetrajet2_exact_both's time less
-tetrajet2_both's (results/kernels.json), P from tests/lowering/test_fused_static.py.
+One kernel over two, measured on an H200 (`examples/benchmarks/quantizers.py --only prologues`,
+2026-11-23, torch 2.11, 8192 x 4096, 4 rows ahead):
+
+    producer                    P     Inductor's  R    model  measured
+    residual add and cast       5.0   5.0         6.0  0.66   0.74
+    RMSNorm backward            10.1  10.1        4.0  0.78   0.80
+    SwiGLU backward             17.6  29.6        6.0  0.80   0.79
+    RoPE backward               11.8  11.8        2.0  0.88   0.89
+    SiLU * mul, QuEST           11.0  23.0        4.0  0.80   0.78
+    GELU backward               26.3  42.3        4.0  0.90   0.80
+
+i comes from data sheets; the H200's is measured (`examples/benchmarks/instructions.py`). Q comes
+from machine code for sm_90a (KERNEL_LOG.md there), except the mask's part, which is fitted to the
+QuEST row. A is the time of tetrajet2's quantizer with an exact global scale less its time with a
+power of two. P comes from tests/lowering/test_fused_static.py.
 """
 
 from __future__ import annotations

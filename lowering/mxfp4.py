@@ -1,5 +1,5 @@
-"""The rounding rules of `q2compile.runtime_kernels.mxfp4`, in Inductor's loops: one kernel, and the
-global scale, a constant.
+"""The rounding rules of `q2compile.runtime_kernels.numerics.mxfp4` in Inductor's IR: one kernel,
+and the global scale, a constant.
 
 A block's scale is held as its e8m0 byte, an int32 in [0, 254).
 """

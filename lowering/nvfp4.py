@@ -1,4 +1,4 @@
-"""The rounding rules of `q2compile.runtime_kernels.nvfp4`, in Inductor's loops.
+"""The rounding rules of `q2compile.runtime_kernels.numerics.nvfp4` in Inductor's IR.
 
     pow2    codes and pseudo-scales in one kernel; then q2::split_scales, which sees a sixteenth of
             the elements

@@ -1,4 +1,5 @@
-"""`q2compile.runtime_kernels.philox` in Inductor's loops: the same words from the same counters."""
+"""Philox in Inductor's IR: the words of `q2compile.runtime_kernels.numerics.philox` from the same
+counters."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ and options, is the path the numbers take, from source to codes:
     forward>rht16>nvfp4_pow2              rotated and quantized during the forward, and saved
 
 and a GEMM's text is ``"<a> @ <b>"`` or ``"bf16"``. The schemes themselves (format, block, rounding,
-scale rule) are rows of `q2compile.runtime_kernels.schemes.SCHEMES`.
+scale rule) are rows of `q2compile.runtime_kernels.numerics.schemes.SCHEMES`.
 """
 
 from __future__ import annotations
