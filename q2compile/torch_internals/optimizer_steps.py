@@ -83,9 +83,15 @@ def look_up_optimizers() -> bool:
         if began - _found.ended < PAUSE * _found.took:
             return False
         holders: dict[int, list[weakref.ref[Optimizer]]] = {}
-        for optimizer in _optimizers():
+        optimizers, sharded = _tracked_objects()
+        for optimizer in optimizers:
             for w in _parameters(optimizer):
                 holders.setdefault(id(w), []).append(weakref.ref(optimizer))
+        for parameter in sharded:  # a forward sees the gathered one, an optimizer the shard
+            gathered = getattr(parameter, "_unsharded_param", None)
+            of_shard = holders.get(id(getattr(parameter, "sharded_param", None)))
+            if gathered is not None and of_shard is not None:
+                holders[id(gathered)] = of_shard
         _found.holders = holders
         _found.number += 1
         _found.ended = time.monotonic()
@@ -93,13 +99,24 @@ def look_up_optimizers() -> bool:
         return True
 
 
-def _optimizers() -> list[Optimizer]:
+_FSDP_PARAMETERS = "torch.distributed.fsdp._fully_shard._fsdp_param"
+
+
+def _tracked_objects() -> tuple[list[Optimizer], list[Any]]:
+    """All optimizers, and FSDP2's records of the parameters that it shards."""
     kinds, todo = set(), [Optimizer]
     while todo:
         kind = todo.pop()
         kinds.add(id(kind))  # a metaclass may define __hash__ and __eq__
         todo += type.__subclasses__(kind)
-    return [x for x in gc.get_objects() if id(type(x)) in kinds]
+    record = getattr(sys.modules.get(_FSDP_PARAMETERS), "FSDPParam", None)
+    optimizers, sharded = [], []
+    for x in gc.get_objects():
+        if id(type(x)) in kinds:
+            optimizers.append(x)
+        elif record is not None and type(x) is record:
+            sharded.append(x)
+    return optimizers, sharded
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
