@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.linear.dense  # noqa: F401  registers q2::linear
 from q2compile.config import Config
-from q2compile.runtime_kernels.registry import REFERENCE, select
+from q2compile.runtime_kernels.registry import REFERENCE, bound, select
 
 
 class References(TorchDispatchMode):
@@ -30,7 +30,8 @@ class References(TorchDispatchMode):
     ) -> Any:
         if op.namespace == "q2":
             name = op._schema.name.partition("::")[2]
-            return select(name, args, REFERENCE)(*args)
+            given = bound(name, args, kwargs or {})
+            return select(name, given, REFERENCE)(*given)
         return op(*args, **(kwargs or {}))
 
 
