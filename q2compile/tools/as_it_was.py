@@ -61,6 +61,8 @@ class State:
                     module._buffers[name] = buffer
         with torch.no_grad():
             for t, value in self._values.values():
+                if t.layout == torch.jagged:
+                    t, value = t.values(), value.values()
                 if not torch.equal(t, value):  # a write would count as a change of the tensor
                     t.copy_(value)
         for p, gradient in self._gradients.values():
