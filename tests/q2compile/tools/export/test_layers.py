@@ -42,11 +42,13 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert torch.equal(found[name].to(torch.bfloat16), weight), name
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_model(name: str, tmp_path: Path) -> None:
-    model = model_of(name)
-    done = q2compile.export(model, tmp_path / "out", options={}, example_inputs=INPUTS)
-    weights = forward_weights(model, "nvfp4_46_pow2")
+def test_every_model(name: str, recipe: str, tmp_path: Path) -> None:
+    spec, scheme = RECIPES[recipe]
+    model, options = model_of(name), {"recipe": spec}
+    done = q2compile.export(model, tmp_path / "out", options=options, example_inputs=INPUTS)
+    weights = forward_weights(model, scheme)
     assert done.layers.keys() == weights.keys()
     same(decompressed(tmp_path / "out"), by_module(model, weights))
     assert not any("router" in n or n.endswith("mlp.gate") for n in done.layers)
@@ -55,11 +57,9 @@ def test_every_model(name: str, tmp_path: Path) -> None:
         codes = layer["weight_packed"]
         assert not ((codes & 15) == 8).any() and not ((codes >> 4) == 8).any(), "minus zero"
     exported = [n for n in held if "weight_" in n or n.endswith(".weight_packed")]
-    assert {n.rpartition(".")[2] for n in exported} == {
-        "weight_packed",
-        "weight_scale",
-        "weight_global_scale",
-    }
+    with_global = ("weight_global_scale",) if SCHEMES[scheme].format == "nvfp4" else ()
+    leaves = {n.rpartition(".")[2] for n in exported}
+    assert leaves == {"weight_packed", "weight_scale", *with_global}
     for key, tensor in model.state_dict().items():  # everything else as it is
         if key in held:
             assert torch.equal(held[key], tensor)
