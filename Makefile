@@ -55,7 +55,7 @@ install: $(VENV)/.with-train,dev
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# Two cores: under three minutes. Inductor's code for a CPU without vectors compiles in half the time.
+# Inductor's code for a CPU without vectors compiles in half the time.
 quick: export TORCHINDUCTOR_VEC_ISA_OK := 0
 quick: TESTS := $(QUICK)
 quick: test
