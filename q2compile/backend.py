@@ -19,6 +19,7 @@ from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
 from q2compile.linear.checks_ahead import begin_checks
+from q2compile.report import announce
 from q2compile.report.graph_log import GraphLog
 from q2compile.report.row import Row
 from q2compile.rewrite.rewrite_graph import rewrite
@@ -51,6 +52,7 @@ def quartet2(
     can't keep; under ``strict`` RuntimeError for a matmul that the policy wanted and that was not
     taken; under ``on_error="raise"`` StageError, a RuntimeError too, when a stage fails.
     """
+    announce.graph_came()
     warn_if_untested()
     config = Config.from_options(options, mode)
     if call := compile_call(quartet2):  # calls are equal only if their options mean the same

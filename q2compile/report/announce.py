@@ -3,7 +3,8 @@ that tlparse reads.
 
 The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
 
-    WARNING what q2compile failed on and left in bf16; what was asked for and does nothing
+    WARNING what q2compile failed on and left in bf16; what was asked for and does nothing; at exit,
+            that torch.compile was given the backend and no graph came
     INFO    a line for the first graph with matmuls to quantize that a process compiles; it is shown
             even where nobody has configured logging: once, on stderr, by rank 0
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
@@ -15,18 +16,19 @@ It is silenced by ``TORCH_LOGS="-q2compile"`` as by
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
 import sys
 from collections.abc import Sequence
-
-import torch.distributed as dist
 
 from q2compile.capture.find_matmuls import UNREAD
 from q2compile.config import Config
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
+from q2compile.torch_internals.dynamo import was_named
+from q2compile.torch_internals.ranks import process_rank
 
 LOG = logging.getLogger("q2compile")
 _MOST = 3  # names of matmuls that were left; the others are counted
@@ -42,9 +44,38 @@ class _Stderr(logging.Handler):
 
 
 class _First:
-    """Whether a graph with matmuls to quantize was compiled in this process."""
+    """Whether a graph came in this process, and whether one had matmuls to quantize."""
 
+    came = False
     compiled = False
+
+
+def graph_came() -> None:
+    """The backend was called."""
+    _First.came = True
+
+
+def _say_that_no_graph_came() -> None:
+    """A module compiled inside another torch.compile runs with the outer backend, and Dynamo tells
+    the inner one nothing. At exit it is known."""
+    if not _First.came and was_named("quartet2") and process_rank() == 0:
+        _show_if_unconfigured()
+        LOG.warning(
+            "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "
+            "nothing ran in 4 bits. Either what it returned was never called, or it ran inside another "
+            "torch.compile, whose backend replaces it, or under torch.compiler.disable"
+        )
+
+
+atexit.register(_say_that_no_graph_came)
+
+
+def _show_if_unconfigured() -> None:
+    """Print to stderr if nobody has said what they want to see."""
+    if LOG.level == logging.NOTSET:
+        LOG.setLevel(logging.INFO)
+        if not LOG.handlers:
+            LOG.addHandler(_Stderr())
 
 
 def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
@@ -53,12 +84,8 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
         return
     first = not _First.compiled and any(row.wanted for row in rows)
     _First.compiled |= first
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if first and rank == 0:
-        if LOG.level == logging.NOTSET:  # nobody has said what they want to see
-            LOG.setLevel(logging.INFO)
-            if not LOG.handlers:
-                LOG.addHandler(_Stderr())
+    if first and process_rank() == 0:
+        _show_if_unconfigured()
         LOG.info("%s", summary(rows))
     if not LOG.isEnabledFor(logging.DEBUG):
         return

@@ -28,11 +28,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 from q2compile.errors import ConfigError, shown
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.report import Report
+from q2compile.torch_internals.ranks import process_rank, world_size
 
 try:
     import fcntl
@@ -81,7 +80,7 @@ class DumpFolder:
 
     @classmethod
     def get(cls, path: str) -> DumpFolder:
-        folder = Path(path, *_rank())
+        folder = Path(path, *_folder_of_rank())
         with _refused(folder):
             folder = folder.resolve()
         key = os.getpid(), folder
@@ -112,15 +111,9 @@ class DumpFolder:
         _replace(self.path / "report.txt", f"{self.report.text()}\n")
 
 
-def _rank() -> tuple[str, ...]:
-    """The folder of this rank, if it is one of several: torch.distributed knows, or torchrun's
-    environment before torch.distributed does."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks, rank = str(torch.distributed.get_world_size()), str(torch.distributed.get_rank())
-    else:
-        ranks, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
-    several = ranks.isdigit() and rank.isdigit() and int(ranks) > 1
-    return (f"rank{rank}",) if several else ()
+def _folder_of_rank() -> tuple[str, ...]:
+    """The folder of this rank, if it is one of several."""
+    return (f"rank{process_rank()}",) if world_size() > 1 else ()
 
 
 def _is_dump(folder: Path) -> bool:

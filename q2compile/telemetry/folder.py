@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from q2compile.errors import ConfigError
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, SUMS, statistics
 from q2compile.telemetry import clock
@@ -35,6 +33,7 @@ from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import EVERY, Finding, Watch
 from q2compile.telemetry.writers import CsvFile, Tensorboard
+from q2compile.torch_internals.ranks import process_rank, world_size
 
 NAMES = ("module", "gemm", "operand", "format")
 CHANGED = "changed"
@@ -166,7 +165,7 @@ class Folder:
                 )
 
     def _write(self, rows: list[Row], finding: Finding | None) -> None:
-        rank = _rank()
+        rank = process_rank()
         lines: list[Row] = []
         if not self._started:
             self._start(rank)
@@ -191,11 +190,11 @@ class Folder:
             self._tensorboard = Tensorboard.where_installed(
                 self.path / "tensorboard" / f"rank{rank}", (*FIELDS, CHANGED)
             )
-        self._summary: Row = {"ranks": _world(), "nonfinite": []}
+        self._summary: Row = {"ranks": world_size(), "nonfinite": []}
 
     def _header(self, rank: int) -> Row:
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return {"event": "start", "rank": rank, "ranks": _world(), "time": started} | {
+        return {"event": "start", "rank": rank, "ranks": world_size(), "time": started} | {
             "every": self.options.every,
             "modules": list(self.options.modules),
         }
@@ -223,16 +222,6 @@ def _event(finding: Finding) -> Row:
         "gemm": finding.gemm,
         "operand": finding.operand,
     }
-
-
-def _rank() -> int:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if ready else int(os.environ.get("RANK") or 0)
-
-
-def _world() -> int:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if ready else int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def flush() -> None:

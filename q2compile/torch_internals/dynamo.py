@@ -45,6 +45,13 @@ def compile_call(backend: Callable[..., Any]) -> Any:
     return call if is_call else None
 
 
+def was_named(backend: str) -> bool:
+    """Whether torch.compile was given this backend by its name: the registry then holds it."""
+    from torch._dynamo.backends import registry
+
+    return backend in registry._COMPILER_FNS
+
+
 def compiled_frame() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]] | None:
     """The code, the variables and the globals of the frame that Dynamo compiles now."""
     tracer = _tracer()

@@ -71,8 +71,7 @@ def test_a_level_of_the_users_silences_it(run, caplog):
 
 
 def test_other_ranks_are_silent(run, caplog, monkeypatch):
-    monkeypatch.setattr(announce.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(announce.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(announce, "process_rank", lambda: 1)
     run()
     assert LINE not in caplog.messages
 
@@ -150,3 +149,28 @@ def test_a_graph_without_weights_or_all_in_bf16_is_not_the_first(run, caplog):
     )
     assert announce._First.compiled
     assert "q2compile: 1 of 1 matmuls in NVFP4 (quartet2)" in caplog.messages
+
+
+NO_GRAPH_CAME = "q2compile: torch.compile was given backend='quartet2', and no graph came to it"
+INSIDE_ANOTHER = """
+import torch
+
+inner = torch.compile(torch.nn.Linear(64, 96), backend="quartet2")
+torch.compile(lambda x: inner(x).relu(), backend="eager")(torch.randn(8, 64))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (INSIDE_ANOTHER, 1),
+        ("import torch; torch.compile(torch.nn.Linear(64, 96), backend='quartet2')", 1),
+        ("import q2compile; q2compile.explain", 0),
+        (SCRIPT, 0),
+    ],
+    ids=["inside another compile", "never called", "imported", "trained"],
+)
+def test_a_backend_that_no_graph_came_to_is_named_at_exit(script, lines):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count(NO_GRAPH_CAME) == lines
