@@ -8,6 +8,7 @@ q2compile.compare     which modules a recipe's error comes from, and the policy 
 q2compile.quantize    the quantizers, on any device
 q2compile.export      a trained model as an inference checkpoint, by the codes of its forward
 q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
+q2compile.get_rng_state, set_rng_state  under the option seed: how far its counters have come
 q2compile.telemetry   step() and flush(), for the option telemetry
 """
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from q2compile.tools.export.export import export as export
     from q2compile.tools.quantize import QuantizedTensor as QuantizedTensor
     from q2compile.tools.quantize import quantize as quantize
+    from q2compile.tools.rng_state import get_rng_state as get_rng_state
+    from q2compile.tools.rng_state import set_rng_state as set_rng_state
     from q2compile.weight_cache.cache import forget_weights as forget_weights
 
 __all__ = [
@@ -33,7 +36,9 @@ __all__ = [
     "explain",
     "export",
     "forget_weights",
+    "get_rng_state",
     "quantize",
+    "set_rng_state",
     "telemetry",
 ]
 
@@ -43,6 +48,8 @@ _HOMES = {
     "explain": "q2compile.tools.explain",
     "export": "q2compile.tools.export.export",
     "forget_weights": "q2compile.weight_cache.cache",
+    "get_rng_state": "q2compile.tools.rng_state",
+    "set_rng_state": "q2compile.tools.rng_state",
     "quantize": "q2compile.tools.quantize",
     "QuantizedTensor": "q2compile.tools.quantize",
 }

@@ -119,6 +119,10 @@ class Config:
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
+    seed            key of a counter of q2compile's own, on each device, from which the random bits
+                    of the backward are drawn: torch's default generator is then left alone, and
+                    dropout and noise are those of a bf16 run. An int, signed or unsigned of 64
+                    bits; None draws from the default generator (see `q2compile.get_rng_state`)
     telemetry       what quantizing does to each operand, recorded every so many steps: a mapping
                     with the keys every, modules, to, csv, tensorboard (see `telemetry.options`);
                     None records nothing
@@ -138,6 +142,7 @@ class Config:
     recompute_weights: bool | str = "auto"
     fuse_rotations: bool | str = "auto"
     on_error: str = "raise"
+    seed: int | None = None
     telemetry: Mapping[str, Any] | None = None
 
     def __new__(cls, *_: Any, **options: Any) -> Config:
@@ -165,6 +170,12 @@ class Config:
         one_of("global_scale", self.global_scale, ("pow2", "exact"))
         one_of("inner", self.inner, ("inductor", "eager"))
         one_of("on_error", self.on_error, ("raise", "bf16"))
+        is_number = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not (is_number and -(2**63) <= self.seed < 2**64):
+            raise ConfigError(
+                f"seed: got {shown(self.seed)}; allowed: an int of 64 bits, or None for torch's "
+                "default generator"
+            )
         if self.strict and self.on_error == "bf16":
             raise ConfigError(
                 "strict=True raises for a matmul that is not taken, on_error='bf16' leaves a graph "

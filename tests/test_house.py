@@ -47,8 +47,8 @@ MAY_IMPORT = {
     + ["recipes", "report", "rewrite", "runtime_kernels", "telemetry", "torch_internals"],
     "rewrite": ["capture", "config", "cost_model", "linear", "recipes", "report.row"]
     + ["torch_internals"],
-    "compiler": ["config", "lowering", "passes", "runtime_kernels.registry", "torch_internals"]
-    + ["weight_cache"],
+    "compiler": ["config", "lowering", "passes", "runtime_kernels.ops", "runtime_kernels.registry"]
+    + ["torch_internals", "weight_cache"],
     "telemetry": ["capture", "passes", "recipes", "runtime_kernels", "torch_internals"],
     "telemetry.options": ["recipes.policy"],
     "telemetry.page": ["report.page.assemble", "runtime_kernels.numerics"],

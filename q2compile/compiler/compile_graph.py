@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from q2compile import lowering
@@ -16,6 +17,7 @@ from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.passes.graph_queries import q2_nodes
+from q2compile.runtime_kernels.ops.seed import counter
 from q2compile.torch_internals.aot_autograd import (
     aot_eager_compile,
     backward_at_once,
@@ -52,6 +54,9 @@ def compile_graph(
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
     """
+    if config.seed is not None:  # before any CUDA graph, whose memory they would be
+        for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor)}:
+            counter(config.seed, device)
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     at_once = backward_at_once(config.on_error == "bf16")
     with checkpoints_left_on_error(), at_once:

@@ -29,6 +29,7 @@ class JointPasses(PassRunner):
             keep_packed=config.keep_packed,
             recompute_weights=config.recompute_weights is True or by_peak,
             fuse_rotations=False,
+            seed=config.seed,
         )
 
     def key(self) -> str:
@@ -38,5 +39,6 @@ class JointPasses(PassRunner):
             config.keep_packed,
             config.recompute_weights,
             config.weights_by_peak,
+            config.seed,
         )
         return f"{config.disable_passes}:{options}"

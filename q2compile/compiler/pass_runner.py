@@ -49,7 +49,7 @@ class PassRunner(CustomGraphPass):
                 continue
             self.running = f"pass {row.name!r}"
             start = time.perf_counter()
-            matches = row.run(graph)
+            matches = row.run(graph, *row.takes(wanted))
             seconds = time.perf_counter() - start
             after = op_counts(graph)
             change = {op: after[op] - before[op] for op in sorted({*before, *after})}

@@ -29,6 +29,7 @@ from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_not
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.mask_again import mask_again_pass
+from q2compile.passes.joint.own_seeds import own_seeds_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
@@ -58,16 +59,22 @@ class Wanted:
     keep_packed        quantized operands of a checkpointed region are saved
     recompute_weights  codes of weights are recomputed in the backward
     fuse_rotations     rotating quantizers may compute their operand
+    seed               key of the counter that seeds come from; None: torch's default generator
     """
 
     random_forward: bool
     keep_packed: bool
     recompute_weights: bool
     fuse_rotations: bool
+    seed: int | None = None
 
 
 def _always(wanted: Wanted) -> bool:
     return True
+
+
+def _nothing_more(wanted: Wanted) -> tuple[Any, ...]:
+    return ()
 
 
 def _no_notes(graph: fx.Graph) -> list[str]:
@@ -80,26 +87,34 @@ class Pass:
 
     graph   which kind of graph it runs over
     when    whether a graph gets it
+    takes   what the function is called with besides the graph
     notes   sentences about a graph after the pass, for the record of the pass
     """
 
     name: str
-    run: Callable[[fx.Graph], int]
+    run: Callable[..., int]
     graph: Kind
     when: Callable[[Wanted], bool] = _always
+    takes: Callable[[Wanted], tuple[Any, ...]] = _nothing_more
     notes: Callable[[fx.Graph], list[str]] = _no_notes
 
 
-def _joint(name: str, run: Callable[[fx.Graph], int], **more: Any) -> Pass:
+def _joint(name: str, run: Callable[..., int], **more: Any) -> Pass:
     return Pass(name, run, "joint", **more)
 
 
-def _post_grad(name: str, run: Callable[[fx.Graph], int], **more: Any) -> Pass:
+def _post_grad(name: str, run: Callable[..., int], **more: Any) -> Pass:
     return Pass(name, run, "post_grad", **more)
 
 
 PASSES: tuple[Pass, ...] = (
     _joint("anchor_seeds", anchor_seeds_pass),  # first: it says which ops are of the backward
+    _joint(
+        "own_seeds",
+        own_seeds_pass,
+        when=lambda w: w.seed is not None,
+        takes=lambda w: (w.seed,),
+    ),
     _joint("gather_scattered", gather_scattered_pass),
     # Ahead of gather_codes: views of one x become one.
     _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),

@@ -62,8 +62,8 @@ def _say_that_no_graph_came() -> None:
         _show_if_unconfigured()
         LOG.warning(
             "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "
-            "nothing ran in 4 bits. Either what it returned was never called, or it ran inside another "
-            "torch.compile, whose backend replaces it, or under torch.compiler.disable"
+            "nothing ran in 4 bits. Either what it returned was never called, or it ran inside "
+            "another torch.compile, whose backend replaces it, or under torch.compiler.disable"
         )
 
 

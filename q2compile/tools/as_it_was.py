@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from q2compile.capture.module_tree import named_modules, own_buffers, own_parameters
+from q2compile.runtime_kernels.ops.seed import counters
 from q2compile.torch_internals.private_names import FakeTensor
 
 
@@ -86,7 +87,13 @@ def as_it_was(model: nn.Module | None, *, weights: bool = False) -> Iterator[Sta
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """torch's generators are put back. CUDA's only where a program uses CUDA already."""
+    """torch's generators are put back, and the counters of the option ``seed``. CUDA's only where a
+    program uses CUDA already."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    drawn = {key: of_key.clone() for key, of_key in counters().items()}
     with torch.random.fork_rng(devices=range(count)):
-        yield
+        try:
+            yield
+        finally:
+            for key, of_key in counters().items():
+                of_key.copy_(drawn.get(key, torch.zeros_like(of_key)))

@@ -1,26 +1,66 @@
-"""q2::seed(anchor, salt): one 64-bit draw from the default generator of anchor's device.
+"""Seeds of random bits, and where they come from.
+
+    seed(anchor, salt, key=None) -> int64, 0-dim
+    draw(anchor, key, count) -> int64, 0-dim
+
+`seed` is one 64-bit draw: from the default generator of anchor's device, or, if the option ``seed``
+gives a key, from that key's counter on the device (numerics/seeds.py). `draw` takes ``count`` seeds
+of a key at once: it returns how many were drawn before, and counts on.
 
 The anchor is the incoming gradient. It gives the op its place: randomness in a backward graph that
 does not depend on the gradient is hoisted into forward by the partitioner and drawn again in
 backward, and the operands of one GEMM then disagree on their signs. The salt keeps
 common-subexpression elimination from merging the seeds of two sites that receive the same gradient.
+
+A counter is on its device, and is created before a graph is compiled: so it is none of a CUDA
+graph's memory, and each replay counts on.
 """
 
 import torch
 
+from q2compile.runtime_kernels.numerics.seeds import seeds
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
+_COUNTERS: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-def fake(anchor, salt):
+
+def counter(key: int, device: torch.device) -> torch.Tensor:
+    """How many seeds of a key were drawn on a device: int64, 0-dim, one tensor for good."""
+    if (key, device) not in _COUNTERS:
+        _COUNTERS[key, device] = torch.zeros((), dtype=torch.int64, device=device)
+    return _COUNTERS[key, device]
+
+
+def counters() -> dict[tuple[int, torch.device], torch.Tensor]:
+    """All counters of the process, by key and device."""
+    return dict(_COUNTERS)
+
+
+def fake_seed(anchor, salt, key):
     return anchor.new_empty((), dtype=torch.int64)
 
 
-define(
-    "seed(Tensor anchor, int salt) -> Tensor", fake=fake, tags=(torch.Tag.nondeterministic_seeded,)
-)
+def fake_draw(anchor, key, count):
+    return anchor.new_empty((), dtype=torch.int64)
+
+
+_RANDOM = (torch.Tag.nondeterministic_seeded,)
+define("seed(Tensor anchor, int salt, int? key=None) -> Tensor", fake=fake_seed, tags=_RANDOM)
+define("draw(Tensor anchor, int key, int count) -> Tensor", fake=fake_draw, tags=_RANDOM)
 
 
 @kernel("seed", REFERENCE)
-def seed(anchor: torch.Tensor, salt: int) -> torch.Tensor:
+def seed(anchor: torch.Tensor, salt: int, key: int | None) -> torch.Tensor:
     """See above. int64, 0-dim, on anchor's device."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=anchor.device)
+    if key is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=anchor.device)
+    return seeds(draw(anchor, key, 1), 1, key)[0]
+
+
+@kernel("draw", REFERENCE)
+def draw(anchor: torch.Tensor, key: int, count: int) -> torch.Tensor:
+    """See above."""
+    of_key = counter(key, anchor.device)
+    before = of_key.clone()
+    of_key += count
+    return before

@@ -188,7 +188,7 @@ def test_only_with_the_option_and_with_inductor() -> None:
     ],
 )
 def test_where_it_runs_by_itself(option, device, capability, fuses, monkeypatch) -> None:
-    """"auto": on the GPUs on which it was measured."""
+    """ "auto": on the GPUs on which it was measured."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: capability)
     monkeypatch.setattr(post_grad_passes, "device_of", lambda node: torch.device(device))
     build = Builder()

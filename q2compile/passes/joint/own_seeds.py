@@ -1,0 +1,21 @@
+"""Seeds from a counter of q2compile's own, under the option ``seed``."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+
+def own_seeds_pass(graph: fx.Graph, key: int) -> int:
+    """Let every seed of a graph be drawn from the counter of ``key``, so that training leaves
+    torch's default generator alone.
+
+    before                              after
+        s = q2.seed(dy, 3)                  s = q2.seed(dy, 3, key)
+
+    Precondition: the joint graph. What is drawn is another number of 64 random bits.
+    """
+    seeds = graph.find_nodes(op="call_function", target=torch.ops.q2.seed.default)
+    for node in seeds:
+        node.args = (*node.args[:2], key)
+    return len(seeds)
