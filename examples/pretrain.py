@@ -35,102 +35,22 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pretraining import devices, operands, page, results, runs, stability, throughput
 from pretraining.batches import Windows
-from pretraining.comparison import Comparison, Data, environment
+from pretraining.comparison import Comparison, environment
 from pretraining.corpus import Corpus, build
 from pretraining.model import SIZES
+from pretraining.plan import Job, comparison, jobs
 from pretraining.record import without_folders
-from pretraining.training import Rhythm, Setup, Stopped
-from several_gpus import Team
+from pretraining.training import Setup, Stopped
 
 import q2compile
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 SAVE_EVERY = 120.0  # seconds
-FETCH_EVERY = 50  # steps, on a GPU
-
-
-@dataclass(frozen=True)
-class Job:
-    """Runs of a comparison: a table of the plan, or what the command line asks for."""
-
-    folder: str
-    runs: list[str]
-    seeds: list[int]
-    tokens: float
-    size: str
-
-
-def jobs(args: argparse.Namespace) -> list[Job]:
-    """Raises ValueError for a plan that has something else in it than the fields of `Job`."""
-    if args.plan is None:
-        return [Job("", args.runs, args.seeds, args.tokens, args.size)]
-    rows = tomllib.loads(args.plan.read_text(encoding="utf-8"))["comparison"]
-    defaults = {"seeds": args.seeds, "tokens": args.tokens, "size": args.size}
-    try:
-        return [Job(**{**defaults, **row}) for row in rows]
-    except TypeError as error:
-        raise ValueError(
-            f"--plan {args.plan}: {error}; a [[comparison]] has folder, runs, and if wanted seeds, "
-            "tokens, size"
-        ) from None
-
-
-def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison:
-    per_step = args.batch * args.seq
-    steps = max(1, round(job.tokens / per_step))
-    eager = args.oracle or args.compile_options.get("inner") == "eager"  # has no modes
-    options = {"mode": args.mode} if args.mode and not eager else {}
-    setup = Setup(
-        size=job.size,
-        vocab=corpus.facts.vocab,
-        steps=steps,
-        batch=args.batch,
-        seq=args.seq,
-        device=args.device,
-        lr=args.lr,
-        coins=args.coins,
-        oracle=args.oracle,
-        compile_options={**options, **args.compile_options},
-    )
-    rhythm = Rhythm(
-        eval_every=math.ceil(steps / args.evals),
-        eval_batches=args.eval_batches,
-        fetch_every=FETCH_EVERY if args.device.startswith("cuda") else 1,
-        save_every=args.save_every,
-        keep=args.keep,
-        stop_at=args.stop_at,
-        deadline=args.deadline,
-    )
-    val_batches = min(len(corpus.val), args.val_tokens or len(corpus.val)) // per_step
-    if not val_batches:
-        held_out = f"{len(corpus.val):,} tokens held out"
-        asked = f", --val-tokens {args.val_tokens:,}" if args.val_tokens else ""
-        raise ValueError(f"{held_out}{asked}, less than a batch of {per_step:,}")
-
-    def train(seed: int) -> Windows:
-        return Windows(corpus.train, steps, args.batch, args.seq, seed)
-
-    facts = {
-        "corpus": corpus.facts.hash,
-        "name": corpus.facts.name,
-        "tokens": steps * per_step,
-        "epochs": round(train(0).epochs, 3),
-        "val_tokens": val_batches * per_step,
-    }
-    val = Windows(corpus.val, val_batches, args.batch, args.seq, None)
-    folder = args.out / job.folder
-    alone = Team(argparse.Namespace(**vars(args), fsdp=False, ddp=False, tp=1))
-    return Comparison(folder, setup, rhythm, Data(train, val, facts), alone, args.asked, args.dump)
 
 
 def check(asked: Sequence[tuple[Job, Comparison]]) -> None:
@@ -163,7 +83,8 @@ def train(args: argparse.Namespace) -> int:
         print(corpus.facts, flush=True)
     try:
         for job, compared in asked:
-            for name in job.runs:
+            compared.train_stems(job.seeds, args.bar)
+            for name in [] if args.stems_only else job.runs:
                 for _ in compared.train(runs.parse(name), job.seeds, args.bar):
                     if not args.quiet:
                         show(compared.folder, compared.setup)
@@ -178,6 +99,9 @@ def train_on_many(
 ) -> int:
     corpus.check()
     print(corpus.facts, flush=True)
+    status = run_commands(args, stem_commands(args, asked), lambda: None)
+    if status or args.stems_only:
+        return status
     commands = [
         [*command_of_one(args, job), "--runs", name, "--out", str(args.out / job.folder)]
         + ["--compile-options", json.dumps(args.compile_options)]
@@ -186,8 +110,39 @@ def train_on_many(
         if not all(compared.is_finished(runs.parse(name), seed) for seed in job.seeds)
     ]
     refresh = refresher([compared for _, compared in asked])
-    statuses = devices.run_all(commands, args.devices, args.deadline, refresh)
+    status = run_commands(args, commands, refresh)
     refresh()
+    return status
+
+
+def stem_commands(
+    args: argparse.Namespace, asked: Sequence[tuple[Job, Comparison]]
+) -> list[list[str]]:
+    """The missing stems, spread over the devices: a process compiles once for all of its own."""
+    commands, taken = [], set[Path | None]()
+    for job, compared in asked:
+        missing = [
+            s for s in compared.missing_stems(job.seeds) if stem_of(compared, s) not in taken
+        ]
+        taken |= {stem_of(compared, seed) for seed in missing}
+        for first in range(min(len(missing), len(args.devices))):
+            share = replace(job, seeds=missing[first :: len(args.devices)])
+            command = [*command_of_one(args, share), "--stems-only", "--out", str(args.out)]
+            command += ["--compile-options", json.dumps(args.compile_options)]
+            commands.append(command)
+    return commands
+
+
+def stem_of(compared: Comparison, seed: int) -> Path | None:
+    stem = compared.stem(seed)
+    return stem and stem.folder
+
+
+def run_commands(
+    args: argparse.Namespace, commands: Sequence[Sequence[str]], between: Callable[[], None]
+) -> int:
+    """Run them on the devices; the exit status of all, STOPPED where they only ran out of time."""
+    statuses = devices.run_all(commands, args.devices, args.deadline, between)
     for index, status in sorted(statuses.items()):
         if status:
             what = "unfinished" if status == devices.STOPPED else f"exit status {status}"
@@ -204,6 +159,9 @@ def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
     for name in (*own, "coins"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    if job.branch_at is not None:
+        command += ["--branch-at", str(job.branch_at)]
+        command += ["--stems", str(args.stems or args.out / "stems")]
     flags = [
         f"--{name}" for name in ("dump", "keep", "deterministic", "oracle") if getattr(args, name)
     ]
@@ -333,6 +291,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=numbers, default=[0], help="comma-separated")
     add("--plan", type=Path, help="TOML with a [[comparison]] a folder: folder, runs, seeds, ...")
     add("--tokens", type=float, default=75e6, help="to train on, by default 75e6")
+    text = "train the first steps once per seed, in BF16, and let every run go on from there: a "
+    text += "step, or a share of the steps below 1"
+    add("--branch-at", type=float, metavar="STEP", help=text)
+    text = "folder of what runs branch from, by default OUT/stems; each is trained once"
+    add("--stems", type=Path, metavar="FOLDER", help=text)
     add("--dump", action="store_true", help="write graphs and reports into OUT/graphs")
     add("--keep", action="store_true", help="keep the checkpoint of the last step")
     add("--save-every", type=float, default=SAVE_EVERY, help="seconds between two checkpoints")
@@ -344,6 +307,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add("--bar", type=int, default=0, help=argparse.SUPPRESS)
     add("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     add("--asked", help=argparse.SUPPRESS)
+    add("--stems-only", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(main=start_training)
 
 
@@ -375,8 +339,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def write_page(args: argparse.Namespace) -> int:
-    page.write(args.into, args.of, args.untimed)
-    print(args.into / "tables.md")
+    print(*page.write(args.into, args.of, args.untimed), sep="\n")
     return 0
 
 

@@ -1,11 +1,14 @@
-"""A comparison: runs x seeds in one folder, each from the same weights and on the same batches."""
+"""A comparison: runs x seeds in one folder, each from the same weights and on the same batches.
+
+The runs of a seed start from fresh weights, or from the seed's stem (see `branching`).
+"""
 
 from __future__ import annotations
 
 import datetime
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,21 @@ import torch
 from several_gpus import Team
 
 from pretraining.batches import Batches
+from pretraining.branching import Branch, Stem
 from pretraining.record import Losses, Result
 from pretraining.results import Finished, run_folder
-from pretraining.runs import Run
-from pretraining.training import Loop, Outcome, Rhythm, Setup, Trainee, progress_bar
+from pretraining.runs import RUNS, Run
+from pretraining.training import (
+    Loop,
+    Outcome,
+    Rhythm,
+    Setup,
+    Stopped,
+    Trainee,
+    progress_bar,
+)
+
+STEM = RUNS["bf16"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Comparison:
     """What the runs of one folder share.
 
     dump: whether each run writes its graphs and its report into folder/graphs/NAME.
+    branch: where the runs leave the stems; None starts them from fresh weights.
     """
 
     folder: Path
@@ -43,10 +58,55 @@ class Comparison:
     team: Team
     command: str
     dump: bool = False
+    branch: Branch | None = None
 
-    def identity(self, run: Run) -> dict[str, Any]:
+    def identity(self, run: Run, seed: int) -> dict[str, Any]:
         """What a checkpoint and a result must agree in for a run to go on from it."""
-        return {"run": asdict(run), "setup": asdict(self.setup), "data": self.data.facts}
+        same = {"run": asdict(run), "setup": asdict(self.setup), "data": self.data.facts}
+        stem = self.stem(seed)
+        return {**same, "stem": stem.weights_hash} if stem else same
+
+    def stem(self, seed: int) -> Stem | None:
+        """The stem that the runs of a seed start from; None where they start from fresh weights."""
+        if self.branch is None:
+            return None
+        definition = {
+            "options": self.setup.options(STEM),
+            "setup": asdict(self.setup),
+            "corpus": self.data.facts.get("corpus"),
+            "seed": seed,
+            "torch": version("torch"),
+        }
+        return self.branch.stem(definition)
+
+    def missing_stems(self, seeds: Sequence[int]) -> list[int]:
+        """The seeds whose stem is yet to be trained."""
+        return [seed for seed in seeds if (stem := self.stem(seed)) and not stem.is_trained]
+
+    def train_stems(self, seeds: Sequence[int], bar: int = 0) -> None:
+        """Train the stems that are missing; what was compiled serves all of them.
+
+        Raises training.Stopped when it is time to leave; the next call goes on from there.
+        """
+        trainee: Trainee | None = None
+        for seed in self.missing_stems(seeds):
+            stem = self.stem(seed)
+            assert self.branch is not None and stem is not None
+            stem.folder.mkdir(parents=True, exist_ok=True)
+            trainee = trainee or Trainee(STEM, self.setup, self.team)
+            rhythm = replace(
+                self.rhythm, eval_every=self.setup.steps, stop_at=self.branch.step, save_every=1e9
+            )
+            loop = Loop(trainee, seed, rhythm, stem.folder, stem.definition)
+            title = f"stem of seed {seed}"
+            with progress_bar(self.setup.steps, title, bar, not self.team.leads) as shown:
+                try:
+                    if loop.step < self.branch.step:
+                        loop.train(self.data.train(seed), self.data.val, shown)
+                except Stopped:
+                    if loop.step < self.branch.step:
+                        raise
+            stem.finish(trainee.model.state_dict())
 
     def is_finished(self, run: Run, seed: int) -> bool:
         """Raises ValueError where the folder has this run with other settings."""
@@ -55,7 +115,9 @@ class Comparison:
             return False
         result = Result.read(file)
         found = {"run": result.run, "setup": result.setup, "data": result.provenance["data"]}
-        differing = [key for key, value in self.identity(run).items() if found[key] != value]
+        found["stem"] = result.provenance.get("stem")
+        wanted = {"stem": None, **self.identity(run, seed)}
+        differing = [key for key, value in wanted.items() if found[key] != value]
         if differing:
             raise ValueError(
                 f"{file} is of a run with another {' and another '.join(differing)}: delete it, or "
@@ -80,7 +142,8 @@ class Comparison:
     def train_seed(self, trainee: Trainee, seed: int, bar: int) -> Finished:
         folder = run_folder(self.folder, trainee.run.name, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        loop = Loop(trainee, seed, self.rhythm, folder, self.identity(trainee.run))
+        identity, stem = self.identity(trainee.run, seed), self.stem(seed)
+        loop = Loop(trainee, seed, self.rhythm, folder, identity, stem)
         title = f"{trainee.run.name} seed {seed}"
         with progress_bar(self.setup.steps, title, bar, hidden=not self.team.leads) as shown:
             outcome = loop.train(self.data.train(seed), self.data.val, shown)
@@ -105,8 +168,20 @@ class Comparison:
             first_step_seconds=losses.first_step_seconds,
             tokens_per_second=self.setup.batch * self.setup.seq / seconds,
             peak_bytes=outcome.peak_bytes,
-            provenance={"command": self.command, "data": self.data.facts, **environment()},
+            provenance={
+                "command": self.command,
+                "data": self.data.facts,
+                **self.branched(seed),
+                **environment(),
+            },
         )
+
+    def branched(self, seed: int) -> dict[str, Any]:
+        """Of a branched run: its branch step, and the hash of its stem's weights."""
+        stem = self.stem(seed)
+        if self.branch is None or stem is None:
+            return {}
+        return {"branch": self.branch.step, "stem": stem.weights_hash}
 
 
 def environment() -> dict[str, Any]:

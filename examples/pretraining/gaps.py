@@ -6,7 +6,7 @@ the same batches, so their difference has far less noise than either loss. What 
     the spread over seeds: the standard deviation of the differences over seeds. With three seeds it
     is hardly known for one pair, so it is pooled over all pairs of a comparison that have several
     seeds (the root of the mean variance, weighted by degrees of freedom); a pair whose own spread
-    is larger than that has its own;
+    is larger than that, or that has four seeds or more, has its own;
     the validation set's own noise: the standard deviation of the difference over validation
     batches, over the root of their number. It is the same for all seeds, who share the set.
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pretraining.record import Result
 
 BASELINE = "bf16"
+OWN_SPREAD = 4  # seeds from which on a pair's spread is its own
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class Gap:
 
 
 def pair(run: Sequence[Result], against: Sequence[Result]) -> Pair | None:
-    """None where no seed finished with both."""
-    others = {result.seed: result for result in against if not result.diverged_at}
-    both = [(r, others[r.seed]) for r in run if r.seed in others and not r.diverged_at]
+    """None where no seed, from the same stem if they branched, finished with both."""
+    others = {start(result): result for result in against if not result.diverged_at}
+    both = [(r, others[start(r)]) for r in run if start(r) in others and not r.diverged_at]
     if not both:
         return None
     by_batch = [
@@ -86,6 +87,11 @@ def pair(run: Sequence[Result], against: Sequence[Result]) -> Pair | None:
     return Pair(run[0].name, against[0].name, differences, noise)
 
 
+def start(result: Result) -> tuple[int, str | None]:
+    """What two runs share: their seed, and the stem they branched from."""
+    return result.seed, result.provenance.get("stem")
+
+
 def pooled_spread(pairs: Iterable[Pair]) -> float | None:
     """The standard deviation over seeds that the pairs with several seeds have in common."""
     several = [pair for pair in pairs if len(pair.differences) > 1]
@@ -99,7 +105,8 @@ def gap(pair: Pair, spread: float | None) -> Gap:
     seeds = len(pair.differences)
     error = None
     if seeds > 1:
-        spread = max(spread or 0.0, math.sqrt(pair.variance))
+        pooled = spread if spread is not None and seeds < OWN_SPREAD else 0.0
+        spread = max(pooled, math.sqrt(pair.variance))
     if spread is not None:
         error = math.sqrt(spread**2 / seeds + pair.validation_noise**2)
     return Gap(pair.run, pair.against, seeds, pair.mean, error, pair.validation_noise)

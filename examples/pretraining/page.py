@@ -1,7 +1,10 @@
-"""The results that are kept: gaps.json, a row a run, and the page of tables made of it.
+"""The results that are kept: a row a run, and the pages of tables made of them.
 
-The tables are a function of gaps.json alone; the pictures are made of the runs' folders. Runs on
-different corpora stand in one gaps.json and are never compared: a corpus is its hash.
+gaps.json, tables.md       runs from fresh weights
+branched.json, branched.md  branched runs (see `branching`), without step times: they share devices
+
+The tables are a function of the rows alone; the pictures are made of the runs' folders. Runs on
+different corpora stand in one file and are never compared: a corpus is its hash.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pretraining.record import Result, without_folders
 from pretraining.results import PICTURES, finished, run_folder
 from pretraining.runs import RUNS
 
+IF_ANY = ("late", "late_at", "backwards", "perturbed", "against", "about")  # of a run, in its row
 DIGITS = 6  # of a loss in gaps.json: a hundredth of the smallest standard error there is
 
 # Quartet II (arXiv 2601.22813 v2): gap of the validation loss to BF16, nats a token on C4, by the
@@ -53,7 +57,9 @@ def rows(folder: Path, untimed: Collection[Path] = ()) -> list[dict[str, Any]]:
     for comparison in sorted(path for path in folder.iterdir() if path.is_dir()):
         of_one = [run.result for run in finished(comparison)]
         timed = [
-            without_times(r) if run_folder(comparison, r.name, r.seed) in untimed else r
+            without_times(r)
+            if "branch" in r.provenance or run_folder(comparison, r.name, r.seed) in untimed
+            else r
             for r in of_one
         ]
         found += [row(result, timed) for result in timed]
@@ -74,13 +80,14 @@ def row(result: Result, beside: Sequence[Result]) -> dict[str, Any]:
         "run": result.name,
         "recipe": recipe_of(result),
         "options": {**setup["compile_options"], **result.run["options"]},
-        **{key: result.run[key] for key in ("late", "late_at", "backwards") if result.run[key]},
+        **{key: result.run[key] for key in IF_ANY if result.run.get(key)},
         "size": setup["size"],
         "tokens": data["tokens"],
         "epochs": data["epochs"],
         "batch": setup["batch"],
         "seq": setup["seq"],
         "seed": result.seed,
+        **{key: result.provenance[key] for key in ("branch", "stem") if key in result.provenance},
         "diverged_at": result.diverged_at,
         "val_loss": None if result.diverged_at else round(result.val_loss, DIGITS),
         "gap": round(found.mean, DIGITS) if found else None,
@@ -117,12 +124,14 @@ def ratio(result: Result, baseline: Sequence[Result], field: str) -> float | Non
     return known(getattr(result, field) / statistics.median(measured), 4)
 
 
-def results(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[Result]]:
-    """The runs of gaps.json by comparison: (size, tokens)."""
-    found: dict[tuple[str, int], list[Result]] = {}
+def results(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int, int], list[Result]]:
+    """The runs of the rows by comparison: (size, tokens, branch step or 0)."""
+    found: dict[tuple[str, int, int], list[Result]] = {}
     for r in rows:
+        of_table = RUNS[r["run"]].__dict__ if r["run"] in RUNS else {}
+        of_run = {key: r.get(key, of_table.get(key)) for key in ("against", "about")}
         result = Result(
-            run={"name": r["run"]},
+            run={"name": r["run"], **of_run},
             setup=r,
             seed=r["seed"],
             diverged_at=r["diverged_at"],
@@ -134,7 +143,7 @@ def results(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[Result
             peak_bytes=r["peak_bytes"],
             provenance=r,
         )
-        found.setdefault((r["size"], r["tokens"]), []).append(result)
+        found.setdefault((r["size"], r["tokens"], r.get("branch", 0)), []).append(result)
     return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
@@ -150,6 +159,18 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "is empty where nothing was measured, or where other work on the device made it untrue.",
         *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
         papers_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def branched_page(rows: Sequence[dict[str, Any]]) -> str:
+    """branched.md."""
+    parts = [
+        "# The gaps of branched runs",
+        "Made of `branched.json` beside this page by `python examples/pretrain.py page`; what they "
+        "say is in `examples/pretraining/BRANCHED.md`. Differences are paired by stem; each has "
+        "its standard error, and `none` marks one smaller than two of them.",
+        *(part for corpus in dict.fromkeys(r["corpus"] for r in rows) for part in on(corpus, rows)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -185,26 +206,35 @@ def provenance(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def section(size: str, tokens: int, runs: Sequence[Result], spread: float | None) -> str:
+def section(
+    size: str, tokens: int, branch: int, runs: Sequence[Result], spread: float | None
+) -> str:
     named = by_name(runs)
     named = {name: named[name] for name in sorted(named, key=rank)}
+    against = {name: of_name[0].run["against"] or BASELINE for name, of_name in named.items()}
     wanted = [(name, BASELINE) for name in named]
-    wanted += [(n, RUNS[n].against) for n in named if n in RUNS and RUNS[n].against != BASELINE]
+    wanted += [(name, other) for name, other in against.items() if other != BASELINE]
     found = gaps(runs, wanted, spread)
     first = runs[0].setup
     title = (
         f"### Llama {size}, {tokens / 1e6:.0f}M tokens ({first['epochs']:g} epochs), "
         f"{first['batch']} x {first['seq']} a step"
     )
+    columns = ["run", "seeds", "validation loss", "gap to BF16"]
+    if branch:
+        title += f", branched after step {branch} of {tokens // (first['batch'] * first['seq'])}"
+    else:
+        columns += ["step over BF16's", "peak over BF16's"]
     lines = [
-        "| run | seeds | validation loss | gap to BF16 | step over BF16's | peak over BF16's |",
-        "|---|---|---|---|---|---|",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
         *(table_row(name, of_name, found.get((name, BASELINE))) for name, of_name in named.items()),
     ]
     parts = [title, "\n".join(lines)]
-    against = [gap for (_, other), gap in found.items() if other != BASELINE]
-    if against:
-        parts.append(differences_table(against))
+    others = [gap for (_, other), gap in found.items() if other != BASELINE]
+    if others:
+        about = {name: of_name[0].run["about"] or "" for name, of_name in named.items()}
+        parts.append(differences_table(others, about))
     return "\n\n".join(parts)
 
 
@@ -223,17 +253,18 @@ def table_row(name: str, runs: Sequence[Result], gap: Gap | None) -> str:
         values = [r.setup[field] for r in runs if r.setup[field] is not None]
         return f"{statistics.median(values):.2f}" if values else ""
 
-    return (
-        f"| `{name}` | {len(runs)} | {loss} | {shown} | {median('step_ratio')} | "
-        f"{median('peak_ratio')} |"
-    )
+    row = f"| `{name}` | {len(runs)} | {loss} | {shown} |"
+    return row if branched(runs) else f"{row} {median('step_ratio')} | {median('peak_ratio')} |"
 
 
-def differences_table(found: Sequence[Gap]) -> str:
+def branched(runs: Sequence[Result]) -> bool:
+    return "branch" in runs[0].setup
+
+
+def differences_table(found: Sequence[Gap], about: dict[str, str]) -> str:
     lines = ["| run | against | difference | what differs |", "|---|---|---|---|"]
     for gap in found:
-        about = RUNS[gap.run].about
-        lines.append(f"| `{gap.run}` | `{gap.against}` | {gap} | {about} |")
+        lines.append(f"| `{gap.run}` | `{gap.against}` | {gap} | {about[gap.run]} |")
     return "\n".join(lines)
 
 
@@ -253,24 +284,21 @@ def papers_table() -> str:
     return "\n".join(lines)
 
 
-def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> None:
-    """Write gaps.json and the pictures of the comparisons in ``folder``, and tables.md.
+def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> list[Path]:
+    """Write the rows and the pictures of the comparisons in ``folder``, and the pages; returns the
+    pages.
 
-    The runs of gaps.json that are of other corpora stay in it; those of the folder's corpora are
-    replaced. Without a folder tables.md alone, of the gaps.json that is there.
+    Rows of other corpora stay in their file; those of the folder's corpora are replaced. Without a
+    folder the pages alone, of the rows that are there.
 
     untimed: runs whose times are left out, as COMPARISON/RUN-seedN. Raises ValueError for one that
     is not in the folder, or has not ended.
     """
     into.mkdir(parents=True, exist_ok=True)
-    file = into / "gaps.json"
     if folder is not None:
         new = rows(folder, folders_of(untimed, folder))
-        replaced = {row["corpus"] for row in new}
-        there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-        kept = [row for row in there if row["corpus"] not in replaced]
-        text = ",\n".join(json.dumps(row) for row in kept + new)
-        file.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+        add([row for row in new if "branch" not in row], into / "gaps.json")
+        add([row for row in new if "branch" in row], into / "branched.json")
         for comparison in sorted(p for p in folder.iterdir() if p.is_dir()):
             for picture in PICTURES:
                 source = comparison / f"{picture}.png"
@@ -278,7 +306,25 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> Non
                     shutil.copy(source, into / f"{picture}-{comparison.name}.png")
     elif untimed:
         raise ValueError("--untimed: the runs it names are in a folder; give that as --of")
-    (into / "tables.md").write_text(page(json.loads(file.read_text(encoding="utf-8"))))
+    pages = {"gaps.json": ("tables.md", page), "branched.json": ("branched.md", branched_page)}
+    written = []
+    for name, (title, made) in pages.items():
+        if (into / name).exists():
+            text = made(json.loads((into / name).read_text(encoding="utf-8")))
+            (into / title).write_text(text, encoding="utf-8")
+            written.append(into / title)
+    return written
+
+
+def add(new: Sequence[dict[str, Any]], file: Path) -> None:
+    """Put rows into a file, in place of those on the same corpora."""
+    if not new:
+        return
+    replaced = {row["corpus"] for row in new}
+    there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    kept = [row for row in there if row["corpus"] not in replaced]
+    text = ",\n".join(json.dumps(row) for row in [*kept, *new])
+    file.write_text(f"[\n{text}\n]\n", encoding="utf-8")
 
 
 def folders_of(untimed: Collection[str], folder: Path) -> list[Path]:

@@ -17,6 +17,8 @@ class Run:
     options    of `torch.compile(model, backend="quartet2", options=...)`
     late       options from step ``late_at`` (a share of the steps) on, by compiling again
     backwards  the sequences of each batch in reverse order (see `batches.Backwards`)
+    perturbed  relative standard deviation of a perturbation of the stem's weights, in a branched
+               run (see `branching`)
     against    the run whose difference to this one says something
     about      what it tells, for the page
     """
@@ -26,6 +28,7 @@ class Run:
     late: Mapping[str, Any] | None = None
     late_at: float = LATE
     backwards: bool = False
+    perturbed: float = 0.0
     against: str = "bf16"
     about: str = ""
 

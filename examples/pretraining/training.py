@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from pretraining import checkpoint
 from pretraining.batches import Backwards, Batches, First, prefetched
+from pretraining.branching import Stem
 from pretraining.model import SIZES, build_model
 from pretraining.oracle import References, by_references, exact_sums
 from pretraining.record import Losses, Point
@@ -150,6 +151,16 @@ class Trainee:
             self.optimizer, lambda step: learning_rate_factor(step, setup.steps)
         )
 
+    def perturb(self, seed: int) -> None:
+        """Multiply each weight by 1 + ``run.perturbed`` * N(0,1), drawn by the seed."""
+        if not self.run.perturbed:
+            return
+        generator = torch.Generator(self.setup.device).manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+                weight.mul_(1 + self.run.perturbed * noise)
+
     def compile(self, late: bool) -> Callable[..., Any]:
         options = self.setup.options(self.run, late)
         if self.setup.oracle:
@@ -219,17 +230,26 @@ class Loop:
     """Trains a trainee from where it is to the last step, and writes down every step."""
 
     def __init__(
-        self, trainee: Trainee, seed: int, rhythm: Rhythm, folder: Path, identity: dict[str, Any]
+        self,
+        trainee: Trainee,
+        seed: int,
+        rhythm: Rhythm,
+        folder: Path,
+        identity: dict[str, Any],
+        stem: Stem | None = None,
     ) -> None:
-        """folder: for losses.csv and the checkpoint. identity: what a checkpoint must agree in."""
-        self.trainee, self.rhythm, self.folder = trainee, rhythm, folder
+        """folder: for losses.csv and the checkpoint. identity: what a checkpoint must agree in.
+        stem: where a run without a checkpoint starts; None is step 0."""
+        self.trainee, self.rhythm, self.folder, self.stem = trainee, rhythm, folder, stem
         self.identity = {**identity, "seed": seed}
         self.steps, self.device = trainee.setup.steps, trainee.setup.device
         self.clock = Clock(self.device)
         trainee.begin(seed)
-        self.step = self.resume()
+        resumes = rhythm.save_every is not None and self.checkpoint.exists()
+        self.step = self.resume(seed, resumes)
+        rows_until = self.step if resumes else 0
         self.losses = Losses.start(
-            folder / "losses.csv", until=self.step, quiet=not trainee.team.leads
+            folder / "losses.csv", until=rows_until, quiet=not trainee.team.leads
         )
         self.saved_at = time.monotonic()
         self.fetched = torch.zeros(rhythm.fetch_every, 2, device=self.device)
@@ -241,11 +261,15 @@ class Loop:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
-    def resume(self) -> int:
-        """The step to go on from: 0 without a checkpoint."""
-        if self.rhythm.save_every is None or not self.checkpoint.exists():
+    def resume(self, seed: int, resumes: bool) -> int:
+        """The step to go on from: the run's own checkpoint's, else the stem's, else 0."""
+        if resumes:
+            return checkpoint.load(self.checkpoint, self.identity, *self.state())
+        if self.stem is None:
             return 0
-        return checkpoint.load(self.checkpoint, self.identity, *self.state())
+        step = checkpoint.load(self.stem.checkpoint, self.stem.definition, *self.state())
+        self.trainee.perturb(seed)
+        return step
 
     def state(self) -> tuple[Any, Any, Any]:
         return self.trainee.model, self.trainee.optimizer, self.trainee.schedule
