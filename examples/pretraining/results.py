@@ -139,7 +139,7 @@ def banded(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], **
 def draw_losses(axes: Axes, runs: Sequence[Finished]) -> None:
     """Training losses, smoothed and faint as they are, and the validation losses as dots."""
     for index, (name, seeds) in enumerate(curves(runs).items()):
-        color = COLORS[index]
+        color = COLORS[index % len(COLORS)]
         steps, losses = seeds[0].of("train")
         axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
         smooth = [smoothed(run.of("train")[1]) for run in seeds]
@@ -170,7 +170,7 @@ def draw_gaps(axes: Axes, runs: Sequence[Finished]) -> None:
                 differences = [smoothed(curve, SMOOTHING) for curve in differences]
             x = [step * tokens for step in seeds[both[0]].of(split)[0]]
             label = name if split == "train" else None
-            banded(axes, x, differences, color=COLORS[index], label=label, **style)
+            banded(axes, x, differences, color=COLORS[index % len(COLORS)], label=label, **style)
             limits += [abs(v) for c in differences for v in c[len(c) // 3 :] if math.isfinite(v)]
     axes.axhline(0, color=COLORS[0], linewidth=1)
     axes.set_title("line: training, smoothed; dots: validation", fontsize="small")
@@ -191,7 +191,7 @@ def draw_norms(axes: Axes, runs: Sequence[Finished]) -> None:
             smoothed([p.grad_norm for p in run.points if p.split == "train"], SMOOTHING)
             for run in seeds
         ]
-        banded(axes, steps, norms, color=COLORS[index], label=name)
+        banded(axes, steps, norms, color=COLORS[index % len(COLORS)], label=name)
     axes.set(xlabel="step", ylabel="norm of the gradient, before clipping", yscale="log")
 
 
