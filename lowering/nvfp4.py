@@ -18,7 +18,13 @@ from torch._inductor.virtualized import ops
 from q2compile.lowering import fp32, launches
 from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
-from q2compile.lowering.rounding import ComparedScales, FourOverSix, Quantized, Rounding
+from q2compile.lowering.rounding import (
+    ComparedScales,
+    FourOverSix,
+    Quantized,
+    Rounding,
+    ScaleSearch,
+)
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX, Scheme
 
 _NAN_BYTE = 0x7F  # of e4m3
@@ -39,6 +45,11 @@ class _Pow2:
     def ratio(self, four: Value, six: Value) -> Value:
         value = fp32.from_top_bits(self.normal_or_zero(four))
         return self.fp.mul(value, self.reciprocal(six))
+
+    def stepped(self, code: Value, step: int) -> Value:
+        stepped, least = ops.add(code, integer(step)), integer(_NORMAL)
+        there = ops.logical_and(ops.ge(code, least), ops.ge(stepped, least))
+        return ops.where(there, stepped, code)
 
     def reciprocal(self, code: Value) -> Value:
         normal = ops.maximum(code, integer(_NORMAL))
@@ -66,6 +77,11 @@ class _Exact:
     def ratio(self, four: Value, six: Value) -> Value:
         return self.fp.div(self._value(four), self._value(six))
 
+    def stepped(self, code: Value, step: int) -> Value:
+        stepped = ops.minimum(ops.add(code, integer(step)), integer(_NAN_BYTE - 1))
+        stepped = ops.maximum(stepped, integer(1))
+        return ops.where(ops.eq(code, integer(0)), code, stepped)
+
     def reciprocal(self, code: Value) -> Value:
         quotient = self.fp.div(self.inverse([]), self._value(code))
         return ops.minimum(quotient, number(torch.finfo(torch.float32).max))
@@ -79,6 +95,8 @@ class _Exact:
 
 
 def _rounding(blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> Rounding:
+    if scheme.steps:
+        return ScaleSearch(blocks, scheme, scales)
     return (FourOverSix if scheme.select else Rounding)(blocks, scheme, scales)
 
 

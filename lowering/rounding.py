@@ -16,7 +16,7 @@ from q2compile.lowering import fp32
 from q2compile.lowering.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.fp32 import Fp32, Value, integer, number
 from q2compile.runtime_kernels.numerics.nvfp4 import ERROR_OFFSET
-from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
 Quantized = tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]
 _ERROR_OFFSET_BITS = 0x44000000  # of the fp32 512
@@ -38,10 +38,13 @@ class Scales(Protocol):
 
 
 class ComparedScales(Scales, Protocol):
-    """Scales of which 4/6 picks one."""
+    """Scales of which 4/6 or a search picks one."""
 
     def ratio(self, four: Value, six: Value) -> Value:
         """The quotient of two scales."""
+
+    def stepped(self, code: Value, step: int) -> Value:
+        """The scale so many e4m3 steps up: `nvfp4._stepped`."""
 
 
 class Rounding:
@@ -87,18 +90,37 @@ class Rounding:
         return self.fp.mul(ops.abs(x), reciprocal)
 
 
-class FourOverSix(Rounding):
-    """To nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`."""
+class _Compared(Rounding):
+    """To nearest, by the one of several scales with the smallest error."""
 
     scales: ComparedScales
+
+    def _errors(self, reciprocal: PerBlock) -> PerBlock:
+        """The sum of a block's errors under a scale."""
+        return self.blocks.over_blocks("sum", partial(self._error, reciprocal)).make_loader()
+
+    def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
+        """The error of x in units of the scale, in fixed point: the bits of an fp32 in [512, 1024).
+        A block's sum of them wraps around, and is right again when its offset is taken off."""
+        error = ops.sub(*self._rounded(x, reciprocal(place)))
+        if self.scheme.select == "mse":
+            return fp32.bits_of(self.fp.square_plus(error, ERROR_OFFSET))
+        return fp32.bits_of(ops.add(ops.abs(error), number(ERROR_OFFSET)))
+
+    def _without_offset(self, total: Value) -> Value:
+        """A block's error, fp32, from its sum of `_error`, in units of 2^-14."""
+        offset = _ERROR_OFFSET_BITS * self.blocks.height * self.blocks.width % 2**32
+        offset -= offset >> 31 << 32  # as an int32
+        return ops.to_dtype(ops.sub(total, integer(offset)), torch.float32)
+
+
+class FourOverSix(_Compared):
+    """To nearest, by the one of two scales with the smaller error: `nvfp4._four_over_six`."""
 
     def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
         super().__init__(blocks, scheme, scales)
         self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
-        errors = [
-            blocks.over_blocks("sum", partial(self._error, reciprocal)).make_loader()
-            for reciprocal in (self._reciprocal, self._second_reciprocal)
-        ]
+        errors = [self._errors(r) for r in (self._reciprocal, self._second_reciprocal)]
         self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
 
     def scale(self, place: Index) -> Value:
@@ -113,21 +135,50 @@ class FourOverSix(Rounding):
         scaled = ops.where(four, second_scaled, scaled)
         return scaled, ops.where(four, second_magnitude, magnitude)
 
-    def _error(self, reciprocal: PerBlock, x: Value, place: Index) -> Value:
-        """The error of x in units of the scale, in fixed point: the bits of an fp32 in [512, 1024).
-        A block's sum of them wraps around, and is right again when its offset is taken off."""
-        error = ops.sub(*self._rounded(x, reciprocal(place)))
-        if self.scheme.select == "mse":
-            return fp32.bits_of(self.fp.square_plus(error, ERROR_OFFSET))
-        return fp32.bits_of(ops.add(ops.abs(error), number(ERROR_OFFSET)))
-
     def _takes_four(self, place: Index, *errors: PerBlock) -> Value:
         """Whether the scale for vmax / 1.5 leaves the smaller error."""
-        offset = _ERROR_OFFSET_BITS * self.blocks.height * self.blocks.width % 2**32
-        offset -= offset >> 31 << 32  # as an int32
-        six, four = (
-            ops.to_dtype(ops.sub(error(place), integer(offset)), torch.float32) for error in errors
-        )
+        six, four = (self._without_offset(error(place)) for error in errors)
         ratio = self.scales.ratio(self._second_code(place), self._code(place))
         ratio = self.fp.mul(ratio, ratio) if self.scheme.select == "mse" else ratio
         return ops.lt(self.fp.mul(four, ratio), six)
+
+
+class ScaleSearch(_Compared):
+    """To nearest, by the scale with the smallest error among `scheme.steps`:
+    `nvfp4._scale_search`."""
+
+    def __init__(self, blocks: Blocks, scheme: Scheme, scales: ComparedScales) -> None:
+        super().__init__(blocks, scheme, scales)
+        first = self._code
+        candidates = [
+            blocks.kept(torch.int32, partial(self._stepped, first, step)) for step in scheme.steps
+        ]
+        errors = [self._errors(self._kept_reciprocal(code)) for code in candidates]
+        self._code = blocks.kept(
+            torch.int32, partial(self._best, first, list(zip(candidates, errors, strict=True)))
+        )
+        self._reciprocal = self._kept_reciprocal(self._code)
+
+    def _stepped(self, first: PerBlock, step: int, place: Index) -> Value:
+        return self.scales.stepped(first(place), step)
+
+    def _kept_reciprocal(self, code: PerBlock) -> PerBlock:
+        return self.blocks.kept(torch.float32, lambda place: self.scales.reciprocal(code(place)))
+
+    def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
+        """A step down can put |x| over 7."""
+        scaled = self._scaled(x, reciprocal)
+        return scaled, fp32.round_e2m1(ops.minimum(scaled, number(E2M1_MAX)))
+
+    def _best(
+        self, first: PerBlock, candidates: list[tuple[PerBlock, PerBlock]], place: Index
+    ) -> Value:
+        """The scale of the smallest error, the first of them in a tie."""
+        best, least = first(place), number(float("inf"))
+        for code, error in candidates:
+            ratio = self.scales.ratio(code(place), first(place))
+            own = self.fp.mul(self._without_offset(error(place)), self.fp.mul(ratio, ratio))
+            better = ops.lt(own, least)
+            best = ops.where(better, code(place), best)
+            least = ops.where(better, own, least)
+        return best

@@ -5,6 +5,8 @@
             blocks are done, g = 2^k from the largest p; s = e4m3(p / g)
     ms_eden codes as in pow2; p is corrected before it is split, and s rounded stochastically
 
+4/6 and scale search have several candidates for s or p, and keep the one with the least error.
+
 Where s is 0, r is taken as if it were 1; under pow2 r is at most 2^126. There the codes need
 nothing from outside their block: p has as many bits as an e4m3 number, so dividing it by 2^k loses
 bits only in e4m3's subnormals, below 2^-14 of the largest.
@@ -38,6 +40,8 @@ ERROR_OFFSET = 512.0  # the last bit of an fp32 in [512, 1024) weighs 2^-14
 _LAST_BIT = 2.0**38  # as much as that of an fp64 there
 _CUT = 2.0**-13  # what the products of MS-EDEN's sums are multiples of
 _LANES = 4096
+_CUT_BITS = 20  # of an fp32 with 4 significant bits: an e4m3 step counts from there on
+_LARGEST_BYTE = 0x7E  # of e4m3: 448
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -47,7 +51,9 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
     scheme, largest = blocks.scheme, blocks.largest
     unit = None if amax is None else exact_global_scale(amax, scheme)
     scale = _block_scale(largest, scheme.vmax, unit)
-    if scheme.select:
+    if scheme.steps:
+        values, scale = _scale_search(blocks, scale, unit)
+    elif scheme.select:
         values, scale = _four_over_six(blocks, largest, scale, unit)
     else:
         values = blocks.to_e2m1(blocks.x * _reciprocal(scale, unit))
@@ -75,6 +81,38 @@ def _four_over_six(
     values_four, error_four = _candidate(blocks, _reciprocal(four, unit), philox.SECOND_COINS)
     chosen = error_four * ratio < error_six
     return torch.where(chosen, values_four, values_six), torch.where(chosen, four, six)
+
+
+def _scale_search(
+    blocks: Blocks, first: torch.Tensor, unit: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the scales that lie `scheme.steps` e4m3 steps from `first`, the one with the smallest
+    error of the dequantized block; the first of them in a tie. Errors are compared as in
+    `_four_over_six`, in units of `first`. Returns the e2m1 values and the scale."""
+    best_error = torch.full_like(first, torch.inf)
+    best_values, best_scale = torch.zeros_like(blocks.x), first
+    for step in blocks.scheme.steps:
+        scale = _stepped(first, step, unit)
+        ratio = scale * _reciprocal(first, None) if unit is None else or_one(scale) / or_one(first)
+        values, error = _candidate(blocks, _reciprocal(scale, unit), philox.COINS)
+        error = error * ratio.square()
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_values = torch.where(better, values, best_values)
+        best_scale = torch.where(better, scale, best_scale)
+    return best_values, best_scale
+
+
+def _stepped(scale: torch.Tensor, step: int, unit: torch.Tensor | None) -> torch.Tensor:
+    """The scale so many steps up. Where there is none, or the scale is 0: the scale itself without
+    a global scale (a step ends at the least normal fp32), the nearest one that there is with one.
+    """
+    if unit is None:
+        stepped = (scale.view(torch.int32) + (step << _CUT_BITS)).view(torch.float32)
+        return torch.where((scale > 0) & (stepped >= _TINY), stepped, scale)
+    byte = nearest_e4m3(scale).view(torch.uint8).to(torch.int32)
+    stepped = torch.where(byte == 0, 0, (byte + step).clamp(1, _LARGEST_BYTE)).to(torch.uint8)
+    return stepped.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def _candidate(

@@ -17,6 +17,7 @@ Sources:
     MS-EDEN         Quartet II, section 3.3 and algorithm 1
     QuEST, RTN 3/4  Quartet (2505.14669 v4), section 4.3 and algorithm 1 (appendix A.1)
     SR 3/4          "Training LLMs with MXFP4" (2502.20586)
+    scale search    no paper's: ours
 """
 
 import difflib
@@ -51,6 +52,9 @@ class Scheme:
     select: str | None = (
         None  # 4/6: "mse" or "mae" picks between the scales blkmax/vmax and 1.5 * blkmax/vmax
     )
+    # Scale search: candidate scales, in e4m3 steps from the one for blkmax/vmax; the one with the
+    # smallest squared error is kept, the first of them in a tie.
+    steps: tuple[int, ...] = ()
     shrink: float = (
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
     )
@@ -109,6 +113,8 @@ def _nvfp4() -> list[Scheme]:
         rtn,
         replace(selected, name="nvfp4_46"),
         replace(selected, name="nvfp4_46_mae", select="mae"),
+        # A step is 1/8 to 1/16 of a scale; 4 and 5 steps are about 4/6's second candidate.
+        replace(selected, name="nvfp4_search", steps=(0, 1, -1, 4, 5)),
         replace(rtn, name="nvfp4_16x16", block=(16, 16)),
         replace(selected, name="nvfp4_16x16_46", block=(16, 16)),
         replace(stochastic, name="nvfp4_sr"),

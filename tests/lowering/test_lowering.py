@@ -63,6 +63,8 @@ def assert_same_bits(got, want) -> None:
     [
         (FOUR_SIX, (64, 256)),
         ("nvfp4_46_mae_pow2", (37, 100)),
+        ("nvfp4_search_pow2", (37, 100)),
+        ("nvfp4_search", (64, 256)),
         ("nvfp4_pow2", (37, 100)),
         ("nvfp4_46", (64, 256)),
         ("nvfp4", (37, 100)),

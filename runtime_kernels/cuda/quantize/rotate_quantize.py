@@ -46,6 +46,8 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
         return f"settle_widened.cu folds global scales of nvfp4, not that of {scheme}"
     if spec.widened and Rule.of(spec) == Rule.MS_EDEN and not _settles(scheme, transform):
         return "widened.cuh draws the coins of scales of chunks of 128 with a power of two alone"
+    if spec.steps:
+        return f"rotate_quantize.cu compares two scales, scheme {scheme} compares {len(spec.steps)}"
     if spec.select is not None and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
     if spec.masked and not masked:

@@ -81,6 +81,48 @@ def test_four_over_six_keeps_the_better_scale(name):
     assert 0.02 < (four < six).double().mean() < 0.6, "both candidates are in use"
 
 
+@pytest.mark.parametrize("name", ["nvfp4_search", "nvfp4_search_pow2"])
+def test_scale_search_keeps_the_best_of_its_steps(name):
+    """All candidates by their definition in float64: scales some e4m3 steps from the one for 6."""
+    x = torch.randn(64, 512)
+    values, scales, g = parts(quantize(x, name))
+    target = x.double().unflatten(1, (-1, 16))
+    first = nearest(target.abs().amax(2, keepdim=True) / 6 / g, E4M3)
+    place = torch.searchsorted(E4M3, first)
+    errors, off = [], 0.0
+    for step in get_scheme(name).steps:
+        scale = E4M3[place + step] * g
+        errors.append((target - nearest(target / scale, E2M1) * scale).square().sum(2))
+        # In units of the scale an element's error is rounded to a multiple of 2^-14.
+        off = torch.maximum(torch.as_tensor(off), scale.squeeze(2).square() * 16 * 2**-14)
+    kept = (target - values * scales * g).square().sum(2)
+    best, taken = torch.stack(errors).min(0)
+    assert (kept - best <= off).all()
+    assert (kept <= best * (1 + 1e-12)).double().mean() > 0.99, "sums so near are rare"
+    assert (taken.flatten().bincount(minlength=5) / taken.numel() > 0.05).all(), "all are in use"
+
+
+def test_scale_search_in_a_tie_keeps_the_first_step():
+    """All of a block on the grid of the scale for 6: no error, and none with others at most."""
+    x = torch.tensor([[6.0, 3.0, 1.0, 0.5] * 4])
+    q = quantize(x, "nvfp4_search_pow2")
+    assert torch.equal(q.dequantize(), x)
+    assert q.scales.float() * q.global_scale == 1.0
+
+
+@pytest.mark.parametrize("name", ["nvfp4_search", "nvfp4_search_pow2"])
+def test_scale_search_stays_on_the_grid_of_scales(name):
+    """Zeros, the least normal fp32 and the largest scale have neighbors on one side alone."""
+    x = torch.zeros(4, 32)
+    x[0, :16] = torch.linspace(0, 448 * 6, 16)
+    x[1, :16] = torch.linspace(-1, 1, 16) * 6 * 2.0**-126
+    x[2, :16] = torch.linspace(-1, 1, 16) * 6 * 2.0**-9
+    q = quantize(x, name)
+    assert q.scales.float().isfinite().all()
+    assert torch.equal(q.dequantize()[3], x[3]) and torch.equal(q.dequantize()[:, 16:], x[:, 16:])
+    assert (q.dequantize() - x).abs().max() <= 448
+
+
 def test_four_over_six_in_a_tie_keeps_six():
     """12 and 6 are exact as 6*2 and 3*2, and as 4*3 and 2*3."""
     x = torch.tensor([[12.0, 6.0] + [0.0] * 14])
