@@ -12,7 +12,9 @@
     record     what a run leaves behind: a row a step, a result
     results    tables and curves over runs
     gaps       the statistics: gaps paired by seed, their standard errors
-    page       the page with the results
+    branching  the BF16 training state that the branched runs of a seed start from
+    plan       what `train` is asked for, by its command line or a plan in TOML
+    page       the pages with the results
     devices    one process a device, each with the next run
     throughput the loop beside the bare compiled step
     stability  one seed in ways that should be one: where the losses differ
