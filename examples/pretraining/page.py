@@ -15,13 +15,21 @@ import shutil
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pretraining.gaps import BASELINE, Gap, by_name, gaps, pooled_spread
+from pretraining.gaps import BASELINE, OWN_SPREAD, Gap, by_name, gaps, pooled_spread
 from pretraining.gaps import pair as paired
 from pretraining.record import Result, without_folders
-from pretraining.results import PICTURES, finished, run_folder
+from pretraining.results import (
+    PICTURES,
+    draw_errors,
+    draw_gaps,
+    finished,
+    picture,
+    run_folder,
+)
 from pretraining.runs import RUNS
 
 IF_ANY = ("late", "late_at", "backwards", "perturbed", "against", "about")  # of a run, in its row
@@ -235,7 +243,21 @@ def section(
     if others:
         about = {name: of_name[0].run["about"] or "" for name, of_name in named.items()}
         parts.append(differences_table(others, about))
+    if branch:
+        own = [found[name, BASELINE] for name in named if against[name] == BASELINE != name]
+        parts += order_table(runs, [gap for gap in own if gap.seeds >= OWN_SPREAD])
     return "\n\n".join(parts)
+
+
+def order_table(runs: Sequence[Result], found: Sequence[Gap]) -> list[str]:
+    """Each run against the one with the next smaller gap to BF16; nothing for fewer than two."""
+    names = [gap.run for gap in sorted(found, key=lambda gap: gap.mean)]
+    steps = gaps(runs, list(zip(names[1:], names, strict=False)))
+    if not steps:
+        return []
+    lines = ["| run | the next below | difference |", "|---|---|---|"]
+    lines += [f"| `{gap.run}` | `{gap.against}` | {gap} |" for gap in steps.values()]
+    return ["The order, of those with four seeds or more:", "\n".join(lines)]
 
 
 def rank(name: str) -> tuple[int, str]:
@@ -300,10 +322,7 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> lis
         add([row for row in new if "branch" not in row], into / "gaps.json")
         add([row for row in new if "branch" in row], into / "branched.json")
         for comparison in sorted(p for p in folder.iterdir() if p.is_dir()):
-            for picture in PICTURES:
-                source = comparison / f"{picture}.png"
-                if source.exists():
-                    shutil.copy(source, into / f"{picture}-{comparison.name}.png")
+            add_pictures(comparison, into)
     elif untimed:
         raise ValueError("--untimed: the runs it names are in a folder; give that as --of")
     pages = {"gaps.json": ("tables.md", page), "branched.json": ("branched.md", branched_page)}
@@ -314,6 +333,27 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> lis
             (into / title).write_text(text, encoding="utf-8")
             written.append(into / title)
     return written
+
+
+def add_pictures(comparison: Path, into: Path) -> None:
+    """Of a comparison from fresh weights the pictures that are there. Of a branched one, with its
+    many runs, the gaps of all, and the curves of those whose gap to BF16 is the question."""
+    name = comparison.name
+    done = finished(comparison)
+    if not done or "branch" not in done[0].result.provenance:
+        for kind in PICTURES:
+            if (comparison / f"{kind}.png").exists():
+                shutil.copy(comparison / f"{kind}.png", into / f"{kind}-{name}.png")
+        return
+    own = [run.result for run in done]
+    found = gaps(own, [(run, BASELINE) for run in by_name(own) if run != BASELINE])
+    title = f"Llama {own[0].setup['size']}, branched after step {own[0].provenance['branch']}"
+    if found:
+        picture(
+            partial(draw_errors, found=list(found.values())), title, into / f"errors-{name}.png"
+        )
+    few = [run for run in done if run.result.run["against"] == BASELINE]
+    picture(partial(draw_gaps, runs=few), title, into / f"gaps-{name}.png")
 
 
 def add(new: Sequence[dict[str, Any]], file: Path) -> None:

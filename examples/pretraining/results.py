@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pretraining.gaps import BASELINE, by_name, gaps
+from pretraining.gaps import BASELINE, Gap, by_name, gaps
 from pretraining.record import Losses, Result, replaced
 
 SMOOTHING = 0.98  # of the gap's and the norm's curves: an average over about 50 steps
@@ -52,16 +53,21 @@ def write(runs: Sequence[Finished], folder: Path, title: str) -> str:
     with replaced(folder / "table.txt") as file:
         file.write_text(text + "\n", encoding="utf-8")
     for name, draw in PICTURES.items():
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        draw(figure.subplots(), runs)
-        figure.suptitle(title)
-        figure.axes[0].grid(alpha=0.3)
-        if figure.axes[0].get_legend_handles_labels()[0]:
-            # Beside the axes: twenty runs would cover the curves.
-            figure.legend(loc="outside right upper", fontsize="small")
-        with replaced(folder / f"{name}.png") as file:
-            figure.savefig(file, dpi=150, format="png")
+        picture(partial(draw, runs=runs), title, folder / f"{name}.png")
     return text
+
+
+def picture(draw: Callable[[Axes], None], title: str, file: Path) -> None:
+    """Save what a function draws on axes."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    draw(figure.subplots())
+    figure.suptitle(title)
+    figure.axes[0].grid(alpha=0.3)
+    if figure.axes[0].get_legend_handles_labels()[0]:
+        # Beside the axes: twenty runs would cover the curves.
+        figure.legend(loc="outside right upper", fontsize="small")
+    with replaced(file) as unfinished:
+        figure.savefig(unfinished, dpi=150, format="png")
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -177,6 +183,19 @@ def draw_gaps(axes: Axes, runs: Sequence[Finished]) -> None:
     if limits:
         axes.set_ylim(-0.5 * max(limits), 1.5 * max(limits))  # the start would hide the rest
     axes.set(xlabel="million tokens", ylabel=f"loss above {next(iter(by_seed))}, nats per token")
+
+
+def draw_errors(axes: Axes, found: Sequence[Gap]) -> None:
+    """A line for each gap, the largest at the top, with two standard errors to each side."""
+    ordered = sorted(found, key=lambda gap: gap.mean)
+    for place, gap in enumerate(ordered):
+        reach = 2 * gap.error if gap.error is not None else 0.0
+        axes.errorbar(gap.mean, place, xerr=reach, fmt="o", ms=4, capsize=3, color=COLORS[0])
+    labels = [f"{gap.run} ({gap.seeds})" for gap in ordered]
+    axes.set_yticks(range(len(ordered)), labels, fontsize="small")
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set(xlabel=f"loss above {ordered[0].against}, nats per token, ± 2 standard errors")
+    axes.set_title("in parentheses: seeds", fontsize="small")
 
 
 def difference(run: Sequence[float], against: Sequence[float]) -> list[float]:
