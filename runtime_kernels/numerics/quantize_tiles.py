@@ -78,13 +78,21 @@ def rotate_tiles(
     transform: Transform,
     seed: torch.Tensor | None,
     signs: torch.Tensor | None = None,
+    positive_zeros: bool = False,
 ) -> torch.Tensor:
     """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
-    transform.norm. Overwrites them. signs: D, where it is there already."""
+    transform.norm. Overwrites them. signs: D, where it is there already.
+
+    positive_zeros: a rotated zero is +0. Tensor cores, which add in an order of their own, make no
+    other. In hadamard's order a sum is -0 only if the first element of its chunk is -0: in each
+    butterfly it takes a first operand of -0. So +0 in that one's place suffices.
+    """
     if signs is None:
         signs = signs_of(transform, seed, tiles.device)
     if signs is not None:
         tiles = _chunks(tiles, transform).mul_(signs[:, None]).view(tiles.shape)
+    if positive_zeros and transform.size > 1:
+        _chunks(tiles, transform)[:, 0].add_(0.0)
     return hadamard(_chunks(tiles, transform)).view(tiles.shape)
 
 

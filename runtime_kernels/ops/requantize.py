@@ -9,7 +9,7 @@ Outputs: codes uint8 [rows, Tp/2], scales, global_scale fp32 0-dim; and, recorde
 
 Dequantizes the source's codes, drops their padding ([:, :rows]), and quantizes that columnwise, as
 q2::quantize does, in groups as well: nothing of the source need exist in more than 4 bits outside
-the op.
+the op. A zero that its rotation makes is +0 (numerics/quantize_tiles.py, rotate_tiles).
 
 by_scales: the source is not codes but the matrix [T, rows] that they were made of. It is rounded to
 the codes that source_scheme gives it under these scales, so nobody need save the codes, or search
@@ -118,5 +118,6 @@ def requantize(*args: Any) -> list[torch.Tensor]:
     if call.grouped:
         return list(quantized_in_groups(call, x, global_scale))
     drawn = call.args["columnwise_seed"], call.args["rng_offset"]
-    parts = rotate_and_quantize(x, global_scale, *drawn, call.scheme, call.transform, True)
+    how = call.scheme, call.transform
+    parts = rotate_and_quantize(x, global_scale, *drawn, *how, True, positive_zeros=True)
     return [part for part in parts[:3] if part is not None]

@@ -314,6 +314,8 @@ Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, 
       }
     }
     if constexpr (kSums) add_to_sum(sum, x[group], 64 * group + 16 * quarter);
+    // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
+    if constexpr (kScaled && kSize > 1) x[group][0] = add(x[group][0], both(0.0f));
     butterflies(x[group]);
     if (kSize > 16) butterfly_across(x[group], kQuartersApart);
     if (kSize > 32) butterfly_across(x[group], 2 * kQuartersApart);
@@ -329,8 +331,9 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
                                    Places places, const Common& common, Extent& extent) {
   auto [pair, quarter] = lane_along_cols();
   Pair x[2][16];
+  // The vote tells the compiler that lanes agree: without it some variants spill registers.
   if constexpr (kMultiplied) rotated_by_products(shared, places.multiplied(), x);
-  if (!kMultiplied || !products_serve(x, turn))
+  if (!kMultiplied || !__all_sync(~0u, sums_are_exact(turn)))
     rotated_in_order(p, masks, tile, shared, places, x);
   int col = tile.col + threadIdx.x / 32 * 16;
   int first = col + column_at(place_of_column(pair, 0)),

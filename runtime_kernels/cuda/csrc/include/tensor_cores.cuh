@@ -4,8 +4,7 @@
 // only where all sums are exact. What a chunk holds is e2m1 * e4m3: with s the least scale that is not
 // 0, multiples of a sixteenth of the power of two in s, whose sums are at most 128 * 6 * S for the
 // largest S. While S is not above 2^8 s they have 23 bits, of the 24 that fit. The scales of a warp's 16
-// columns tell; of others, and where a column may be zeros alone, some of whose sums the reference has
-// as -0, sums are added in its order.
+// columns tell; sums of others are added in the reference's order. A sum that is 0 is +0 in either.
 //
 // A lane gets whole blocks, with no exchange: columns 2 t and 2 t + 1 of a product, which are a lane's,
 // are two elements of block t, and each of four products has two others.
@@ -49,7 +48,7 @@ Q2_INLINE void note_scales(u32 scales, u32 turn) {
   note_extent(__reduce_max_sync(~0u, extent >> 16) << 16 | least, turn);
 }
 
-// Behind the barrier: whether sums of this warp's columns are exact. NaN is none.
+// Behind the barrier: whether all sums of this warp's columns are exact. NaN is none.
 Q2_INLINE bool sums_are_exact(u32 turn) {
   uint4 of = seen_scales[turn % 2][threadIdx.x / 32];
   u32 extent = max_u16x2(max_u16x2(of.x, of.y), max_u16x2(of.z, of.w));
@@ -118,17 +117,4 @@ Q2_INLINE void rotated_by_products(const u8* shared, u32 place, Pair (&x)[2][16]
     Pair* to = x[i / 8] + 8 * (i / 4 % 2) + 2 * (i % 4);
     to[0] = {of[0].a, of[1].a}, to[1] = {of[0].b, of[1].b};
   }
-}
-
-// Whether those have the bits that they have in the reference's order. A chunk may be zeros alone if
-// three elements of each of its blocks are.
-Q2_INLINE bool products_serve(const Pair (&x)[2][16], u32 turn) {
-  bool zeros = false;
-#pragma unroll
-  for (int group = 0; group < (kSize > 64 ? 1 : 2); ++group) {
-    const Pair(&of)[16] = x[group];
-    zeros |= (__float_as_uint(of[0].a) | __float_as_uint(of[1].a) | __float_as_uint(of[2].a)) == 0;
-    zeros |= (__float_as_uint(of[0].b) | __float_as_uint(of[1].b) | __float_as_uint(of[2].b)) == 0;
-  }
-  return __all_sync(~0u, sums_are_exact(turn) && !zeros);
 }
