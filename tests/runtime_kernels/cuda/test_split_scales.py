@@ -11,7 +11,7 @@ import torch
 from q2compile.runtime_kernels.cuda.quantize import split_scales as on_cuda
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
-from tests.support import emulation
+from tests.support.emulation.on_cpu import launches_on_cpu
 
 SCHEMES = ("nvfp4_46_pow2", "nvfp4_pow2")
 ON_CUDA = (*SCHEMES, "nvfp4_16x16_pow2", *(scheme + SWIZZLED for scheme in SCHEMES))
@@ -77,8 +77,7 @@ def test_refused_schemes(scheme: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (300, 41)])
 @pytest.mark.parametrize("scheme", ON_CUDA)
 def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
-    emulation.serve(monkeypatch, "sm_90a")
-    monkeypatch.setattr(on_cuda, "multiprocessors", lambda index: 2)
+    launches_on_cpu(monkeypatch, "sm_90a")
     generator = torch.Generator().manual_seed(1)
     worth = torch.randn(shape, generator=generator).mul(4).exp()
     got = on_cuda.split_scales(worth, scheme)

@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -48,13 +49,18 @@ def emulate(launch: Launch, architecture: str, grid: tuple[int, int], *values) -
     _kernel(launch.variant, launch.threads, converts).run(parameters, *grid)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
-    """Calls of our kernels on tensors of the CPU are launched in the emulation."""
+def serve(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, run: Callable[..., None] = emulate
+) -> None:
+    """Calls of our kernels on tensors of the CPU are launched in the emulation.
+
+    run: what launches them in its place, with emulate's arguments.
+    """
 
     def bind(launch, index, grid, values, slots):
         def enqueue(stream, addresses):
             fields = (addresses[slots[v]] if v in slots else v for v in values)
-            emulate(launch, architecture, grid, *fields)
+            run(launch, architecture, grid, *fields)
 
         return enqueue
 

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.quantize import plan, split_scales
 from q2compile.runtime_kernels.ops.table import QuantizerCall
-from tests.support import emulation
+from tests.support import emulation, ptx
 from tests.support.quantizer_calls import launched
 
 
 def launches_on_cpu(
     monkeypatch: pytest.MonkeyPatch, architecture: str, room: int = 228 * 1024
 ) -> None:
-    """Launches go to the emulation, of a GPU with two multiprocessors.
+    """Launches go to the emulation, of a GPU with two multiprocessors; with Q2_TEST_PTX=1 in the
+    environment to the interpreter of their PTX (tests/support/ptx), which takes longer.
 
     room: bytes of shared memory of a multiprocessor.
     """
-    emulation.serve(monkeypatch, architecture)
+    if os.environ.get("Q2_TEST_PTX") == "1":
+        ptx.serve(monkeypatch, architecture)
+    else:
+        emulation.serve(monkeypatch, architecture)
+    pretend_device(monkeypatch, room)
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch, room: int, multiprocessors: int = 2) -> None:
+    """Launches are planned for a GPU with so many multiprocessors, and this much shared memory in
+    each."""
     for module in (plan, split_scales, grouped_mm):
-        monkeypatch.setattr(module, "multiprocessors", lambda index: 2)
+        monkeypatch.setattr(module, "multiprocessors", lambda index: multiprocessors)
     monkeypatch.setattr(plan, "shared_memory", lambda index: room)
 
 

@@ -1,0 +1,228 @@
+"""The PTX of the kernels for Blackwell, run on a CPU (tests/support/ptx), against the torch
+reference, bit by bit.
+
+One shape for each kernel and kind of operand: rows and columns end within a tile, and one thread
+block loops over all tiles. The tests of the emulation have more shapes and schemes; this runs them
+all on PTX, in some 20 minutes:
+
+    Q2_TEST_PTX=1 python -m pytest tests/runtime_kernels/cuda/test_cuda_emulated.py \\
+        tests/runtime_kernels/cuda/test_*_emulated.py tests/runtime_kernels/cuda/test_summed.py \\
+        tests/runtime_kernels/cuda/test_together.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, padded_ends, signs
+from q2compile.runtime_kernels.cuda import transpose as transposing
+from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
+from q2compile.runtime_kernels.cuda.gemm import grouped_mm
+from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
+from q2compile.runtime_kernels.cuda.quantize import plan, quantizers, split_scales
+from q2compile.runtime_kernels.cuda.quantize.together import together
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from tests.support import ptx
+from tests.support import quantizer_calls as calls
+from tests.support.emulation.coins import close_to_their_coins
+from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+
+q2 = torch.ops.q2
+EDEN, EXACT_EDEN, FORWARD = "nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_46_pow2"
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+BLACKWELL = "sm_100a"
+
+
+@pytest.fixture(autouse=True)
+def one_thread_block(monkeypatch) -> None:
+    """Of each kernel that loops over tiles."""
+    ptx.serve(monkeypatch, BLACKWELL)
+    pretend_device(monkeypatch, room=228 * 1024, multiprocessors=1)
+    shape = plan.thread_shape
+    monkeypatch.setattr(plan, "thread_shape", lambda spec, rows: (shape(spec, rows)[0], 1))
+
+
+def agree(call: QuantizerCall) -> None:
+    assert_same_bits(calls.launched(call), call())
+
+
+def amax_of(x: torch.Tensor, scheme: str) -> torch.Tensor | None:
+    return q2.amax(x) if get_scheme(scheme).takes_amax else None
+
+
+@pytest.mark.parametrize(
+    "scheme, transform, dtype",
+    [
+        (EDEN, "rht128", torch.bfloat16),
+        (EDEN + SWIZZLED, "rht128", torch.float16),
+        (EXACT_EDEN, "rht128", torch.float32),
+        (EDEN + WIDENED, "rht128", torch.bfloat16),
+        ("nvfp4_sr_pow2" + SWIZZLED, "rht128", torch.bfloat16),
+        ("nvfp4_sr", "rht16", torch.bfloat16),
+        ("nvfp4_pow2", "rht16", torch.float16),
+        ("nvfp4" + SWIZZLED, "rht16", torch.bfloat16),
+        ("mxfp4_sr" + SWIZZLED, "rht64", torch.bfloat16),
+        ("mxfp4_rtn34", "rht32", torch.float32),
+        ("mxfp4_rtn", "none", torch.float16),
+        ("nvfp4_sr_clip_pow2", "rht32_fixed", torch.bfloat16),
+    ],
+)
+def test_rowwise_and_columnwise(scheme, transform, dtype) -> None:
+    """The operands that a backward pass quantizes afresh."""
+    agree(calls.both(matrix(140, 136, dtype), *SEEDS, scheme, transform, 3))
+
+
+@pytest.mark.parametrize("scheme", [EDEN, "nvfp4_sr" + SWIZZLED])
+def test_columnwise(scheme) -> None:
+    agree(calls.one(matrix(140, 136), SEEDS[0], scheme, "rht16", True, 1))
+
+
+@pytest.mark.parametrize(
+    "scheme, dtype",
+    [
+        (FORWARD, torch.bfloat16),
+        (FORWARD + SWIZZLED, torch.float32),
+        ("nvfp4_46", torch.float16),
+        ("nvfp4_46_mae_pow2", torch.bfloat16),
+        ("nvfp4_sr", torch.bfloat16),
+        ("mxfp4_rtn", torch.bfloat16),
+    ],
+)
+def test_rowwise(scheme, dtype) -> None:
+    """The operands of a forward pass, and rows that do not start on 16 bytes."""
+    x = matrix(140, 133, dtype)
+    agree(calls.plain(x, amax_of(x, scheme), SEEDS[0], scheme))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_quest", "mxfp4_quest" + SWIZZLED])
+def test_with_a_trust_mask(scheme) -> None:
+    agree(calls.masked(matrix(130, 160), scheme, "h32"))
+
+
+@pytest.mark.parametrize(
+    "source, scheme, transform",
+    [
+        (FORWARD, EDEN + SWIZZLED, "rht128"),
+        ("nvfp4_16x16", EXACT_EDEN, "rht128"),
+        (FORWARD + SWIZZLED, "nvfp4_sr_pow2", "rht128"),
+        ("nvfp4", "nvfp4_sr", "rht16"),
+        ("mxfp4_rtn", "mxfp4_rtn34" + SWIZZLED, "rht32"),
+    ],
+)
+def test_requantize(source, scheme, transform) -> None:
+    """By tensor cores, and by butterflies where those would not be exact."""
+    x = matrix(145, 136)
+    packed = calls.plain(x, amax_of(x, source), None, source)()
+    agree(calls.again(*packed, SEEDS[0], source, scheme, transform, 136, 1))
+
+
+@pytest.mark.parametrize("source, scheme", [(FORWARD, EDEN), (FORWARD + SWIZZLED, "nvfp4_sr")])
+def test_requantize_by_scales(source, scheme) -> None:
+    x = matrix(145, 136)
+    scales = calls.plain(x, None, None, source)()[1:]
+    agree(calls.by_scales(x, *scales, SEEDS[0], source, scheme, "rht128", 1))
+
+
+@pytest.mark.parametrize("scheme, transform", [(EDEN, "rht128"), ("mxfp4_sr", "rht64")])
+def test_groups(scheme, transform) -> None:
+    """Chunks filled with copies, empty groups, rows of no group."""
+    offs = torch.tensor([3, 20, 20, 90, 130], dtype=torch.int32)
+    groups = offs, padded_ends.padded_ends(offs)
+    assert_same_bits(groups[1:], (q2.padded_ends(offs),))
+    agree(calls.grouped_both(matrix(140, 136), *groups, *SEEDS, scheme, transform, 3))
+
+
+@pytest.mark.parametrize("scheme, dtype", [(EDEN, torch.bfloat16), ("mxfp4_sr", torch.float32)])
+def test_with_dbias(scheme, dtype) -> None:
+    agree(calls.both(matrix(300, 72), *SEEDS, scheme, "rht64", 3, dbias=dtype))
+
+
+@pytest.mark.parametrize("kind", ["requantize", "rowwise"])
+def test_batched_launches(kind) -> None:
+    """Of operands of different sizes; and one launch for the scales of all."""
+    members = []
+    for rows, cols in ((140, 136), (3, 64)):
+        packed = calls.plain(matrix(rows, cols), None, None, FORWARD)()
+        if kind == "requantize":
+            made = calls.again(*packed, SEEDS[1], FORWARD, EDEN + SWIZZLED, "rht128", cols, 1)
+        else:
+            made = calls.plain(matrix(rows, cols), None, None, FORWARD + SWIZZLED)
+        members.append(made)
+    ops = [getattr(quantizers, call.spec.name) for call in members]
+    call = together([op.call(*c.positional) for op, c in zip(ops, members, strict=True)])
+    assert [step.grid[1] for step in call.steps] == [2, 2]
+    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
+    operands = [t for c in members for t in tensors_of(c.positional)]
+    Ready(call, 0)([*operands, *outputs])
+    assert_same_bits(outputs, [output for c in members for output in c()])
+
+
+@pytest.mark.parametrize(
+    "scheme, dtype, cols",
+    [
+        (FORWARD, torch.bfloat16, 72),
+        ("nvfp4_16x16", torch.float32, 80),
+        ("mxfp4_rtn", torch.float16, 96),
+    ],
+)
+def test_dequantize(scheme, dtype, cols) -> None:
+    x = matrix(40, cols, torch.float32)
+    packed = calls.plain(x, amax_of(x, scheme), None, scheme)()
+    args = (*packed, scheme, cols, dtype)
+    assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+
+
+@pytest.mark.parametrize("is_swizzled", [False, True])
+def test_transpose(is_swizzled) -> None:
+    codes, scales, _ = calls.plain(matrix(130, 200), None, None, "nvfp4_16x16_pow2")()
+    args = (codes, scales, "nvfp4_16x16_pow2", 200, is_swizzled)
+    assert_same_bits(transposing.transpose(*args), q2.transpose(*args))
+
+
+def test_swizzled_scales() -> None:
+    scales = torch.randint(0, 127, (200, 9), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    got = swizzled(scales, 200, get_scheme("nvfp4"))
+    assert_same_bits((got,), (swizzle_32x4x4(scales),))
+
+
+@pytest.mark.parametrize("scheme", [FORWARD, "nvfp4_pow2" + SWIZZLED])
+def test_split_scales(scheme) -> None:
+    """partial_max.cu, and align_scales.cu after it."""
+    raw = torch.randn((300, 41), generator=torch.Generator().manual_seed(1)).mul(4).exp()
+    assert_same_bits(split_scales.split_scales(raw, scheme), q2.split_scales(raw, scheme))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masked_unrotate(dtype) -> None:
+    *_, mask = calls.masked(matrix(66, 96), "mxfp4_quest", "h32")()
+    args = (matrix(66, 96, dtype), mask, "h32")
+    assert_same_bits((masked_unrotate.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
+
+
+def test_signs() -> None:
+    assert_same_bits((signs.signs(SEEDS[0], "rht128"),), (q2.signs(SEEDS[0], "rht128"),))
+
+
+def test_zeros_in_rows_of_no_group() -> None:
+    out = torch.ones((70, 24), dtype=torch.bfloat16)
+    grouped_mm._zero_rows(out, torch.tensor([3, 41], dtype=torch.int32))
+    assert out[:41].eq(1).all() and out[41:].eq(0).all()
+
+
+def test_random_bits_close_to_their_fractions() -> None:
+    """The kernel rounds those again with all bits."""
+    x = close_to_their_coins(SEEDS[0], 8, 64)
+    agree(calls.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
+
+
+@pytest.mark.parametrize("architecture", ["sm_103a", "sm_120a", "sm_121a"])
+def test_other_blackwells(architecture, monkeypatch) -> None:
+    """Their PTX is not always the same."""
+    ptx.serve(monkeypatch, architecture)
+    agree(calls.both(matrix(140, 136), *SEEDS, EDEN + SWIZZLED, "rht128", 3))
+    agree(calls.plain(matrix(40, 72), None, None, FORWARD))

@@ -1,0 +1,104 @@
+"""Runs on a CPU the PTX that NVRTC makes of runtime_kernels/cuda/csrc for a GPU.
+
+The emulation (tests/support/emulation) compiles the sources for a CPU, with plain C++ in the place
+of their inline PTX. Here the compiled kernel itself runs, each instruction in numpy by the words of
+the PTX ISA manual: the conversions of Blackwell, packed arithmetic, exchanges between lanes,
+asynchronous copies. Memory is checked as well (memory.py). Left to a GPU: whether ptxas and the
+hardware do what the manual says, the order of memory accesses between thread blocks, and speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import struct
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import calls
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
+from tests.support import emulation
+from tests.support.ptx.machine import Machine
+from tests.support.ptx.memory import POISON, Global
+from tests.support.ptx.parser import Kernel, parse
+
+_MOST_LANES = 1024  # at a time: registers of more leave the cache
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Calls of our kernels on tensors of the CPU run as PTX of an architecture, like "sm_100a"."""
+    windows: list[tuple[int, int]] = []
+    launched = False
+
+    def address_of(x: torch.Tensor) -> int:
+        """Notes which bytes a tensor has; those of an earlier call are forgotten."""
+        nonlocal launched
+        if launched:
+            windows.clear()
+            launched = False
+        windows.append(_extent(x))
+        return x.data_ptr()
+
+    def run(launch: Launch, architecture: str, grid: tuple[int, int], *values) -> None:
+        nonlocal launched
+        launched = True
+        interpret(launch, architecture, grid, values, windows)
+
+    emulation.serve(monkeypatch, architecture, run)
+    empty = calls.empty
+
+    def poisoned(size, stride, dtype) -> torch.Tensor:
+        made = empty(size, stride, dtype)
+        if made.numel():
+            ctypes.memset(made.data_ptr(), POISON, made.untyped_storage().nbytes())
+        windows.append(_extent(made))
+        return made
+
+    monkeypatch.setattr(calls, "_address_of", address_of)
+    monkeypatch.setattr(calls, "empty", poisoned)
+
+
+def interpret(
+    launch: Launch, architecture: str, grid: tuple[int, int], values, windows: list[tuple[int, int]]
+) -> None:
+    """Runs a launch.
+
+    values: the fields of its parameter struct.
+    windows: first byte and the one after the last of each tensor that it may touch.
+
+    Raises:
+        UnknownInstruction: its PTX has an instruction that is not known here.
+        MemoryFault: an access outside of the tensors, a misaligned one, or a race.
+    """
+    parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
+    struct.pack_into("@" + launch.layout, parameters, 0, *values)
+    kernel = compiled(launch.variant, architecture)
+    blocks = list(itertools.product(range(grid[0]), range(grid[1])))
+    at_once = max(1, _MOST_LANES // launch.threads)
+    for first in range(0, len(blocks), at_once):
+        part = blocks[first : first + at_once]
+        memory = Global(windows)
+        how = (grid, part, parameters.raw, launch.shared, memory)
+        Machine(kernel, launch.threads, *how).run()
+
+
+@functools.cache
+def compiled(variant: nvrtc.Variant, architecture: str) -> Kernel:
+    """The kernel of a variant."""
+    return parse(text(variant, architecture))
+
+
+def text(variant: nvrtc.Variant, architecture: str) -> str:
+    """The PTX on the way to an architecture's machine code: the same options and defines."""
+    code, _ = nvrtc.compile_variant(variant, architecture.replace("sm_", "compute_"))
+    return code.rstrip(b"\0").decode()
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

@@ -1,0 +1,214 @@
+"""Instructions for which lanes wait on others, and asynchronous copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.support.ptx.floats import f16_of, sum_to_odd, to_f32
+from tests.support.ptx.instructions import U16, U32
+from tests.support.ptx.memory import POISON
+
+if TYPE_CHECKING:
+    from tests.support.ptx.machine import Machine
+
+Waits = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Together = Callable[["Machine", tuple[str, ...]], tuple[Waits, Any]]
+TOGETHER: dict[str, Together] = {}
+
+
+def _together(name: str) -> Callable[[Together], Together]:
+    def define(make: Together) -> Together:
+        TOGETHER[name] = make
+        return make
+
+    return define
+
+
+def _by(size: int, here: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Those whose group of `size` lanes are all here, but for lanes that have ended."""
+    groups = (here | ~alive).reshape(-1, size).all(1)
+    return here & np.repeat(groups, size)
+
+
+def _whole_warps(machine: Machine, members: str) -> Waits:
+    """members: the mask of the lanes that take part, which must be all."""
+    mask = machine.source(members, "u32")
+
+    def waits(here: np.ndarray, alive: np.ndarray) -> np.ndarray:
+        assert (mask()[here] == 0xFFFFFFFF).all(), "lanes of a part of a warp"
+        ready = _by(32, here, alive)
+        whole = ready.reshape(-1, 32)
+        assert (whole.all(1) | ~whole.any(1)).all(), "a lane of the mask has ended"
+        return ready
+
+    return waits
+
+
+@_together("bar.sync")
+def _barrier(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    assert operands == ("0",), operands
+
+    def run(mask: np.ndarray | None) -> None:
+        machine.shared.barriers[machine.active(mask)] += 1
+
+    return lambda here, alive: _by(machine.threads, here, alive), run
+
+
+@_together("bar.warp.sync")
+def _warp_barrier(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    def run(mask: np.ndarray | None) -> None:
+        machine.shared.warp_barriers[machine.active(mask)] += 1
+
+    return _whole_warps(machine, operands[0]), run
+
+
+def _shuffle(machine: Machine, operands: tuple[str, ...], index: Callable) -> tuple:
+    """d|p, a, b, c: a of the lane that b says. c: five bits of the last lane of its segment, and
+    from bit 8 on those of a lane's number that say the segment."""
+    to, found, value, by, clamp, members = operands
+    read, write, note = machine.source(value, "b32"), machine.target(to), machine.target(found)
+    amount, how = machine.source(by, "u32"), machine.source(clamp, "u32")
+    lane = np.arange(machine.lanes)
+
+    def run(mask: np.ndarray | None) -> None:
+        own, c = lane % 32, how().astype(np.int64)
+        segment = c >> 8 & 31
+        last = (own & segment) | (c & 31 & ~segment)
+        of = index(own, amount().astype(np.int64) & 31, segment)
+        inside = of <= last
+        of = np.where(inside, of, own)
+        write(read()[lane - own + of], mask)
+        note(inside, mask)
+
+    return _whole_warps(machine, members), run
+
+
+@_together("shfl.sync.bfly.b32")
+def _butterfly(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    return _shuffle(machine, operands, lambda own, by, segment: own ^ by)
+
+
+@_together("shfl.sync.idx.b32")
+def _from_index(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    first = lambda own, by, segment: (own & segment) | (by & ~segment)  # noqa: E731
+    return _shuffle(machine, operands, first)
+
+
+@_together("redux.sync.max.u32")
+def _largest(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    to, value, members = operands
+    read, write = machine.source(value, "u32"), machine.target(to)
+
+    def run(mask: np.ndarray | None) -> None:
+        write(np.repeat(read().reshape(-1, 32).max(1), 32), mask)
+
+    return _whole_warps(machine, members), run
+
+
+@_together("vote.sync.all.pred")
+def _all(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    to, value, members = operands
+    read, write = machine.source(value, "pred"), machine.target(to)
+
+    def run(mask: np.ndarray | None) -> None:
+        write(np.repeat(read().reshape(-1, 32).all(1), 32), mask)
+
+    return _whole_warps(machine, members), run
+
+
+def _vector(text: str) -> list[str]:
+    return [o.strip() for o in text.strip("{}").split(",")]
+
+
+@_together("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
+def _load_matrices(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    """Rows of eight 16-bit elements lie where the lanes say, row r of matrix i where lane 8 i + r
+    does. Lane l gets of each matrix, transposed, elements 2 (l % 4) and the next of row l / 4."""
+    writes = [machine.target(o) for o in _vector(operands[0])]
+    address = machine.address(operands[1])
+
+    def run(mask: np.ndarray | None) -> None:
+        lanes = machine.active(mask)
+        rows = machine.shared.load(lanes, address()[lanes], np.dtype(U16), 8)
+        matrices = rows.reshape(-1, 4, 8, 8)  # warp, matrix, row, column
+        lane = np.arange(32)
+        for i, write in enumerate(writes):
+            two = [matrices[:, i, 2 * (lane % 4) + k, lane // 4].astype(U32) for k in range(2)]
+            whole = np.zeros(machine.lanes, U32)
+            whole[lanes] = (two[0] | two[1] << U32(16)).ravel()
+            write(whole, mask)
+
+    return _whole_warps(machine, "-1"), run
+
+
+@_together("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32")
+def _multiply(machine: Machine, operands: tuple[str, ...]) -> tuple:
+    """d = a b + c. Lane l has of a rows l / 4 and 8 more, columns 2 (l % 4) and the next; of b rows
+    2 (l % 4) and the next of column l / 4; of c and d rows l / 4 and 8 more, columns 2 (l % 4) and
+    the next. The order of the sum is the machine's: what is not exact is cut toward zero here."""
+    d, a, b, c = map(_vector, operands)
+    read_a, read_b = ([machine.source(o, "b32") for o in of] for of in (a, b))
+    read_c, writes = [machine.source(o, "f32") for o in c], [machine.target(o) for o in d]
+    lane = np.arange(32)
+    row, pair = lane // 4, 2 * (lane % 4)
+
+    def halves(words: np.ndarray) -> np.ndarray:
+        """float64 [warps, lanes, 2]."""
+        return f16_of(np.ascontiguousarray(words).view(U16)).reshape(-1, 32, 2)
+
+    def run(mask: np.ndarray | None) -> None:
+        warps = machine.lanes // 32
+        x, y = np.zeros((warps, 16, 8)), np.zeros((warps, 8, 8))
+        for half in range(2):
+            for i, read in enumerate(read_a):
+                x[:, row + 8 * i, pair + half] = halves(read())[:, :, half]
+            y[:, pair + half, row] = halves(read_b[0]())[:, :, half]
+        product = x @ y
+        for i, (read, write) in enumerate(zip(read_c, writes, strict=True)):
+            own = product[:, row + 8 * (i // 2), pair + i % 2].ravel()
+            write(to_f32(sum_to_odd(own, read().astype(np.float64)), toward_zero=True), mask)
+
+    return _whole_warps(machine, "-1"), run
+
+
+class AsyncCopies:
+    """cp.async: what is copied arrives when a lane waits for it, and not before. Until then the
+    target holds POISON."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._pending: list[list] = []  # lanes, targets, sources, which of them are committed
+
+    def decoded(self, name: str, operands: tuple[str, ...]) -> Callable:
+        if name == "cp.async.cg.shared.global" and operands[2:] == ("16",):
+            to, of = (self._machine.address(o) for o in operands[:2])
+            return lambda mask: self._begin(self._machine.active(mask), to(), of())
+        if name == "cp.async.commit_group":
+            return lambda mask: self._commit(self._machine.active(mask))
+        if name == "cp.async.wait_group" and operands == ("0",):
+            return lambda mask: self._arrive(self._machine.active(mask))
+        raise NotImplementedError(f"no such copy in this interpreter: {name} {operands}")
+
+    def _begin(self, lanes: np.ndarray, to: np.ndarray, of: np.ndarray) -> None:
+        poison = np.full((len(lanes), 16), POISON, np.uint8).view(U32)
+        self._machine.shared.store(lanes, to[lanes], poison)
+        self._pending.append([lanes, to[lanes], of[lanes], np.zeros(len(lanes), bool)])
+
+    def _commit(self, lanes: np.ndarray) -> None:
+        for pending in self._pending:
+            pending[3] |= np.isin(pending[0], lanes)
+
+    def _arrive(self, lanes: np.ndarray) -> None:
+        left = []
+        for whose, to, of, committed in self._pending:
+            now = committed & np.isin(whose, lanes)
+            if now.any():
+                memory, shared = self._machine.spaces["global"], self._machine.shared
+                words = memory.load(whose[now], of[now], np.dtype(U32), 4)
+                shared.store(whose[now], to[now], words)
+            if not now.all():
+                left.append([part[~now] for part in (whose, to, of, committed)])
+        self._pending = left
