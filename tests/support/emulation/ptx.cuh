@@ -61,6 +61,7 @@ Q2_INLINE float min_or_nan(float x, float y) {
 // on, at most `limit`.
 inline float round_to(float x, int mantissa, int lowest, float limit) {
   if (std::isnan(x)) return x;
+  if (std::isinf(x)) return copysignf(limit, x);
   int exponent = x == 0 ? lowest : std::max(std::ilogb(x), lowest);
   double step = std::ldexp(1.0, exponent - mantissa);
   double rounded = std::nearbyint(std::min((double)fabsf(x) / step, 0x1p60)) * step;

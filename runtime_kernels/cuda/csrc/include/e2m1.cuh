@@ -98,16 +98,16 @@ Q2_INLINE void pack_block(const Pair (&rounded)[16], const Pair (&x)[16], u32 (&
 // step: the float adder rounds |x| to the grid, and adding m * 2^22 back is exact. (Of |x| just above
 // 2 or 4 the bit weighs half a step, but then it lies next to a point of the grid. Just below them
 // m * 2^22 + |x| would leave its binade, which is why it is taken off first.) In a tie m * 2^22 is
-// even: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip;
-// and what is clipped may be so afterwards, since 6 is a point of the grid.
+// even: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip.
+// What is clipped is so beforehand: m * 2^22 may overflow otherwise.
 Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
                            u32 (&codes)[2][2]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair m = {fmaxf(scaled[i].a, 0x1.000008p-6f), fmaxf(scaled[i].b, 0x1.000008p-6f)};
-    rounded[i] = fma(m, both(0x1p22f), fma(m, both(-0x1p22f), scaled[i]));
-    if constexpr (kClips)
-      rounded[i] = {fminf(rounded[i].a, 6.0f * kUnit), fminf(rounded[i].b, 6.0f * kUnit)};
+    Pair v = scaled[i];
+    if constexpr (kClips) v = {fminf(v.a, 6.0f * kUnit), fminf(v.b, 6.0f * kUnit)};
+    Pair m = {fmaxf(v.a, 0x1.000008p-6f), fmaxf(v.b, 0x1.000008p-6f)};
+    rounded[i] = fma(m, both(0x1p22f), fma(m, both(-0x1p22f), v));
   }
   pack_block(rounded, x, codes);
 }

@@ -67,6 +67,9 @@ Q2_INLINE BlockScale block_scale(float largest, const Common& common, const doub
   } else if constexpr (kRule == EXACT) {
     const float vmax = (float)to;
     float q = divide_by(largest, vmax, (float)(1.0 / vmax));
+    // An amax that is far too small must saturate the scale: the quotient may not become Inf, nor then
+    // NaN. g is at most 2^128 / 1536.
+    q = min_or_nan(q, 512.0f * common.unit);
     u32 byte = to_e4m3(divide_by(q, common.unit, common.inverse_unit));
     return {byte, fminf(divide(common.inverse_unit, byte ? from_e4m3(byte) : 1.0f), kHuge)};
   } else {

@@ -1,0 +1,261 @@
+"""Operands and amax at the bottom of fp32's range, and amax that are far from their operand: the
+reference against the emulated kernels of each branch, and against their PTX.
+
+A divisor that is flushed to zero makes Inf or NaN of a block, and with it of a training run. So the
+sweep has tensors of every magnitude from fp32's smallest subnormal on, rows of different ones in
+one tensor, zeros of both signs, and amax from 0 to the largest float.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels.cuda import dequantize
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.ops.table import QuantizerCall
+from tests.support import ptx
+from tests.support import quantizer_calls as calls
+from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, pretend_device
+from tests.support.machine_code import HOT, OTHERS
+
+q2 = torch.ops.q2
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+TINY, LEAST = 2.0**-126, 2.0**-149  # the smallest normal and the smallest subnormal
+EXPONENTS = (-149, -140, -130, -127, -126, -125, -122, -116, -104, -97, -96, -60, -24, -14, 0)
+AMAX = (0.0, LEAST, 2.0**-140, 2.0**-127, TINY, 3e-35, 2.0**-115, 2.0**-100, 1.0, 2.0**60, 3.4e38)
+AMPERE, HOPPER, BLACKWELL = "sm_80", "sm_90a", "sm_100a"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SERVED = [s for s in SCHEMES if not not_served(s, "none")]
+GIVEN = [s for s in SCHEMES if SCHEMES[s].takes_amax]
+
+
+def normal() -> torch.Tensor:
+    """fp64 [64, 128], within 4."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn((64, 128), generator=generator, dtype=torch.float64).clamp_(-4, 4)
+
+
+def operands(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Of one magnitude each, of different magnitudes by rows, of hardly anything, and of zeros."""
+    x = normal()
+    for exponent in EXPONENTS:
+        yield (x * 2.0**exponent).to(dtype)
+    rows = torch.tensor([2.0 ** EXPONENTS[i % len(EXPONENTS)] for i in range(64)])
+    yield (x * rows[:, None].double()).to(dtype)
+    for smallest in (LEAST, TINY, 0.0):
+        one = torch.full_like(x, -0.0)
+        one[3, 5] = smallest
+        yield one.to(dtype)
+
+
+def amax_of(x: torch.Tensor, scheme: str) -> torch.Tensor | None:
+    return q2.amax(x) if get_scheme(scheme).takes_amax else None
+
+
+def dequantized(parts, scheme: str) -> torch.Tensor:
+    return scaled_codes(*parts[:2], get_scheme(scheme)).double() * parts[2].double()
+
+
+# The reference --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_reference_loses_no_more_than_it_must(scheme, dtype) -> None:
+    """No NaN, no Inf, and no block is off by more than one of normal size is, but for 8 * 2^-126
+    and what e4m3's smallest scale stands for.
+
+    - Normal size: half the largest step of the codes, stochastic a whole one, of 6 in all; more in
+      mxfp4, whose scales may clip a quarter of the largest.
+    - 2^-126: pow2 has zeros for smaller raw scales. Exact has no smaller global scale, and what x
+      is multiplied by ends at fp32's largest, so that blocks below 1.5 * 2^-126 shrink.
+    """
+    spec = SCHEMES[scheme]
+    for x in operands(dtype):
+        parts = q2.quantize(
+            x,
+            scheme=scheme,
+            rowwise=True,
+            columnwise=False,
+            amax=amax_of(x, scheme),
+            rowwise_seed=SEEDS[0],
+            mask=spec.masked,
+        )
+        got, unit = dequantized(parts, scheme), parts[2].double()
+        assert got.isfinite().all() and unit >= TINY
+        largest = x.double().abs().unflatten(1, (-1, spec.width)).amax(2, keepdim=True)
+        if spec.block[0] > 1:
+            largest = largest.unflatten(0, (-1, 16)).amax(1, keepdim=True).expand(-1, 16, -1, -1)
+            largest = largest.flatten(0, 1)
+        relative = 0.5 if spec.format == "mxfp4" or spec.rounding in ("sr", "ms_eden") else 0.25
+        floor = 8 * TINY + 6 * 2.0**-9 * unit.item() * (spec.format == "nvfp4")
+        error = (got - x.double()).abs().unflatten(1, (-1, spec.width))
+        assert (error <= relative * largest + floor).all()
+
+
+@pytest.mark.parametrize("scheme", GIVEN)
+def test_an_amax_that_is_given_makes_nothing_but_numbers(scheme) -> None:
+    """Far too small: scales and codes saturate. Too large: scales become subnormals and zeros."""
+    for amax, exponent in product(AMAX, (-149, -127, -110, -10, 10, 100, 124)):
+        x = (normal()[:16] * 2.0**exponent).float()
+        parts = q2.quantize(
+            x,
+            scheme=scheme,
+            rowwise=True,
+            columnwise=False,
+            amax=torch.tensor(amax),
+            rowwise_seed=SEEDS[0],
+        )
+        assert dequantized(parts, scheme).isfinite().all() and TINY <= parts[2] <= 2.0**118
+        if amax < 2.0**-20 and exponent == 100:
+            assert (parts[1].float() == 448).all()
+            nearly_all = decode_e2m1(parts[0]).abs().eq(6).float().mean()
+            assert nearly_all > (0.99 if amax > 0 else 0.9)
+
+
+# The kernels ----------------------------------------------------------------------------------
+
+
+def agree(call: QuantizerCall) -> None:
+    """The same bits; but a norm of 1/4 or 1/8, which the kernels apply with the scale, may round an
+    element up that fp32's smallest step has cut: a byte of codes in ten thousand."""
+    got, want = calls.launched(call), call()
+    x, folds = call.x, call.transform.size in (16, 64) and call.scheme.rounding != "ms_eden"
+    if folds and x.dtype == torch.float32 and 0 < x.abs().max() < TINY:
+        wrong = (got[0] != want[0]).sum().item()
+        assert wrong <= want[0].numel() / 4000, wrong
+        got, want = got[1:], want[1:]
+    assert_same_bits(got, want)
+
+
+def sweep(scheme: str, transform: str, dtype: torch.dtype, columnwise: bool) -> None:
+    for x in operands(dtype):
+        if get_scheme(scheme).masked:
+            agree(calls.masked(x, scheme, transform))
+        elif transform == "none" and not columnwise:
+            agree(calls.plain(x, amax_of(x, scheme), SEEDS[0], scheme))
+        else:
+            agree(calls.one(x, SEEDS[0], scheme, transform, columnwise, 1))
+
+
+emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+CASES = [(s, "none") for s in SERVED] + [("mxfp4_quest", "h32")]
+CASES += [(s, "rht128") for s in ("nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_sr_pow2")]
+CASES += [("nvfp4", "rht16"), ("nvfp4_sr_pow2", "rht16"), ("mxfp4_sr", "rht64")]
+CASES += [("mxfp4_rtn34", "rht32"), ("nvfp4_ms_eden_pow2" + SWIZZLED, "rht128")]
+
+
+BRANCHES = [(*case, each) for case in CASES for each in (HOPPER, BLACKWELL)]
+BRANCHES += [(s, "none", AMPERE) for s in ("nvfp4", "nvfp4_46_pow2", "nvfp4_sr_pow2", "mxfp4_sr")]
+
+
+@emulated
+@pytest.mark.parametrize("scheme, transform, architecture", BRANCHES)
+def test_emulated_kernels(scheme, transform, architecture, monkeypatch) -> None:
+    launches_on_cpu(monkeypatch, architecture)
+    for dtype in DTYPES if architecture == BLACKWELL else DTYPES[:1]:
+        sweep(scheme, transform, dtype, False)
+    if transform.startswith("rht"):
+        sweep(scheme, transform, torch.float32, True)
+
+
+@emulated
+@pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4_46_pow2", "nvfp4", "mxfp4_sr"])
+def test_emulated_kernels_that_dequantize(scheme, monkeypatch) -> None:
+    """On a Hopper: scales and products of subnormals, fixed up by settle_widened.cu."""
+    launches_on_cpu(monkeypatch, HOPPER)
+    transform = "rht128" if get_scheme(scheme).rounding == "ms_eden" else "none"
+    for x in operands(torch.float32):
+        if get_scheme(scheme).takes_amax:
+            call = calls.plain(x, q2.amax(x), SEEDS[0], scheme + WIDENED)
+        else:
+            call = calls.one(x, SEEDS[0], scheme + WIDENED, transform, False, 1)
+        assert_same_bits(calls.launched(call), call())
+
+
+@emulated
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("scheme", [s for s in GIVEN if s in SERVED])
+def test_emulated_kernels_with_an_amax(scheme, architecture, monkeypatch) -> None:
+    """The kernels once made NaN of scales, and wrong codes, where x / (448 * g) overflows."""
+    launches_on_cpu(monkeypatch, architecture)
+    for amax, exponent in product(AMAX, (-149, -127, -110, -10, 10, 100, 124)):
+        x = (normal()[:16, :64] * 2.0**exponent).float()
+        agree(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme))
+
+
+@emulated
+@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn"])
+def test_emulated_requantizing_and_dequantizing(source, monkeypatch) -> None:
+    scheme = "mxfp4_rtn34" if source == "mxfp4_rtn" else "nvfp4_ms_eden_pow2"
+    transform = "rht32" if source == "mxfp4_rtn" else "rht128"
+    launches_on_cpu(monkeypatch, BLACKWELL)
+    for x in operands(torch.float32):
+        packed = calls.plain(x, amax_of(x, source), None, source)()
+        call = calls.again(*packed, SEEDS[0], source, scheme, transform, 128, 1)
+        got, want = calls.launched(call), call()
+        if packed[2] < 2.0**-120:  # times the norm it is a subnormal, which is rounded
+            steps = got[1].view(torch.uint8).int() - want[1].view(torch.uint8).int()
+            assert steps.abs().max() <= 1 and steps.ne(0).float().mean() < 1 / 500
+            got, want = got[::2], want[::2]
+        assert_same_bits(got, want)
+        for dtype in DTYPES:
+            args = (*packed, source, 128, dtype)
+            assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+
+
+# The PTX --------------------------------------------------------------------------------------
+
+PTX_CASES = [
+    ("nvfp4_46_pow2", "none", False),
+    ("nvfp4", "none", False),
+    ("nvfp4_sr", "none", False),
+    ("nvfp4_ms_eden_pow2", "rht128", True),
+    ("nvfp4_sr_pow2", "rht16", True),
+    ("mxfp4_sr", "rht64", True),
+    ("mxfp4_quest", "h32", False),
+]
+
+
+@pytest.mark.parametrize("scheme, transform, columnwise", PTX_CASES)
+def test_ptx_of_blackwell(scheme, transform, columnwise, monkeypatch) -> None:
+    """With rcp.approx.ftz off by an ulp, and flushing as it does. All magnitudes in one operand."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    ptx.serve(monkeypatch, BLACKWELL)
+    pretend_device(monkeypatch, room=228 * 1024)
+    rows = torch.tensor([2.0 ** EXPONENTS[i % len(EXPONENTS)] for i in range(64)])
+    mixed = (normal() * (rows[:, None].double())).float()
+    if columnwise:
+        mixed = mixed.t().contiguous()
+    tiny = (normal() * 2.0**-127).float()
+    for x in (mixed, tiny, torch.zeros_like(tiny)):
+        if get_scheme(scheme).masked:
+            agree(calls.masked(x, scheme, transform))
+        elif not columnwise:
+            agree(calls.plain(x, amax_of(x, scheme), SEEDS[0], scheme))
+        else:
+            agree(calls.one(x, SEEDS[0], scheme, transform, True, 1))
+    if get_scheme(scheme).takes_amax:
+        for amax in (0.0, LEAST, TINY, 3.4e38):
+            agree(calls.plain((normal() * 2.0**10).float(), torch.tensor(amax), SEEDS[0], scheme))
+
+
+@pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
+def test_only_one_instruction_flushes_subnormals(architecture) -> None:
+    """rcp.approx.ftz, whose operands are scales from 2^-126 on: a Newton step follows. Everything
+    else keeps subnormals. (Producers' exponentials flush results that vanish in a sum with 1.)"""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    names = ["rht_quantize_both", "quartet2 fprop", "requantize", "mxfp4 both", "nvfp4 wgrad"]
+    for name in names:
+        text = ptx.text({**HOT, **OTHERS}[name].variant, architecture)
+        assert set(re.findall(r"\b[\w.]+\.ftz[\w.]*", text)) <= {"rcp.approx.ftz.f32"}
+        assert "div.full" not in text and ".approx.f32" not in text
