@@ -1,4 +1,5 @@
-"""Compares the cost model with the rows that were measured on an H200, and writes PREDICTED.md.
+"""Compares the cost model with the rows measured on an H200, predicts Blackwell GPUs, and writes
+PREDICTED.md.
 
     python examples/benchmarks/predicted.py [--out FILE]
 
@@ -9,6 +10,8 @@ Needs no GPU: it reads `results/`. It predicts
     steps of Llamas: BF16's step as measured, plus what the linears cost more under the recipe, on
     the GPU or on the host, whichever is more. (If the GPU limits one of the two steps and the host
     the other, this is an upper bound.) Under CUDA graphs only the GPU counts.
+
+Blackwell GPUs are predicted by published rates of their GEMMs (q2compile/cost_model/devices.py).
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from workloads import (
     VOCABULARY_30M,
 )
 
-from q2compile.cost_model.devices import H200
+import q2compile
+from q2compile.cost_model.devices import DATA_SHEETS, H200, Device
+from q2compile.cost_model.predict import predict
 from q2compile.cost_model.steps import Layer, bf16_steps, recipe_steps
 from q2compile.recipes.recipe import GEMMS
 from q2compile.recipes.resolve import resolve
@@ -205,6 +210,46 @@ def table(rows: Iterable[Compared]) -> str:
     return "\n".join(lines)
 
 
+BLACKWELLS = tuple(device for device in DATA_SHEETS if not device.emulates)
+GAINS = ((8192, 4096, 4096), (8192, 14336, 4096), (16384, 24576, 6144))
+COUNTED = Path(q2compile.__file__).parent / "cost_model" / "instructions.json"
+
+
+def rates() -> str:
+    """Peaks, shares of them and their sources, as Markdown."""
+    lines = [
+        "| GPU | GEMM | peak, TFLOP/s | share reached | TFLOP/s | source of the share |",
+        "|---|---|---|---|---|---|",
+    ]
+    for device in DATA_SHEETS:
+        for kind, rate in device.gemms.items():
+            lines.append(
+                f"| {device.name} | {kind} | {rate.peak / 1e12:.5g} | {rate.share:.3g} "
+                f"| {rate.reached / 1e12:.0f} | {rate.source} |"
+            )
+    return "\n".join(lines)
+
+
+def gains() -> str:
+    """Predicted times of linears over BF16's, as Markdown."""
+    lines = [
+        "| recipe, T x N x K | " + " | ".join(device.name for device in BLACKWELLS) + " |",
+        "|---" * (1 + len(BLACKWELLS)) + "|",
+    ]
+    for recipe in ("quartet2", "tetrajet2", "nvfp4", "quartet", "mxfp4"):
+        for shape in GAINS if recipe == "quartet2" else GAINS[:1]:
+            own = " | ".join(f"{_time(recipe, shape, device):.2f}" for device in BLACKWELLS)
+            lines.append(f"| {recipe}, {' x '.join(map(str, shape))} | {own} |")
+    return "\n".join(lines)
+
+
+def _time(recipe: str, shape: tuple[int, ...], device: Device) -> float:
+    """Of BF16's, forward and backward, with x quantized in its producer."""
+    found = predict(resolve(recipe), shape)
+    assert found is not None
+    return 1 / found.speed(device)
+
+
 PAGE = """\
 # Predicted and measured
 
@@ -239,6 +284,23 @@ launch and has nothing to fuse with.
 
 {step_table}
 
+## Blackwell
+
+Nothing here was measured by this project. Peaks are dense, by data sheet. The share of a peak that
+a large GEMM reaches comes from published measurements where there are any; the source is beside it.
+A share above 1 belongs to a card that runs above its listed clock. Quantizers are assumed to reach
+the bandwidth and the issue slots that they reach on an H200. Their instructions were counted with
+NVRTC {nvrtc} on {counted} (`python examples/benchmarks/instructions.py`).
+
+{rates}
+
+Predicted time over BF16's, forward and backward of one linear:
+
+{gains}
+
+The authors of Quartet II report 4.2 times BF16's speed on an RTX 5090 and up to 2.5 times on a B200
+for the layers of a 22B model (16384 x 24576 x 6144), with GEMMs of their own.
+
 ## Not measured yet
 
 {missing}
@@ -247,10 +309,15 @@ launch and has nothing to fuse with.
 
 def page() -> str:
     names = ", ".join(f"`{name}`" for name in missing())
+    counted = json.loads(COUNTED.read_text(encoding="utf-8"))
     return PAGE.format(
         kernels=KERNELS,
         steps=STEPS_WITHIN,
         kernel_table=table(kernels()),
+        nvrtc=counted["nvrtc"],
+        counted=counted["date"],
+        rates=rates(),
+        gains=gains(),
         step_table=table((*linears(), *steps(), *of_the_host())),
         missing=f"{names}." if names else "Every row that is predicted has been measured.",
     )

@@ -3,7 +3,8 @@ costs the host.
 
 The measured figures come from `examples/benchmarks/results`, of one H200. After new rows set them
 anew. `examples/benchmarks/predicted.py` shows the errors of the predictions that follow. No
-Blackwell has been measured: its shares are assumed to be the same, except for its GEMMs.
+Blackwell has been measured here. The rates of its GEMMs are published ones (the table below); all
+other shares are assumed to be an H200's.
 """
 
 from __future__ import annotations
@@ -32,83 +33,199 @@ HOST_CALL = 10.98e-6  # steps.json, host_us_per_call: a call of two launches in 
 HOST_DISPATCHED = 16.49e-6  # kernels.json, host_dequantize: an op of one launch by the dispatcher
 
 
+@dataclass(frozen=True)
+class Rate:
+    """The GEMMs of one format on one GPU.
+
+    peak: dense FLOP/s with fp32 accumulation, by data sheet
+    share: of the peak that a large GEMM reaches; above 1 where a card runs above its listed clock
+    source: of the share
+    """
+
+    peak: float
+    share: float
+    source: str
+
+    @property
+    def reached(self) -> float:
+        """FLOP/s of a large GEMM."""
+        return self.peak * self.share
+
+
 @dataclass(frozen=True, eq=False)
 class Device:
-    """A GPU by its data sheet: dense FLOP/s, bytes/s, and instructions a second over all lanes.
+    """A GPU: rates of its GEMMs, bytes/s, and instructions/s over all lanes.
 
-    flops: of "bf16" and, where there are fp4 tensor cores, of "fp4".
-    gemm_share: of those that a large GEMM reaches.
-    architecture: whose machine code is counted (`quantizers`).
+    name: words that its name in torch contains
+    column: its key in reports
+    capability: major compute capability
+    architecture: whose machine code is counted (`quantizers`)
+    gemms: "bf16" and, where there are fp4 tensor cores, "fp4"
     """
 
     name: str
     column: str
     capability: int
     architecture: str
-    flops: dict[str, float]
-    gemm_share: dict[str, float]
+    gemms: dict[str, Rate]
     bandwidth: float
     issue: float
 
     @property
     def emulates(self) -> bool:
-        """Whether fp4 products are bf16 products of the same numbers."""
-        return "fp4" not in self.flops
+        """Whether fp4 GEMMs are BF16 GEMMs of the dequantized operands."""
+        return "fp4" not in self.gemms
 
 
-# The share of the FP4 peak is set by the largest layers of the Quartet II authors, 4.2 times as
-# fast as BF16 on an RTX 5090, up to 2.5 times on a B200: it predicts the first a sixth too high,
-# the second a sixth too low.
-_ASSUMED = {"bf16": 0.8, "fp4": 0.54}
-DEVICES = (
-    # HGX B200 (NVIDIA data sheet, one of eight GPUs): 9 and 2.25 PFLOP/s dense, 8 TB/s; 148 SMs.
+def _gemms(bf16: Rate, fp4: Rate | None = None) -> dict[str, Rate]:
+    return {"bf16": bf16} | ({"fp4": fp4} if fp4 else {})
+
+
+def _lanes(multiprocessors: int, gigahertz: float) -> float:
+    return multiprocessors * 128 * gigahertz * 1e9
+
+
+# Published rates. N = 6144, K = 4096, 4096 to 16384 rows: BF16 1.36 to 1.42 PFLOP/s, NVFP4 with
+# quantized operands 3.65 to 3.90.
+_VLLM_B200 = "github.com/vllm-project/vllm/pull/20646"
+# Triton's NVFP4 and torch's BF16, 4096 rows, ten shapes from 4096 x 4096 to 28672 x 8192: 758 to
+# 874 TFLOP/s and 185 to 235; at 8192 x 8192 872 and 214.
+_VLLM_5090 = "github.com/vllm-project/vllm/pull/38338"
+# torch.matmul in BF16 at 8192: RTX 5090 175 to 236 TFLOP/s (issues 96, 124, 200), RTX 5080 103
+# (104), RTX PRO 6000 350 and 417 (160, 161).
+_TORCH_DATA = "github.com/zzc0721/torch-performance-test-data"
+_AS_B200, _AS_5090 = "assumed as on a B200", "assumed as on an RTX 5090"
+
+# Peaks: data sheets of HGX B200 and B300 (one of eight GPUs), GB200 and GB300 NVL72 (one of 72),
+# DGX Spark; RTX Blackwell and RTX Blackwell PRO architecture white papers.
+B200 = Device(
+    "B200",
+    "b200",
+    10,
+    "sm_100a",
+    _gemms(Rate(2.25e15, 0.62, _VLLM_B200), Rate(9.0e15, 0.43, _VLLM_B200)),
+    8.0e12,
+    _lanes(148, 1.85),
+)
+RTX_5090 = Device(
+    "RTX 5090",
+    "rtx5090",
+    12,
+    "sm_120a",
+    _gemms(
+        Rate(2.095e14, 1.074, f"{_VLLM_5090}, {_TORCH_DATA}"), Rate(1.676e15, 0.495, _VLLM_5090)
+    ),
+    1.792e12,
+    _lanes(170, 2.41),
+)
+# H200 SXM: at 1.95 GHz under load. Its BF16 share was measured at the limit of its power.
+H200 = Device(
+    "H200",
+    "h200",
+    9,
+    "sm_90a",
+    _gemms(Rate(9.895e14, 0.73, "examples/benchmarks/results/models.json")),
+    4.8e12,
+    _lanes(132, 1.95),
+)
+# The columns of reports.
+DEVICES = (B200, RTX_5090)
+DATA_SHEETS = (
+    H200,
+    *DEVICES,
     Device(
-        "B200",
-        "b200",
+        "GB200",
+        "gb200",
         10,
         "sm_100a",
-        {"fp4": 9.0e15, "bf16": 2.25e15},
-        _ASSUMED,
+        _gemms(Rate(2.5e15, 0.62, _AS_B200), Rate(1.0e16, 0.43, _AS_B200)),
         8.0e12,
-        148 * 128 * 1.85e9,
+        _lanes(152, 1.85),
     ),
-    # RTX 5090 (NVIDIA RTX Blackwell white paper): 1676 and 209.5 TFLOP/s dense with fp32
-    # accumulation, 1.792 TB/s; 170 SMs.
     Device(
-        "RTX 5090",
-        "rtx5090",
+        "B300",
+        "b300",
+        10,
+        "sm_100a",
+        _gemms(Rate(2.25e15, 0.62, _AS_B200), Rate(1.35e16, 0.43, _AS_B200)),
+        8.0e12,
+        _lanes(148, 1.85),
+    ),
+    Device(
+        "GB300",
+        "gb300",
+        10,
+        "sm_100a",
+        _gemms(Rate(2.5e15, 0.62, _AS_B200), Rate(1.5e16, 0.43, _AS_B200)),
+        8.0e12,
+        _lanes(152, 1.85),
+    ),
+    # CUTLASS's own example reaches 0.81 of its FP4 peak (github.com/NVIDIA/cutlass/pull/3272). The
+    # GEMMs used here are cuBLASLt's and Triton's.
+    Device(
+        "RTX PRO 6000",
+        "rtxpro6000",
         12,
         "sm_120a",
-        {"fp4": 1.676e15, "bf16": 2.095e14},
-        _ASSUMED,
+        _gemms(Rate(5.038e14, 0.76, _TORCH_DATA), Rate(2.015e15, 0.495, _AS_5090)),
         1.792e12,
-        170 * 128 * 2.41e9,
+        _lanes(188, 2.617),
+    ),
+    Device(
+        "RTX 5080",
+        "rtx5080",
+        12,
+        "sm_120a",
+        _gemms(
+            Rate(1.126e14, 0.91, _TORCH_DATA),
+            Rate(9.004e14, 0.42, "assumed: 3.7 times its BF16 GEMMs, as on an RTX 5090"),
+        ),
+        0.96e12,
+        _lanes(84, 2.617),
+    ),
+    # 1 PFLOP/s FP4 with sparsity. No rate of its BF16 GEMMs was found.
+    Device(
+        "GB10",
+        "gb10",
+        12,
+        "sm_120a",
+        _gemms(Rate(1.25e14, 0.8, "assumed"), Rate(5.0e14, 0.495, _AS_5090)),
+        0.273e12,
+        _lanes(48, 2.42),
     ),
 )
-# H200 SXM (NVIDIA data sheet): 989.5 TFLOP/s dense, 4.8 TB/s; 132 SMs, at 1.95 GHz under load. The
-# share of its GEMMs is that of BF16 in models.json, at the limit of its power.
-H200 = Device(
-    "H200", "h200", 9, "sm_90a", {"bf16": 9.895e14}, {"bf16": 0.73}, 4.8e12, 132 * 128 * 1.95e9
-)
-DATA_SHEETS = (H200, *DEVICES)
-ASSUMPTIONS = (
-    "predicted by data sheet, not measured: "
-    + "; ".join(
-        f"{d.name} {d.flops['fp4'] / 1e12:.0f} TFLOP/s FP4, {d.flops['bf16'] / 1e12:.4g} BF16, "
-        f"{d.bandwidth / 1e12:.4g} TB/s"
-        for d in DEVICES
+# Words in the name of a GPU with other rates than the one of the same number.
+_VARIANTS = {"Laptop", "Max-Q", "PCIe", "NVL", "MIG", "D", "DD"}
+
+
+def _described(device: Device) -> str:
+    bf16, fp4 = device.gemms["bf16"], device.gemms["fp4"]
+    return (
+        f"{device.name} {fp4.peak / 1e12:.0f} TFLOP/s FP4 ({fp4.share:.0%} reached), "
+        f"{bf16.peak / 1e12:.4g} BF16 ({bf16.share:.0%}), {device.bandwidth / 1e12:.4g} TB/s"
     )
-    + f"; a GEMM reaches {_ASSUMED['fp4']:.0%} of that in FP4 and {_ASSUMED['bf16']:.0%} in "
-    f"BF16, a quantizer {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the issue "
-    f"slots ({ISSUE_SHARE_OF_COINS:.0%} with coins); {LAUNCH_SECONDS * 1e6:.0f} us a launch; "
-    f"forward quantizers fused; of the host {HOST_CALL * 1e6:.0f} us a call of two launches, where "
-    "that is longer"
+
+
+ASSUMPTIONS = (
+    "predicted, not measured: peaks by data sheet, and what published large GEMMs reach of them: "
+    + "; ".join(map(_described, DEVICES))
+    + f"; a quantizer reaches {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the "
+    f"issue slots ({ISSUE_SHARE_OF_COINS:.0%} with stochastic rounding); "
+    f"{LAUNCH_SECONDS * 1e6:.0f} us a launch; forward quantizers fused; of the host "
+    f"{HOST_CALL * 1e6:.0f} us a call of two launches, where that is longer"
 )
 
 
 def deciding_device() -> Device:
-    """The device whose times decide under "auto": the Blackwell present, or else a B200."""
+    """The device whose times decide under "auto".
+
+    The Blackwell GPU that is present; if its model is unknown, one of its compute capability;
+    without a Blackwell, a B200.
+    """
     if torch.cuda.is_available():
+        known = data_sheet(torch.cuda.get_device_name())
+        if known is not None and not known.emulates:
+            return known
         major, _ = torch.cuda.get_device_capability()
         for device in DEVICES:
             if device.capability == major:
@@ -117,9 +234,14 @@ def deciding_device() -> Device:
 
 
 def data_sheet(name: str) -> Device | None:
-    """That of a GPU by its name as torch has it, "NVIDIA H200"; None if there is none."""
-    words = name.split()
+    """The device of a name in torch, "NVIDIA H200"; None if it is unknown.
+
+    A laptop's GPU and other variants share the number of a desktop's and not its rates: None.
+    """
+    words = set(name.split())
+    if words & _VARIANTS:
+        return None
     for device in DATA_SHEETS:
-        if all(word in words for word in device.name.split()):
+        if words >= set(device.name.split()):
             return device
     return None

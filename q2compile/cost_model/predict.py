@@ -88,11 +88,12 @@ def predict(
     symbolic = Layer(t, n, k, experts, grouped=len(shape) == 4, **layer)
     concrete = replace(symbolic, **dict(zip("tnk", hints, strict=True)))
     steps = recipe_steps(recipe, symbolic, gemms)
-    own, bf16 = {}, {}
-    for device in DATA_SHEETS:
-        there = replace(concrete, emulated=device.emulates)
-        own[device] = recipe_steps(recipe, there, gemms)
-        bf16[device] = bf16_steps(there, gemms)
+    either = {
+        emulated: recipe_steps(recipe, replace(concrete, emulated=emulated), gemms)
+        for emulated in (False, True)
+    }
+    own = {device: either[device.emulates] for device in DATA_SHEETS}
+    bf16 = dict.fromkeys(DATA_SHEETS, bf16_steps(concrete, gemms))
     at = {str(n): hint for n, hint in zip(shape[-3:], hints, strict=True) if str(n) != str(hint)}
     return Prediction(
         flops=sum(s.flops for s in steps),

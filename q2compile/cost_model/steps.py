@@ -88,7 +88,7 @@ class Step:
         """Of the GPU."""
         bandwidth = 8 * device.bandwidth * MEMORY_SHARE
         times = [
-            self.flops / (device.flops[self.kind] * device.gemm_share[self.kind]),
+            self.flops / device.gemms[self.kind].reached,
             self.bits / (bandwidth * self.reach),
         ]
         if self.quantizer is not None:

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import q2compile
 from q2compile.capture.module_names import Names
-from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES, deciding_device
+from q2compile.cost_model.devices import ASSUMPTIONS, DEVICES
 from q2compile.cost_model.predict import predict
 from q2compile.cost_model.quantizers import Quantizer
 from q2compile.cost_model.steps import (
@@ -120,13 +120,13 @@ def test_a_symbolic_size_gives_expressions_that_agree_with_numbers():
 
 
 def test_time_is_the_longest_of_three():
-    """On B200: 0.54 of 9 PFLOP/s, 0.83 of 8 TB/s, 0.69 of 148 * 128 * 1.85e9 instructions/s, of
+    """On B200: 0.43 of 9 PFLOP/s, 0.83 of 8 TB/s, 0.69 of 148 * 128 * 1.85e9 instructions/s, of
     which requantizing takes 18.97 an element; 3.4 us a launch."""
     ms = 1e-3
     issued = Quantizer("requantize", "nvfp4_ms_eden_pow2", "rht128", "nvfp4_46_pow2")
     assert issued.instructions("sm_100a") == pytest.approx(18.97, abs=0.1)
     elements = 148 * 128 * 1.85e9 * 0.69 / issued.instructions("sm_100a") * ms
-    flops = Step("fprop", "gemm", 0, flops=0.54 * 9e15 * ms, kind="fp4")
+    flops = Step("fprop", "gemm", 0, flops=0.43 * 9e15 * ms, kind="fp4")
     memory = Step("fprop", "quantize x", 8 * 6.64e12 * ms)
     issue = Step("fprop", "requantize w", 0, quantizer=issued, elements=elements)
     for step in (flops, memory, issue):
@@ -239,14 +239,12 @@ def test_what_makes_it_faster():
             assert series == sorted(series) and series[0] < series[-1]
 
 
-def test_the_largest_layers_come_out_where_the_authors_report_them():
-    """Quartet II: 4.2 times BF16 on an RTX 5090 for a model of 22B, up to 2.5 times on a B200. The
-    one assumption that was set by it is the share of the FP4 peak; it leaves as much on one side as
-    on the other."""
-    b200, rtx5090 = speeds(16384, 24576, 6144)
-    assert b200 == pytest.approx(2.5 * 0.85, rel=0.01)
-    assert rtx5090 == pytest.approx(4.2 * 1.16, rel=0.01)
-    assert max(speeds(2**20, 2**15, 2**15)) < 8  # the ratio of the RTX 5090's peaks
+def test_a_linear_of_4096_gains_what_these_rates_allow():
+    """8192 rows: 3.0 times BF16 on an RTX 5090, 1.8 on a B200. The authors of Quartet II report 4.2
+    and up to 2.5 for the layers of a 22B model, by GEMMs of their own; 2.3 and 3.35 here."""
+    assert speeds(8192, 4096, 4096) == pytest.approx([1.77, 2.99], abs=0.02)
+    assert speeds(16384, 24576, 6144) == pytest.approx([2.29, 3.35], abs=0.02)
+    assert max(speeds(2**20, 2**15, 2**15)) < 3.69  # the ratio of the rates
 
 
 def test_fewer_gemms_cost_less():
@@ -283,13 +281,13 @@ def test_experts_have_a_weight_each():
 
 
 def test_which_mixtures_gain_by_fp4():
-    """64 narrow experts of 1024 tokens each have as many weights to quantize as tokens: on a B200
-    that takes longer than FP4 saves. 8 wide ones of 8192 tokens gain everywhere."""
+    """64 narrow experts of 512 tokens each have twice as many weights to quantize as tokens: on a
+    B200 that takes longer than FP4 saves. 8 wide ones of 8192 tokens gain everywhere."""
     b200, rtx5090 = DEVICES
-    narrow, wide = ((64, 65536, 1536, 2048), (8, 65536, 4096, 14336))
+    narrow, wide = ((64, 32768, 1536, 2048), (8, 65536, 4096, 14336))
     narrow, wide = (predict(QUARTET2, shape) for shape in (narrow, wide))
-    assert narrow.speed(b200) < 1 < 2 < narrow.speed(rtx5090)
-    assert wide.speed(b200) > 1.5 and wide.speed(rtx5090) > 4
+    assert narrow.speed(b200) < 0.9 < 1.5 < narrow.speed(rtx5090)
+    assert wide.speed(b200) > 2 and wide.speed(rtx5090) > 3
     assert why_left(narrow).startswith("auto: predicted to take") and why_left(wide) == ""
 
 
@@ -428,8 +426,8 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     assert [d["column"] for d in data["devices"]] == [d.column for d in DEVICES]
     assert data["assumptions"] == ASSUMPTIONS
     for number in (
-        "9000 TFLOP/s FP4, 2250 BF16, 8 TB/s",
-        "1676 TFLOP/s FP4, 209.5 BF16, 1.792 TB/s",
+        "9000 TFLOP/s FP4 (43% reached), 2250 BF16 (62%), 8 TB/s",
+        "1676 TFLOP/s FP4 (50% reached), 209.5 BF16 (107%), 1.792 TB/s",
     ):
         assert number in ASSUMPTIONS
 
@@ -440,10 +438,3 @@ def test_wrong_uses_of_auto():
     with pytest.raises(ValueError, match="auto"):
         q2compile.Config(policy={"*": {"fprop": "auto"}})
     assert not Policy.build("bf16", {"*": "auto"}, "pow2").resolve("a")[0].quantizes
-
-
-def test_the_device_that_decides(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, name in (((9, 0), "B200"), ((10, 3), "B200"), ((12, 0), "RTX 5090")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        assert deciding_device().name == name
