@@ -69,6 +69,34 @@ DEQUANTIZED, TURNED = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
 OTHERS = (DEQUANTIZE, TRANSPOSE)
 
 
+def call_of(
+    case: Quantizer, x: torch.Tensor, seeds: Sequence[torch.Tensor], source: Any = None
+) -> QuantizerCall:
+    """The call of a case.
+
+    x: a matrix.  seeds: two int64 scalars.  source: of a case that requantizes, the codes, scales
+    and global scale of x in its scheme.
+    """
+    how: dict[str, Any] = {"scheme": case.scheme, "transform": case.transform}
+    how["rng_offset"] = STREAM
+    if case.kind == REQUANTIZE:
+        read = dict(zip(SPECS[REQUANTIZE].source, source, strict=True))
+        read |= {"source_scheme": case.source, "rows": x.shape[1], "columnwise_seed": seeds[1]}
+        return QuantizerCall.named(REQUANTIZE, **read, **how)
+    rowwise, columnwise = case.kind != "col", case.kind != "row"
+    draws = case.spec.stochastic or case.transform != "none"
+    return QuantizerCall.named(
+        QUANTIZE,
+        x=x,
+        **how,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        rowwise_seed=seeds[0] if rowwise and draws and not case.spec.masked else None,
+        columnwise_seed=seeds[rowwise] if columnwise else None,
+        mask=case.spec.masked,
+    )
+
+
 def calls_of_quantizers(
     device: torch.device, rows: int, cols: int, inputs: int, names: Sequence[str]
 ) -> dict[str, Callable[[], list[Call]]]:
@@ -91,25 +119,9 @@ def calls_of_quantizers(
         if name == TRANSPOSE:
             return name, (*of(TURNED)[i][:2], TURNED, cols, True)
         case = CASES[name]
-        how: dict[str, Any] = {"scheme": case.scheme, "transform": case.transform}
-        how["rng_offset"] = STREAM
-        if case.kind == REQUANTIZE:
-            source = dict(zip(SPECS[REQUANTIZE].source, of(case.source)[i], strict=True))
-            how |= {"source_scheme": case.source, "rows": cols, "columnwise_seed": seeds[1]}
-            return REQUANTIZE, QuantizerCall.named(REQUANTIZE, **source, **how).positional
-        rowwise, columnwise = case.kind != "col", case.kind != "row"
-        draws = case.spec.stochastic or case.transform != "none"
-        call = QuantizerCall.named(
-            QUANTIZE,
-            x=xs[i],
-            **how,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            rowwise_seed=seeds[0] if rowwise and draws and not case.spec.masked else None,
-            columnwise_seed=seeds[rowwise] if columnwise else None,
-            mask=case.spec.masked,
-        )
-        return QUANTIZE, call.positional
+        source = of(case.source)[i] if case.kind == REQUANTIZE else None
+        call = call_of(case, xs[i], seeds, source)
+        return call.spec.name, call.positional
 
     def calls(name: str) -> list[Call]:
         if name == "copy":

@@ -9,6 +9,8 @@ torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
                allocator gives to nothing else of that stream before the product has run.
     look-up    torch asks cuBLASLt's heuristic for an algorithm, and makes and frees seven
                descriptors, at every call. Here once for each kind of product.
+    algorithm  torch takes the first. `q2compile bench` times the first eight, and the fastest is
+               taken from then on (remembered.py), wherever the heuristic lists it for a product.
     bias       torch refuses one of an fp32 result.
 
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
@@ -22,12 +24,14 @@ import functools
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
+from q2compile.runtime_kernels.cuda.gemm.remembered import remembered_algorithm
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
 
 _COMPUTE_32F, _TRANSPOSE, _POINTERS_ON_DEVICE, _EPILOGUE_BIAS = 68, 1, 1, 4
@@ -38,6 +42,7 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 E2M1, E4M3 = 33, 28
 SCALES_ARE_ONE_FP32, SCALES_OF_16 = 0, 1
 _MOST_WORKSPACE = 32 << 20
+_ASKED = 8  # algorithms
 _MOST_PLANS = 4096  # of a program whose shapes never repeat
 
 
@@ -58,6 +63,23 @@ class Product(NamedTuple):
     bias: torch.dtype | None
     operand: int = E2M1
     scale_mode: int = SCALES_OF_16
+
+
+class Algorithm(NamedTuple):
+    """What tells apart two algorithms of cuBLASLt: cublasLtMatmulAlgoConfigAttributes_t, in order.
+
+    An attribute that this version of cuBLASLt does not have is -1.
+    """
+
+    id: int
+    tile: int
+    split_k: int
+    reduction: int
+    swizzling: int
+    option: int
+    stages: int
+    inner_shape: int
+    cluster_shape: int
 
 
 class _Heuristic(ctypes.Structure):
@@ -128,26 +150,33 @@ def _destroy(descriptors: list[tuple[str, ctypes.c_void_p]]) -> None:
 
 
 class Plan:
-    """A product, with the algorithm that cuBLASLt's heuristic chose for it.
+    """A product, with one of the algorithms that cuBLASLt's heuristic lists for it.
+
+    algorithms: all of them, in its order
+    algorithm: the one that is taken: `wanted` where it is listed, else the first
 
     Raises:
         LaunchError: cuBLASLt has none.
     """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, wanted: Sequence[int] | None = None) -> None:
         self._product, self._parts = product, Descriptors(product)
         self._handle, self._zero = _handle(product.device)
         self._lock = threading.Lock()  # the pointers are in the descriptor; ctypes lets others run
-        found, count = _Heuristic(), ctypes.c_int()
+        found, count = (_Heuristic * _ASKED)(), ctypes.c_int()
         p = self._parts
         _call(
             "MatmulAlgoGetHeuristic",
             *(self._handle, p.operation, p.a, p.b, p.result, p.result, p.preference),
-            *(1, ctypes.byref(found), ctypes.byref(count)),
+            *(_ASKED, found, ctypes.byref(count)),
         )
-        if not count.value or found.state:
-            raise LaunchError(f"cuBLASLt has no algorithm for {product}: status {found.state}.")
-        self._found = found
+        usable = [one for one in found[: count.value] if not one.state]
+        if not usable:
+            raise LaunchError(f"cuBLASLt has no algorithm for {product}: status {found[0].state}.")
+        self.algorithms = [_described(one) for one in usable]
+        listed = wanted is not None and tuple(wanted) in self.algorithms
+        which = self.algorithms.index(Algorithm(*wanted)) if wanted and listed else 0
+        self.algorithm, self._found = self.algorithms[which], usable[which]
 
     def run(self, a: Operand, b: Operand, alpha, bias, out) -> None:
         p, at = self._parts, _address
@@ -168,6 +197,19 @@ class Plan:
             )
 
 
+def _described(found: _Heuristic) -> Algorithm:
+    values = []
+    for attribute in range(len(Algorithm._fields)):
+        # The last two are of 16 bits.
+        value = ctypes.c_int32() if attribute < 7 else ctypes.c_int16()
+        status = _library().cublasLtMatmulAlgoConfigGetAttribute(
+            *(ctypes.byref(found), attribute, ctypes.byref(value)),
+            *(ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(ctypes.c_size_t())),
+        )
+        values.append(-1 if status else value.value)
+    return Algorithm(*values)
+
+
 def _address(x: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
@@ -186,11 +228,26 @@ def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
     """
     found = _PLANS.get(product)
     if found is None:
-        found = Plan(product)
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
-        _PLANS[product] = found
+        found = plan(product)
     found.run(a, b, alpha, bias, out)
+
+
+def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:
+    """Has a product run from now on by an algorithm, if the heuristic lists it for the product.
+
+    wanted: None for the one that `q2compile bench` found the fastest at the nearest shape, or
+        else the first of the heuristic's.
+
+    Raises:
+        LaunchError: as `run`.
+    """
+    if wanted is None and product.operand == E2M1:
+        wanted = remembered_algorithm(*product[:4])
+    found = Plan(product, wanted)
+    if len(_PLANS) >= _MOST_PLANS:
+        _PLANS.clear()
+    _PLANS[product] = found
+    return found
 
 
 def ready(product: Product) -> None:
@@ -202,7 +259,7 @@ def ready(product: Product) -> None:
     with torch.cuda.device(product.device):
         _handle(product.device)
         if all(isinstance(size, int) and size for size in product[1:4]) and product not in _PLANS:
-            _PLANS[product] = Plan(product)
+            plan(product)
 
 
 def _call(function: str, *args) -> None:

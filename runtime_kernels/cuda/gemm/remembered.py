@@ -1,4 +1,5 @@
-"""Which kernel of q2::gemm was the fastest on a device, as `q2compile bench` measured it there.
+"""Which kernel of q2::gemm was the fastest on a device, as `q2compile bench` measured it there, and
+which of cuBLASLt's algorithms.
 
 It is written down in gemm-HASH.json beside the cubins (jit/nvrtc.py has the folder); the hash, and
 the file again, are of what it holds for: name and compute capability of the device, torch, Triton
@@ -36,7 +37,7 @@ from q2compile.runtime_kernels.registry import (
 )
 from q2compile.version import __version__
 
-SCHEMA = 1
+SCHEMA = 2
 VARIABLE = "Q2COMPILE_GEMM_CHOICES"
 CANDIDATES = (CUBLASLT_FP4, TRITON_FP4)
 _FIRST = (10, 0)  # compute capability with fp4 tensor cores: before it there is nothing to choose
@@ -44,11 +45,15 @@ _FARTHEST = 4  # times a size that was measured
 
 
 class Choice(NamedTuple):
-    """The fastest kernel for products a [M, K] by b [N, K] of a format."""
+    """The fastest kernel for products a [M, K] by b [N, K] of a format.
+
+    algorithm: of cuBLASLt's (cublaslt.Algorithm) the fastest; None for another kernel
+    """
 
     format: str
     shape: tuple[int, int, int]  # M, N, K
     fastest: str
+    algorithm: tuple[int, ...] | None = None
 
 
 class Remembered(NamedTuple):
@@ -119,13 +124,15 @@ def _remembered(index: int) -> Remembered | None:
         return None
 
 
-def _choice(format: str, shape: list[int], fastest: str) -> Choice:
+def _choice(format: str, shape: list[int], fastest: str, algorithm: list[int] | None) -> Choice:
     m, n, k = shape
     if format not in ("nvfp4", "mxfp4") or fastest not in CANDIDATES:
         raise ValueError(f"{format!r} by {fastest!r}")
     if not all(type(size) is int and size > 0 for size in shape):
         raise ValueError(f"shape {shape}")
-    return Choice(format, (m, n, k), fastest)
+    if algorithm is not None and not all(type(value) is int for value in algorithm):
+        raise ValueError(f"algorithm {algorithm}")
+    return Choice(format, (m, n, k), fastest, None if algorithm is None else tuple(algorithm))
 
 
 def _wanted() -> bool:
@@ -156,11 +163,18 @@ def chosen(args: Sequence[Any]) -> str | None:
     if scheme.widened or not all(type(size) is int and size > 0 for size in sizes):
         return None
     m, n, half = sizes
-    return _nearest(device.index, scheme.format, m, n, 2 * half)
+    nearest = _nearest(device.index, scheme.format, m, n, 2 * half)
+    return nearest and nearest.fastest
+
+
+def remembered_algorithm(index: int, m: int, n: int, k: int) -> tuple[int, ...] | None:
+    """cuBLASLt's fastest algorithm at the nearest shape; None where nothing is known."""
+    nearest = _nearest(index, "nvfp4", m, n, k)
+    return nearest and nearest.algorithm
 
 
 @functools.lru_cache(4096)
-def _nearest(index: int, format: str, *shape: int) -> str | None:
+def _nearest(index: int, format: str, *shape: int) -> Choice | None:
     found = _remembered(index)
     if found is None:
         return None
@@ -169,11 +183,11 @@ def _nearest(index: int, format: str, *shape: int) -> str | None:
         return [abs(math.log2(a / b)) for a, b in zip(shape, choice.shape, strict=True)]
 
     near = [
-        (sum(distances(choice)), choice.fastest)
+        choice
         for choice in found.choices
         if choice.format == format and max(distances(choice)) <= math.log2(_FARTHEST)
     ]
-    return min(near)[1] if near else None
+    return min(near, key=lambda choice: sum(distances(choice)), default=None)
 
 
 def said() -> list[str]:

@@ -175,12 +175,14 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
 
 
 class Library:
-    """Stands in for cuBLASLt: keeps what descriptors are made of, and the arguments of products."""
+    """Stands in for cuBLASLt: keeps what descriptors are made of, and the arguments of products.
+    It lists `found` algorithms, whose every attribute is their place in the list."""
 
     def __init__(self, found=1, status=0):
         self.made: dict[int, tuple] = {}
         self.attributes: dict[tuple[int, int], int] = {}
         self.products: list[tuple] = []
+        self.algorithms: list[int] = []
         self.look_ups = 0
         self._found, self._status = found, status
 
@@ -190,7 +192,11 @@ class Library:
             return lambda made, *args: self._create(made, args)
         if kind.endswith("SetAttribute"):
             return self._set
-        return {"MatmulAlgoGetHeuristic": self._look_up, "Matmul": self._matmul}[kind]
+        return {
+            "MatmulAlgoGetHeuristic": self._look_up,
+            "MatmulAlgoConfigGetAttribute": self._described,
+            "Matmul": self._matmul,
+        }[kind]
 
     def _create(self, made, args):
         made._obj.value = 1 + len(self.made)
@@ -204,11 +210,21 @@ class Library:
 
     def _look_up(self, *args):
         self.look_ups += 1
-        args[-1]._obj.value = self._found
+        asked, found, count = args[-3:]
+        assert asked == len(found) == 8
+        for place, one in enumerate(found):
+            one.algorithm[0] = place
+        count._obj.value = self._found
         return self._status
+
+    def _described(self, algorithm, attribute, value, size, written):
+        assert size.value == ctypes.sizeof(value._obj) == (4 if attribute < 7 else 2)
+        value._obj.value = algorithm._obj.algorithm[0]
+        return 15 if attribute == 8 else 0  # of a later version
 
     def _matmul(self, *args):
         self.products.append(tuple(getattr(a, "value", a) for a in args))
+        self.algorithms.append(args[12]._obj.algorithm[0])
         return self._status
 
 
@@ -219,6 +235,7 @@ def library(monkeypatch):
         monkeypatch.setattr(cublaslt, "_library", lambda: made)
         monkeypatch.setattr(cublaslt, "_destroy", lambda descriptors: None)
         monkeypatch.setattr(cublaslt, "_PLANS", {})
+        monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at: None)
         handle = ctypes.c_void_p(77), ctypes.c_void_p(88)
         monkeypatch.setattr(cublaslt, "_handle", lambda index: handle)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
@@ -263,6 +280,21 @@ def test_no_algorithm_is_an_error_that_has_another_kernel_serve(library, setting
     library(**settings)
     with pytest.raises(LaunchError, match="no algorithm|NOT_SUPPORTED"):
         cublaslt.run(Product(0, 8, 16, 32, BF16, None), (None,) * 2, (None,) * 2, None, None, None)
+
+
+def test_the_algorithm_that_was_the_fastest_is_taken_where_it_is_listed(library, monkeypatch):
+    """By its attributes: another product may list it elsewhere, or not at all."""
+    told = library(found=3)
+    product = Product(0, 130, 208, 288, BF16, None)
+    first, second, third = (cublaslt.Algorithm(*[place] * 8, -1) for place in range(3))
+    for wanted, taken in ((None, first), (third, third), (list(second), second), ((9,) * 9, first)):
+        monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at, w=wanted: w)
+        assert cublaslt.plan(product).algorithm == taken
+        operand = torch.zeros(16), torch.zeros(16)
+        cublaslt.run(product, operand, operand, torch.zeros(()), None, torch.zeros(16))
+        assert told.algorithms[-1] == taken.id
+    assert cublaslt.plan(product).algorithms == [first, second, third]
+    assert cublaslt.plan(product, third).algorithm == third  # asked for by name
 
 
 def test_without_cublaslt_the_reason_is_told(monkeypatch):

@@ -69,6 +69,15 @@ def test_the_fastest_at_the_nearest_shape_is_tried_first() -> None:
     ]
 
 
+def test_an_algorithm_is_remembered_with_its_shape() -> None:
+    algorithm = (66, 2, 1, 0, 1, 0, 3, 0, 5)
+    shape = (512, 4096, 4096)
+    remember(0, [Choice("nvfp4", shape, "cublaslt_fp4", algorithm)], "2026-11-25")
+    assert serves(512) == "cublaslt_fp4"
+    assert remembered.remembered_algorithm(0, 600, 4096, 4096) == algorithm
+    assert remembered.remembered_algorithm(0, 600, 128, 4096) is None
+
+
 def test_nothing_is_said_of_shapes_far_away_or_other_formats() -> None:
     remembered_choices()
     assert serves(127) == serves(512, n=1000) == serves(512, k=32768) == "cublaslt_fp4"
@@ -145,11 +154,12 @@ SPOILED = {
     "deep": lambda text: "[" * 100_000,
     "another device": lambda text: text.replace("B200", "B300"),
     "another version": lambda text: text.replace(torch.__version__, "2.99"),
-    "another schema": lambda text: text.replace('"schema": 1', '"schema": 2'),
+    "another schema": lambda text: text.replace('"schema": 2', '"schema": 1'),
     "no date": lambda text: text.replace('"date"', '"day"'),
     "an unknown kernel": lambda text: text.replace("triton_fp4", "cuda_bf16"),
     "a size that is none": lambda text: text.replace("512", "-512"),
     "a shape of two": lambda text: text.replace("512,", ""),
+    "an algorithm that is none": lambda text: text.replace(": null", ': ["1"]'),
     "more": lambda text: text.replace('"fastest"', '"theirs": 1, "fastest"'),
 }
 
@@ -191,4 +201,5 @@ def test_of_each_device_and_version_a_file_of_its_own(monkeypatch, tmp_path) -> 
         "format": "nvfp4",
         "shape": [512, 4096, 4096],
         "fastest": "triton_fp4",
+        "algorithm": None,
     }
