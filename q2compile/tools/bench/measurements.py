@@ -1,12 +1,10 @@
 """What `q2compile bench` measures, group by group: rows, each with what it is compared with and,
-where there is a data sheet of the device, with the cost model's prediction."""
+where the cost model knows the device, with its prediction."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,171 +12,74 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from q2compile.cost_model.devices import LAUNCH_SECONDS, Device, data_sheet
+from q2compile.cost_model.devices import LAUNCH_SECONDS, Device
 from q2compile.cost_model.predict import Prediction, predict
 from q2compile.cost_model.steps import Layer, recipe_steps
 from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.cuda.gemm import cublaslt
+from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import product_of
 from q2compile.runtime_kernels.cuda.gemm.remembered import CANDIDATES, Choice
 from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
-from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, select
-from q2compile.tools.bench import host
-from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
-from q2compile.tools.bench.llama_block import Block, LlamaBlock
-from q2compile.tools.bench.timing import (
-    CALLS,
-    Call,
-    captured,
-    cpu_microseconds,
-    host_microseconds,
-    in_turns,
-    time_in_turns,
+from q2compile.runtime_kernels.registry import (
+    CUBLASLT_FP4,
+    CUDA_BF16,
+    REFERENCE,
+    kernels,
+    select,
 )
+from q2compile.tools.bench import host
+from q2compile.tools.bench.bench import Bench, failed, timed
+from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of
+from q2compile.tools.bench.checks import checks, hashes
+from q2compile.tools.bench.llama_block import Block, LlamaBlock
+from q2compile.tools.bench.losses import losses
+from q2compile.tools.bench.report import FAULT, MEASURED, NOISE, Row, Times
+from q2compile.tools.bench.timing import Call, host_microseconds
 
 RECIPE = "quartet2"
+RECIPES = (RECIPE, "nvfp4", "tetrajet2", "quartet", "mxfp4")
 _FORMATS = {"nvfp4": "nvfp4_46_pow2", "mxfp4": "mxfp4_rtn"}
 _RECIPE_OF = {"nvfp4": RECIPE, "mxfp4": "quartet"}  # whose fprop is a product of such operands
-_ROUNDS = 20
 _COPY, _BF16 = "copy", "BF16"
-BUSY = "lost in the noise of a busy machine"  # a row without a figure, but no fault
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured. Those of a GPU are large enough to fill one of today's; those of a CPU, on
-    which every op is its reference, show that all of it works."""
-
-    matrix: tuple[int, int]
-    products: tuple[tuple[int, int, int], ...]  # M, N, K
-    linear: tuple[int, int, int]  # T, N, K
-    block: Block
-    host_repeats: int
-    host_calls: tuple[int, int]  # in two graphs, of which the second takes longer by the others
-    host_linears: tuple[int, int]  # likewise
-    cpu_seconds: float = 0.05  # of each call that is timed on a CPU
-
-
-_WEIGHTS = ((1024, 1024), (4096, 4096), (14336, 4096), (4096, 14336))
-ON_GPU = Sizes(
-    matrix=(8192, 4096),
-    products=tuple((m, n, k) for n, k in _WEIGHTS for m in (128, 512, 2048, 8192)),
-    linear=(8192, 4096, 4096),
-    block=Block(width=4096, inner=14336, heads=32, key_values=8, batch=1, length=4096),
-    host_repeats=200,
-    host_calls=(8, 40),
-    host_linears=(4, 12),
-)
-ON_CPU = Sizes(
-    matrix=(128, 256),
-    products=((64, 128, 128),),
-    linear=(64, 128, 128),
-    block=Block(width=128, inner=256, heads=4, key_values=2, batch=1, length=64),
-    host_repeats=15,
-    host_calls=(1, 3),
-    host_linears=(1, 3),
-)
-
-
-@dataclass
-class Row:
-    """One thing that was measured.
-
-    microseconds: of a call; None where it could not be, `why` says it.
-    beside: what it is compared with, "BF16" or "copy", which takes beside_microseconds.
-    predicted: microseconds, by data sheet; None where there is none.
-    """
-
-    group: str
-    name: str
-    shape: tuple[int, ...]
-    microseconds: float | None = None
-    beside: str = ""
-    beside_microseconds: float | None = None
-    predicted: float | None = None
-    why: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        if self.microseconds is None or not self.beside_microseconds:
-            return None
-        return self.microseconds / self.beside_microseconds
-
-
-@dataclass
-class Bench:
-    """A device, and what was measured on it."""
-
-    device: torch.device
-    sizes: Sizes
-    sheet: Device | None = None
-    rows: list[Row] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, device: torch.device) -> Bench:
-        if device.type != "cuda":
-            return cls(device, ON_CPU)
-        return cls(device, ON_GPU, data_sheet(torch.cuda.get_device_name(device)))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def inputs(self, bytes_: int) -> int:
-        """How many operands of so many bytes take turns: where that can be, together more than an
-        L2 cache of today, 128 MiB, holds."""
-        return min(CALLS, max(2, math.ceil(2**28 / bytes_))) if self.on_gpu else 1
-
-    def times(
-        self, calls: Mapping[str, Callable[[], list[Call]]]
-    ) -> tuple[dict[str, float], dict[str, str]]:
-        """Microseconds of those that run, and why the others do not; in turns on a GPU."""
-        ready: dict[str, Any] = {}
-        why: dict[str, str] = {}
-        for name, make in calls.items():
-            try:
-                own = make()
-                if self.on_gpu:
-                    ready[name] = captured(own)
-                else:
-                    ready[name] = cpu_microseconds(own[0], self.sizes.cpu_seconds)
-            except Exception as error:  # whatever one does, the others are measured
-                why[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if self.on_gpu:
-            medians = {n: statistics.median(t) for n, t in time_in_turns(ready, _ROUNDS).items()}
-            return medians, why
-        return ready, why
-
-    def steps(self, calls: Mapping[str, Call]) -> dict[str, float]:
-        """Microseconds of steps that the host launches, in turns on a GPU."""
-        if self.on_gpu:
-            return {name: 1e3 * ms for name, ms in in_turns(calls).items()}
-        return {n: cpu_microseconds(call, self.sizes.cpu_seconds) for n, call in calls.items()}
+BUSY = "lost in the noise of a busy machine"
+_SEPARATOR = " algorithm "
 
 
 def quantizers(bench: Bench) -> Iterator[Row]:
     """Each quantizer, beside a copy of its operand in bf16."""
     names = [*OTHERS, *CASES]
-    if not bench.on_gpu:  # bf16 numbers are what kernels leave for emulated GEMMs
+    if not bench.on_gpu:  # bf16 operands are what kernels write for emulated GEMMs
         names = [n for n in names if n not in CASES or not CASES[n].scheme.endswith(WIDENED)]
     rows, cols = bench.sizes.matrix
     inputs = bench.inputs(2 * rows * cols)
     calls = calls_of_quantizers(bench.device, rows, cols, inputs, [_COPY, *names])
-    times, why = bench.times(calls)
+    times, errors = bench.times(calls)
     for name in names:
-        predicted = 1e6 * step_of(name, rows * cols).seconds(bench.sheet) if bench.sheet else None
-        own = times.get(name), _COPY, times.get(_COPY), predicted, why.get(name, "")
-        yield Row("quantizers", name, (rows, cols), *own)
+        row = Row("quantizers", name, (rows, cols), beside=_COPY)
+        row.beside_microseconds = _median(times, _COPY)
+        if bench.sheet:
+            row.predicted = 1e6 * step_of(name, rows * cols).seconds(bench.sheet)
+        yield timed(row, times.get(name), errors.get(name))
+
+
+def _median(times: Mapping[str, Times], name: str) -> float | None:
+    return times[name].median if name in times else None
 
 
 def products(bench: Bench) -> Iterator[Row]:
-    """Each GEMM candidate at each shape, beside BF16's GEMM; the fastest are noted."""
+    """Each GEMM kernel at each shape, and each algorithm of cuBLASLt's, beside BF16's GEMM; the
+    fastest are noted."""
     for format in _FORMATS:
         for shape in bench.sizes.products:
             yield from _product(bench, format, shape)
+    if bench.on_gpu:
+        yield from _product(bench, "nvfp4", bench.sizes.products[0], bias=True)
 
 
-def _product(bench: Bench, format: str, shape: tuple[int, int, int]) -> Iterator[Row]:
+def _product(
+    bench: Bench, format: str, shape: tuple[int, int, int], *, bias: bool = False
+) -> Iterator[Row]:
     m, n, k = shape
     names = (*CANDIDATES, CUDA_BF16) if bench.on_gpu else (REFERENCE,)
     count = bench.inputs((m * k + n * k) // 2)
@@ -186,6 +87,7 @@ def _product(bench: Bench, format: str, shape: tuple[int, int, int]) -> Iterator
         [torch.randn(size, k, device=bench.device).bfloat16() for _ in range(count)]
         for size in (m, n)
     )
+    added = torch.randn(n, device=bench.device).bfloat16() if bias else None
 
     def arguments(name: str) -> list[tuple[Any, ...]]:
         scheme = _FORMATS[format] + (SWIZZLED if name in CANDIDATES else "")
@@ -194,35 +96,68 @@ def _product(bench: Bench, format: str, shape: tuple[int, int, int]) -> Iterator
             return tuple(torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False))
 
         return [
-            (*quantized(x), *quantized(w), None, scheme, scheme, torch.bfloat16)
+            (*quantized(x), *quantized(w), added, scheme, scheme, torch.bfloat16)
             for x, w in zip(xs, ws, strict=True)
         ]
 
     results: dict[str, torch.Tensor] = {}
 
-    def calls(name: str) -> list[Call]:
-        made = [partial(select("gemm", args, name), *args) for args in arguments(name)]
+    def calls(name: str, algorithm: Sequence[int] | None = None) -> list[Call]:
+        kernel = name.partition(_SEPARATOR)[0]
+        given = arguments(kernel)
+        made = [partial(select("gemm", args, kernel), *args) for args in given]
+        if algorithm is not None:
+            cublaslt.plan(product_of(given[0][0], given[0][3], added, torch.bfloat16), algorithm)
         results[name] = made[0]()
         return [*made]
 
-    plain: list[Call] = [partial(F.linear, x, w) for x, w in zip(xs, ws, strict=True)]
-    times, why = bench.times({_BF16: lambda: plain} | {n: partial(calls, n) for n in names})
+    listed = _algorithms(arguments, added) if format == "nvfp4" and bench.on_gpu else {}
+    tried = [name for name in names if name != CUBLASLT_FP4 or not listed]
+    plain: list[Call] = [partial(F.linear, x, w, added) for x, w in zip(xs, ws, strict=True)]
+    times, errors = bench.times(
+        {_BF16: lambda: plain}
+        | {name: partial(calls, name) for name in tried}
+        | {name: partial(calls, name, algorithm) for name, algorithm in listed.items()}
+    )
     usual = CUDA_BF16 if bench.on_gpu else REFERENCE
-    for name in names:
+    able = {}
+    for name in (*listed, *tried):
+        kernel = name.partition(_SEPARATOR)[0]
+        words = f"{format} {name}{' with a bias' if bias else ''}"
+        row = Row("products", words, shape, beside=_BF16, kernel=kernel)
+        row.beside_microseconds = _median(times, _BF16)
+        row.predicted = _predicted_product(bench.sheet, format, shape, kernel)
+        timed(row, times.get(name), errors.get(name))
+        if name in listed:
+            row.more["algorithm"] = listed[name]._asdict()
         wrong = _disagreement(results, name, usual)
-        if wrong and name in times:
-            why[name] = wrong
-        predicted = _predicted_product(bench.sheet, format, shape, name)
-        own = times.get(name), _BF16, times.get(_BF16), predicted, why.get(name, "")
-        yield Row("products", f"{format} {name}", shape, *own)
-    able = {name: times[name] for name in CANDIDATES if name in times and name not in why}
-    if len(able) > 1:
-        bench.choices.append(Choice(format, shape, min(able, key=able.__getitem__)))
+        if wrong and row.status == MEASURED:
+            row.status, row.why = FAULT, wrong
+        if kernel in CANDIDATES and row.status == MEASURED:
+            able[name] = times[name].median
+        yield row
+    if len(able) > 1 and not bias:
+        best = min(able, key=able.__getitem__)
+        kernel, algorithm = best.partition(_SEPARATOR)[0], listed.get(best)
+        bench.choices.append(Choice(format, shape, kernel, algorithm))
+
+
+def _algorithms(
+    arguments: Callable[[str], list[tuple[Any, ...]]], bias: torch.Tensor | None
+) -> dict[str, cublaslt.Algorithm]:
+    """cuBLASLt's, by the name of a row; {} where its kernel serves no product here."""
+    args = arguments(CUBLASLT_FP4)[0]
+    try:
+        select("gemm", args, CUBLASLT_FP4)
+        found = cublaslt.plan(product_of(args[0], args[3], bias, torch.bfloat16)).algorithms
+    except Exception:  # the row of the kernel says why
+        return {}
+    return {f"{CUBLASLT_FP4}{_SEPARATOR}{i}": one for i, one in enumerate(found)}
 
 
 def _disagreement(results: Mapping[str, torch.Tensor], name: str, usual: str) -> str:
-    """How a candidate's result differs from that of the product of bf16 numbers, by more than the
-    self-check allows; "" if it does not."""
+    """How a candidate's result differs from that of the BF16 GEMM of dequantized operands, by more
+    than the self-check allows; "" if it does not."""
     if name not in results or usual not in results:
         return ""
     got, want = results[name].float(), results[usual].float()
@@ -246,23 +181,101 @@ def _predicted_product(
     return 1e6 * (sum(step.seconds(sheet) for step in asked) + alone)
 
 
+def grouped(bench: Bench) -> Iterator[Row]:
+    """The three grouped GEMMs of a stack of experts by each kernel, beside the one that is last
+    asked."""
+    experts, tokens, outputs, inputs = bench.sizes.grouped
+    ends = torch.arange(1, experts + 1, device=bench.device, dtype=torch.int32)
+    ends = ends * (tokens // experts)
+    shapes = {
+        "fprop": ((tokens, inputs), (experts * outputs, inputs)),
+        "dgrad": ((tokens, outputs), (inputs, experts * outputs)),
+        "wgrad": ((outputs, tokens), (inputs, tokens)),
+    }
+    for format, scheme in _FORMATS.items():
+        for gemm, (a, b) in shapes.items():
+            parts = [
+                part
+                for shape in (a, b)
+                for part in torch.ops.q2.quantize(
+                    torch.randn(shape, device=bench.device).bfloat16(),
+                    scheme=scheme,
+                    rowwise=True,
+                    columnwise=False,
+                )
+            ]
+            args = (*parts, ends, scheme, scheme, gemm, torch.bfloat16)
+            yield from _grouped(bench, f"{format} {gemm}", args)
+
+
+def _grouped(bench: Bench, words: str, args: tuple[Any, ...]) -> Iterator[Row]:
+    names = [k.name for k in kernels("grouped_gemm") if bench.on_gpu != (k.name == REFERENCE)]
+    results: dict[str, torch.Tensor] = {}
+
+    def calls(name: str) -> list[Call]:
+        call = partial(select("grouped_gemm", args, name), *args)
+        results[name] = call()
+        return [call]
+
+    times, errors = bench.times({name: partial(calls, name) for name in names})
+    for name in names:
+        row = Row("grouped", f"{words} {name}", bench.sizes.grouped, beside=names[-1], kernel=name)
+        row.beside_microseconds = _median(times, names[-1])
+        timed(row, times.get(name), errors.get(name))
+        wrong = _disagreement(results, name, names[-1])
+        if wrong and row.status == MEASURED:
+            row.status, row.why = FAULT, wrong
+        yield row
+
+
 def linear(bench: Bench) -> Iterator[Row]:
-    """Forward and backward of one linear in bf16, beside plain Inductor."""
+    """Forward and backward of one linear in bf16 by each recipe, beside plain Inductor; and with a
+    bias by one."""
+    for recipe in RECIPES:
+        yield _linear(bench, recipe)
+    yield _linear(bench, RECIPE, bias=True)
+
+
+def _linear(bench: Bench, recipe: str, *, bias: bool = False) -> Row:
     tokens, outputs, inputs = bench.sizes.linear
-    steps = {}
-    for backend in ("inductor", RECIPE):
-        torch._dynamo.reset()
-        layer = nn.Linear(inputs, outputs, bias=False, device=bench.device, dtype=torch.bfloat16)
-        x = torch.randn(tokens, inputs, device=bench.device, dtype=torch.bfloat16)
-        steps[backend] = _step(layer, x, backend)
-    times = bench.steps(steps)
-    predicted = None
+    name = f"{recipe}, forward and backward{', with a bias' if bias else ''}"
+    bench.begun(name)
+    row = Row("linear", name, bench.sizes.linear, beside=_BF16)
+    try:
+        steps = {}
+        for backend in ("inductor", "quartet2"):
+            torch._dynamo.reset()
+            layer = nn.Linear(inputs, outputs, bias, bench.device, torch.bfloat16)
+            x = torch.randn(tokens, inputs, device=bench.device, dtype=torch.bfloat16)
+            steps[backend] = _step(layer, x, backend, recipe)
+        times = bench.steps(steps)
+        if bench.on_gpu:
+            row.more["kernels"] = launched(steps["quartet2"])
+    except Exception as error:  # the other recipes are measured
+        failed(row, error)
+        return row
+    row.beside_microseconds = times["inductor"].median
     if bench.sheet:
-        found = predict(resolve(RECIPE), bench.sizes.linear, x_fuses=False)
+        found = predict(resolve(recipe), bench.sizes.linear, x_fuses=False, bias=bias)
         assert found is not None
-        predicted = 1e6 * found.times(bench.sheet)[1]
-    own = times[RECIPE], _BF16, times["inductor"], predicted
-    yield Row("linear", f"{RECIPE}, forward and backward", bench.sizes.linear, *own)
+        row.predicted = 1e6 * found.times(bench.sheet)[1]
+    return timed(row, times["quartet2"])
+
+
+def launched(step: Call) -> list[str]:
+    """The kernels of a step and their microseconds, as torch's profiler sees them; what it raised
+    where it cannot."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"[:300]]
+    return [
+        f"{event.count} x {event.key[:120]}: {event.self_device_time_total:.1f} us"
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    ]
 
 
 def block(bench: Bench) -> Iterator[Row]:
@@ -276,13 +289,13 @@ def block(bench: Bench) -> Iterator[Row]:
     for backend in ("inductor", RECIPE):
         torch._dynamo.reset()
         x = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
-        steps[backend] = _step(model, x, backend)
+        steps[backend] = _step(model, x, backend, RECIPE)
     times = bench.steps(steps)
-    predicted = None
+    row = Row("block", f"{RECIPE}, forward and backward", shape, beside=_BF16)
+    row.beside_microseconds = times["inductor"].median
     if bench.sheet:
-        predicted = times["inductor"] + 1e6 * _added(bench.sheet, sizes)
-    own = times[RECIPE], _BF16, times["inductor"], predicted
-    yield Row("block", f"{RECIPE}, forward and backward", shape, *own)
+        row.predicted = times["inductor"].median + 1e6 * _added(bench.sheet, sizes)
+    yield timed(row, times[RECIPE])
 
 
 def _added(sheet: Device, sizes: Block) -> float:
@@ -297,8 +310,9 @@ def _added(sheet: Device, sizes: Block) -> float:
     return max(gpu, sum(one.host_seconds[column] - one.bf16_host_seconds[column] for one in found))
 
 
-def _step(module: nn.Module, x: torch.Tensor, backend: str) -> Call:
-    compiled = torch.compile(module, backend=backend)
+def _step(module: nn.Module, x: torch.Tensor, backend: str, recipe: str) -> Call:
+    options: dict[str, Any] | None = {"recipe": recipe} if backend == "quartet2" else None
+    compiled = torch.compile(module, backend=backend, options=options)
     x.requires_grad_()
     dy = torch.randn_like(compiled(x))
 
@@ -314,41 +328,48 @@ def on_host(bench: Bench) -> Iterator[Row]:
     """What calls take of the host."""
     if bench.on_gpu:
         for name, call in calls_of_host(bench.device).items():
-            yield Row("host", name, (256, 256), host_microseconds(call))
+            bench.begun(name)
+            yield Row("host", name, (256, 256), microseconds=host_microseconds(call))
     repeats = bench.sizes.host_repeats
+    bench.begun("calls")
     each = host.per_call(bench.device, *bench.sizes.host_calls, repeats=repeats)
     yield _host_row("a call of two launches in a compiled graph", (128, 128), each)
+    bench.begun("linears")
     own, bf16 = (
         host.per_linear(bench.device, backend, *bench.sizes.host_linears, repeats=repeats)
         for backend in (RECIPE, "inductor")
     )
-    yield _host_row("a linear of a training step", (128, 128, 128), own, _BF16, bf16)
+    yield _host_row("a linear of a training step", (128, 128, 128), own, bf16)
 
 
-def _host_row(name: str, shape: tuple[int, ...], own: float, *beside: Any) -> Row:
-    """own, and what it is beside, are slopes: one that is not positive is no time."""
-    if own <= 0 or (beside and beside[1] <= 0):
-        return Row("host", name, shape, why=f"{BUSY}: the time of more calls is not longer")
-    return Row("host", name, shape, own, *beside)
+def _host_row(name: str, shape: tuple[int, ...], own: float, bf16: float | None = None) -> Row:
+    """own, and bf16, are slopes: one that is not positive is no time."""
+    if own <= 0 or (bf16 is not None and bf16 <= 0):
+        why = f"{BUSY}: the time of more calls is not longer"
+        return Row("host", name, shape, NOISE, why=why)
+    beside = "" if bf16 is None else _BF16
+    return Row("host", name, shape, microseconds=own, beside=beside, beside_microseconds=bf16)
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "checks": checks,
+    "codes": hashes,
     "quantizers": quantizers,
     "products": products,
+    "grouped": grouped,
     "linear": linear,
     "block": block,
     "host": on_host,
+    "losses": losses,
 }
 
 
-def measured(bench: Bench, groups: Sequence[str]) -> Iterator[Row]:
-    """The rows of the groups, as they come. A group that fails is a row that says why."""
-    for group in groups:
-        try:
-            for row in GROUPS[group](bench):
-                bench.rows.append(row)
-                yield row
-        except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            bench.rows.append(Row(group, "all", (), why=why))
-            yield bench.rows[-1]
+def measured(bench: Bench) -> Iterator[Row]:
+    """The rows of a bench's group, as they come. One that fails ends in a row that says why."""
+    try:
+        yield from GROUPS[bench.group](bench)
+    except Exception as error:
+        row = Row(bench.group, "all")
+        failed(row, error)
+        row.status = FAULT
+        yield row

@@ -53,6 +53,14 @@ def time_in_turns(
 def in_turns(steps: Mapping[str, Call], rounds: int = 12, calls: int = 4) -> dict[str, float]:
     """Median milliseconds a call, the steps taking turns; launched by the host, and so as long as
     the longer of the two."""
+    times = step_times(steps, rounds, calls)
+    return {name: 1e-3 * statistics.median(own) for name, own in times.items()}
+
+
+def step_times(
+    steps: Mapping[str, Call], rounds: int = 12, calls: int = 4
+) -> dict[str, list[float]]:
+    """Microseconds a call, by round, as `in_turns`."""
     for step in steps.values():
         for _ in range(3):
             step()
@@ -65,8 +73,8 @@ def in_turns(steps: Mapping[str, Call], rounds: int = 12, calls: int = 4) -> dic
                 step()
             end.record()
             end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
-    return {name: statistics.median(own) for name, own in times.items()}
+            times[name].append(1e3 * start.elapsed_time(end) / calls)
+    return times
 
 
 def host_microseconds(call: Call, count: int = 400) -> float:
@@ -81,8 +89,8 @@ def host_microseconds(call: Call, count: int = 400) -> float:
     return statistics.median(times)
 
 
-def cpu_microseconds(call: Call, seconds: float) -> float:
-    """Of a call on a CPU: the median over at least so many seconds, after one that warms up."""
+def cpu_microseconds(call: Call, seconds: float) -> list[float]:
+    """Of calls on a CPU, over at least so many seconds, after one that warms up."""
     call()
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return 1e6 * float(timer.blocked_autorange(min_run_time=seconds).median)
+    return [1e6 * time for time in timer.blocked_autorange(min_run_time=seconds).times]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
@@ -10,77 +9,97 @@ import torch
 
 from q2compile.cost_model.devices import DEVICES, H200
 from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import Algorithm
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
-from q2compile.tools.bench import alive, command, host, measurements
+from q2compile.tools.bench import alive, bench, child, command, host, machine, measurements
+from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
-from q2compile.tools.bench.measurements import BUSY, GROUPS, ON_CPU, Bench, Row
+from q2compile.tools.bench.measurements import BUSY, GROUPS
+from q2compile.tools.bench.report import FAULT, MEASURED, UNSUPPORTED, Row, Times, read, text
 
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """Groups run in this process, where they can be changed."""
+
+    def run(group, log, out, start, limit):
+        child.main([group, str(out), str(start), str(limit)])
+        log.write("ended", group=group, how="finished", seconds=0.0)
+
+    monkeypatch.setattr(command, "_run", run)
+
+
+def rows_of(path) -> list[dict]:
+    return [line for line in read(path) if line["kind"] == "row"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU")
-def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler) -> None:
-    out = tmp_path / "bench.json"
+def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler, in_process) -> None:
+    out = tmp_path / "bench.jsonl"
     assert cli.main(["bench", "--out", str(out)]) == 0
-    text, found = capsys.readouterr().out, json.loads(out.read_text())
-    assert text.startswith("device    CPU") and "no GPU that torch sees" in text.splitlines()[0]
-    assert (found["schema"], found["fastest"]) == (1, [])
-    assert found["versions"]["torch"] == torch.__version__ and found["seconds"] > 0
-    assert list(dict.fromkeys(row["group"] for row in found["rows"])) == list(GROUPS)
-    rows = {row["name"]: row for row in found["rows"]}
-    assert {name for name, case in CASES.items() if not case.spec.widened} <= set(rows)
-    assert not any(name.endswith("_bf16") for name in rows)
-    assert {"nvfp4 reference", "mxfp4 reference", "dequantize"} <= set(rows)
-    for row in found["rows"]:
-        if row["group"] == "host" and "why" in row:  # on a machine that runs other tests as well
-            assert row["why"].startswith(BUSY) and "microseconds" not in row
-            continue
-        assert row["microseconds"] > 0 and "predicted" not in row and "why" not in row
-        if "beside" in row:
-            assert row["ratio"] == pytest.approx(
-                row["microseconds"] / row["beside_microseconds"], rel=1e-2
-            )
+    printed, lines = capsys.readouterr().out, read(out)
+    assert printed.startswith("device    CPU") and "no GPU that torch sees" in printed
+    assert "faults    none" in printed
+    assert (lines[0]["kind"], lines[-1]["kind"]) == ("machine", "done")
+    assert lines[0]["versions"]["torch"] == torch.__version__
+    assert [line["group"] for line in lines if line["kind"] == "ended"] == list(GROUPS)
+    states = [(line["group"], line["when"]) for line in lines if line["kind"] == "state"]
+    assert states == [(group, when) for group in GROUPS for when in ("before", "after")]
+    rows = [line for line in lines if line["kind"] == "row"]
+    names = {row["name"] for row in rows}
+    assert {name for name, case in CASES.items() if not case.spec.widened} <= names
+    assert not any(name.endswith("_bf16") for name in names)
+    assert {"nvfp4 reference", "mxfp4 reference", "dequantize", "nvfp4 wgrad reference"} <= names
+    begun = {line["name"] for line in lines if line["kind"] == "begun"}
+    assert {"mxfp4_col", "quartet2, forward and backward", "rht_quantize_row@32x4x4"} <= begun
+    for row in rows:
+        assert row["status"] in (MEASURED, "passed", UNSUPPORTED, "noise"), row
+        if row["status"] == MEASURED:
+            assert row["microseconds"] > 0 and "predicted" not in row and "why" not in row
+        if "minimum" in row:
+            assert row["minimum"] <= row["microseconds"] and row["minimum"] <= row["p90"]
     # Only what a host takes for its own calls is compared with nothing.
-    alone = [row["name"] for row in found["rows"] if "beside" not in row and "why" not in row]
-    assert set(alone) <= {"a call of two launches in a compiled graph"}
+    alone = {row["name"] for row in rows if row["status"] == MEASURED and "beside" not in row}
+    assert alone <= {"a call of two launches in a compiled graph"}
 
 
-def test_a_slope_that_is_lost_in_the_noise_is_no_time(tmp_path, capsys, monkeypatch) -> None:
+def test_a_slope_that_is_lost_in_the_noise_is_no_time(
+    tmp_path, capsys, monkeypatch, in_process
+) -> None:
     slopes = iter((7.0, -3.0, 90.0, 20.0, -1.0, 5.0))
     monkeypatch.setattr(host, "per_call", lambda *args, **kwargs: 2.0)
     monkeypatch.setattr(host, "per_linear", lambda *args, **kwargs: next(slopes))
-    out = tmp_path / "bench.json"
+    out = tmp_path / "bench.jsonl"
     for expected in ({"why": f"{BUSY}: the time of more calls is not longer"}, {"ratio": 4.5}):
         assert cli.main(["bench", "--only", "host", "--out", str(out)]) == 0
-        call, linear = json.loads(out.read_text())["rows"]
+        call, linear = rows_of(out)
         assert call["microseconds"] == 2.0
         assert linear.items() >= expected.items() and ("why" in linear) != ("ratio" in linear)
-    assert "not measured: lost in the noise" in capsys.readouterr().out
+    assert "noise: lost in the noise" in capsys.readouterr().out
     monkeypatch.setattr(host, "per_call", lambda *args, **kwargs: -722.9)
     assert cli.main(["bench", "--only", "host", "--out", str(out)]) == 0
-    assert [sorted(row) for row in json.loads(out.read_text())["rows"]] == [
-        ["group", "name", "shape", "why"]
-    ] * 2
+    assert [row["status"] for row in rows_of(out)] == ["noise"] * 2
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler) -> None:
-    """Everything runs at small sizes; what is not measured is a kernel that refuses this GPU."""
+def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler, in_process) -> None:
+    """Everything runs at small sizes; what is not measured is a kernel for other GPUs."""
     sizes = {"matrix": (256, 512), "products": ((128, 256, 256),), "linear": (256, 256, 256)}
-    monkeypatch.setattr(measurements, "ON_GPU", measurements.Sizes(**{**vars(ON_CPU), **sizes}))
-    out = tmp_path / "bench.json"
+    monkeypatch.setattr(bench, "ON_GPU", bench.Sizes(**{**vars(ON_CPU), **sizes}))
+    out = tmp_path / "bench.jsonl"
     assert cli.main(["bench", "--no-remember", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert found["device"]["driver"] and found["device"]["capability"]
-    rows = {row["name"]: row for row in found["rows"]}
+    lines = read(out)
+    assert lines[0]["device"]["driver"] and lines[0]["versions"]["cublaslt"].isdigit()
+    states = [line["state"] for line in lines if line["kind"] == "state"]
+    assert all(state["clocks.sm"].endswith("MHz") for state in states)
+    rows = {row["name"]: row for row in rows_of(out)}
     assert {*CASES, *OTHERS, f"nvfp4 {CUDA_BF16}", f"mxfp4 {CUDA_BF16}"} <= set(rows)
     for name, row in rows.items():
-        if "microseconds" in row:
-            assert row["microseconds"] > 0 and "why" not in row, name
-        else:
-            assert row["why"].startswith("ValueError: kernel"), name
+        assert row["status"] != FAULT, name
 
 
 def test_what_cannot_be_asked(capsys, tmp_path) -> None:
@@ -92,18 +111,21 @@ def test_what_cannot_be_asked(capsys, tmp_path) -> None:
     assert "is a folder; allowed" in capsys.readouterr().err
 
 
-def test_a_group_that_fails_is_a_row_and_a_status(tmp_path, capsys, monkeypatch) -> None:
+def test_a_group_that_fails_is_a_row_and_a_status(
+    tmp_path, capsys, monkeypatch, in_process
+) -> None:
     def fails(bench):
-        yield Row("linear", "first", (1,), 1.0)
+        yield Row("linear", "first", (1,), microseconds=1.0)
         raise RuntimeError("no\nkernel image")
 
     monkeypatch.setitem(GROUPS, "linear", fails)
-    out = tmp_path / "bench.json"
+    out = tmp_path / "bench.jsonl"
     assert cli.main(["bench", "--only", "linear,products", "--out", str(out)]) == 1
-    rows = json.loads(out.read_text())["rows"]
+    rows = rows_of(out)
     assert [row["group"] for row in rows] == ["linear", "linear", "products", "products"]
     assert rows[1]["why"] == "RuntimeError: no kernel image" and "microseconds" not in rows[1]
-    assert "not measured: RuntimeError: no kernel image" in capsys.readouterr().out
+    assert "raise RuntimeError" in "".join(rows[1]["more"]["traceback"])
+    assert "FAULT     linear: all: RuntimeError: no kernel image" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.spec.widened])
@@ -125,10 +147,11 @@ SHAPES = ((64, 128, 128), (64, 256, 128))
 @pytest.fixture
 def gpu(monkeypatch):
     """A Bench that takes itself for one on a B200: candidates are the reference, and the times of
-    each are given."""
+    each are given. cuBLASLt lists two algorithms."""
     times: dict[str, float] = {}
     broken: dict[str, Exception] = {}
     wrong: set[str] = set()
+    taken: list = []
 
     def select(op, args, name):
         if name in broken:
@@ -137,60 +160,82 @@ def gpu(monkeypatch):
         return (lambda *args: 2 * reference(*args)) if name in wrong else reference
 
     def measured(self, calls):
-        why = {}
+        errors = {}
         for name, make in calls.items():
             try:
                 make()
             except Exception as error:
-                why[name] = f"{type(error).__name__}: {error}"
-        return {name: times[name] for name in calls if name not in why}, why
+                errors[name] = error
+        ran = [name for name in calls if name not in errors]
+        return {name: Times.of([times[name]]) for name in ran}, errors
+
+    class Plan:
+        algorithms = ALGORITHMS
+
+    def plan(product, wanted=None):
+        taken.append(wanted)
+        return Plan
 
     monkeypatch.setattr(Bench, "on_gpu", True)
     monkeypatch.setattr(Bench, "inputs", lambda self, bytes_: 1)
     monkeypatch.setattr(Bench, "times", measured)
     monkeypatch.setattr(measurements, "select", select)
-    sizes = measurements.Sizes(**{**vars(ON_CPU), "products": SHAPES})
-    bench = Bench(CPU, sizes, DEVICES[0])
-    times |= {CUBLASLT_FP4: 9.0, TRITON_FP4: 6.0, CUDA_BF16: 20.0, "BF16": 12.0}
-    return bench, times, broken, wrong
+    monkeypatch.setattr(measurements, "product_of", lambda *args: None)
+    monkeypatch.setattr(measurements.cublaslt, "plan", plan)
+    sizes = bench.Sizes(**{**vars(ON_CPU), "products": SHAPES})
+    times |= {FIRST: 9.0, SECOND: 8.0, TRITON_FP4: 6.0, CUDA_BF16: 20.0, "BF16": 12.0}
+    times[CUBLASLT_FP4] = 9.0
+    return Bench(CPU, sizes, DEVICES[0], group="products"), times, broken, wrong
+
+
+ALGORITHMS = [Algorithm(*[number] * 9) for number in range(2)]
+FIRST, SECOND = (f"{CUBLASLT_FP4} algorithm {i}" for i in range(2))
 
 
 def test_the_fastest_candidate_of_each_shape(gpu) -> None:
-    bench, *_ = gpu
-    rows = list(measurements.products(bench))
-    assert [(c.format, c.shape, c.fastest) for c in bench.choices] == [
-        (format, shape, TRITON_FP4) for format in ("nvfp4", "mxfp4") for shape in SHAPES
+    own, times, *_ = gpu
+    rows = list(measurements.products(own))
+    assert [(c.format, c.shape, c.fastest, c.algorithm) for c in own.choices] == [
+        (format, shape, TRITON_FP4, None) for format in ("nvfp4", "mxfp4") for shape in SHAPES
     ]
     found = {row.name: row for row in rows if row.shape == SHAPES[0]}
     assert found[f"nvfp4 {TRITON_FP4}"].ratio == 0.5
     assert found[f"nvfp4 {CUDA_BF16}"].ratio == pytest.approx(20 / 12)
+    assert found[f"nvfp4 {SECOND}"].more == {"algorithm": ALGORITHMS[1]._asdict()}
+    assert f"nvfp4 {TRITON_FP4} with a bias" in found
     # 2 us of GEMM are nothing beside the launches: cuBLASLt's two; one dequantizes both operands
     # before a GEMM.
-    predicted = [found[f"nvfp4 {name}"].predicted for name in (CUBLASLT_FP4, CUDA_BF16)]
+    predicted = [found[f"nvfp4 {name}"].predicted for name in (FIRST, CUDA_BF16)]
     assert predicted == pytest.approx([6.8, 6.8], abs=0.1)
+    own.choices.clear()
+    times[SECOND] = 5.0
+    list(measurements.products(own))
+    assert [c.algorithm for c in own.choices if c.format == "nvfp4"] == [ALGORITHMS[1]] * 2
 
 
 def test_one_candidate_alone_is_not_chosen(gpu) -> None:
     """Nor one that fails, or is wrong by more than the self-check allows; the others are timed."""
-    bench, _, broken, wrong = gpu
+    own, _, broken, wrong = gpu
     broken[CUBLASLT_FP4] = ValueError("kernel 'cublaslt_fp4' cannot run q2::gemm here: mxfp4")
-    rows = list(measurements.products(bench))
-    assert bench.choices == []
-    refused = [row for row in rows if row.name.endswith(CUBLASLT_FP4)]
-    assert {row.why for row in refused} == {f"ValueError: {broken[CUBLASLT_FP4]}"}
-    assert all(row.microseconds is None for row in refused)
-    assert not any(command._is_fault(row) for row in refused)
+    rows = list(measurements.products(own))
+    assert own.choices == []
+    unserved = [row for row in rows if row.name.endswith(CUBLASLT_FP4)]
+    assert {row.why for row in unserved} == {f"ValueError: {broken[CUBLASLT_FP4]}"}
+    assert {(row.microseconds, row.status) for row in unserved} == {(None, UNSUPPORTED)}
+    broken[CUBLASLT_FP4] = ValueError("kernel 'cublaslt_fp4' cannot run q2::gemm here: it failed")
+    rows = list(measurements.products(own))
+    assert {r.status for r in rows if r.name.endswith(CUBLASLT_FP4)} == {FAULT}
     broken.clear()
     wrong.add(TRITON_FP4)
-    rows = list(measurements.products(bench))
-    assert bench.choices == []
+    rows = list(measurements.products(own))
     (row,) = [r for r in rows if r.name == f"nvfp4 {TRITON_FP4}" and r.shape == SHAPES[0]]
     assert row.why == "it is wrong: relative error 1.0e+00" and row.microseconds == 6.0
+    assert row.status == FAULT and {c.fastest for c in own.choices} == {CUBLASLT_FP4}
 
 
 def test_choices_are_remembered_and_said(gpu, monkeypatch, tmp_path) -> None:
-    bench, *_ = gpu
-    list(measurements.products(bench))
+    own, *_ = gpu
+    list(measurements.products(own))
     kept = []
 
     def remember(index, choices, date):
@@ -198,31 +243,39 @@ def test_choices_are_remembered_and_said(gpu, monkeypatch, tmp_path) -> None:
         return tmp_path / "gemm-1.json"
 
     monkeypatch.setattr(command, "remember", remember)
-    text = command._remembered(bench, "2026-11-22", no_remember=False)
-    assert kept == [(None, bench.choices, "2026-11-22")]
-    assert text.startswith("fastest   of 4 products: triton_fp4 at 4; remembered in ")
-    assert "results may differ by their rounding" in text and "Q2COMPILE_GEMM_CHOICES=off" in text
-    text = command._remembered(bench, "2026-11-22", no_remember=True)
-    assert text.endswith("triton_fp4 at 4; not remembered") and len(kept) == 1
+    said = command._remembered(0, own.choices, "2026-11-22", no_remember=False)
+    assert kept == [(0, own.choices, "2026-11-22")]
+    assert said.startswith("fastest   of 4 products: triton_fp4 at 4; remembered in ")
+    assert "results may differ by their rounding" in said and "Q2COMPILE_GEMM_CHOICES=off" in said
+    said = command._remembered(0, own.choices, "2026-11-22", no_remember=True)
+    assert said.endswith("triton_fp4 at 4; not remembered") and len(kept) == 1
 
 
 def test_lines_say_times_in_words() -> None:
     row = partial(Row, "products", "nvfp4 triton_fp4", (512, 4096, 4096))
-    assert command.line(row(45.0, "BF16", 100.0, 40.0)).split("; ")[1:] == [
+
+    def words(**parts) -> list[str]:
+        return text(row(**parts).as_line()).split("; ")
+
+    beside = {"beside": "BF16", "beside_microseconds": 100.0}
+    assert words(microseconds=45.0, predicted=40.0, **beside)[1:] == [
         "0.45 of BF16's time (2.2 times as fast)",
         "predicted 40.0 us, 0.89",
     ]
-    assert "; 1.20 times BF16's time (slower)" in command.line(row(120.0, "BF16", 100.0))
-    assert "; 1.26 copies" in command.line(row(126.0, "copy", 100.0))
-    assert "not measured: it failed" in command.line(row(why="it failed"))
+    assert words(microseconds=120.0, **beside)[1] == "1.20 times BF16's time (slower)"
+    copies = words(
+        microseconds=126.0, minimum=120.0, p90=130.0, beside="copy", beside_microseconds=100.0
+    )
+    assert copies[0].endswith("126.0 us (min 120.0, p90 130.0)") and copies[1] == "1.26 copies"
+    assert words(status=FAULT, why="it failed")[0].endswith("FAULT: it failed")
 
 
 def test_predictions_beside_a_data_sheet(gpu) -> None:
-    bench, times, *_ = gpu
-    bench.sheet = H200
+    own, times, *_ = gpu
+    own.sheet = H200
     times |= dict.fromkeys(["copy", *OTHERS, *CASES], 10.0)
-    bench.sizes = measurements.Sizes(**{**vars(ON_CPU), "matrix": (128, 256)})
-    rows = {row.name: row for row in measurements.quantizers(bench)}
+    own.sizes = bench.Sizes(**{**vars(ON_CPU), "matrix": (128, 256)})
+    rows = {row.name: row for row in measurements.quantizers(own)}
     assert set(rows) == {*OTHERS, *CASES}
     for name, row in rows.items():
         assert row.predicted == pytest.approx(1e6 * step_of(name, 128 * 256).seconds(H200))
@@ -243,9 +296,10 @@ def test_a_block_is_a_llama_s() -> None:
     assert changed.tolist() == 5 * [False] + 3 * [True]
 
 
-def test_the_driver_is_none_without_nvidia_smi(monkeypatch) -> None:
+def test_nothing_is_known_of_a_gpu_without_nvidia_smi(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert command._driver(0) is None
+    assert machine.asked(0, ["driver_version"]) == {}
+    assert machine.state(CPU) == {}
 
 
 def test_what_is_alive_at_the_peak_of_a_trace(tmp_path) -> None:
