@@ -30,6 +30,7 @@ from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
 from q2compile.passes.joint.mask_again import mask_again_pass
 from q2compile.passes.joint.own_seeds import own_seeds_pass
+from q2compile.passes.joint.quantize_shards import quantize_shards_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
@@ -118,6 +119,7 @@ PASSES: tuple[Pass, ...] = (
     _joint("gather_scattered", gather_scattered_pass),
     # Ahead of gather_codes: views of one x become one.
     _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),
+    _joint("quantize_shards", quantize_shards_pass),
     # Ahead of the passes that name schemes it does not know.
     _joint("gather_codes", gather_codes_pass, notes=gathering_notes),
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
@@ -127,10 +129,11 @@ PASSES: tuple[Pass, ...] = (
     # In this order: asked for both, packed activations are saved and codes of weights are not.
     _joint("keep_packed", keep_packed_pass, when=lambda w: w.keep_packed),
     _joint("recompute_weights", recompute_weights_pass, when=lambda w: w.recompute_weights),
-    # These two for inference: in training the joint passes have done it.
+    # These four for inference: in training the joint passes have done it.
     _post_grad("gather_scattered", gather_scattered_pass),
     _post_grad("gather_codes", gather_codes_pass, notes=gathering_notes),
     _post_grad("share_operands", share_operands_pass),
+    _post_grad("quantize_shards", quantize_shards_pass),
     _post_grad("merge_seeds", merge_seeds_pass),
     _post_grad("pair_directions", pair_directions_pass),  # after merge_seeds: seeds stand up front
     _post_grad("share_rotations", share_rotations_pass),  # after it: a pair has one rng offset

@@ -6,11 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
 from q2compile.runtime_kernels.ops.table import GATHER_ROWS, PARTS, SEED, TRANSPOSE, quantizer_of
 from q2compile.runtime_kernels.registry import bound
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 class GraphSpecError(AssertionError):
@@ -85,6 +88,11 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     gather = producer(triple[0])
     if is_q2(gather, GATHER_ROWS) and producer(triple[1]) is gather:
         triple = (*gather.args[:2], triple[2])
+    shards = [_shard(part) for part in triple[:2]]
+    if shards[0] is not triple[0]:
+        ops = {producer(n) for n in shards}
+        if len(ops) == 1 and is_q2(*ops) and [n.args[1] for n in shards] == [0, 1]:
+            return _Operand()  # codes of all ranks; the global scale is what they were made under
     if triple[0].op in ("placeholder", "get_attr"):
         return _Operand(saved=True, empty=_is_empty(triple[0]))
     op = producer(triple[0])
@@ -104,6 +112,16 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
         return _Operand()
     how = call.transform.name, call.args["rng_offset"]
     return _Operand(rotated=True, seed=operand.seed, transform=how[0], stream=how[1])
+
+
+def _shard(part: fx.Node) -> fx.Node:
+    """This rank's codes or scales, of which ``part`` has gathered all ranks'."""
+    through = (_aten.view.dtype, _aten.slice.Tensor, _c10d.wait_tensor.default)
+    gathered, node = False, part
+    while node.target in (*through, _c10d.all_gather_into_tensor.default):
+        gathered |= node.target is _c10d.all_gather_into_tensor.default
+        node = node.args[0]  # type: ignore[assignment]
+    return node if gathered else part
 
 
 def _is_empty(codes: fx.Node) -> bool:

@@ -273,6 +273,13 @@ def is_to_local(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "prim_to_local"
 
 
+def is_gather(node: fx.Node) -> bool:
+    """Whether ``node`` is an all-gather along rows, as SimpleFSDP traces it, or waits for one."""
+    name = str(node.target)
+    ops = ("all_gather_into_tensor", "wait_tensor")
+    return name.startswith("_c10d_functional") and name.split(".")[1] in ops
+
+
 def attribute_read(node: fx.Node) -> str | None:
     """The attribute that a node of a Dynamo graph reads off its first argument, "mT" for x.mT; None
     if it does something else.

@@ -1,0 +1,202 @@
+"""A weight that the graph gathers is quantized before that: its codes are gathered."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from q2compile.passes.graph_queries import (
+    GEMM_OPS,
+    RESHAPES,
+    VIEWS_AND_CASTS,
+    is_forward_operand,
+    is_q2,
+)
+from q2compile.passes.new_node import new_constant, new_node
+from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_NAN = 0x7F  # as an e4m3 scale
+_LARGEST_G = 2.0**117  # 1536 * g < 2^128
+
+
+def quantize_shards_pass(graph: fx.Graph) -> int:
+    """An all-gather of codes and block scales moves 0.5625 bytes for each element, of bf16 2.
+
+    before                                       after
+        t = all_gather_into_tensor(s, n, ranks)      p = pad(s, one block of rows)
+        w = wait_tensor(t)                           a = quantize(p, scheme=S, rowwise)
+        q = quantize(w, scheme=S, rowwise)           m = wait_tensor(all_reduce(bits of a[2], max))
+        y = gemm(..., q[0], q[1], q[2])              g = 2^k with the bits m
+                                                     b = quantize(cat([s, rows of 1536 * g]), ...)
+                                                     c = wait_tensor(all_gather(b[0] without them))
+                                                     d = wait_tensor(all_gather(b[1] without them))
+                                                     y = gemm(..., c, d, g)
+
+    So SimpleFSDP and others write it, whose weights are gathered by a node of the graph. What FSDP2
+    gathers outside of it is `q2compile.gather_codes`'.
+
+    Preconditions: w is the weight of a GEMM, and s a rank's rows of it, in whole blocks, reached
+    from a graph input by views and casts; quantizers alone read w; a deterministic scheme with a
+    global scale that is a power of two, and no rotation; or MXFP4, which has none: there s is
+    quantized once, and nothing is reduced. An activation that ranks gather stays as it is: one more
+    collective would not pay there.
+
+    Exact: `weight_cache/shard_codes.py` has the argument, and the rows that set g. The passes can't
+    import it: here the same is written as nodes.
+    """
+    calls = {n: call for n, call in quantizers(graph) if _fits(call) and _is_weight(n)}
+    moved: dict[fx.Node, list[fx.Node]] = {}  # a gather -> the quantizers of what it gathers
+    for node, call in calls.items():
+        wait = _same(call.x)
+        gather = wait.args[0] if _calls(wait, _c10d.wait_tensor) else None
+        if not isinstance(gather, fx.Node) or not _calls(gather, _c10d.all_gather_into_tensor):
+            continue
+        shape = gather.args[0].meta["val"].shape  # type: ignore[union-attr]
+        static = all(isinstance(n, int) for n in shape) and len(shape) == 2
+        if not static or not _is_input(gather.args[0]):
+            continue
+        if shape[0] % call.scheme.block[0] == 0 and _readers(wait) <= calls.keys():
+            moved.setdefault(gather, []).append(node)
+    for gather, nodes in moved.items():
+        for node in nodes:
+            _Moved(graph, node, calls[node], gather).write()
+        _erase(graph, gather)
+    return sum(map(len, moved.values()))
+
+
+def _is_weight(quantizer: fx.Node) -> bool:
+    """Whether a GEMM takes its codes as the second operand."""
+    codes = [output for output in quantizer.users if output.args[1] == 0]
+    return any(
+        is_q2(u, *GEMM_OPS) and u.args[3] is output for output in codes for u in output.users
+    )
+
+
+def _is_input(node: Any) -> bool:
+    while node.target in VIEWS_AND_CASTS:
+        node = node.args[0]
+    return bool(node.op == "placeholder")
+
+
+def _same(node: Any) -> fx.Node:
+    """What ``node`` is, without views that change nothing: autograd's."""
+    while node.target in RESHAPES and node.meta["val"].shape == node.args[0].meta["val"].shape:
+        node = node.args[0]
+    return node
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Who reads it, by way of such views or not."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= {user} if _same(user) is user else _readers(user)
+    return found
+
+
+def _erase(graph: fx.Graph, gather: fx.Node) -> None:
+    """The gather, and what only it was for: FX erases no collective on its own."""
+    for user in list(gather.users):
+        _erase(graph, user)
+    graph.erase_node(gather)
+
+
+def _calls(node: Any, packet: Any) -> bool:
+    return getattr(node, "target", None) is packet.default
+
+
+def _fits(call: QuantizerCall) -> bool:
+    if not is_forward_operand(call) or call.scheme.form or call.args["amax"] is not None:
+        return False
+    if call.scheme.global_scale == "none":
+        return True
+    return call.scheme.global_scale == "pow2" and not call.rotated
+
+
+class _Moved:
+    """One quantizer of a gathered weight, as it is made anew."""
+
+    def __init__(
+        self, graph: fx.Graph, node: fx.Node, call: QuantizerCall, gather: fx.Node
+    ) -> None:
+        self.graph, self.node, self.call, self.gather = graph, node, call, gather
+        self.shard, self.ranks, self.group = gather.args
+        self.rows, self.height = self.shard.meta["val"].shape[0], call.scheme.block[0]  # type: ignore[union-attr]
+
+    def write(self) -> None:
+        outputs: dict[Any, fx.Node] = {n.args[1]: n for n in self.node.users}
+        with self.graph.inserting_before(self.node):
+            if self.call.scheme.global_scale == "none":
+                made = self._quantized(self.shard, outputs)
+                g = made[2]
+            else:
+                g = self._global_scale()
+                made = self._quantized(self._with_rows(g), outputs)
+            parts = {2: g}
+            for i in outputs:
+                if i != 2:
+                    parts[i] = self._gathered(made[i], self.height if i == 1 else 1)
+        for i, output in outputs.items():
+            output.replace_all_uses_with(parts[i])
+            self.graph.erase_node(output)
+        self.graph.erase_node(self.node)
+
+    def _quantized(self, x: Any, wanted: Any) -> dict[Any, fx.Node]:
+        args, kwargs = self.call.replace(x=x).written()
+        made = self._new(self.node.target, *args, **kwargs)
+        return {i: self._new(operator.getitem, made, i) for i in sorted({1, 2, *wanted})}
+
+    def _global_scale(self) -> fx.Node:
+        """2^k, by the largest of the ranks; of zeros a rank has none to say."""
+        padded = self._new(_aten.constant_pad_nd.default, self.shard, [0, 0, 0, self.height])
+        made = self._quantized(padded, ())
+        scales, g = self._new(_aten.view.dtype, made[1], torch.uint8), made[2]
+        zero, nan = (self._new(_aten.eq.Scalar, scales, value) for value in (0, _NAN))
+        none = self._new(_aten.logical_or.default, zero, nan)
+        none = self._new(_aten.all.default, none)
+        is_number = self._new(_aten.eq.Tensor, g, g)
+        none = self._new(_aten.logical_and.default, none, is_number)
+        bits = self._new(_aten.view.dtype, g, torch.int32)
+        bits = self._new(_aten.where.self, none, self._constant(0, bits), bits)
+        found = self._collective(_c10d.all_reduce.default, bits, "max", self.group)
+        g = self._new(_aten.view.dtype, found, torch.float32)
+        is_zero = self._new(_aten.eq.Scalar, g, 0)
+        g = self._new(_aten.where.self, is_zero, self._constant(1.0, g), g)
+        beyond = self._new(_aten.gt.Scalar, g, _LARGEST_G)
+        return self._new(_aten.where.self, beyond, self._constant(float("nan"), g), g)
+
+    def _with_rows(self, g: fx.Node) -> fx.Node:
+        shard: Any = self.shard
+        columns, dtype = shard.meta["val"].shape[1], shard.meta["val"].dtype
+        value = self._new(_aten.mul.Tensor, g, 1536.0)
+        value = self._new(torch.ops.prims.convert_element_type.default, value, dtype)
+        rows = self._new(_aten.expand.default, value, [self.height, columns])
+        return self._new(_aten.cat.default, [shard, rows])
+
+    def _gathered(self, part: fx.Node, height: int) -> fx.Node:
+        part = self._new(_aten.slice.Tensor, part, 0, 0, self.rows // height)
+        dtype = part.meta["val"].dtype
+        if dtype != torch.uint8:
+            part = self._new(_aten.view.dtype, part, torch.uint8)
+        name = _c10d.all_gather_into_tensor.default
+        part = self._collective(name, part, self.ranks, self.group)
+        return part if dtype == torch.uint8 else self._new(_aten.view.dtype, part, dtype)
+
+    def _collective(self, target: Any, *args: Any) -> fx.Node:
+        """Saved or made again in the backward as the gather of values would have been."""
+        begun = self._new(target, *args)
+        ended = self._new(_c10d.wait_tensor.default, begun)
+        for node in (begun, ended):
+            for tag in ("recompute", "ac_graph_id"):
+                if tag in self.gather.meta:
+                    node.meta[tag] = self.gather.meta[tag]
+        return ended
+
+    def _constant(self, value: Any, like: fx.Node) -> fx.Node:
+        return new_constant(self.node, [], value, like)
+
+    def _new(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return new_node(self.node, target, *args, **kwargs)
