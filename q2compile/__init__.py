@@ -9,6 +9,7 @@ q2compile.quantize    the quantizers, on any device
 q2compile.export      a trained model as an inference checkpoint, by the codes of its forward
 q2compile.forget_weights  under cache_weights: a weight was changed behind autograd's back
 q2compile.get_rng_state, set_rng_state  under the option seed: how far its counters have come
+q2compile.gather_codes    FSDP2 gathers weights as 4-bit codes
 q2compile.telemetry   step() and flush(), for the option telemetry
 """
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from q2compile.tools.rng_state import get_rng_state as get_rng_state
     from q2compile.tools.rng_state import set_rng_state as set_rng_state
     from q2compile.weight_cache.cache import forget_weights as forget_weights
+    from q2compile.weight_cache.gather_codes import gather_codes as gather_codes
 
 __all__ = [
     "Config",
@@ -36,6 +38,7 @@ __all__ = [
     "explain",
     "export",
     "forget_weights",
+    "gather_codes",
     "get_rng_state",
     "quantize",
     "set_rng_state",
@@ -50,6 +53,7 @@ _HOMES = {
     "forget_weights": "q2compile.weight_cache.cache",
     "get_rng_state": "q2compile.tools.rng_state",
     "set_rng_state": "q2compile.tools.rng_state",
+    "gather_codes": "q2compile.weight_cache.gather_codes",
     "quantize": "q2compile.tools.quantize",
     "QuantizedTensor": "q2compile.tools.quantize",
 }

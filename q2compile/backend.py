@@ -33,6 +33,7 @@ from q2compile.torch_internals.dynamo import (
     restore_arguments,
 )
 from q2compile.torch_internals.tested_versions import warn_if_untested
+from q2compile.weight_cache.gathered_inputs import Gathered
 
 
 def quartet2(
@@ -64,15 +65,17 @@ def quartet2(
     log = GraphLog(config, names)
     faults = Faults(config, log.title, log.folder, names.by_id)
     rewritten = copied(gm)
-    stage = REWRITE
+    stage, gathered = REWRITE, None
     try:
         log.graph("0_dynamo", gm)
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
+        gathered = Gathered(rewritten, names.root)
+        gathered.say(rows)
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):
             stage = ""
-            return log.checked(compile_plain(gm, example_inputs, config))
+            return log.checked(compile_plain(gm, example_inputs, config, gathered))
         stage = COMPILE
         _begin_checks(rows, example_inputs, config)
         recorder = recorder_of(rewritten, config.telemetry_options, rows, names)
@@ -80,6 +83,7 @@ def quartet2(
         compiled = compile_graph(
             rewritten,
             *(example_inputs, config, root, names.trained, watcher, faults.of_pass, recorder),
+            gathered,
         )
     except control_flow():  # Dynamo will come again with another graph
         log.forget()
@@ -88,7 +92,7 @@ def quartet2(
         if not stage:  # Inductor's own error: what it compiled is no work of ours
             raise
         log.left_in_bf16(faults.raise_or_warn(stage, gm, error), names)
-        return compile_plain(gm, example_inputs, config)
+        return compile_plain(gm, example_inputs, config, gathered)
     finally:
         forget_arguments(rewritten, dynamo=gm)
     return log.checked(compiled)

@@ -41,7 +41,7 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 MAY_IMPORT = {
     "": ["config", "telemetry", "tools", "weight_cache"],  # the public names, loaded on first use
     "backend": ["capture", "compiler", "config", "failures", "linear", "report", "rewrite"]
-    + ["telemetry", "torch_internals"],
+    + ["telemetry", "torch_internals", "weight_cache"],
     "config": ["passes", "recipes", "telemetry.options", "torch_internals"],
     "tools": ["backend", "capture", "compiler", "config", "cost_model", "linear", "lowering"]
     + ["recipes", "report", "rewrite", "runtime_kernels", "telemetry", "torch_internals"],
@@ -52,7 +52,8 @@ MAY_IMPORT = {
     "telemetry": ["capture", "passes", "recipes", "runtime_kernels", "torch_internals"],
     "telemetry.options": ["recipes.policy"],
     "telemetry.page": ["report.page.assemble", "runtime_kernels.numerics"],
-    "weight_cache": ["capture", "linear", "recipes", "runtime_kernels.numerics", "torch_internals"],
+    "weight_cache": ["capture", "linear", "recipes", "report.row", "runtime_kernels.numerics"]
+    + ["torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]
     + ["runtime_kernels.ops", "runtime_kernels.registry", "torch_internals"],
     "report.page.assemble": [],

@@ -34,6 +34,7 @@ from q2compile.torch_internals.inductor import (
 )
 from q2compile.torch_internals.partitioner import PARTITIONER_SLOT, partitioner_in_slot
 from q2compile.torch_internals.patches import patched
+from q2compile.weight_cache.gathered_inputs import Gathered
 
 
 def compile_graph(
@@ -45,6 +46,7 @@ def compile_graph(
     watcher: Watcher | None = None,
     fault: Fault | None = None,
     instrument: Instrument | None = None,
+    gathered: Gathered | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph; its backward at once, too, when a failure there still counts.
 
@@ -53,6 +55,7 @@ def compile_graph(
     watcher  told of every stage; the caches are off then, since a hit would skip the stages
     fault    see `PostGradPasses`
     instrument  has the graph compiled a second time, to record what it computes
+    gathered  its weights whose codes may be gathered (`weight_cache.gathered_inputs.Gathered`)
     """
     if config.seed is not None:  # before any CUDA graph, whose memory they would be
         for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor)}:
@@ -60,6 +63,8 @@ def compile_graph(
     one = partial(_compiled, config=config, parameters=parameters, fault=fault)
     at_once = backward_at_once(config.on_error == "bf16")
     with checkpoints_left_on_error(), at_once:
+        if gathered:
+            return _of_gathered(gm, example_inputs, config, one, watcher, instrument, gathered)
         if not config.cache_weights:
             return _variants(gm, example_inputs, one, watcher, instrument)
         from q2compile.weight_cache.adapters import Merged
@@ -77,14 +82,36 @@ def compile_graph(
 
 
 def compile_plain(
-    gm: fx.GraphModule, example_inputs: list[Any], config: Config
+    gm: fx.GraphModule, example_inputs: list[Any], config: Config, gathered: Gathered | None = None
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph as it came: no pass, no patch and no setting of ours, so that Inductor
     generates what it does for backend="inductor".
     """
     if config.inner == "eager":
-        return aot_eager_compile(gm, example_inputs, lambda g: None)
-    return inductor_compile(gm, example_inputs, _settings(config))
+        compiled = aot_eager_compile(gm, example_inputs, lambda g: None)
+    else:
+        compiled = inductor_compile(gm, example_inputs, _settings(config))
+    return gathered.with_values(compiled) if gathered else compiled
+
+
+def _of_gathered(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config: Config,
+    one: Callable[..., Callable[..., Any]],
+    watcher: Watcher | None,
+    instrument: Instrument | None,
+    gathered: Gathered,
+) -> Callable[..., Any]:
+    """The compiled graph, which takes the codes of its sharded weights as inputs."""
+    gm, inputs, sites = gathered.take_codes(gm, example_inputs)
+    if watcher is not None:
+        watcher.graph("1_rewritten", gm)
+    try:
+        compiled = _variants(gm, inputs, one, watcher, instrument)
+    finally:
+        forget_arguments(gm)
+    return gathered.with_codes(compiled, sites, inputs, partial(_compiled_form, config))
 
 
 def holds_q2_ops(gm: fx.GraphModule) -> bool:

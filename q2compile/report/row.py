@@ -40,6 +40,7 @@ class Row:
                   with a backward was compiled. ``saved_elements``: how many numbers they stand for
     weight        "kept" or "made again", and why: the codes of w between fprop and dgrad. "" where
                   dgrad takes none, or nobody knows yet
+    gathered      under `gather_codes`: whether FSDP2 gathers codes or values of w, and why; else ""
     flops, bytes  of the layer under its recipe; text where a size is symbolic
     predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds",
                   and of the first of these the GPU's and the host's, of which it is the longer:
@@ -68,6 +69,7 @@ class Row:
     saved_bytes: int | None = None
     saved_elements: int | None = None
     weight: str = ""
+    gathered: str = ""
     flops: int | str | None = None
     bytes: int | str | None = None
     predicted: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -117,5 +119,5 @@ def cells(row: Row) -> dict[str, str]:
         **gemms,
         "saved": saved_text(row),
         **{name: f"{1 / of['speed']:.2f}" for name, of in row.predicted.items()},
-        "why": row.why,
+        "why": row.why or row.gathered,
     }

@@ -1,3 +1,3 @@
-"""The option ``cache_weights``: codes of weights kept between calls. May import capture, linear and
-recipes.
+"""Codes of weights from outside of the graph: kept between calls under ``cache_weights``, gathered
+by FSDP2 under `gather_codes`. May import capture, linear, recipes, report.row and torch_internals.
 """

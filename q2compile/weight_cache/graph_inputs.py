@@ -52,7 +52,7 @@ def take_codes(
         for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
         if type(parameter_of(node)) is nn.Parameter and _has_sizes(example(node))
     }
-    inputs = _Inputs(own, weights)
+    inputs = Inputs(own, weights)
     inputs.rewrite()
     codes = [example(node) for parts in inputs.sites.values() for node in parts]
     return own, [*example_inputs, *codes], list(inputs.sites)
@@ -64,7 +64,7 @@ def _has_sizes(w: Tensor) -> bool:
     return all(isinstance(size, int) for size in (*w.shape, *w.stride()))
 
 
-class _Inputs:
+class Inputs:
     """The weights and their codes among the inputs of a graph, or of a checkpointed region in it.
 
     weights  placeholder -> its place among the inputs of the whole graph
@@ -74,7 +74,7 @@ class _Inputs:
     def __init__(self, gm: fx.GraphModule, weights: dict[fx.Node, int], outer: Any = None) -> None:
         self.gm = gm
         self.weights = {w: i for w, i in weights.items() if _only_read(gm, w)}
-        self.outer = outer  # (the _Inputs around, the node that calls this graph)
+        self.outer = outer  # (the Inputs around, the node that calls this graph)
         self.sites: dict[Site, list[fx.Node]] = {}
 
     def rewrite(self) -> None:
@@ -98,9 +98,9 @@ class _Inputs:
         node.target, node.args = _OF_CODES, (x, w, parts, bias, *texts, salt)
 
     def _region(self, node: fx.Node) -> None:
-        body, arguments = _region_of(self.gm, node)
+        body, arguments = region_of(self.gm, node)
         weights = {p: self.weights[w] for p, w in arguments.items() if w in self.weights}
-        _Inputs(body, weights, (self, node)).rewrite()
+        Inputs(body, weights, (self, node)).rewrite()
 
     def parts(self, site: Site, source: fx.Node) -> list[fx.Node]:
         """The placeholders for what is made of a weight, new ones at the first call."""
@@ -142,7 +142,15 @@ def _is_transpose(node: Any) -> bool:
     )
 
 
-def _region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+def is_linear(node: fx.Node) -> bool:
+    return node.target in (_LINEAR, _OF_CODES)
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    return node.target is _CHECKPOINT
+
+
+def region_of(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
     """The graph of a checkpointed region, and its placeholders with what is given for them."""
     body_node: Any = node.args[0]
     body = gm.get_submodule(str(body_node.target))
@@ -157,7 +165,7 @@ def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
         if _is_transpose(user):
             fine = _only_read(gm, user)
         elif user.target is _CHECKPOINT:
-            body, arguments = _region_of(gm, user)
+            body, arguments = region_of(gm, user)
             fine = all(_only_read(body, p) for p, given in arguments.items() if given is w)
         else:
             fine = user.target in (_LINEAR, _OF_CODES, torch.nn.functional.embedding)

@@ -1,0 +1,92 @@
+"""What the ranks tell each other of their sharded weights, in one collective for each forward.
+
+Ranks that gather different things hang, or read each other's bytes wrongly. So codes are gathered
+from the forward after the one in which all ranks have read the same codes of a weight:
+
+    forward 1    values are gathered; graphs are compiled, and take codes made of the whole weight
+    forward 2    the maximum over the ranks of what each has read, and of minus that: equal, or not
+    forward 3    all ranks see that they agree, and gather codes, under a global scale of forward 3
+
+Different codes, or codes on one rank and values on another, are an error on all ranks, in the same
+forward and outside of any collective. A rank that has not read a weight yet has no vote. The result
+of one forward is looked at in the next, so that the host does not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from q2compile.errors import ConfigError
+from q2compile.weight_cache.sharded_weight import UNREAD, ShardedWeight
+
+_LEAST = -(2**31)
+
+
+class Votes:
+    """The weights whose shards lie on the same ranks."""
+
+    def __init__(self, weights: Sequence[ShardedWeight], group: Any) -> None:
+        self.weights, self._group = weights, group
+        self._counted: Tensor | None = None  # of the last forward, on the host
+        self._event: Any = None
+
+    def begin(self) -> None:
+        """At the begin of each forward: agree, and quantize the shards of what is agreed on."""
+        self._adopt()
+        device = self.weights[0].record.device
+        votes = []
+        for weight in self.weights:
+            n = weight.number
+            votes += [n, -n if n != UNREAD else _LEAST, int(n == UNREAD)]
+        agreed = [w for w in self.weights if w.agreed is not None]
+        numbers = [weight.quantize() for weight in agreed]
+        told = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
+        both = torch.cat([told, torch.stack(numbers)]) if numbers else told
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        self._look(both[: len(votes)])
+        for weight, number in zip(agreed, both[len(votes) :].unbind(), strict=True):
+            weight.finish(number)
+
+    def _look(self, counted: Tensor) -> None:
+        if counted.device.type == "cpu":
+            self._counted = counted.clone()
+            return
+        self._counted = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
+        self._counted.copy_(counted, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def _adopt(self) -> None:
+        if self._counted is None:
+            return
+        if self._event is not None:
+            self._event.synchronize()
+        counts = self._counted.view(-1, 3).tolist()
+        differ = [
+            w
+            for w, (most, least, unread) in zip(self.weights, counts, strict=True)
+            if most != UNREAD and most != -least
+        ]
+        if differ:
+            raise ConfigError(_differ(differ))
+        for weight, (most, _, unread) in zip(self.weights, counts, strict=True):
+            if most != UNREAD and not unread:
+                weight.adopt(most)
+
+
+def _differ(weights: Sequence[ShardedWeight]) -> str:
+    first = weights[0]
+    here = f"the codes {first.wanted.form.operand}" if first.wanted else "values"
+    if first.wanted is None and not first.read:
+        here = "nothing"
+    more = f" and {len(weights) - 1} more" * (len(weights) > 1)
+    return (
+        f"gather_codes: the ranks read different things of {first.name!r}{more}: rank "
+        f"{dist.get_rank()} {here}, another rank something else. Give all ranks the same options "
+        "and policy"
+    )

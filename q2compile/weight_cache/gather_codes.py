@@ -1,0 +1,75 @@
+"""`gather_codes`: FSDP2 gathers the codes of weights, and not their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from q2compile.capture.module_tree import children, under, unwrapped
+from q2compile.errors import ConfigError
+from q2compile.torch_internals import fsdp
+from q2compile.weight_cache.gatherer import gatherer_of
+
+
+def gather_codes(model: nn.Module) -> int:
+    """Have FSDP2 all-gather the 4-bit codes of ``model``'s weights, with their block scales, in the
+    place of bf16 or fp32 values; return how many parameters it may do that for.
+
+    Call it on all ranks, after `torch.distributed.fsdp.fully_shard`, on the model or on part of it;
+    before or after ``compile``. A call after the first step has torch compile all its graphs again
+    (`torch.compiler.reset`). A second call on the same model changes nothing.
+
+        for layer in model.layers:
+            layer.compile(backend="quartet2")
+            fully_shard(layer)
+        fully_shard(model)
+        q2compile.gather_codes(model)
+
+    Under the recipes ``quartet2``, ``nvfp4``, ``tetrajet2`` and ``quartet`` the GEMMs of a layer
+    read Q(w), and none reads w. A rank quantizes its shard and sends 0.5625 bytes for each element,
+    where bf16 takes 2 and fp32 4 (``nvfp4``: 0.504, its blocks are 16x16; ``quartet``: 0.656, with
+    the trust mask). The gathered codes are inputs of the compiled graph. Nothing is quantized
+    twice, so losses, gradients and weights keep their bits: `q2compile.weight_cache.shard_codes`
+    has the argument. Each forward of the model has one more collective, a maximum of 16 bytes for
+    each weight.
+
+    Parameters, optimizers, ``state_dict`` and checkpoints stay those of FSDP2. After ``.to()`` or
+    ``load_state_dict(assign=True)`` the next forward attaches again.
+
+    Values are gathered as before, and the report's column "why" says so,
+
+        in the first two forwards, until all ranks have read the same codes (`exchange`);
+        of a weight that something besides such a layer reads, in the graph or by a policy;
+        of a weight that is tied, a DTensor (tensor parallel), 3-D (experts), sharded along columns,
+            on one rank alone, offloaded to the CPU, or fp16;
+        of one with 16x16 blocks, where a rank's rows are no multiple of 16;
+        under ``reshard_after_forward=<int>``;
+        in a gather outside of the model's forward and backward, such as ``module.unshard()``.
+
+    A module that runs without its compiled graph gets its values by a gather of their own; code
+    that reads a weight in any other way gets torch's error about a storage of size 0.
+
+    Raises:
+        ConfigError, a ValueError: ``model`` has no module under fully_shard; later, in a forward: a
+            rank has not called gather_codes, or on another model; ranks take different codes of a
+            weight. All ranks raise it, none hangs.
+    """
+    model = unwrapped(model)
+    roots = list(_roots(model, ""))
+    if not roots:
+        raise ConfigError(
+            f"gather_codes: {type(model).__name__} has no module under fully_shard; call "
+            "fully_shard on it, or on its layers, before gather_codes"
+        )
+    found = [gatherer_of(name, root) for name, root in roots]
+    return sum(not weight.why for gatherer in found for weight in gatherer.weights)
+
+
+def _roots(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules under fully_shard, with their names."""
+    if fsdp.is_sharded(module):
+        yield name, module
+        return
+    for part, child in children(module).items():
+        yield from _roots(child, under(name, part))

@@ -1,0 +1,145 @@
+"""A graph that takes the codes of sharded weights as inputs, as FSDP2 gathers them.
+
+As under ``cache_weights`` (`graph_inputs`): the graph has further inputs, and what calls it brings
+them. But here a weight's own memory may be empty, so nothing in the graph or its backward may read
+it. A weight that is read is gathered as values, and what calls the graph sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from q2compile.capture.module_names import site_name
+from q2compile.capture.views import example
+from q2compile.recipes.recipe import parse
+from q2compile.report.row import Row
+from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
+from q2compile.weight_cache.cache import Form
+from q2compile.weight_cache.gatherer import check_all_called
+from q2compile.weight_cache.graph_inputs import (
+    Inputs,
+    Site,
+    is_checkpoint,
+    is_linear,
+    region_of,
+)
+from q2compile.weight_cache.sharded_weight import ShardedWeight, Wanted, sharded_weight
+
+
+class Gathered:
+    """The inputs of a graph that are gathered parameters of a model under `gather_codes`. False if
+    there are none.
+
+    weights  its place among the inputs -> the ShardedWeight
+    why      place -> why its values are read; "" where its codes are taken
+    """
+
+    def __init__(self, gm: fx.GraphModule, root: nn.Module | None) -> None:
+        check_all_called(root)
+        self.weights: dict[int, ShardedWeight] = {}
+        self.why: dict[int, str] = {}
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            weight = sharded_weight(parameter_of(node))
+            if weight is not None:
+                self.weights[place] = weight
+                self.why[place] = weight.why or _why_read(gm, node, weight)
+
+    def __bool__(self) -> bool:
+        return bool(self.weights)
+
+    def say(self, rows: Iterable[Row]) -> None:
+        """Note in the report's rows what is gathered of each weight."""
+        said = {site_name(w.name): self.why[place] for place, w in self.weights.items()}
+        for row in rows:
+            why = said.get(row.module)
+            if why is not None and row.taken:
+                row.gathered = f"gathers values: {why}" if why else "gathers codes"
+
+    def take_codes(
+        self, gm: fx.GraphModule, example_inputs: list[Any]
+    ) -> tuple[fx.GraphModule, list[Any], list[Site]]:
+        """A copy of ``gm`` that takes the codes of its weights as further inputs, the example
+        inputs with theirs, and which they are."""
+        own = copied(gm)  # Dynamo goes on to read the inputs of its own
+        places = enumerate(own.graph.find_nodes(op="placeholder"))
+        inputs = Inputs(own, {n: i for i, n in places if self.why.get(i) == ""})
+        inputs.rewrite()
+        codes = [example(node) for parts in inputs.sites.values() for node in parts]
+        return own, [*example_inputs, *codes], list(inputs.sites)
+
+    def with_codes(
+        self,
+        compiled: Callable[..., Any],
+        sites: Sequence[Site],
+        example_inputs: Sequence[Any],
+        compile_form: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    ) -> Callable[..., Any]:
+        """``compiled``, called with the weights' codes after its own inputs.
+
+        compile_form: makes a function of `Form.graph`, once for each form and shape: of the whole
+            weight, which is quantized while values are gathered, and of a shard.
+        """
+        makers: dict[Any, Callable[..., Any]] = {}
+
+        def maker(form: Form, w: Tensor, shape: tuple[int, ...]) -> Callable[..., Any]:
+            key = form, shape, w.dtype, w.device
+            if key not in makers:
+                with compiling_apart(w.detach().new_empty(shape)) as like:
+                    makers[key] = compile_form(form.graph(), [like])
+            return makers[key]
+
+        taken = []
+        for place, form in sites:
+            w, shape = example_inputs[place], self.weights[place].shard_shape(form.operand)
+            wanted = Wanted(form, shape, maker(form, w, shape))
+            taken.append((place, wanted, maker(form, w, tuple(w.shape))))
+        places = {place for place, _ in sites}
+        values = [place for place in self.weights if place not in places]
+
+        def call(*args: Any) -> Any:
+            codes: list[Tensor] = []
+            for place, wanted, make in taken:
+                weight = sharded_weight(args[place])
+                made = make(args[place]) if weight is None else weight.parts(wanted, make)
+                codes += made
+            for place in values:
+                if weight := sharded_weight(args[place]):
+                    weight.read_values()
+            return compiled(*args, *codes)
+
+        return call
+
+    def with_values(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled``, a graph that reads the values of all its weights."""
+        return self.with_codes(compiled, (), (), lambda gm, inputs: gm)
+
+
+def _why_read(gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight) -> str:
+    """Why the graph or its backward needs the values of a weight; "" if its codes do."""
+    forms = set()
+    for user in w.users:
+        if is_checkpoint(user):
+            body, arguments = region_of(gm, user)
+            whys = [_why_read(body, p, weight) for p, given in arguments.items() if given is w]
+            why = next(filter(None, whys), "")
+        elif not is_linear(user):
+            why = "something besides a quantized linear reads it"
+        else:
+            why = _why_linear_reads(user, weight)
+            forms.add((user.args[3], example(user).dtype))
+        if why:
+            return why
+    return "its layers quantize it in several ways" if len(forms) > 1 else ""
+
+
+def _why_linear_reads(node: fx.Node, weight: ShardedWeight) -> str:
+    _, _, _, *texts, _ = node.args
+    recipe = parse(*texts)  # type: ignore[arg-type]
+    if recipe.fprop is None:
+        return "fprop is in bf16"
+    if recipe.dgrad is None or recipe.dgrad.b.source == "fresh":
+        return "dgrad reads w itself"
+    return weight.why_not(Form(str(recipe.fprop.b), example(node).dtype, transposed=False))

@@ -1,0 +1,181 @@
+"""One parameter under FSDP2 whose codes may be gathered in the place of its values."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from q2compile.torch_internals import fsdp
+from q2compile.weight_cache import shard_codes
+from q2compile.weight_cache.cache import Form
+
+Make = Callable[[Tensor], Sequence[Tensor]]
+# What a rank's last forward has read of a weight, where it is no form of codes.
+UNREAD, VALUES = 0, 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Codes that a graph takes. make: quantizes a weight of ``shape``, that of the shard and its
+    added rows, as `Form.graph` does."""
+
+    form: Form
+    shape: tuple[int, int]
+    make: Make
+
+    @property
+    def number(self) -> int:
+        """The same on ranks that want the same; neither UNREAD nor VALUES."""
+        text = f"{self.form.operand} {self.form.dtype} {self.shape}"
+        return zlib.crc32(text.encode()) >> 2 | 2
+
+
+class ShardedWeight:
+    """What is gathered of one parameter, and what its graph is given.
+
+    name     in the model that `gather_codes` was called with
+    why      why its values are gathered in any case; ""
+    wanted   what the last graph that read it took of it: codes; None for its values
+    read     whether a graph has read it since `gather_codes`
+    agreed   what all ranks take, so what is gathered from now on; None for values
+    """
+
+    def __init__(self, name: str, record: Any, group: Any) -> None:
+        self.name, self.why = name, fsdp.why_values(record, group)
+        self.record, self._group = record, group
+        self.wanted: Wanted | None = None
+        self.read = False
+        self.agreed: Wanted | None = None
+        self._wire = fsdp.Wire(record, self._before_gather)
+        self._rows: Tensor | None = None  # what is quantized, until the ranks have agreed
+        self._sent: list[Tensor] = []  # this rank's codes, of the last forward
+        self._global_scale: Tensor | None = None
+        self._fresh = False  # whether they are those of the forward that runs now
+        self._values_too = False  # whether this forward has read values, and its backward may
+
+    @property
+    def number(self) -> int:
+        """What this rank's graphs read, as a number to compare."""
+        return (self.wanted.number if self.wanted else VALUES) if self.read else UNREAD
+
+    def adopt(self, number: int) -> None:
+        """All ranks read the same: gather that from now on."""
+        wanted = self.wanted if self.wanted and number == self.wanted.number else None
+        self.agreed = wanted
+        if wanted is not None:
+            self._wire.attach()
+        elif not self._sent:  # a backward of codes may be still to come
+            self._wire.detach()
+
+    def quantize(self) -> Tensor:
+        """First of two steps, at the begin of a forward: the number that ranks agree on."""
+        assert self.agreed is not None
+        self._wire.attach()
+        shard, form = fsdp.shard_of(self.record), self.agreed.form
+        self._rows = shard_codes.with_rows(shard, form.operand, fsdp.dtype_of(self.record))
+        scheme = shard_codes.scheme_of(form.operand)
+        parts = None if scheme.global_scale == "exact" else self.agreed.make(self._rows)
+        if scheme.global_scale == "none":
+            self._keep(parts)
+            return torch.zeros((), dtype=torch.int32, device=shard.device)
+        return shard_codes.agreement(parts, self._rows, form.operand)
+
+    def finish(self, agreed: Tensor) -> None:
+        """Second step: the codes under the global scale of the whole weight."""
+        if self._rows is not None:
+            assert self.agreed is not None
+            operand = self.agreed.form.operand
+            shard_codes.fill(self._rows, fsdp.padded_rows(self.record), operand, agreed)
+            self._keep(self.agreed.make(self._rows))
+            if shard_codes.scheme_of(operand).global_scale == "pow2":
+                self._global_scale = shard_codes.global_scale(agreed)
+        self._fresh, self._values_too = True, False
+
+    def _keep(self, parts: Sequence[Tensor] | None) -> None:
+        assert self.agreed is not None and parts is not None
+        rows = fsdp.padded_rows(self.record)
+        self._sent = shard_codes.of_shard(parts, rows, self.agreed.form.operand)
+        self._global_scale, self._rows = parts[2], None
+
+    def end_forward(self) -> None:
+        """Codes serve one forward, and its backward: then the optimizer may have stepped."""
+        self._fresh = False
+
+    def _before_gather(self) -> tuple[list[Tensor], bool] | None:
+        """What FSDP2 is to send, and whether the values are to come, too."""
+        if fsdp.is_in_backward(self._group) and self._sent:
+            both = self._values_too or self.agreed is None
+            sent = self._sent
+            if self.agreed is None:
+                self._sent = []
+            return sent, both
+        if self._fresh and self.agreed is not None and fsdp.is_in_forward(self._group):
+            return self._sent, False
+        return None  # a gather by hand, or a forward that did not begin in the model
+
+    def parts(self, wanted: Wanted, make: Make) -> Sequence[Tensor]:
+        """What a graph takes of the gathered parameter. make: as `Wanted.make`, of all of it."""
+        fits = self.shard_shape(wanted.form.operand) == wanted.shape
+        self.wanted, self.read = (wanted if fits and not self.why else None), True
+        agreed = self.agreed
+        if self._wire.received and agreed is not None and agreed.number == wanted.number:
+            assert self._global_scale is not None
+            rows = fsdp.shape_of(self.record)[0]
+            codes, scales, *mask = shard_codes.of_whole(self._wire.whole, rows, wanted.form.operand)
+            return codes, scales, self._global_scale, *mask
+        self._gather_values()
+        w = fsdp.gathered_parameter(self.record)
+        assert w is not None
+        return make(w)
+
+    def why_not(self, form: Form) -> str:
+        """Why codes of a form can't be gathered; "" if they can."""
+        if self.why:
+            return self.why
+        rows, dtype = fsdp.padded_rows(self.record), fsdp.dtype_of(self.record)
+        return shard_codes.why_not(form.operand, {dtype, form.dtype}, rows)
+
+    def shard_shape(self, operand: str) -> tuple[int, int]:
+        """Of what `Wanted.make` is compiled for."""
+        columns = fsdp.shape_of(self.record)[-1]
+        return fsdp.padded_rows(self.record) + shard_codes.more_rows(operand), columns
+
+    def read_values(self) -> None:
+        """Something is about to read the gathered parameter itself. Without gradients that says
+        nothing of the steps: codes are gathered on, and the values besides."""
+        if torch.is_grad_enabled() or not self.read:
+            self.wanted, self.read = None, True
+        self._gather_values()
+
+    def _gather_values(self) -> None:
+        if not self._wire.has_values:
+            self._values_too = True
+            self._wire.gather_values()
+
+
+_of_parameter: Any = WeakIdKeyDictionary()  # gathered parameter -> weakref of its ShardedWeight
+_all: Any = WeakIdKeyDictionary()  # ShardedWeight -> None
+
+
+def add(weight: ShardedWeight) -> None:
+    _all[weight] = None
+
+
+def sharded_weight(w: object) -> ShardedWeight | None:
+    """Of a gathered parameter that `gather_codes` knows."""
+    if not _all or not isinstance(w, nn.Parameter):
+        return None
+    if w not in _of_parameter:
+        for weight in _all:
+            parameter = fsdp.gathered_parameter(weight.record)
+            if parameter is not None:
+                _of_parameter[parameter] = weakref.ref(weight)
+    found = _of_parameter.get(w)
+    return None if found is None else found()

@@ -1,0 +1,171 @@
+"""`q2compile.gather_codes` (gather_codes.py): the same training to the last bit, and fewer bytes.
+
+All forms, four minutes on two cores:
+
+    torchrun --nproc-per-node 2 tests/end_to_end/distributed/gather_codes.py FOLDER all
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORKER = Path(__file__).parent / "gather_codes.py"
+sys.path.insert(0, str(WORKER.parent))
+
+import gather_codes as worker  # noqa: E402
+from training import HIDDEN, LAYERS, VOCAB  # noqa: E402
+
+Found = list[dict[str, Any]]  # of each rank: scenario -> Run
+FORMS = ["whole_blocks", "checkpointed", "kept", "uneven", "uneven_square", "accumulated_kept"]
+FORMS += ["attached_late", "switched", "evaluated", "by_hand", "moved", "resumed", "fp32"]
+RECIPES = ["quartet2", "nvfp4", "tetrajet2", "quartet"]
+IN_GRAPH = ["in_graph_quartet2", "in_graph_nvfp4", "in_graph_functional"]
+FOUR = ["hsdp", "to_two"]
+# Bytes for each element: a code, a block's scale, and QuEST's mask.
+BYTES = {"quartet2": 0.5 + 1 / 16, "tetrajet2": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 256}
+BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
+
+
+def run(folder: Path, ranks: int, names: list[str], timeout: float = 600) -> Found:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(WORKER), str(folder), ",".join(names)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    main = sys.modules["__main__"]  # as whose the worker's class was saved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "Run", worker.Run, raising=False)
+        paths = [folder / f"found.rank{rank}.pt" for rank in range(ranks)]
+        return [torch.load(path, weights_only=False) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(tmp_path_factory.mktemp("two"), 2, [*RECIPES, *FORMS, *IN_GRAPH])
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+def assert_same_training(found: Found, name: str) -> None:
+    """As without gather_codes: on each rank the losses, and what all gradients and weights of a
+    step add up to; for as many steps as the run without has."""
+    plain = f"{worker.without(name)}.plain"
+    for rank in found:
+        assert not rank[name].error and not rank[plain].error, rank[name].error
+        for what in ("losses", "digests"):
+            own, other = getattr(rank[name], what), getattr(rank[plain], what)
+            assert len(own) > 0 and own == other[: len(own)], what
+    losses = [rank[name].losses for rank in found]
+    assert losses[0] != losses[1]  # each rank has its own data
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *FORMS, *IN_GRAPH])
+def test_the_training_is_the_same(name: str, two: Found) -> None:
+    assert_same_training(two, name)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_training_is_the_same_on_four_ranks(name: str, four: Found) -> None:
+    assert_same_training(four, name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bytes_on_the_wire(recipe: str, two: Found) -> None:
+    """Of each step, in the two gathers of each block; embedding, norms and head besides."""
+    weights = LAYERS * 3 * HIDDEN * 128  # in two ranks' shards, gathered twice
+    rest = two[0]["quartet2.plain"].bytes[0] - 2 * weights
+    for rank in two:
+        assert len(rank[recipe].bytes) == 20
+        assert rank[recipe].bytes[:2] == [2 * weights + rest] * 2
+        assert rank[recipe].bytes[2:] == [BYTES[recipe] * weights + rest] * 18
+        assert rank[f"{recipe}.plain"].bytes == [2 * weights + rest] * 20
+    assert two[0][recipe].count == 2 + 3 * LAYERS  # the eager embedding and head may be, too
+
+
+def test_all_of_a_compiled_model(two: Found) -> None:
+    """The head, which is compiled here, is gathered as codes once: its module is FSDP2's root."""
+    run, blocks = two[0]["whole_blocks"], two[0]["quartet2"]
+    saved = (2 - BYTES["quartet2"]) * HIDDEN * VOCAB / 2
+    assert run.bytes[-1] == blocks.bytes[-1] - saved
+    assert {run.why[f"layers.0.{name}"] for name in ("up", "down")} == {"gathers codes"}
+    assert run.why["head"] == "gathers codes"
+
+
+def test_reasons(two: Found, four: Found) -> None:
+    square, switched = two[0]["uneven_square"].why, two[0]["switched"].why
+    values = "gathers values: a rank has 40 of its rows, and a block spans 16"
+    assert square["layers.0.up"] == values and square["layers.0.down"] == "gathers codes"
+    assert switched["layers.0.up"] == "gathers values: fprop is in bf16"
+    assert "reshard_after_forward is an int" in four[0]["to_two"].why["layers.0.up"]
+    assert four[0]["to_two"].count == 0 and four[0]["hsdp"].count == 8
+
+
+def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
+    """After graphs that read values, after evaluations, after shards in other tensors."""
+    codes = two[0]["quartet2"].bytes[-1]
+    for name in ("switched", "moved", "by_hand", "resumed", "attached_late", "checkpointed"):
+        assert two[0][name].bytes[-1] == codes, name
+    assert two[0]["kept"].bytes[-1] < codes < two[0]["fp32"].bytes[-1]
+    values = two[0]["quartet2.plain"].bytes[0]
+    assert two[0]["attached_late"].bytes[:5] == [*[values] * 4, codes]
+    assert max(two[0]["evaluated"].bytes[2:]) < codes < two[0]["switched"].bytes[4]
+
+
+@pytest.mark.parametrize("name", IN_GRAPH)
+def test_a_gather_in_the_graph_is_of_codes(name: str, two: Found) -> None:
+    """SimpleFSDP's, by DTensors, and a functional one; the pass `quantize_shards` moves quantizers
+    before them."""
+    weights = LAYERS * 3 * HIDDEN * 128 // 2
+    per = BYTES["nvfp4" if name == "in_graph_nvfp4" else "quartet2"]
+    for rank in two:
+        assert rank[f"{name}.plain"].notes["bytes"] == 2 * weights
+        assert rank[name].notes["bytes"] == per * weights
+
+
+def test_a_gather_by_hand_gives_values(two: Found) -> None:
+    for rank in two:
+        assert rank["by_hand"].notes["weight"].count_nonzero() > 0
+        own, plain = (rank[key].notes["weight"] for key in ("by_hand", "by_hand.plain"))
+        assert torch.equal(own, plain)
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        (
+            "policy",
+            [
+                "the ranks read different things of 'layers.0.up.weight' and 1 more: rank 0 the "
+                "codes nvfp4_46_pow2",
+                "the ranks read different things of 'layers.0.up.weight' and 1 more: rank 1 values",
+            ],
+        ),
+        (
+            "attach",
+            ["rank 0 has called it, and rank 1 not", "other ranks have called it, and rank"],
+        ),
+        ("model", ["on a model with 8 weights", "on a model with 3 weights"]),
+    ],
+)
+def test_faults_are_errors_on_all_ranks(fault: str, messages: list[str], tmp_path: Path) -> None:
+    found = run(tmp_path, 2, [f"fault_{fault}"], timeout=120)
+    for rank, message in zip(found, messages, strict=True):
+        error = rank[f"fault_{fault}"].error
+        assert "ConfigError: gather_codes: " in error and message in error
+
+
+def test_a_model_without_fsdp_is_refused() -> None:
+    import q2compile
+
+    with pytest.raises(ValueError, match="Linear has no module under fully_shard"):
+        q2compile.gather_codes(torch.nn.Linear(16, 16))

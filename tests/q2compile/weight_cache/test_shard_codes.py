@@ -1,0 +1,155 @@
+"""The codes of shards are those of the whole weight, bit by bit, for any values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import q2compile.linear.dense  # noqa: F401  registers the ops
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.weight_cache import shard_codes
+
+# All that quantize a weight in the forward: deterministic, and any global scale.
+OPERANDS = [s.name for s in SCHEMES.values() if not s.stochastic and not s.masked]
+OPERANDS.append("h32>mxfp4_quest")
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def whole_codes(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
+    return torch.ops.q2.quantize_weight(w, operand, dtype)
+
+
+def gathered_codes(w: Tensor, operand: str, dtype: torch.dtype, ranks: int) -> list[Tensor]:
+    """As the ranks make and gather them: shards of equal rows, the last ones with padding."""
+    scheme = shard_codes.scheme_of(operand)
+    height = scheme.block[0]
+    rows = math.ceil(math.ceil(w.shape[0] / ranks) / height) * height
+    padded = torch.cat([w, w.new_zeros(ranks * rows - w.shape[0], w.shape[1])])
+    shards = [shard_codes.with_rows(s, operand, w.dtype) for s in padded.split(rows)]
+    first = [whole_codes(s, operand, dtype) for s in shards]
+    if scheme.global_scale != "none":
+        numbers = [shard_codes.agreement(p, s, operand) for p, s in zip(first, shards, strict=True)]
+        agreed = torch.stack(numbers).amax()
+        for shard in shards:
+            shard_codes.fill(shard, rows, operand, agreed)
+        first = [whole_codes(s, operand, dtype) for s in shards]
+    sent = [shard_codes.of_shard(p, rows, operand) for p in first]
+    received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    codes, scales, *mask = shard_codes.of_whole(received, w.shape[0], operand)
+    g = first[0][2]
+    assert all(torch.equal(p[2], g) for p in first)
+    if scheme.global_scale == "pow2":
+        own, g = g, shard_codes.global_scale(agreed)
+        assert torch.equal(own, g) or g.isnan()
+    return [codes, scales, g, *mask]
+
+
+def assert_same(w: Tensor, operand: str, dtype: torch.dtype, ranks: int) -> None:
+    expected = whole_codes(w, operand, dtype)
+    found = gathered_codes(w, operand, dtype, ranks)
+    assert len(found) == len(expected)
+    for name, one, other in zip(("codes", "scales", "g", "mask"), found, expected, strict=False):
+        assert one.dtype == other.dtype and one.shape == other.shape, name
+        a, b = (t.reshape(-1).view(torch.uint8) for t in (one, other))  # of equal NaNs, too
+        assert torch.equal(a, b), name
+
+
+def adversarial(rows: int, columns: int, seed: int) -> Tensor:
+    """fp32: in each group of 16 rows other magnitudes; blocks of zeros, of one element, of equal
+    elements, of e2m1 values (ties between the candidates of 4/6) and midpoints of its grid."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(rows, columns, generator=generator)
+    blocks = w.view(rows, columns // 16, 16)
+    kind = torch.randint(7, blocks.shape[:2], generator=generator)
+    grid = E2M1[torch.randint(8, blocks.shape, generator=generator)]
+    blocks[kind == 0] = 0
+    blocks[kind == 1] *= torch.arange(16) == 3
+    blocks[kind == 2] = 1.75
+    blocks[kind == 3] = grid[kind == 3]
+    blocks[kind == 4] = grid[kind == 4] * 1.25 + 0.25
+    return w
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_any_blocks(operand: str, ranks: int) -> None:
+    for seed in range(4):
+        w = adversarial(96, 64, seed)
+        assert_same(w, operand, torch.float32, ranks)
+        assert_same(w.bfloat16(), operand, torch.bfloat16, ranks)
+        assert_same(w, operand, torch.bfloat16, ranks)  # cast by the quantizer
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_all_exponents(operand: str) -> None:
+    """Blocks from fp32's subnormals to 2^125, in ranges of 2^24, as far as e4m3 and its subnormals
+    reach and beyond: there a scale is rounded, and rounding it twice would show."""
+    for lowest in range(-149, 126, 8):
+        exponents = torch.arange(lowest, min(lowest + 24, 125)).repeat_interleave(16)
+        if not len(exponents):
+            continue
+        w = adversarial(len(exponents), 32, lowest)
+        w = (w.double().clamp(-1, 1) * 2.0 ** exponents.double()[:, None]).float()
+        assert_same(w, operand, torch.float32, 2)
+        assert_same(w.flip(0), operand, torch.float32, 3)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_shards_far_apart(operand: str) -> None:
+    """One rank's largest value is 2^-14 to 2^-20 of another's: all its scales are subnormal, some
+    underflow. Scales made under its own g and changed afterwards are then others."""
+    for exponent in range(14, 21):
+        w = adversarial(64, 64, exponent)
+        w[32:] *= 2.0**-exponent
+        assert_same(w, operand, torch.float32, 2)
+
+
+def test_a_scale_changed_afterwards_would_be_another() -> None:
+    """What the test above would not see, if no such value was among its blocks."""
+    operand, changed = "nvfp4_pow2", 0
+    for step in range(200):
+        w = torch.zeros(2, 32)
+        w[0, 0], w[1, 0], w[1, 16] = 4.0, 1.0, 2.0**-15 * 1.02**step
+        _, scales, g = whole_codes(w, operand, torch.float32)
+        _, own, own_g = whole_codes(w[1:], operand, torch.float32)
+        twice = (own.float() * own_g / g).to(torch.float8_e4m3fn)
+        changed += not torch.equal(twice.float(), scales[1:].float())
+        assert_same(w, operand, torch.float32, 2)
+    assert changed > 0
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-45])
+def test_values_of_one_kind(operand: str, value: float) -> None:
+    """Zeros on all ranks, or on all but one; what is not finite poisons its block alone."""
+    w = torch.zeros(64, 32)
+    w[5, 7] = value
+    assert_same(w, operand, torch.float32, 2)
+    w[40:] = 1.5
+    assert_same(w, operand, torch.float32, 2)
+
+
+def test_a_weight_beyond_the_range_has_no_global_scale() -> None:
+    w = torch.full((32, 32), torch.finfo(torch.float32).max)
+    w[:, ::2] *= 0.75  # so that 4/6 takes the larger scale
+    _, _, g = gathered_codes(w, "nvfp4_46_pow2", torch.float32, 2)
+    assert g.isnan()
+
+
+@pytest.mark.parametrize(
+    ("operand", "dtypes", "rows", "why"),
+    [
+        ("nvfp4_46_pow2", {torch.float32}, 33, ""),
+        ("nvfp4_16x16_pow2", {torch.bfloat16}, 40, "40 of its rows, and a block spans 16"),
+        ("nvfp4_pow2", {torch.float32, torch.float16}, 32, "fp16"),
+        ("mxfp4_rtn", {torch.float16}, 32, ""),
+        ("rht16_fixed>nvfp4_pow2", {torch.float32}, 32, "after the rotation rht16_fixed"),
+        ("h32>mxfp4_quest", {torch.float32}, 32, ""),
+    ],
+)
+def test_what_is_gathered_as_values(operand, dtypes, rows, why) -> None:
+    found = shard_codes.why_not(operand, dtypes, rows)
+    assert (why in found) if why else not found
