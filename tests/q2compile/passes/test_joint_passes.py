@@ -133,6 +133,7 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     assert ran == [
         ("joint", "anchor_seeds", 0),
         ("joint", "gather_scattered", 0),
+        ("joint", "quantize_shards", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "mask_again", 0),
@@ -141,7 +142,7 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
     b = Builder()
     b.done(b.call(calls.plain(b.placeholder("arg0_1", 32, 64), None, None, SCHEME, 0)))
     runner(b.graph)
-    assert len(records) == 6
+    assert len(records) == 7
     assert runner.uuid() != JointPasses(Config(keep_packed=True), []).uuid()
     assert JointPasses(Config(), [], first=lambda graph: None).uuid() is None
 
@@ -154,12 +155,12 @@ def passes_of_joint(**options):
 
 
 def test_the_configuration_decides_which_joint_passes_run():
-    names = ["anchor_seeds", "gather_scattered", "gather_codes", "swizzle_saved_scales"]
-    names += ["mask_again", "recompute_weights"]
+    names = ["anchor_seeds", "gather_scattered", "quantize_shards", "gather_codes"]
+    names += ["swizzle_saved_scales", "mask_again", "recompute_weights"]
     assert passes_of_joint() == (names, [])
     assert passes_of_joint(recompute_weights=False) == (names[:-1], [])
     assert passes_of_joint(cache_weights=True) == (names[:-1], [])
-    names[2:3] = ["share_operands", "gather_codes", "share_saved_rotations"]
+    names[2:4] = ["share_operands", "quantize_shards", "gather_codes", "share_saved_rotations"]
     assert passes_of_joint(recipe="nvfp4") == (names, [])
     assert passes_of_joint(recipe="nvfp4", disable_passes=names) == ([], names[:-1])
 

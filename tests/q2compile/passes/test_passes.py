@@ -221,7 +221,7 @@ def test_the_runner_records_every_pass_and_zero_matches_too():
     gm = backward_graph(3)
     manager = PostGradPasses(Config())
     manager(gm.graph)
-    _, _, _, merge, pair, *_ = manager.records
+    _, _, _, _, merge, pair, *_ = manager.records
     assert (merge.graph, merge.name, merge.matches) == ("backward", "merge_seeds", 3)
     assert merge.ops == {"aten.randint.low": 1, "aten.select.int": 3, "q2.seed.default": -3}
     assert (pair.name, pair.matches, pair.ops) == ("pair_directions", 0, {})
@@ -233,7 +233,7 @@ def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PostGradPasses(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert [r.note for r in manager.records] == ["", "", "", "disabled"] + 10 * [""]
+    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 10 * [""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -251,8 +251,8 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     plain = PostGradPasses(Config()).uuid()
     assert plain == PostGradPasses(Config(dump="elsewhere")).uuid()
     assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
-    first = ["gather_scattered", "gather_codes", "share_operands", "merge_seeds"]
-    first += ["pair_directions", "share_rotations"]
+    first = ["gather_scattered", "gather_codes", "share_operands", "quantize_shards"]
+    first += ["merge_seeds", "pair_directions", "share_rotations"]
     forms = ["swizzle_scales", "widen_operands", "unrotate_in_gemm"]
     last = ["part_directions", "sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]
     assert [row.name for row in passes_over("post_grad")] == [

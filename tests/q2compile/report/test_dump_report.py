@@ -164,6 +164,7 @@ def test_every_stage_is_written(tmp_path, inner):
     assert [(p["graph"], p["name"], p["matches"]) for p in passes] == [
         ("joint", "anchor_seeds", 0),
         ("joint", "gather_scattered", 0),
+        ("joint", "quantize_shards", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
         ("joint", "mask_again", 0),
@@ -171,6 +172,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("forward", "gather_scattered", 0),
         ("forward", "gather_codes", 0),
         ("forward", "share_operands", 0),
+        ("forward", "quantize_shards", 0),
         ("forward", "merge_seeds", 0),
         ("forward", "pair_directions", 0),
         ("forward", "share_rotations", 0),
@@ -185,6 +187,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("backward", "gather_scattered", 0),
         ("backward", "gather_codes", 0),
         ("backward", "share_operands", 0),
+        ("backward", "quantize_shards", 0),
         ("backward", "merge_seeds", 3),  # up has no dgrad: x needs no gradient
         ("backward", "pair_directions", 1),
         ("backward", "share_rotations", 0),

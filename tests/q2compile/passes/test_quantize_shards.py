@@ -1,0 +1,149 @@
+"""The pass that quantizes a weight before the graph gathers it: what it writes, and what it leaves.
+That no bit changes is seen on two ranks (tests/end_to_end/distributed/test_gather_codes.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from q2compile.passes.graph_queries import op_counts
+from q2compile.passes.joint.quantize_shards import quantize_shards_pass
+from q2compile.passes.verify import GraphSpecError, check_spec
+from tests.support.graph_builder import Builder, q2
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+GATHER, WAIT = c10d.all_gather_into_tensor.default, c10d.wait_tensor.default
+RANKS, ROWS, COLUMNS = 2, 32, 64
+
+
+def quantized(
+    b: Builder, x: fx.Node, scheme: str, transform: str = "none", **more
+) -> list[fx.Node]:
+    kwargs = {
+        "scheme": scheme,
+        "transform": transform,
+        "rowwise": True,
+        "columnwise": False,
+        **more,
+    }
+    node = b.graph.call_function(q2.quantize.default, (x,), kwargs)
+    values = fx.map_arg(kwargs, lambda n: n.meta["val"])
+    with b.mode:
+        node.meta["val"] = q2.quantize(x.meta["val"], **values)
+    return b.outputs(node)
+
+
+def graph_of(
+    scheme: str = "nvfp4_46_pow2",
+    *,
+    rows: int = ROWS,
+    transform: str = "none",
+    of_activation: bool = False,
+    computed: bool = False,
+    read: bool = False,
+    amax: bool = False,
+) -> fx.Graph:
+    """y = gemm(Q(x), Q(w)), with w gathered from a cast of a shard in fp32."""
+    b = Builder()
+    shard = b.placeholder("shard", rows, COLUMNS, dtype=torch.float32)
+    x = b.placeholder("x", 16, COLUMNS)
+    local = b.call(torch.ops.prims.convert_element_type.default, shard, torch.bfloat16)
+    if computed:
+        local = b.call(aten.mul.Tensor, local, 2.0)
+    w = b.call(WAIT, b.call(GATHER, local, RANKS, "0"))
+    w = b.call(aten.view.default, w, [RANKS * rows, COLUMNS])  # as autograd leaves it
+    more = {"amax": b.call(q2.amax.default, w)} if amax else {}
+    qw, qx = quantized(b, w, scheme, transform, **more), quantized(b, x, "nvfp4_pow2")
+    a, other = (qw, qx) if of_activation else (qx, qw)
+    schemes = (scheme, "nvfp4_pow2") if of_activation else ("nvfp4_pow2", scheme)
+    y = b.call(q2.gemm.default, *a, *other, None, *schemes, torch.bfloat16)
+    results = [y, w] if read else [y]
+    return b.done(*results).graph
+
+
+def gathers(graph: fx.Graph) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    found = [n.args[0].meta["val"] for n in graph.nodes if n.target is GATHER]
+    return [(t.dtype, tuple(t.shape)) for t in found]
+
+
+def test_codes_and_scales_are_gathered_under_one_global_scale() -> None:
+    graph = graph_of()
+    assert quantize_shards_pass(graph) == 1
+    graph.lint()
+    assert gathers(graph) == [
+        (torch.uint8, (ROWS, COLUMNS // 2)),
+        (torch.uint8, (ROWS, COLUMNS // 16)),
+    ]
+    counts = op_counts(graph)
+    assert counts["_c10d_functional.all_reduce.default"] == 1
+    assert counts["q2.quantize.default"] == 3  # of x, and of the shard with a row more, twice
+    (reduce,) = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    assert reduce.meta["val"].shape == () and reduce.args[1] == "max"
+    (gemm,) = graph.find_nodes(op="call_function", target=q2.gemm.default)
+    shapes = [tuple(n.meta["val"].shape) for n in gemm.args[3:6]]
+    assert shapes == [(RANKS * ROWS, 32), (RANKS * ROWS, 4), ()]
+    check_spec(graph, "forward", "test")
+    assert quantize_shards_pass(graph) == 0
+
+
+def test_square_blocks_have_a_scale_for_16_rows() -> None:
+    graph = graph_of("nvfp4_16x16_pow2")
+    assert quantize_shards_pass(graph) == 1
+    assert gathers(graph)[1] == (torch.uint8, (ROWS // 16, COLUMNS // 16))
+    check_spec(graph, "forward", "test")
+
+
+def test_mxfp4_has_no_global_scale_to_agree_on() -> None:
+    graph = graph_of("mxfp4_rtn", transform="h32")
+    assert quantize_shards_pass(graph) == 1
+    counts = op_counts(graph)
+    assert "_c10d_functional.all_reduce.default" not in counts
+    assert counts["q2.quantize.default"] == 2
+    check_spec(graph, "forward", "test")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"of_activation": True},
+        {"computed": True},
+        {"read": True},
+        {"transform": "rht16_fixed"},
+        {"scheme": "nvfp4_16x16_pow2", "rows": 24},
+        {"scheme": "nvfp4", "amax": True},
+    ],
+    ids=lambda how: ",".join(how),
+)
+def test_what_is_left(how) -> None:
+    graph = graph_of(**how)
+    before = op_counts(graph)
+    assert quantize_shards_pass(graph) == 0 and op_counts(graph) == before
+    assert gathers(graph) == [(torch.bfloat16, (how.get("rows", ROWS), COLUMNS))]
+
+
+def test_the_backward_makes_again_what_it_would_have() -> None:
+    """Tags of activation checkpointing, as SimpleFSDP puts them on its gathers."""
+    graph = graph_of()
+    for node in graph.find_nodes(op="call_function", target=GATHER):
+        node.meta.update(recompute="a policy", ac_graph_id=7)
+    quantize_shards_pass(graph)
+    for node in graph.nodes:
+        if node.target in (GATHER, c10d.all_reduce.default, WAIT):
+            assert (node.meta["recompute"], node.meta["ac_graph_id"]) == ("a policy", 7)
+
+
+def test_gathered_codes_of_one_op_with_scales_of_another_are_a_fault() -> None:
+    graph = graph_of()
+    quantize_shards_pass(graph)
+    (gemm,) = graph.find_nodes(op="call_function", target=q2.gemm.default)
+    first, second = [n for n in graph.nodes if n.target is q2.quantize.default][1:]
+    scales = next(n for n in first.users if n.args[1] == 1)
+    for node in list(second.users):
+        if node.args[1] == 1:
+            scales_of_second = node
+    for user in list(scales_of_second.users):
+        user.replace_input_with(scales_of_second, scales)
+    with pytest.raises(GraphSpecError, match="pieced together"):
+        check_spec(graph, "forward", "test")
+    assert gemm.args[3].meta["val"].dtype == torch.uint8
