@@ -89,13 +89,14 @@ def _scale_search(
     """Of the scales that lie `scheme.steps` e4m3 steps from `first`, the one with the smallest
     error of the dequantized block; the first of them in a tie. Errors are compared as in
     `_four_over_six`, in units of `first`. Returns the e2m1 values and the scale."""
-    best_error = torch.full_like(first, torch.inf)
-    best_values, best_scale = torch.zeros_like(blocks.x), first
+    found = []
     for step in blocks.scheme.steps:
         scale = _stepped(first, step, unit)
         ratio = scale * _reciprocal(first, None) if unit is None else or_one(scale) / or_one(first)
         values, error = _candidate(blocks, _reciprocal(scale, unit), philox.COINS)
-        error = error * ratio.square()
+        found.append((values, error * ratio.square(), scale))
+    best_values, best_error, best_scale = found[0]  # also where all errors are infinite
+    for values, error, scale in found[1:]:
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_values = torch.where(better, values, best_values)
