@@ -135,7 +135,7 @@ def stem_commands(
 
 def stem_of(compared: Comparison, seed: int) -> Path | None:
     stem = compared.stem(seed)
-    return stem and stem.folder
+    return None if stem is None else stem.folder
 
 
 def run_commands(

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def write(runs: Sequence[Finished], folder: Path, title: str) -> str:
     with replaced(folder / "table.txt") as file:
         file.write_text(text + "\n", encoding="utf-8")
     for name, draw in PICTURES.items():
-        picture(partial(draw, runs=runs), title, folder / f"{name}.png")
+        picture(lambda axes, draw=draw: draw(axes, runs), title, folder / f"{name}.png")
     return text
 
 

@@ -217,6 +217,10 @@ def quantized_in_groups(
     how, padded_offs = (call.scheme, call.transform), call.args["padded_offs"]
     laid, shares = lay_out(x, call.args["offs"], padded_offs, spread=spreads(*how))
     drawn = call.args["columnwise_seed"], call.args["rng_offset"]
-    more = {"shares": shares, "positive_zeros": call.spec.name == REQUANTIZE}
-    codes, scales, global_scale, _ = rotate_and_quantize(laid, factor, *drawn, *how, True, **more)
+    codes, scales, global_scale, _ = rotate_and_quantize(
+        *(laid, factor, *drawn, *how),
+        columnwise=True,
+        shares=shares,
+        positive_zeros=call.spec.name == REQUANTIZE,
+    )
     return clear_tail(codes, padded_offs), scales, global_scale
