@@ -15,7 +15,6 @@ import shutil
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,11 +348,9 @@ def add_pictures(comparison: Path, into: Path) -> None:
     found = gaps(own, [(run, BASELINE) for run in by_name(own) if run != BASELINE])
     title = f"Llama {own[0].setup['size']}, branched after step {own[0].provenance['branch']}"
     if found:
-        picture(
-            partial(draw_errors, found=list(found.values())), title, into / f"errors-{name}.png"
-        )
+        picture(draw_errors, list(found.values()), title, into / f"errors-{name}.png")
     few = [run for run in done if run.result.run["against"] == BASELINE]
-    picture(partial(draw_gaps, runs=few), title, into / f"gaps-{name}.png")
+    picture(draw_gaps, few, title, into / f"gaps-{name}.png")
 
 
 def add(new: Sequence[dict[str, Any]], file: Path) -> None:

@@ -52,14 +52,14 @@ def write(runs: Sequence[Finished], folder: Path, title: str) -> str:
     with replaced(folder / "table.txt") as file:
         file.write_text(text + "\n", encoding="utf-8")
     for name, draw in PICTURES.items():
-        picture(lambda axes, draw=draw: draw(axes, runs), title, folder / f"{name}.png")
+        picture(draw, runs, title, folder / f"{name}.png")
     return text
 
 
-def picture(draw: Callable[[Axes], None], title: str, file: Path) -> None:
-    """Save what a function draws on axes."""
+def picture(draw: Callable[[Axes, Any], None], drawn: Any, title: str, file: Path) -> None:
+    """Save what a function draws of ``drawn`` on axes."""
     figure = Figure(figsize=(8, 5), layout="constrained")
-    draw(figure.subplots())
+    draw(figure.subplots(), drawn)
     figure.suptitle(title)
     figure.axes[0].grid(alpha=0.3)
     if figure.axes[0].get_legend_handles_labels()[0]:
