@@ -172,6 +172,11 @@ class Wire:
         with torch.inference_mode(False):  # a later backward may save them
             self._buffers = [like.new_empty(t.numel() * ranks, dtype=torch.uint8) for t in sent]
             self._views = [b.view(-1, t.shape[1]) for b, t in zip(self._buffers, sent, strict=True)]
+        # FSDP2 asks in the stream of its copies into the gather, and writes and reads the buffers
+        # in the stream of the model. So it has to allocate them there, in each gather: memory of
+        # this stream's pool would go back there while the model still reads it.
+        for buffer in self._buffers:
+            buffer.untyped_storage().resize_(0)
 
     def _post(
         self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
