@@ -1,4 +1,4 @@
-"""The ops q2::linear, q2::linear_of_codes and q2::quantize_weight.
+"""The ops q2::linear and q2::quantize_weight.
 
 They are CompositeImplicitAutograd: AOTAutograd traces through them into an autograd.Function made
 of the functional ops of `q2compile.runtime_kernels`, so forward and backward graphs stay readable
@@ -22,51 +22,41 @@ from q2compile.torch_internals.jagged import jagged_like
 
 _library = torch.library.Library("q2", "FRAGMENT")
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int salt) -> Tensor"
-)
-_library.define(
-    "linear_of_codes(Tensor x, Tensor w, Tensor[] codes, Tensor? bias, str fprop, str dgrad,"
-    " str wgrad, int salt) -> Tensor"
+    "linear(Tensor x, Tensor w, Tensor? bias, str fprop, str dgrad, str wgrad, int salt,"
+    " Tensor[]? codes=None) -> Tensor"
 )
 _library.define("quantize_weight(Tensor w, str operand, ScalarType dtype) -> Tensor[]")
 
 
 def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, fprop: str, dgrad: str, wgrad: str, salt: int
-) -> Tensor:
-    """y [..., N] = x [..., K] wᵀ + bias, each GEMM as its text says (`recipes.Gemm`).
-
-    x may be a jagged nested tensor [B, j, ..., K]. Under autocast x and w are cast first, as
-    torch's own linear would. ``salt`` tells the sites of one graph apart, so that two equal layers
-    with the same gradient do not draw the same coins.
-    """
-    return linear_of_codes(x, w, (), bias, fprop, dgrad, wgrad, salt)
-
-
-def linear_of_codes(
     x: Tensor,
     w: Tensor,
-    codes: Sequence[Tensor],
     bias: Tensor | None,
     fprop: str,
     dgrad: str,
     wgrad: str,
     salt: int,
+    codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """`linear`, with what `quantize_weight` makes of w given, or () to make it here."""
+    """y [..., N] = x [..., K] wᵀ + bias, each GEMM as its text says (`recipes.Gemm`).
+
+    x may be a jagged nested tensor [B, j, ..., K]. Under autocast x and w are cast first, as
+    torch's own linear would. ``salt`` tells the sites of one graph apart, so that two equal layers
+    with the same gradient do not draw the same coins. ``codes``: what `quantize_weight` makes of w,
+    of this rank's part where w is a DTensor; None to make it here.
+    """
     x, w, bias = cast(x, w, bias)
     recipe = parse(fprop, dgrad, wgrad)
 
     def local_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        y = LinearFunction.apply(flat, w, bias, recipe, salt, *codes)
+        y = LinearFunction.apply(flat, w, bias, recipe, salt, *(codes or ()))
         return y.reshape(*x.shape[:-1], w.shape[0])
 
     with without_autocast(x.device.type):
         if x.is_nested:  # the values of a jagged tensor are its rows
             return jagged_like(x, local_linear(x.values(), w, bias))
         if isinstance(w, DTensor):
-            assert not codes, "codes are kept for plain parameters alone (weight_cache)"
             return tensor_parallel.linear(x, w, bias, local_linear)
         return local_linear(x, w, bias)
 
@@ -80,5 +70,4 @@ def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]
 
 
 _library.impl("linear", linear, "CompositeImplicitAutograd")
-_library.impl("linear_of_codes", linear_of_codes, "CompositeImplicitAutograd")
 _library.impl("quantize_weight", quantize_weight, "CompositeImplicitAutograd")

@@ -33,7 +33,7 @@ from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 _library = torch.library.Library("q2", "FRAGMENT")
-_TEXTS = "str fprop, str dgrad, str wgrad, int salt"
+_TEXTS = "str fprop, str dgrad, str wgrad, int salt, Tensor[]? codes=None"
 
 
 class Grouped(InGroups):
@@ -97,9 +97,11 @@ class _GroupedLinear(torch.autograd.Function):
     """x [T, K], w [E * N, K], one floating dtype, offs int32 [E] -> y [T, N] of that dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe, salt: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe, salt: int, *w_parts: Tensor
+    ) -> Tensor:
         padded_offs = torch.ops.q2.padded_ends(offs)
-        y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, salt)
+        y, saved = forward(ctx, Grouped(offs, padded_offs), x, w, None, recipe, salt, w_parts)
         ctx.save_for_backward(offs, padded_offs, *saved.values())
         ctx.names = tuple(saved)
         return y
@@ -109,33 +111,56 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         offs, padded_offs, *tensors = ctx.saved_tensors
         saved = Saved(zip(ctx.names, tensors, strict=True))
-        return *backward(ctx, Grouped(offs, padded_offs), dy, saved), None, None, None
+        dx, dw = backward(ctx, Grouped(offs, padded_offs), dy, saved)
+        return dx, dw, *(None for _ in ctx.needs_input_grad[2:])
 
 
 def grouped_linear(
-    x: Tensor, w: Tensor, offs: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    fprop: str,
+    dgrad: str,
+    wgrad: str,
+    salt: int,
+    codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """y [T, N]: the rows of x [T, K] of group e times w[e] of w [E, N, K].
 
     offs [E] are the ends of the groups, ascending integers. Rows of no group, from offs[E - 1] on,
-    give zero, and get a gradient of zero. The other arguments are q2::linear's. Autocast casts
-    nothing, as it casts nothing for torch._grouped_mm.
+    give zero, and get a gradient of zero. The other arguments are q2::linear's; codes are those of
+    w [E * N, K]. Autocast casts nothing, as it casts nothing for torch._grouped_mm.
     """
-    recipe = parse(fprop, dgrad, wgrad)
-    return _GroupedLinear.apply(x, w.flatten(0, 1), offs.to(torch.int32), recipe, salt)
+    recipe, offs = parse(fprop, dgrad, wgrad), offs.to(torch.int32)
+    return _GroupedLinear.apply(x, w.flatten(0, 1), offs, recipe, salt, *(codes or ()))
 
 
-def batched_linear(x: Tensor, w: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int) -> Tensor:
+def batched_linear(
+    x: Tensor,
+    w: Tensor,
+    fprop: str,
+    dgrad: str,
+    wgrad: str,
+    salt: int,
+    codes: Sequence[Tensor] | None = None,
+) -> Tensor:
     """y [E, ..., N]: x[e] [..., K] times w[e] [N, K]. Under autocast cast as bmm's operands are."""
     x, w = cast(x, w)
     rows = x.reshape(w.shape[0], -1, w.shape[2])
     ends = torch.arange(1, w.shape[0] + 1, dtype=torch.int32, device=x.device) * rows.shape[1]
-    y = grouped_linear(rows.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt)
+    y = grouped_linear(rows.flatten(0, 1), w, ends, fprop, dgrad, wgrad, salt, codes)
     return y.view(*x.shape[:-1], w.shape[1])
 
 
 def indexed_linear(
-    x: Tensor, w: Tensor, index: Tensor, fprop: str, dgrad: str, wgrad: str, salt: int
+    x: Tensor,
+    w: Tensor,
+    index: Tensor,
+    fprop: str,
+    dgrad: str,
+    wgrad: str,
+    salt: int,
+    codes: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """y [..., N]: the row t of x [..., K] times w[index[t]].
 
@@ -150,7 +175,7 @@ def indexed_linear(
     ends = torch.searchsorted(
         ordered, torch.arange(experts, dtype=index.dtype, device=x.device), right=True
     )
-    y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, salt)
+    y = grouped_linear(x[order], w, ends, fprop, dgrad, wgrad, salt, codes)
     return y[order.argsort()].view(*places, w.shape[1])
 
 

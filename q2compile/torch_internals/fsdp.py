@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 # Its name from torch 2.13 on, where the older one warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,12 +54,10 @@ def why_values(record: Any, group: Any) -> str:
         return "it is replicated, not sharded"
     if record.mesh_info.shard_mesh_size == 1:
         return "one rank holds all of it"
-    if record.is_dtensor:
-        return "it is a DTensor, as tensor parallel makes it"
+    if record.is_dtensor and not _parts_are_equal(record):
+        return "its tensor-parallel parts differ in size"
     if record._module_info.shared_modules:
         return "it is shared by several modules"
-    if record.fsdp_placement.dim != 0:
-        return f"it is sharded along dimension {record.fsdp_placement.dim}, and not along rows"
     if record.offload_to_cpu:
         return "CPUOffloadPolicy: torch moves the shard to the GPU as it is"
     if isinstance(group.post_forward_mesh_info, type(group.mesh_info)) and (
@@ -70,15 +69,45 @@ def why_values(record: Any, group: Any) -> str:
     return ""
 
 
+def _parts_are_equal(record: Any) -> bool:
+    """Whether the DTensor was cut into equal parts before fully_shard."""
+    spec = getattr(record, "_unsharded_dtensor_spec", None) or record._tp_spec  # in torch 2.11
+    ranks = [1] * len(spec.shape)
+    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            ranks[dim] *= size
+    return all(n % r == 0 for n, r in zip(spec.shape, ranks, strict=True))
+
+
+def local_part(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor, with no gradient; any other tensor itself."""
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def ranks_of(record: Any) -> list[int]:
+    """All that have some of the parameter, and replicas of it."""
+    ranks: list[int] = record._spmd_mesh.mesh.flatten().tolist()
+    return ranks
+
+
 def names_of(record: Any) -> list[str]:
     """The parameter's names in the module that holds it."""
     return [record._module_info.param_name, *record._module_info.shared_param_names]
 
 
-def process_group(record: Any) -> dist.ProcessGroup:
-    """The ranks that the parameter's shards lie on."""
-    group: dist.ProcessGroup = record.mesh_info.shard_process_group
-    return group
+def ranks_of_shards(record: Any) -> list[int]:
+    """That a gather of the parameter waits for; none if it is not sharded."""
+    group = getattr(record.mesh_info, "shard_process_group", None)
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def process_groups(record: Any) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
+    """The ranks that the parameter's shards lie on, and one group for each other dimension of the
+    mesh of `ranks_of`."""
+    own, mesh = record.mesh_info.shard_process_group, record._spmd_mesh
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return own, tuple(g for g in groups if g != own and g.size() > 1)
 
 
 def owner_of(record: Any) -> nn.Module:
@@ -95,16 +124,21 @@ def gathered_parameter(record: Any) -> nn.Parameter | None:
 
 
 def shape_of(record: Any) -> tuple[int, ...]:
+    """What is gathered: all of a parameter, or this rank's tensor-parallel part."""
     return tuple(record._orig_size)
 
 
-def padded_rows(record: Any) -> int:
-    """Rows of each rank's shard, as they are gathered: the last ranks' with zeros."""
-    return int(record.padded_sharded_param_size[0])
+def padded_shape(record: Any) -> tuple[int, ...]:
+    """Of each rank's shard, as it is gathered: the last ranks' with zeros."""
+    return tuple(record.padded_sharded_param_size)
+
+
+def sharded_dim(record: Any) -> int:
+    return int(record.fsdp_placement.dim)
 
 
 def shard_of(record: Any) -> Tensor:
-    """This rank's rows, padded, in the dtype of the optimizer."""
+    """This rank's shard, padded, in the dtype of the optimizer."""
     shard: Tensor = record._sharded_param_data
     return shard.view(record.padded_sharded_param_size)
 
@@ -119,8 +153,12 @@ def dtype_of(record: Any) -> torch.dtype:
 class Wire:
     """What one parameter gathers in the place of values.
 
-    before() returns what this rank sends, bytes [padded rows or fewer, n], and whether the values
-    are to be gathered, too; None for the values alone. It is asked in each gather.
+    before() returns what this rank sends, bytes [rows, n], and whether the values are to be
+    gathered, too; None for the values alone. It is asked in each gather.
+
+    FSDP2 puts values of shards along another dimension than 0 in order behind the gather, and can't
+    do that with tensors of other shapes. So in a gather with codes the record says 0, and
+    ``_post`` puts values in order.
     """
 
     def __init__(self, record: Any, before: Callable[[], tuple[list[Tensor], bool] | None]) -> None:
@@ -128,6 +166,7 @@ class Wire:
         self._values: list[Tensor] = []  # what FSDP2 gathers values into
         self._buffers: list[Tensor] = []  # what the ranks send is gathered into
         self._sent: list[torch.Size] = []
+        self._placement = record.fsdp_placement
         self._views: list[Tensor] = []
         self.received = False  # whether the buffers hold what the ranks sent
         self.has_values = True  # whether the parameter holds its values
@@ -162,6 +201,8 @@ class Wire:
         if [t.shape for t in sent] != self._sent and sent:
             self._allocate(sent, values[0])
         record._unsharded_inner_tensors = []
+        if sent:
+            record.fsdp_placement = Shard(0)
         record.all_gather_outputs = [*(self._buffers if sent else ()), *(values if both else ())]
         own = shard_of(record).to(dtype_of(record)).view(-1)
         return (*sent, *([own] if both else ())), (bool(sent), both)
@@ -183,6 +224,9 @@ class Wire:
     ) -> None:
         """The record is as plain FSDP2 has it again; its buffers are freed with its values."""
         self.received, self.has_values = metadata
+        self._record.fsdp_placement = self._placement
+        if self.received and self.has_values:
+            self._put_in_order()
         self._record.all_gather_outputs = list(self._values)
         self._record._unsharded_inner_tensors = list(self._buffers) if self.received else []
 
@@ -198,17 +242,23 @@ class Wire:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
             group = record.mesh_info.shard_process_group
             _all_gather(values, own, group=group)
+        self._put_in_order()
         self.has_values = True
+
+    def _put_in_order(self) -> None:
+        """The gathered values, one shard after the other, as the whole parameter."""
+        dim, shape, (values,) = self._placement.dim, padded_shape(self._record), self._values
+        if dim == 0:
+            return
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(values):
+            shards = values.view(-1, *shape).unbind()
+            values.copy_(torch.cat(shards, dim).view(-1))
 
 
 def post(key: str, text: str) -> None:
     """Let other ranks read ``text`` under ``key``, without a collective."""
-    _store().set(f"q2compile/{key}/{dist.get_rank()}", text)
-
-
-def count_posts(key: str, more: int) -> int:
-    """Add ``more`` to a number that all ranks share; return it."""
-    return int(_store().add(f"q2compile/{key}/count", more))
+    if not _is_fake():
+        _store().set(f"q2compile/{key}/{dist.get_rank()}", text)
 
 
 def read_posts(
@@ -218,7 +268,7 @@ def read_posts(
     sooner: how long to wait for something else than these texts."""
     store, began = _store(), time.monotonic()
     found: dict[int, str | None] = {}
-    for rank in ranks:
+    for rank in () if _is_fake() else ranks:
         place = f"q2compile/{key}/{rank}"
         while True:
             text = store.get(place).decode() if store.check([place]) else None
@@ -228,6 +278,11 @@ def read_posts(
             time.sleep(0.02)
         found[rank] = text
     return found
+
+
+def _is_fake() -> bool:
+    """Whether there are no other ranks: in a dry run, whose store holds nothing."""
+    return bool(dist.get_backend() == "fake")
 
 
 def _store() -> Any:

@@ -5,7 +5,7 @@ in each call of a model that does not train. With it the graph takes the codes a
 calls it makes them, before the graph and so outside of any CUDA graph:
 
     before    y = q2.linear(x, w, b, ...)
-    after     y = q2.linear_of_codes(x, w, [codes, scales, global_scale], b, ...)
+    after     y = q2.linear(x, w, b, ..., [codes, scales, global_scale])
 
 Codes live as long as their weight's memory, 4.5 bits a parameter. They are made again after
 
@@ -49,6 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.torch_internals.fsdp import local_part
 from q2compile.torch_internals.optimizer_steps import Holders, Steps
 from q2compile.torch_internals.storage import has_other_holders
 
@@ -60,6 +61,12 @@ class Form:
     operand: str
     dtype: torch.dtype
     transposed: bool
+
+    def matrix(self, w: Tensor) -> Tensor:
+        """What is quantized of w [N, K], or of a stack of experts [E, N, K], or of this rank's part
+        of a DTensor: [..., K]. Transposed: of [K, N], or [E, K, N]."""
+        w = local_part(w).detach()
+        return (w.mT if self.transposed else w).flatten(0, -2)
 
     def graph(self) -> fx.GraphModule:
         """w -> its parts, for a compiler."""

@@ -22,16 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from q2compile.errors import ConfigError
+from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.sharded_weight import UNREAD, ShardedWeight
 
 _LEAST = -(2**31)
 
 
 class Votes:
-    """The weights whose shards lie on the same ranks."""
+    """The weights whose shards lie on the same ranks.
 
-    def __init__(self, weights: Sequence[ShardedWeight], group: Any) -> None:
-        self.weights, self._group = weights, group
+    group: these. others: process groups by which the other ranks that train these weights are
+        reached, one dimension of the mesh each: replicas (HSDP), tensor and expert parallel ones.
+        They have shards of their own, and global scales, but their policy has to be the same.
+    """
+
+    def __init__(self, weights: Sequence[ShardedWeight], group: Any, others: Sequence[Any]) -> None:
+        self.weights, self._group, self._others = weights, group, others
         self._counted: Tensor | None = None  # of the last forward, on the host
         self._event: Any = None
 
@@ -43,14 +49,22 @@ class Votes:
         for weight in self.weights:
             n = weight.number
             votes += [n, -n if n != UNREAD else _LEAST, int(n == UNREAD)]
-        agreed = [w for w in self.weights if w.agreed is not None]
-        numbers = [weight.quantize() for weight in agreed]
-        told = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
-        both = torch.cat([told, torch.stack(numbers)]) if numbers else told
+        found = [weight.quantize() for weight in self.weights if weight.agreed is not None]
+        agreeing = [weight for weight in self.weights if weight.agrees]
+        both = told = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
+        if agreeing:
+            both = torch.cat([told, shard_codes.agreement([f for f in found if f is not None])])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        self._look(both[: len(votes)])
-        for weight, number in zip(agreed, both[len(votes) :].unbind(), strict=True):
-            weight.finish(number)
+        told = both[: len(votes)]
+        for group in self._others:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        self._look(told)
+        if agreeing:
+            numbers = both[len(votes) :].clone()
+            g = shard_codes.global_scale(numbers)
+            filling = shard_codes.filling(numbers, g, [weight.operand for weight in agreeing])
+            for weight, value, of_weight in zip(agreeing, filling, g.unbind(), strict=True):
+                weight.finish(value, of_weight.clone())
 
     def _look(self, counted: Tensor) -> None:
         if counted.device.type == "cpu":

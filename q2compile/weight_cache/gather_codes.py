@@ -32,23 +32,31 @@ def gather_codes(model: nn.Module) -> int:
     the trust mask). The gathered codes are inputs of the compiled graph. Nothing is quantized
     twice, so losses, gradients and weights keep their bits: `q2compile.weight_cache.shard_codes`
     has the argument. Each forward of the model has one more collective, a maximum of 16 bytes for
-    each weight.
+    each weight; and one more for each further dimension of the mesh (HSDP, tensor parallel).
 
     Parameters, optimizers, ``state_dict`` and checkpoints stay those of FSDP2. After ``.to()`` or
     ``load_state_dict(assign=True)`` the next forward attaches again.
+
+    Stacks of experts [E, N, K], parts of DTensors (tensor and expert parallel), and shards along
+    another dimension than 0 (``shard_placement_fn``) are gathered as codes, too.
 
     Values are gathered as before, and the report's column "why" says so,
 
         in the first two forwards, until all ranks have read the same codes (`exchange`);
         of a weight that something besides such a layer reads, in the graph or by a policy;
-        of a weight that is tied, a DTensor (tensor parallel), 3-D (experts), sharded along columns,
-            on one rank alone, offloaded to the CPU, or fp16;
-        of one with 16x16 blocks, where a rank's rows are no multiple of 16;
+        of a weight that is tied, on one rank alone, offloaded to the CPU, or fp16, or a DTensor
+            whose parts differ in size;
+        of one whose shards do not hold whole blocks: with 16x16 blocks, where a rank's rows are no
+            multiple of 16; along columns, where a rank's are none of 16, or of 32 in MXFP4;
         under ``reshard_after_forward=<int>``;
         in a gather outside of the model's forward and backward, such as ``module.unshard()``.
 
     A module that runs without its compiled graph gets its values by a gather of their own; code
     that reads a weight in any other way gets torch's error about a storage of size 0.
+
+    This is a function, and no option of the backend: options belong to one compiled part of a model
+    and are first seen in the middle of a forward, after its first gathers. Ranks with different
+    options could not find that out before they wait for each other.
 
     Raises:
         ConfigError, a ValueError: ``model`` has no module under fully_shard; later, in a forward: a

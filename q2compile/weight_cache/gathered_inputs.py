@@ -7,24 +7,29 @@ it. A weight that is read is gathered as values, and what calls the graph sees t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from q2compile.capture.module_names import site_name
 from q2compile.capture.views import example
-from q2compile.recipes.recipe import parse
 from q2compile.report.row import Row
+from q2compile.torch_internals import fsdp
 from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
 from q2compile.weight_cache.cache import Form
 from q2compile.weight_cache.gatherer import check_all_called
 from q2compile.weight_cache.graph_inputs import (
     Inputs,
     Site,
+    form_of,
     is_checkpoint,
     is_linear,
+    is_seen_through,
+    recipe_of,
     region_of,
+    views_of,
 )
 from q2compile.weight_cache.sharded_weight import ShardedWeight, Wanted, sharded_weight
 
@@ -80,21 +85,22 @@ class Gathered:
         """``compiled``, called with the weights' codes after its own inputs.
 
         compile_form: makes a function of `Form.graph`, once for each form and shape: of the whole
-            weight, which is quantized while values are gathered, and of a shard.
+            weight, which is quantized while values are gathered, and of a shard; as a matrix.
         """
         makers: dict[Any, Callable[..., Any]] = {}
 
         def maker(form: Form, w: Tensor, shape: tuple[int, ...]) -> Callable[..., Any]:
+            form = replace(form, transposed=False)
             key = form, shape, w.dtype, w.device
             if key not in makers:
-                with compiling_apart(w.detach().new_empty(shape)) as like:
+                with compiling_apart(w.new_empty(shape)) as like:
                     makers[key] = compile_form(form.graph(), [like])
             return makers[key]
 
         taken = []
         for place, form in sites:
-            w, shape = example_inputs[place], self.weights[place].shard_shape(form.operand)
-            wanted = Wanted(form, shape, maker(form, w, shape))
+            w, layout = form.matrix(example_inputs[place]), self.weights[place].layout(form)
+            wanted = Wanted(form, layout, maker(form, w, layout.with_rows(form.operand)))
             taken.append((place, wanted, maker(form, w, tuple(w.shape))))
         places = {place for place, _ in sites}
         values = [place for place in self.weights if place not in places]
@@ -103,8 +109,10 @@ class Gathered:
             codes: list[Tensor] = []
             for place, wanted, make in taken:
                 weight = sharded_weight(args[place])
-                made = make(args[place]) if weight is None else weight.parts(wanted, make)
-                codes += made
+                if weight is None:
+                    codes += make(wanted.form.matrix(args[place]).contiguous())
+                else:
+                    codes += weight.parts(wanted, make)
             for place in values:
                 if weight := sharded_weight(args[place]):
                     weight.read_values()
@@ -117,29 +125,40 @@ class Gathered:
         return self.with_codes(compiled, (), (), lambda gm, inputs: gm)
 
 
-def _why_read(gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight) -> str:
+def _why_read(gm: fx.GraphModule, placeholder: fx.Node, weight: ShardedWeight) -> str:
     """Why the graph or its backward needs the values of a weight; "" if its codes do."""
-    forms = set()
+    forms: set[Form] = set()
+    whys = _whys_read(gm, placeholder, weight, forms)
+    why = next(filter(None, whys), "")
+    return why or ("its layers quantize it in several ways" if len(forms) > 1 else "")
+
+
+def _whys_read(
+    gm: fx.GraphModule, w: fx.Node, weight: ShardedWeight, forms: set[Form]
+) -> Iterator[str]:
+    """Why each reader of ``w``, the weight or a view of it, needs values; adds what they take."""
     for user in w.users:
-        if is_checkpoint(user):
+        if is_seen_through(user):
+            yield from _whys_read(gm, user, weight, forms)
+        elif is_checkpoint(user) and w.op == "placeholder":
             body, arguments = region_of(gm, user)
-            whys = [_why_read(body, p, weight) for p, given in arguments.items() if given is w]
-            why = next(filter(None, whys), "")
-        elif not is_linear(user):
-            why = "something besides a quantized linear reads it"
+            for inner in (p for p, given in arguments.items() if given is w):
+                yield from _whys_read(body, inner, weight, forms)
+        elif is_linear(user) and user.args[1] is w:
+            yield _why_linear_reads(user, weight, forms)
         else:
-            why = _why_linear_reads(user, weight)
-            forms.add((user.args[3], example(user).dtype))
-        if why:
-            return why
-    return "its layers quantize it in several ways" if len(forms) > 1 else ""
+            yield "something besides a quantized linear reads it"
 
 
-def _why_linear_reads(node: fx.Node, weight: ShardedWeight) -> str:
-    _, _, _, *texts, _ = node.args
-    recipe = parse(*texts)  # type: ignore[arg-type]
+def _why_linear_reads(node: fx.Node, weight: ShardedWeight, forms: set[Form]) -> str:
+    recipe = recipe_of(node)
     if recipe.fprop is None:
         return "fprop is in bf16"
     if recipe.dgrad is None or recipe.dgrad.b.source == "fresh":
         return "dgrad reads w itself"
-    return weight.why_not(Form(str(recipe.fprop.b), example(node).dtype, transposed=False))
+    form = form_of(node)
+    forms.add(form)
+    dtypes = {fsdp.dtype_of(weight.record), form.dtype}
+    if not {example(view).dtype for view in views_of(node.args[1])} <= dtypes:
+        return "it is cast twice"
+    return weight.why_not(form)

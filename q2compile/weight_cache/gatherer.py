@@ -1,18 +1,19 @@
 """The hooks of `gather_codes` on a model, and whether all ranks have them.
 
 A rank learns what others did without a collective, from the store that their process groups were
-made with: a rank that calls no gather_codes begins no collective for it. Each rank posts there
+made with: a rank that calls no gather_codes begins no collective for it. Each rank posts there,
+under the number of its call of gather_codes,
 
     in gather_codes                     the names and shapes of its weights
     in the backend, without a call      "none"
 
-and reads in its first compilation, which follows its first gather of values, for which it waited
-for the others. So ranks that did, and ranks that did not, both raise an error there.
+and reads in its first compilation. That follows its first gather of values, for which it waited for
+the ranks that hold other shards; for others of its mesh, as replicas, it waits then. So ranks that
+did, and ranks that did not, both raise an error there.
 """
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +32,12 @@ from q2compile.weight_cache.sharded_weight import ShardedWeight, add
 
 _NONE = "none"
 # Seconds to wait for ranks that have posted nothing yet, and for those that compiled without a call
-# of gather_codes, which may follow.
-_FOR_OTHERS, _FOR_A_CALL = 600.0, 10.0
-_calls = itertools.count()
+# of gather_codes, which may follow; and of a rank without one for others that may have.
+_FOR_OTHERS, _FOR_A_CALL, _WITHOUT_A_CALL = 600.0, 10.0, 10.0
+_texts: list[str] = []  # of this rank's calls
+_asked: set[int] = set()  # numbers of calls that this rank did not make, and asked others for
 _gatherers: Any = WeakIdKeyDictionary()  # the outermost sharded module -> its Gatherer
+_covered: Any = WeakIdKeyDictionary()  # a sharded module in it -> the same
 
 
 def gatherer_of(name: str, root: nn.Module) -> Gatherer:
@@ -50,19 +53,21 @@ class Gatherer:
 
     def __init__(self, name: str, root: nn.Module) -> None:
         self.weights = _weights_of(name, root)
-        by_group: dict[Any, list[ShardedWeight]] = {}
+        by_groups: dict[Any, list[ShardedWeight]] = {}
         for weight in self.weights:
             if not weight.why:
-                group = fsdp.process_group(weight.record)
-                by_group.setdefault(group, []).append(weight)
-        self._votes = [Votes(weights, group) for group, weights in by_group.items()]
-        self._ranks = sorted({r for g in by_group for r in dist.get_process_group_ranks(g)})
-        self._forwards, self._agreed, self._call = 0, False, next(_calls)
-        described = [f"{w.name} {fsdp.shape_of(w.record)} {w.why}" for w in self.weights]
+                by_groups.setdefault(fsdp.process_groups(weight.record), []).append(weight)
+        self._votes = [Votes(weights, *groups) for groups, weights in by_groups.items()]
+        self._ranks = sorted({r for w in self.weights for r in fsdp.ranks_of(w.record)})
+        self._forwards, self._agreed, self._key = 0, False, _key(len(_texts))
+        described = [
+            f"{w.name} {tuple(w.record.sharded_param.shape)} {w.why}" for w in self.weights
+        ]
         self._text = f"{len(described)} weights, {zlib.crc32(repr(described).encode()):08x}"
-        fsdp.count_posts("gather_codes", 1)
-        fsdp.post(f"gather_codes/{self._call}", self._text)
+        _texts.append(self._text)
+        fsdp.post(self._key, self._text)
         self._register_hooks(root)
+        _covered.update((m, self) for _, m in named_modules(root) if fsdp.is_sharded(m))
 
     def _register_hooks(self, root: nn.Module) -> None:
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
@@ -78,18 +83,17 @@ class Gatherer:
         """Raise ConfigError unless all ranks have called gather_codes on the same model."""
         if self._agreed:
             return
-        key = f"gather_codes/{self._call}"
-        texts = fsdp.read_posts(key, self._ranks, _FOR_OTHERS, {_NONE: _FOR_A_CALL})
+        texts = fsdp.read_posts(self._key, self._ranks, _FOR_OTHERS, {_NONE: _FOR_A_CALL})
         missing = [rank for rank, text in texts.items() if text in (None, _NONE)]
         if missing:
             raise ConfigError(
-                f"gather_codes: rank {dist.get_rank()} has called it, and {_ranks(missing)} not. "
+                f"gather_codes: rank {dist.get_rank()} called it, and {_ranks(missing)} not. "
                 "Call it on all ranks, or on none"
             )
         other = [rank for rank, text in texts.items() if text != self._text]
         if other:
             raise ConfigError(
-                f"gather_codes: rank {dist.get_rank()} has called it on a model with {self._text}; "
+                f"gather_codes: rank {dist.get_rank()} called it on a model with {self._text}; "
                 f"{_ranks(other)} on one with {texts[other[0]]}. The first number counts, the "
                 "second sums up names and shapes. Call it on the same model on all ranks"
             )
@@ -110,18 +114,31 @@ class Gatherer:
 def check_all_called(root: nn.Module | None) -> None:
     """Before a graph of ``root`` is compiled: raise ConfigError if some ranks, this one or others,
     have not called gather_codes, and others have."""
-    for gatherer in list(_gatherers.values()):
+    found = named_modules(root) if root is not None and dist.is_initialized() else ()
+    sharded = [module for _, module in found if fsdp.is_sharded(module)]
+    known = [_covered[module] for module in sharded if module in _covered]
+    for gatherer in known if sharded else list(_gatherers.values()):
         gatherer.agree()
-    if _gatherers or root is None or not dist.is_initialized():
+    if known or not sharded:
         return
-    if not any(fsdp.is_sharded(module) for _, module in named_modules(root)):
-        return
-    fsdp.post("gather_codes/0", _NONE)
-    if fsdp.count_posts("gather_codes", 0):
+    records = [r for m in sharded for group in fsdp.groups_of(m) for r in group.fsdp_params]
+    ranks = {rank for record in records for rank in fsdp.ranks_of(record)}
+    reached = {rank for record in records for rank in fsdp.ranks_of_shards(record)}
+    number = len(_texts)
+    fsdp.post(_key(number), _NONE)
+    wait = ranks > reached and number not in _asked
+    _asked.add(number)
+    texts = fsdp.read_posts(_key(number), sorted(ranks), _WITHOUT_A_CALL if wait else 0.0, {})
+    called = [rank for rank, text in texts.items() if text not in (None, _NONE)]
+    if called:
         raise ConfigError(
-            f"gather_codes: other ranks have called it, and rank {dist.get_rank()} not. Call it on "
+            f"gather_codes: {_ranks(called)} called it, and rank {dist.get_rank()} not. Call it on "
             "all ranks, or on none"
         )
+
+
+def _key(number: int) -> str:
+    return f"gather_codes/{number}"
 
 
 def _weights_of(name: str, root: nn.Module) -> list[ShardedWeight]:

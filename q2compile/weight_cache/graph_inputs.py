@@ -9,18 +9,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-import q2compile.linear.dense  # noqa: F401  registers the ops
+import q2compile.linear.dense
+import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile.capture.module_tree import named_modules
 from q2compile.capture.views import example, is_view_or_cast, transposes, viewed
 from q2compile.errors import ConfigError
-from q2compile.recipes.recipe import parse
-from q2compile.torch_internals.dynamo import compiling_apart, copied, parameter_of
+from q2compile.recipes.recipe import Recipe, parse
+from q2compile.torch_internals.dynamo import compiling_apart, copied, is_to_local, parameter_of
+from q2compile.torch_internals.fsdp import local_part
 from q2compile.torch_internals.optimizer_steps import look_up_optimizers
 from q2compile.torch_internals.private_names import FakeTensor
 from q2compile.weight_cache.adapters import Merged
 from q2compile.weight_cache.cache import Form, parts_of
 
-_LINEAR, _OF_CODES = torch.ops.q2.linear.default, torch.ops.q2.linear_of_codes.default
+_LINEAR = torch.ops.q2.linear.default
+# Their last arguments are the texts of a recipe and a salt; then the codes of w, if any.
+_LINEARS = (
+    _LINEAR,
+    torch.ops.q2.grouped_linear.default,
+    torch.ops.q2.batched_linear.default,
+    torch.ops.q2.indexed_linear.default,
+)
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -50,7 +59,9 @@ def take_codes(
     weights = {
         node: i
         for i, node in enumerate(own.graph.find_nodes(op="placeholder"))
-        if type(parameter_of(node)) is nn.Parameter and _has_sizes(example(node))
+        if type(parameter_of(node)) is nn.Parameter
+        and _has_sizes(example(node))
+        and _only_read(own, node)
     }
     inputs = Inputs(own, weights)
     inputs.rewrite()
@@ -67,35 +78,30 @@ def _has_sizes(w: Tensor) -> bool:
 class Inputs:
     """The weights and their codes among the inputs of a graph, or of a checkpointed region in it.
 
-    weights  placeholder -> its place among the inputs of the whole graph
+    weights  placeholder -> its place among the inputs of the whole graph; read by `is_linear` alone
     sites    Site -> the placeholders of its parts
     """
 
     def __init__(self, gm: fx.GraphModule, weights: dict[fx.Node, int], outer: Any = None) -> None:
-        self.gm = gm
-        self.weights = {w: i for w, i in weights.items() if _only_read(gm, w)}
+        self.gm, self.weights = gm, weights
         self.outer = outer  # (the Inputs around, the node that calls this graph)
         self.sites: dict[Site, list[fx.Node]] = {}
 
     def rewrite(self) -> None:
         for node in list(self.gm.graph.nodes):
-            if node.target is _LINEAR:
+            if is_linear(node):
                 self._linear(node)
             elif node.target is _CHECKPOINT:
                 self._region(node)
         self.gm.recompile()
 
     def _linear(self, node: fx.Node) -> None:
-        w: Any
-        x, w, bias, *texts, salt = node.args
-        transposed = w not in self.weights and _is_transpose(w)
-        source: Any = viewed(w) if transposed else w
-        recipe = parse(*texts)  # type: ignore[arg-type]
+        source, recipe = views_of(node.args[1])[-1], recipe_of(node)
         if source not in self.weights or recipe.fprop is None:
             return
-        form = Form(str(recipe.fprop.b), example(node).dtype, transposed)
+        form = form_of(node)
         parts = self.parts((self.weights[source], form), source)
-        node.target, node.args = _OF_CODES, (x, w, parts, bias, *texts, salt)
+        node.args = (*node.args, parts)
 
     def _region(self, node: fx.Node) -> None:
         body, arguments = region_of(self.gm, node)
@@ -108,10 +114,11 @@ class Inputs:
             return self.sites[site]
         if self.outer is None:
             w = example(source)
-            assert isinstance(w, FakeTensor)
-            with w.fake_mode, torch.no_grad():
-                w = w.detach().t() if site[1].transposed else w.detach()
-                values = torch.ops.q2.quantize_weight(w, site[1].operand, site[1].dtype)
+            local = local_part(w)
+            assert isinstance(local, FakeTensor)
+            with local.fake_mode, torch.no_grad():
+                matrix = site[1].matrix(w)
+                values = torch.ops.q2.quantize_weight(matrix, site[1].operand, site[1].dtype)
         else:
             around, call = self.outer
             outside = around.parts(site, next(w for w, i in around.weights.items() if i == site[0]))
@@ -143,7 +150,42 @@ def _is_transpose(node: Any) -> bool:
 
 
 def is_linear(node: fx.Node) -> bool:
-    return node.target in (_LINEAR, _OF_CODES)
+    return node.target in _LINEARS
+
+
+def recipe_of(linear: fx.Node) -> Recipe:
+    return parse(*linear.args[-4:-1])  # type: ignore[arg-type]
+
+
+def form_of(linear: fx.Node) -> Form:
+    """What the linear's fprop, which is quantized, takes of the weight."""
+    fprop = recipe_of(linear).fprop
+    assert fprop is not None
+    swaps = sum(map(transposes, views_of(linear.args[1])[:-1]))
+    return Form(str(fprop.b), example(linear).dtype, transposed=swaps % 2 == 1)
+
+
+def views_of(w: Any) -> list[fx.Node]:
+    """``w`` and what it is a view of, as `Form` sees through them; the last is no view."""
+    found = [w]
+    while is_seen_through(found[-1]):
+        found.append(viewed(found[-1]))
+    return found
+
+
+def is_seen_through(node: Any) -> bool:
+    """Whether it is its first argument: transposed in the last two dimensions, cast, or a rank's
+    own part of a DTensor."""
+    if not isinstance(node, fx.Node) or not is_view_or_cast(node):
+        return False
+    if not all(isinstance(n.meta.get("example_value"), Tensor) for n in (node, viewed(node))):
+        return False
+    if transposes(node) or is_to_local(node) or node.target == "to_local":
+        return True
+    before, after = local_part(example(viewed(node))), local_part(example(node))
+    same_type = type(example(viewed(node))) is type(example(node))  # redistribute moves data
+    is_cast = node.target != "redistribute" and same_type
+    return is_cast and before.shape == after.shape and before.stride() == after.stride()
 
 
 def is_checkpoint(node: fx.Node) -> bool:
@@ -168,7 +210,7 @@ def _only_read(gm: fx.GraphModule, w: fx.Node) -> bool:
             body, arguments = region_of(gm, user)
             fine = all(_only_read(body, p) for p, given in arguments.items() if given is w)
         else:
-            fine = user.target in (_LINEAR, _OF_CODES, torch.nn.functional.embedding)
+            fine = user.target in (_LINEAR, torch.nn.functional.embedding)
         if not fine:
             return False
     return True

@@ -1,7 +1,8 @@
 """The codes of a shard, as they are among the codes of the whole weight.
 
-A weight w [N, K] is sharded along its rows. Blocks lie along K, and a 16x16 block within 16 rows,
-so a block is in one shard and its codes depend on nothing else, but for the global scale g:
+A weight w [N, K], or a stack of experts [E, N, K] that is quantized as [E * N, K], is sharded
+along one dimension, and shards hold whole blocks (`why_not`). So a block's codes depend on nothing
+outside of its shard, but for the global scale g:
 
     pow2    codes and raw scales p are the block's own; g = 2^k is found from the largest p of the
             whole weight, and a block scale is e4m3(p / g)
@@ -28,12 +29,14 @@ to be finite, where the whole weight's quantizer still has a number.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 _NAN = 0x7F  # as an e4m3 scale
 _LARGEST_G = 2.0**117  # 1536 * g < 2^128
@@ -43,12 +46,70 @@ def scheme_of(operand: str) -> Scheme:
     return SCHEMES[Operand.parse(operand).scheme]
 
 
-def why_not(operand: str, dtypes: Collection[torch.dtype], rows: int) -> str:
-    """Why codes by ``operand`` of shards of so many rows can't be those of the whole weight.
+def is_local(operand: str) -> bool:
+    """Whether a block's codes depend on the block alone."""
+    return scheme_of(operand).global_scale == "none"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a weight is cut: sizes [E, N, K] of all of it and of one shard, with its padding, as the
+    quantizer sees them; E is 1 for a matrix. dim: along which of the three."""
+
+    whole: tuple[int, int, int]
+    shard: tuple[int, int, int]
+    dim: int
+
+    @classmethod
+    def of(
+        cls, whole: Sequence[int], shard: Sequence[int], dim: int, transposed: bool = False
+    ) -> Layout:
+        """whole, shard: sizes of the parameter, of two or three dimensions. transposed: its last
+        two dimensions are K and N."""
+        dim += 3 - len(whole)
+        if transposed and dim > 0:
+            dim = 3 - dim
+        return cls(_sizes(whole, transposed), _sizes(shard, transposed), dim)
+
+    @property
+    def rows(self) -> int:
+        """Of a shard, as a matrix."""
+        return self.shard[0] * self.shard[1]
+
+    def with_rows(self, operand: str) -> tuple[int, int]:
+        """The shape of `with_rows`."""
+        return self.rows + more_rows(operand), self.shard[2]
+
+    def joined(self, gathered: Tensor, height: int) -> Tensor:
+        """[ranks * rows / height, n], all shards' codes, or scales with one row for ``height`` of
+        the weight's, as those of the whole weight."""
+        ranks = gathered.shape[0] * height // self.rows
+        if self.dim == 1 and self.shard[0] > 1:
+            apart = gathered.view(ranks, self.shard[0], -1, gathered.shape[1])
+            gathered = apart.transpose(0, 1).flatten(0, 2)
+        elif self.dim == 2:
+            columns = gathered.shape[1] * self.whole[2] // self.shard[2]
+            gathered = gathered.view(ranks, -1, gathered.shape[1]).transpose(0, 1).flatten(1)
+            gathered = gathered[:, :columns].contiguous()
+        return gathered[: -(-self.whole[0] * self.whole[1] // height)]
+
+
+def _sizes(shape: Sequence[int], transposed: bool) -> tuple[int, int, int]:
+    *experts, n, k = (1, *shape) if len(shape) == 2 else shape
+    return (experts[0], k, n) if transposed else (experts[0], n, k)
+
+
+def why_not(operand: str, dtypes: Collection[torch.dtype], layout: Layout) -> str:
+    """Why codes by ``operand`` of shards can't be those of the whole weight; "" if they can.
     dtypes: that the weight is in, and that it is cast to."""
     scheme, transform = scheme_of(operand), Operand.parse(operand).transform
-    if rows % scheme.block[0]:
-        return f"a rank has {rows} of its rows, and a block spans {scheme.block[0]}"
+    height, unit = scheme.block[0], max(scheme.width, TRANSFORMS[transform].size)
+    rows = layout.shard[1] if layout.dim == 1 else layout.rows
+    if rows % height:
+        return f"a rank has {rows} of its rows, and a block spans {height}"
+    columns, all_columns = layout.shard[2], layout.whole[2]
+    if layout.dim == 2 and (columns % unit or all_columns % unit):
+        return f"a rank has {columns} of its {all_columns} columns, and a block spans {unit}"
     if scheme.global_scale != "none" and transform != "none":
         return f"its global scale is found after the rotation {transform}"
     if scheme.global_scale != "none" and torch.float16 in dtypes:
@@ -57,8 +118,8 @@ def why_not(operand: str, dtypes: Collection[torch.dtype], rows: int) -> str:
 
 
 def with_rows(shard: Tensor, operand: str, dtype: torch.dtype) -> Tensor:
-    """A copy of shard [R, K] in ``dtype``, with zeros in the rows that `fill` fills: what is
-    quantized."""
+    """What is quantized: a copy of a shard, as a matrix [R, K], in ``dtype``, with zeros in the
+    rows that `fill` fills."""
     rows = shard.shape[0] + more_rows(operand)
     copy = shard.new_zeros((rows, shard.shape[1]), dtype=dtype)
     copy[: shard.shape[0]].copy_(shard)
@@ -66,34 +127,49 @@ def with_rows(shard: Tensor, operand: str, dtype: torch.dtype) -> Tensor:
 
 
 def more_rows(operand: str) -> int:
-    scheme = scheme_of(operand)
-    return 0 if scheme.global_scale == "none" else scheme.block[0]
+    return 0 if is_local(operand) else scheme_of(operand).block[0]
 
 
-def agreement(parts: Sequence[Tensor] | None, rows: Tensor, operand: str) -> Tensor:
-    """The number of which all ranks take the maximum, int32 0-dim: the bits of an fp32 >= 0, which
-    are ordered as it is, NaN last. parts: of `with_rows` quantized, for a pow2 scheme."""
-    scheme = scheme_of(operand)
-    if scheme.global_scale == "exact":
-        return torch.ops.q2.amax(rows).view(torch.int32)
+def found_in(
+    parts: Sequence[Tensor] | None, rows: Tensor, operand: str
+) -> tuple[Tensor, Tensor | None]:
+    """What one rank has found for `agreement`: fp32 0-dim, and of a pow2 scheme whether any of its
+    blocks has a scale, 0-dim. parts: of `with_rows` quantized, for a pow2 scheme."""
+    if scheme_of(operand).global_scale == "exact":
+        return torch.ops.q2.amax(rows), None
     assert parts is not None
-    scales, g = parts[1].view(torch.uint8), parts[2]
-    none = ((scales == 0) | (scales == _NAN)).all() & g.isfinite()
-    return g.view(torch.int32).masked_fill(none, 0)  # of zeros g is 1, which says nothing
+    return parts[2], (parts[1].view(torch.uint8) % _NAN).bool().any()
+
+
+def agreement(found: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The numbers of which all ranks take the maximum, int32 [weights]: the bits of an fp32 >= 0,
+    which are ordered as it is, NaN last. For many weights at once, since a GPU needs little time
+    for one and the host much."""
+    values = torch.stack([value for value, _ in found])
+    some = torch.stack([value.isfinite() if some is None else some for value, some in found])
+    silent = ~some & values.isfinite()  # of zeros g is 1, which says nothing
+    return values.view(torch.int32).masked_fill(silent, 0)
 
 
 def global_scale(agreed: Tensor) -> Tensor:
-    """g of a pow2 scheme by the maximum of the ranks: fp32 0-dim."""
+    """g of pow2 schemes by the maximum of the ranks: fp32 [weights]."""
     g = agreed.view(torch.float32)
     return torch.where(g == 0, 1.0, g).masked_fill(g > _LARGEST_G, torch.nan)
 
 
-def fill(rows: Tensor, count: int, operand: str, agreed: Tensor) -> None:
+def filling(agreed: Tensor, g: Tensor, operands: Sequence[str]) -> list[Tensor]:
+    """What `fill` takes for each of the weights."""
+    exact, pow2 = agreed.view(torch.float32).unbind(), (1536.0 * g).unbind()
+    is_exact = [scheme_of(operand).global_scale == "exact" for operand in operands]
+    return [exact[i] if yes else pow2[i] for i, yes in enumerate(is_exact)]
+
+
+def fill(rows: Tensor, count: int, operand: str, value: Tensor) -> None:
     """Set the rows after the first ``count``."""
+    more = rows[count:]
     if scheme_of(operand).global_scale == "exact":
-        rows[count:, :1].copy_(agreed.view(torch.float32).expand(rows.shape[0] - count, 1))
-    else:
-        rows[count:].copy_((1536.0 * global_scale(agreed)).expand_as(rows[count:]))
+        more = more[:, :1]
+    more.copy_(value.expand_as(more))
 
 
 def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:
@@ -104,11 +180,10 @@ def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:
     return [t.view(torch.uint8) for t in own]
 
 
-def of_whole(received: Sequence[Tensor], rows: int, operand: str) -> list[Tensor]:
-    """What `of_shard` makes of all shards, as the codes, scales (and mask) of a weight of so many
-    rows."""
+def of_whole(received: Sequence[Tensor], layout: Layout, operand: str) -> list[Tensor]:
+    """What `of_shard` makes of all shards, as the codes, scales (and mask) of the whole weight."""
     scheme = scheme_of(operand)
     dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu
     codes, scales, *mask = received
-    scale_rows = -(-rows // scheme.block[0])
-    return [codes[:rows], scales[:scale_rows].view(dtype), *(m[:rows] for m in mask)]
+    scales = layout.joined(scales, scheme.block[0]).view(dtype)
+    return [layout.joined(codes, 1), scales, *(layout.joined(m, 1) for m in mask)]

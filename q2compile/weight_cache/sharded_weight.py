@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from q2compile.torch_internals import fsdp
 from q2compile.weight_cache import shard_codes
 from q2compile.weight_cache.cache import Form
+from q2compile.weight_cache.shard_codes import Layout
 
 Make = Callable[[Tensor], Sequence[Tensor]]
 # What a rank's last forward has read of a weight, where it is no form of codes.
@@ -23,18 +24,17 @@ UNREAD, VALUES = 0, 1
 
 @dataclass(frozen=True)
 class Wanted:
-    """Codes that a graph takes. make: quantizes a weight of ``shape``, that of the shard and its
-    added rows, as `Form.graph` does."""
+    """Codes that a graph takes of weights cut so. make: quantizes a matrix of the shape of a shard
+    and its added rows, as `Form.graph` does."""
 
     form: Form
-    shape: tuple[int, int]
+    layout: Layout
     make: Make
 
     @property
     def number(self) -> int:
         """The same on ranks that want the same; neither UNREAD nor VALUES."""
-        text = f"{self.form.operand} {self.form.dtype} {self.shape}"
-        return zlib.crc32(text.encode()) >> 2 | 2
+        return zlib.crc32(repr(self.form).encode()) >> 2 | 2
 
 
 class ShardedWeight:
@@ -54,7 +54,6 @@ class ShardedWeight:
         self.read = False
         self.agreed: Wanted | None = None
         self._wire = fsdp.Wire(record, self._before_gather)
-        self._rows: Tensor | None = None  # what is quantized, until the ranks have agreed
         self._sent: list[Tensor] = []  # this rank's codes, of the last forward
         self._global_scale: Tensor | None = None
         self._fresh = False  # whether they are those of the forward that runs now
@@ -74,35 +73,51 @@ class ShardedWeight:
         elif not self._sent:  # a backward of codes may be still to come
             self._wire.detach()
 
-    def quantize(self) -> Tensor:
-        """First of two steps, at the begin of a forward: the number that ranks agree on."""
+    @property
+    def agrees(self) -> bool:
+        """Whether its codes need a number of all ranks."""
+        return self.agreed is not None and not shard_codes.is_local(self.operand)
+
+    @property
+    def operand(self) -> str:
+        """By which its codes are made."""
+        assert self.agreed is not None
+        return self.agreed.form.operand
+
+    def quantize(self) -> tuple[Tensor, Tensor | None] | None:
+        """First of two steps, at the begin of a forward: what the ranks are to agree on."""
         assert self.agreed is not None
         self._wire.attach()
-        shard, form = fsdp.shard_of(self.record), self.agreed.form
-        self._rows = shard_codes.with_rows(shard, form.operand, fsdp.dtype_of(self.record))
-        scheme = shard_codes.scheme_of(form.operand)
-        parts = None if scheme.global_scale == "exact" else self.agreed.make(self._rows)
-        if scheme.global_scale == "none":
-            self._keep(parts)
-            return torch.zeros((), dtype=torch.int32, device=shard.device)
-        return shard_codes.agreement(parts, self._rows, form.operand)
-
-    def finish(self, agreed: Tensor) -> None:
-        """Second step: the codes under the global scale of the whole weight."""
-        if self._rows is not None:
-            assert self.agreed is not None
-            operand = self.agreed.form.operand
-            shard_codes.fill(self._rows, fsdp.padded_rows(self.record), operand, agreed)
-            self._keep(self.agreed.make(self._rows))
-            if shard_codes.scheme_of(operand).global_scale == "pow2":
-                self._global_scale = shard_codes.global_scale(agreed)
         self._fresh, self._values_too = True, False
+        operand, rows = self.operand, self._rows()
+        scheme = shard_codes.scheme_of(operand)
+        parts = None if scheme.global_scale == "exact" else self.agreed.make(rows)
+        if not self.agrees:
+            assert parts is not None
+            self._keep(parts)
+            return None
+        return shard_codes.found_in(parts, rows, operand)
 
-    def _keep(self, parts: Sequence[Tensor] | None) -> None:
-        assert self.agreed is not None and parts is not None
-        rows = fsdp.padded_rows(self.record)
-        self._sent = shard_codes.of_shard(parts, rows, self.agreed.form.operand)
-        self._global_scale, self._rows = parts[2], None
+    def finish(self, filling: Tensor, g: Tensor) -> None:
+        """Second step: the codes under the global scale of the whole weight. g: of pow2 schemes.
+        The rows are made again: between the steps those of all weights would be there at once."""
+        assert self.agreed is not None
+        rows = self._rows()
+        shard_codes.fill(rows, self.agreed.layout.rows, self.operand, filling)
+        self._keep(self.agreed.make(rows))
+        if shard_codes.scheme_of(self.operand).global_scale == "pow2":
+            self._global_scale = g
+
+    def _rows(self) -> Tensor:
+        assert self.agreed is not None
+        form = self.agreed.form
+        shard = form.matrix(fsdp.shard_of(self.record))
+        return shard_codes.with_rows(shard, form.operand, fsdp.dtype_of(self.record))
+
+    def _keep(self, parts: Sequence[Tensor]) -> None:
+        assert self.agreed is not None
+        self._sent = shard_codes.of_shard(parts, self.agreed.layout.rows, self.operand)
+        self._global_scale = parts[2]
 
     def end_forward(self) -> None:
         """Codes serve one forward, and its backward: then the optimizer may have stepped."""
@@ -122,30 +137,29 @@ class ShardedWeight:
 
     def parts(self, wanted: Wanted, make: Make) -> Sequence[Tensor]:
         """What a graph takes of the gathered parameter. make: as `Wanted.make`, of all of it."""
-        fits = self.shard_shape(wanted.form.operand) == wanted.shape
+        fits = self.layout(wanted.form) == wanted.layout
         self.wanted, self.read = (wanted if fits and not self.why else None), True
         agreed = self.agreed
         if self._wire.received and agreed is not None and agreed.number == wanted.number:
             assert self._global_scale is not None
-            rows = fsdp.shape_of(self.record)[0]
-            codes, scales, *mask = shard_codes.of_whole(self._wire.whole, rows, wanted.form.operand)
+            whole, operand = self._wire.whole, wanted.form.operand
+            codes, scales, *mask = shard_codes.of_whole(whole, wanted.layout, operand)
             return codes, scales, self._global_scale, *mask
         self._gather_values()
         w = fsdp.gathered_parameter(self.record)
         assert w is not None
-        return make(w)
+        return make(wanted.form.matrix(w).contiguous())
 
     def why_not(self, form: Form) -> str:
         """Why codes of a form can't be gathered; "" if they can."""
         if self.why:
             return self.why
-        rows, dtype = fsdp.padded_rows(self.record), fsdp.dtype_of(self.record)
-        return shard_codes.why_not(form.operand, {dtype, form.dtype}, rows)
+        dtypes = {fsdp.dtype_of(self.record), form.dtype}
+        return shard_codes.why_not(form.operand, dtypes, self.layout(form))
 
-    def shard_shape(self, operand: str) -> tuple[int, int]:
-        """Of what `Wanted.make` is compiled for."""
-        columns = fsdp.shape_of(self.record)[-1]
-        return fsdp.padded_rows(self.record) + shard_codes.more_rows(operand), columns
+    def layout(self, form: Form) -> Layout:
+        whole, shard = fsdp.shape_of(self.record), fsdp.padded_shape(self.record)
+        return Layout.of(whole, shard, fsdp.sharded_dim(self.record), form.transposed)
 
     def read_values(self) -> None:
         """Something is about to read the gathered parameter itself. Without gradients that says

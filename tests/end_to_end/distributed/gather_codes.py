@@ -7,8 +7,9 @@ the last bit; those of them that have the same numbers share the run without.
 from __future__ import annotations
 
 import hashlib
-import io
+import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -18,11 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import expert_parallel
 import torch
 import torch.distributed as dist
+from tensor_parallel import tensor_parallel
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -32,6 +37,7 @@ import q2compile
 from q2compile.report.report import Report, collector
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_reduce = dist.all_reduce
 BATCH, SEQ, STEPS, LONG = 4, 32, 6, 20
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 Attach = Callable[[nn.Module], int]
@@ -39,11 +45,13 @@ Attach = Callable[[nn.Module], int]
 
 @dataclass
 class Run:
-    """What one rank saw. bytes: that it sent in the all-gathers of each step."""
+    """What one rank saw. bytes, reduced: that it gave to all-gathers, and to all-reduces, of each
+    step."""
 
     losses: list[float] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)  # of all gradients of a step, and the weights
     bytes: list[int] = field(default_factory=list)
+    reduced: list[int] = field(default_factory=list)
     count: int | None = None  # what gather_codes returned
     why: dict[str, str] = field(default_factory=dict)  # module -> what the report says of it
     notes: dict[str, Any] = field(default_factory=dict)
@@ -51,10 +59,14 @@ class Run:
 
 
 class Wire:
-    """FSDP2's all-gather, counted."""
+    """FSDP2's all-gather, counted; and all all-reduces, FSDP2's of replicas and gather_codes'."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = self.reduced = 0
+
+    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.reduced += tensor.nbytes
+        return all_reduce(tensor, *args, **kwargs)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -85,11 +97,18 @@ def build(
     whole: bool = False,
     root_only: bool = False,
     roots: bool = False,
+    compiled: bool = True,
+    far_apart: bool = False,
     **kwargs: Any,
 ) -> Any:
     """A model under fully_shard, and what to call: blocks compiled on their own, or (whole) all of
-    it. roots: blocks are sharded, and the model is not."""
+    it. roots: blocks are sharded, and the model is not. far_apart: the last ranks' rows are so
+    small that their scales underflow under the global scale of all."""
     model: Any = new_model(inner).to(masters)
+    for layer in model.layers if far_apart else ():
+        with torch.no_grad():
+            for linear in (layer.gate, layer.up, layer.down):
+                linear.weight[linear.out_features // 2 :] *= 2.0**-19
     options = {"inner": "eager", "recipe": recipe, **(options or {})}
     if policy is not None:
         kwargs["mp_policy"] = policy
@@ -97,7 +116,7 @@ def build(
     for i, layer in enumerate(model.layers):
         if checkpointed:
             model.layers[i] = layer = checkpoint_wrapper(layer)
-        if not whole:
+        if compiled and not whole:
             layer.compile(backend="quartet2", options=options)
         if not root_only:
             fully_shard(layer, **kwargs)
@@ -112,6 +131,22 @@ def tokens_of(step: int, part: int = 0) -> Tensor:
     return tokens.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def of_tokens(call: Any, step: int, part: int) -> Tensor:
+    tokens = tokens_of(step, part)
+    return loss_of(call(tokens), tokens)
+
+
+def of_vectors(call: Any, step: int, part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x, target = torch.randn(2, 80, expert_parallel.WIDTH, generator=generator)
+    return (call(x).float() - target).square().mean()
+
+
+def folder() -> Path:
+    """Where results go."""
+    return Path(sys.argv[1])
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for t in tensors:
@@ -123,8 +158,16 @@ def digest(tensors: Iterable[Tensor]) -> str:
 class Training:
     """Steps of AdamW, each recorded in ``run``."""
 
-    def __init__(self, model: Any, call: Any, attach: Attach | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        call: Any,
+        attach: Attach | None,
+        loss: Callable[[Any, int, int], Tensor] | None = None,
+    ) -> None:
+        """loss: of ``call`` on this rank's data of a step, and of a part of it."""
         self.run, self.wire, self.model, self.call = Run(), Wire(), model, call
+        self.loss = loss or of_tokens
         for module in model.modules():
             if hasattr(module, "set_custom_all_gather"):
                 module.set_custom_all_gather(self.wire)
@@ -136,23 +179,25 @@ class Training:
 
     def steps(self, number: int, micro_batches: int = 1) -> Training:
         token = collector.set(self.report)
+        dist.all_reduce = self.wire.all_reduce
         for _ in range(number):
             self.step += 1
-            before, total = self.wire.bytes, 0.0
+            before, reduced, total = self.wire.bytes, self.wire.reduced, 0.0
             for part in range(micro_batches):
                 if micro_batches > 1:
                     self.model.set_requires_gradient_sync(part == micro_batches - 1)
-                tokens = tokens_of(self.step, part)
-                loss = loss_of(self.call(tokens), tokens)
+                loss = self.loss(self.call, self.step, part)
                 loss.backward()
                 total += loss.item()
             self.run.bytes.append(self.wire.bytes - before)
+            self.run.reduced.append(self.wire.reduced - reduced)
             self.run.losses.append(total)
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()
             self.run.digests.append(digest([*gradients, *self.model.parameters()]))
             self.optimizer.zero_grad()
         collector.reset(token)
+        dist.all_reduce = all_reduce
         return self
 
     def done(self) -> Run:
@@ -224,22 +269,79 @@ def moved(attach: Attach) -> Run:
     return training.steps(2).done()
 
 
+def state_of(training: Training) -> dict[str, Any]:
+    """As distributed checkpoints take it; random bits of this rank besides."""
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    coins = torch.get_rng_state()
+    return {"model": model, "optimizer": optimizer, f"coins{dist.get_rank()}": coins}
+
+
+def killed(attach: Attach) -> Run:
+    """Four steps, a distributed checkpoint, a step more, and SIGKILL."""
+    training = Training(*build(), attach).steps(4)
+    checkpoint.save(state_of(training), checkpoint_id=folder() / "checkpoint")
+    training.steps(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")
+
+
 def resumed(attach: Attach) -> Run:
-    """A checkpoint of plain tensors, read into another model."""
-    first = Training(*build(), attach).steps(4)
-    state = first.model.state_dict(), first.optimizer.state_dict(), torch.get_rng_state()
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    second = Training(*build(), attach)
-    model, optimizer, coins = torch.load(file, weights_only=False)
-    second.model.load_state_dict(model)
-    second.optimizer.load_state_dict(optimizer)
-    torch.set_rng_state(coins)
-    second.step = first.step
-    run = second.steps(4).done()
-    run.losses, run.digests = first.run.losses + run.losses, first.run.digests + run.digests
-    return run
+    """What `killed` has saved, read into another model in another process."""
+    training = Training(*build(), attach)
+    state = state_of(training)
+    checkpoint.load(state, checkpoint_id=folder() / "checkpoint")
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    torch.set_rng_state(state[f"coins{dist.get_rank()}"])
+    training.step = 4
+    return training.steps(4).done()
+
+
+def two_dimensional(attach: Attach) -> Run:
+    """Halves of the batch by FSDP2, halves of the matmuls by tensor parallel."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = tensor_parallel(mesh["tensor"])
+    for layer in model.layers:
+        layer.compile(backend="quartet2", options={"inner": "eager"})
+        fully_shard(layer, mesh=mesh["data"], mp_policy=BF16)
+    fully_shard(model, mesh=mesh["data"], mp_policy=BF16)
+
+    def loss(call: Any, step: int, part: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (2, 2, SEQ), generator=generator)
+        tokens = tokens[mesh["data"].get_local_rank()]
+        return loss_of(call(tokens), tokens)
+
+    training = Training(model, model, attach, loss)
+    torch.manual_seed(mesh["data"].get_local_rank())
+    return training.steps(STEPS).done()
+
+
+def experts(recipe: str, dim: int = 0, parallel: bool = False) -> Callable[[Attach], Run]:
+    """A mixture whose stacks [E, N, K] FSDP2 cuts along ``dim``. parallel: two groups of ranks have
+    half of the experts each."""
+
+    def scenario(attach: Attach) -> Run:
+        torch.manual_seed(0)
+        names, options = ("data", "expert"), {"inner": "eager", "recipe": recipe}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if parallel else mesh_of(2)
+        of_experts = mesh["expert"] if parallel else None
+        model: Any = expert_parallel.Model(of_experts)
+        how = {"mp_policy": BF16, "shard_placement_fn": lambda p: Shard(dim if p.ndim > 2 else 0)}
+        for layer in model.layers:
+            for name, weight in list(layer.experts.named_parameters()) if parallel else ():
+                part = distribute_tensor(weight.data, of_experts, [Shard(0)])
+                setattr(layer.experts, name, nn.Parameter(part))
+            layer.experts.compile(backend="quartet2", options=options, dynamic=True)
+            fully_shard(layer.experts, mesh=mesh["data"] if parallel else mesh, **how)
+        fully_shard(model, mesh=mesh_of(dist.get_world_size()), **how)
+        return Training(model, model, attach, of_vectors).steps(STEPS).done()
+
+    return scenario
 
 
 class InGraph(nn.Module):
@@ -287,12 +389,14 @@ def in_graph(recipe: str, functional: bool = False) -> Callable[[Attach], Run]:
 
 
 def faulty(kind: str) -> Callable[[Attach], Run]:
-    """What rank 1 does otherwise must be an error on all ranks."""
+    """What the second half of the ranks, on four a replica of its own, does otherwise must be an
+    error on all ranks."""
 
     def scenario(attach: Attach) -> Run:
-        other = dist.get_rank() == 1
+        half = dist.get_world_size() // 2
+        other = dist.get_rank() >= half
         policy = {"*.up": "bf16"} if kind == "policy" and other else {}
-        model, call = build(options={"policy": policy})
+        model, call = build(options={"policy": policy}, mesh=(2, 2) if half == 2 else ())
         if kind == "model" and other:
             attach(model.layers[0])
         elif not (kind == "attach" and other):
@@ -317,7 +421,10 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "checkpointed": simple(checkpointed=True),
     "kept": simple(reshard_after_forward=False),
     "offloaded": simple(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "columns": simple(shard_placement_fn=lambda p: Shard(min(p.ndim - 1, 1))),
     "roots": simple(roots=True, policy=None),
+    "far_apart": simple(far_apart=True),
+    "not_compiled": simple(compiled=False),
     "uneven": simple(inner=131),
     "uneven_square": simple(inner=80, recipe="nvfp4"),
     "accumulated": accumulated(),
@@ -327,7 +434,10 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "evaluated": evaluated,
     "by_hand": by_hand,
     "moved": moved,
+    "killed": killed,
     "resumed": resumed,
+    "experts": experts("quartet2"),
+    "experts_rows": experts("quartet", dim=1),
     **{f"in_graph_{name}": in_graph(name) for name in ("quartet2", "nvfp4", "quartet")},
     "in_graph_functional": in_graph("quartet2", functional=True),
 }
@@ -337,38 +447,43 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
     "to_two": simple(reshard_after_forward=2),
     "uneven_four": simple(inner=90),
     "square_four": simple(recipe="nvfp4", inner=192),
+    "two_dimensional": two_dimensional,
+    "expert_parallel": experts("nvfp4", parallel=True),
 }
 
 
 def without(name: str) -> str:
     """The scenario whose run without gather_codes has the same numbers."""
-    if name in ("checkpointed", "kept", "offloaded", "attached_late", "resumed"):
+    if name in ("checkpointed", "kept", "offloaded", "attached_late"):
         return "quartet2"
     same = {"whole_blocks": "whole", "accumulated_kept": "accumulated", "to_two": "four"}
     return same.get(name, name)
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
+    names = sys.argv[2].split(",")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    fault = names[0].removeprefix("fault_") if names[0].startswith("fault_") else ""
     todo = SCENARIOS if dist.get_world_size() == 2 else ON_FOUR
     jobs: dict[str, tuple[Callable[[Attach], Run], Attach]] = {}
-    for name in () if fault else todo if names == ["all"] else names:
-        jobs[f"{without(name)}.plain"] = todo[without(name)], no_attach
-        jobs[name] = todo[name], q2compile.gather_codes
-    if fault:
-        jobs[names[0]] = faulty(fault), q2compile.gather_codes
+    for name in todo if names == ["all"] else names:
+        if name.startswith("fault_"):
+            jobs[name] = faulty(name.removeprefix("fault_")), q2compile.gather_codes
+        elif name in ("killed", "resumed"):
+            jobs[name] = todo[name], q2compile.gather_codes
+        else:
+            jobs[f"{without(name)}.plain"] = todo[without(name)], no_attach
+            jobs[name] = todo[name], q2compile.gather_codes
     found: dict[str, Run] = {}
     for name, (scenario, attach) in jobs.items():
         torch._dynamo.reset()
         try:
             found[name] = scenario(attach)
         except Exception:
+            dist.all_reduce = all_reduce
             found[name] = Run(error=traceback.format_exc())
-    torch.save(found, folder / f"found.rank{dist.get_rank()}.pt")
-    if not fault:  # after a fault the others may be gone
-        dist.destroy_process_group()
+        dist.barrier()
+        torch.save(found, folder() / f"found.{dist.get_world_size()}.rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`q2compile.gather_codes` (gather_codes.py): the same training to the last bit, and fewer bytes.
 
-All forms, four minutes on two cores:
+All forms, four minutes on two cores (with 4 processes HSDP, tensor and expert parallel):
 
     torchrun --nproc-per-node 2 tests/end_to_end/distributed/gather_codes.py FOLDER all
 """
@@ -20,40 +20,54 @@ WORKER = Path(__file__).parent / "gather_codes.py"
 sys.path.insert(0, str(WORKER.parent))
 
 import gather_codes as worker  # noqa: E402
+from expert_parallel import EXPERTS, INNER, WIDTH  # noqa: E402
 from training import HIDDEN, LAYERS, VOCAB  # noqa: E402
 
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["whole_blocks", "checkpointed", "kept", "uneven", "uneven_square", "accumulated_kept"]
-FORMS += ["attached_late", "switched", "evaluated", "by_hand", "moved", "resumed", "fp32"]
+FORMS += ["attached_late", "switched", "evaluated", "by_hand", "moved", "fp32", "bf16_masters"]
+FORMS += ["far_apart", "not_compiled", "columns", "experts", "experts_rows"]
 RECIPES = ["quartet2", "nvfp4", "tetrajet2", "quartet"]
 IN_GRAPH = ["in_graph_quartet2", "in_graph_nvfp4", "in_graph_functional"]
-FOUR = ["hsdp", "to_two"]
+FOUR = ["hsdp", "to_two", "two_dimensional", "expert_parallel"]
+FAULTS = ["fault_policy", "fault_model", "fault_attach"]
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
 BYTES = {"quartet2": 0.5 + 1 / 16, "tetrajet2": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 256}
 BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
 
 
-def run(folder: Path, ranks: int, names: list[str], timeout: float = 600) -> Found:
+def run(folder: Path, ranks: int, names: list[str], killed: bool = False) -> Found:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(WORKER), str(folder), ",".join(names)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode != 0) == killed, done.stderr[-4000:]
     main = sys.modules["__main__"]  # as whose the worker's class was saved
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "Run", worker.Run, raising=False)
-        paths = [folder / f"found.rank{rank}.pt" for rank in range(ranks)]
+        paths = [folder / f"found.{ranks}.rank{rank}.pt" for rank in range(ranks)]
         return [torch.load(path, weights_only=False) for path in paths]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("two"), 2, [*RECIPES, *FORMS, *IN_GRAPH])
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gather_codes")
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("four"), 4, FOUR)
+def two(folder: Path) -> Found:
+    return run(folder, 2, [*RECIPES, *FORMS, *IN_GRAPH, "killed"], killed=True)
+
+
+@pytest.fixture(scope="module")
+def afterwards(folder: Path, two: Found) -> Found:
+    """In other processes; no rank is in step with another after the last fault."""
+    return run(folder, 2, ["resumed", *FAULTS])
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Found:
+    return run(folder, 4, [*FOUR, "fault_policy", "fault_attach"])
 
 
 def assert_same_training(found: Found, name: str) -> None:
@@ -66,7 +80,7 @@ def assert_same_training(found: Found, name: str) -> None:
             own, other = getattr(rank[name], what), getattr(rank[plain], what)
             assert len(own) > 0 and own == other[: len(own)], what
     losses = [rank[name].losses for rank in found]
-    assert losses[0] != losses[1]  # each rank has its own data
+    assert losses[0] != losses[-1]  # data-parallel ranks have their own data
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *FORMS, *IN_GRAPH])
@@ -92,6 +106,25 @@ def test_bytes_on_the_wire(recipe: str, two: Found) -> None:
     assert two[0][recipe].count == 2 + 3 * LAYERS  # the eager embedding and head may be, too
 
 
+def test_bytes_to_agree_on(two: Found) -> None:
+    """Four numbers for each weight that is gathered as codes, three for others, in each forward
+    after the first; the steps of a run without have no such collective."""
+    weights, others = 3 * LAYERS, 2
+    for rank in two:
+        assert rank["quartet2"].reduced[:2] == [0, 12 * (weights + others)]
+        assert set(rank["quartet2"].reduced[2:]) == {16 * weights + 12 * others}
+        assert set(rank["quartet2.plain"].reduced) == {0}
+
+
+def test_a_killed_run_goes_on(two: Found, afterwards: Found) -> None:
+    """From a distributed checkpoint, by other processes, as the run that never stopped."""
+    for plain, rank in zip(two, afterwards, strict=True):
+        whole, rest = plain["quartet2.plain"], rank["resumed"]
+        assert not rest.error, rest.error
+        assert (rest.losses, rest.digests) == (whole.losses[4:8], whole.digests[4:8])
+        assert rest.bytes[-1] == plain["quartet2"].bytes[-1]
+
+
 def test_all_of_a_compiled_model(two: Found) -> None:
     """The head, which is compiled here, is gathered as codes once: its module is FSDP2's root."""
     run, blocks = two[0]["whole_blocks"], two[0]["quartet2"]
@@ -108,15 +141,39 @@ def test_reasons(two: Found, four: Found) -> None:
     assert switched["layers.0.up"] == "gathers values: fprop is in bf16"
     assert "reshard_after_forward is an int" in four[0]["to_two"].why["layers.0.up"]
     assert four[0]["to_two"].count == 0 and four[0]["hsdp"].count == 8
+    assert four[0]["two_dimensional"].why["layers.0.down"] == "gathers codes"
+    for name in ("experts.up", "experts.down"):
+        for run in (two[0]["experts"], two[0]["experts_rows"], four[0]["expert_parallel"]):
+            assert run.why[f"layers.0.{name}"] == "gathers codes"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "per"),
+    [("experts", 2, "quartet2"), ("experts_rows", 2, "quartet"), ("expert_parallel", 4, "nvfp4")],
+)
+def test_bytes_of_experts(name: str, ranks: int, per: str, two: Found, four: Found) -> None:
+    """A rank's shards of two layers' two stacks, gathered in forward and backward."""
+    run = (two if ranks == 2 else four)[0][name]
+    elements = 2 * 2 * 2 * EXPERTS * INNER * WIDTH // ranks
+    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES[per]) * elements
+
+
+def test_bytes_of_columns_and_of_tensor_parallel_parts(two: Found, four: Found) -> None:
+    assert two[0]["columns"].bytes[-1] == two[0]["quartet2"].bytes[-1]
+    run = four[0]["two_dimensional"]
+    elements = 2 * LAYERS * 3 * HIDDEN * 128 // 4
+    assert run.bytes[0] - run.bytes[-1] == (2 - BYTES["quartet2"]) * elements
 
 
 def test_codes_are_gathered_again_after_a_change(two: Found) -> None:
     """After graphs that read values, after evaluations, after shards in other tensors."""
     codes = two[0]["quartet2"].bytes[-1]
-    for name in ("switched", "moved", "by_hand", "resumed", "attached_late", "checkpointed"):
+    names = ("switched", "moved", "by_hand", "attached_late", "checkpointed", "far_apart")
+    for name in (*names, "bf16_masters"):
         assert two[0][name].bytes[-1] == codes, name
     assert two[0]["kept"].bytes[-1] < codes < two[0]["fp32"].bytes[-1]
     values = two[0]["quartet2.plain"].bytes[0]
+    assert two[0]["not_compiled"].bytes[-1] == values
     assert two[0]["attached_late"].bytes[:5] == [*[values] * 4, codes]
     assert max(two[0]["evaluated"].bytes[2:]) < codes < two[0]["switched"].bytes[4]
 
@@ -152,16 +209,25 @@ def test_a_gather_by_hand_gives_values(two: Found) -> None:
         ),
         (
             "attach",
-            ["rank 0 has called it, and rank 1 not", "other ranks have called it, and rank"],
+            ["rank 0 called it, and rank 1 not", "rank 0 called it, and rank 1 not"],
         ),
         ("model", ["on a model with 8 weights", "on a model with 3 weights"]),
     ],
 )
-def test_faults_are_errors_on_all_ranks(fault: str, messages: list[str], tmp_path: Path) -> None:
-    found = run(tmp_path, 2, [f"fault_{fault}"], timeout=120)
-    for rank, message in zip(found, messages, strict=True):
+def test_faults_are_errors_on_all_ranks(fault: str, messages: list[str], afterwards: Found) -> None:
+    for rank, message in zip(afterwards, messages, strict=True):
         error = rank[f"fault_{fault}"].error
         assert "ConfigError: gather_codes: " in error and message in error
+
+
+def test_a_replica_s_fault_is_an_error_on_all_ranks(four: Found) -> None:
+    """Of both ranks that hold one replica: its shards agree among themselves."""
+    for i, rank in enumerate(four):
+        policy, attach = rank["fault_policy"].error, rank["fault_attach"].error
+        read = "the codes nvfp4_46_pow2" if i < 2 else "values"
+        assert f"rank {i} {read}, another rank something else" in policy
+        who = f"rank {i} called it, and ranks 2, 3 not"
+        assert (who if i < 2 else f"ranks 0, 1 called it, and rank {i} not") in attach
 
 
 def test_a_model_without_fsdp_is_refused() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 import q2compile.linear.dense  # noqa: F401  registers the ops
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.weight_cache import shard_codes
+from q2compile.weight_cache.cache import Form
+from q2compile.weight_cache.shard_codes import Layout
 
 # All that quantize a weight in the forward: deterministic, and any global scale.
 OPERANDS = [s.name for s in SCHEMES.values() if not s.stochastic and not s.masked]
@@ -22,34 +24,49 @@ def whole_codes(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
     return torch.ops.q2.quantize_weight(w, operand, dtype)
 
 
-def gathered_codes(w: Tensor, operand: str, dtype: torch.dtype, ranks: int) -> list[Tensor]:
+def gathered_codes(
+    w: Tensor, operand: str, dtype: torch.dtype, ranks: int, dim: int = 0, transposed: bool = False
+) -> list[Tensor]:
     """As the ranks make and gather them: shards of equal rows, the last ones with padding."""
     scheme = shard_codes.scheme_of(operand)
     height = scheme.block[0]
-    rows = math.ceil(math.ceil(w.shape[0] / ranks) / height) * height
-    padded = torch.cat([w, w.new_zeros(ranks * rows - w.shape[0], w.shape[1])])
-    shards = [shard_codes.with_rows(s, operand, w.dtype) for s in padded.split(rows)]
+    size = math.ceil(w.shape[dim] / ranks)
+    if dim == 0 and w.ndim == 2 and not transposed:
+        size = math.ceil(size / height) * height
+    more = list(w.shape)
+    more[dim] = ranks * size - w.shape[dim]
+    cut = torch.cat([w, w.new_zeros(more)], dim).split(size, dim)
+    layout = Layout.of(w.shape, cut[0].shape, dim, transposed)
+    assert not shard_codes.why_not(operand, {dtype}, layout)
+    form, rows = Form(operand, dtype, transposed), layout.rows
+    shards = [shard_codes.with_rows(form.matrix(s), operand, w.dtype) for s in cut]
+    assert shards[0].shape == layout.with_rows(operand)
     first = [whole_codes(s, operand, dtype) for s in shards]
     if scheme.global_scale != "none":
-        numbers = [shard_codes.agreement(p, s, operand) for p, s in zip(first, shards, strict=True)]
-        agreed = torch.stack(numbers).amax()
+        pairs = zip(first, shards, strict=True)
+        numbers = [shard_codes.agreement([shard_codes.found_in(p, s, operand)]) for p, s in pairs]
+        agreed = torch.stack(numbers).amax(0)
+        global_scale = shard_codes.global_scale(agreed)
+        (filling,) = shard_codes.filling(agreed, global_scale, [operand])
         for shard in shards:
-            shard_codes.fill(shard, rows, operand, agreed)
+            shard_codes.fill(shard, rows, operand, filling)
         first = [whole_codes(s, operand, dtype) for s in shards]
     sent = [shard_codes.of_shard(p, rows, operand) for p in first]
     received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-    codes, scales, *mask = shard_codes.of_whole(received, w.shape[0], operand)
+    codes, scales, *mask = shard_codes.of_whole(received, layout, operand)
     g = first[0][2]
     assert all(torch.equal(p[2], g) for p in first)
     if scheme.global_scale == "pow2":
-        own, g = g, shard_codes.global_scale(agreed)
+        own, g = g, global_scale[0]
         assert torch.equal(own, g) or g.isnan()
     return [codes, scales, g, *mask]
 
 
-def assert_same(w: Tensor, operand: str, dtype: torch.dtype, ranks: int) -> None:
-    expected = whole_codes(w, operand, dtype)
-    found = gathered_codes(w, operand, dtype, ranks)
+def assert_same(
+    w: Tensor, operand: str, dtype: torch.dtype, ranks: int, dim: int = 0, transposed: bool = False
+) -> None:
+    expected = whole_codes(Form(operand, dtype, transposed).matrix(w), operand, dtype)
+    found = gathered_codes(w, operand, dtype, ranks, dim, transposed)
     assert len(found) == len(expected)
     for name, one, other in zip(("codes", "scales", "g", "mask"), found, expected, strict=False):
         assert one.dtype == other.dtype and one.shape == other.shape, name
@@ -81,6 +98,30 @@ def test_any_blocks(operand: str, ranks: int) -> None:
         assert_same(w, operand, torch.float32, ranks)
         assert_same(w.bfloat16(), operand, torch.bfloat16, ranks)
         assert_same(w, operand, torch.bfloat16, ranks)  # cast by the quantizer
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim", "transposed"),
+    [
+        ((4, 32, 64), 2, 0, False),
+        ((3, 32, 64), 2, 0, False),  # half of the last rank's part is padding
+        ((2, 32, 64), 3, 0, False),  # one rank has no expert
+        ((3, 64, 64), 4, 1, False),  # fewer experts than ranks: torchtitan cuts along N
+        ((3, 32, 128), 2, 2, False),
+        ((4, 64, 32), 2, 0, True),  # [E, K, N]
+        ((3, 64, 32), 2, 1, True),
+        ((3, 64, 32), 2, 2, True),
+        ((32, 128), 4, 1, False),
+        ((128, 32), 2, 0, True),  # GPT-2's [K, N]
+        ((128, 32), 2, 1, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_any_cut(operand: str, shape, ranks: int, dim: int, transposed: bool) -> None:
+    w = adversarial(math.prod(shape[:-1]), shape[-1], 5).view(shape)
+    assert_same(w, operand, torch.float32, ranks, dim, transposed)
+    assert_same(w, operand, torch.bfloat16, ranks, dim, transposed)
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
@@ -139,6 +180,12 @@ def test_a_weight_beyond_the_range_has_no_global_scale() -> None:
     assert g.isnan()
 
 
+def test_columns_in_half_blocks_are_gathered_as_values() -> None:
+    layout = Layout.of((1024, 16), (34, 16), 0, transposed=True)
+    why = shard_codes.why_not("nvfp4_pow2", {torch.float32}, layout)
+    assert why == "a rank has 34 of its 1024 columns, and a block spans 16"
+
+
 @pytest.mark.parametrize(
     ("operand", "dtypes", "rows", "why"),
     [
@@ -151,5 +198,6 @@ def test_a_weight_beyond_the_range_has_no_global_scale() -> None:
     ],
 )
 def test_what_is_gathered_as_values(operand, dtypes, rows, why) -> None:
-    found = shard_codes.why_not(operand, dtypes, rows)
+    layout = Layout.of((2 * rows, 64), (rows, 64), 0)
+    found = shard_codes.why_not(operand, dtypes, layout)
     assert (why in found) if why else not found

@@ -115,7 +115,7 @@ def test_in_inference_once_until_something_changes(tmp_path):
     assert torch.equal(changed, plain)
     forward = (tmp_path / "graph_0" / "4_after_passes_forward.txt").read_text()
     assert forward.count("q2.quantize(") == 2  # x of up and of down
-    assert "q2.linear_of_codes(" in (tmp_path / "graph_0" / "1_rewritten.txt").read_text()
+    assert ", [weight_codes, " in (tmp_path / "graph_0" / "1_rewritten.txt").read_text()
 
 
 def test_training_and_evaluation_share_what_is_made():
