@@ -39,8 +39,17 @@ def resolve(spec: str | Mapping[str, Any], global_scale: str = "pow2") -> Recipe
     base = RECIPES[one_of("recipe", base_name, RECIPES)]
     with naming("recipe"):
         changes: dict[str, Any] = {g: _changed_gemm(base, g, spec[g]) for g in GEMMS if g in spec}
-    name = base.name if not changes else f"{base.name}+{'+'.join(changes)}"
+    name = f"{base.name} with {_named(spec)}" if changes else base.name
     return _finish(replace(base, name=name, **changes), global_scale)
+
+
+def _named(spec: Mapping[str, Any]) -> str:
+    """What a mapping changes, in words: "bf16 dgrad and changed wgrad"."""
+    changes = {gemm: spec[gemm] for gemm in GEMMS if gemm in spec}
+    return " and ".join(
+        f"{change if isinstance(change, str) else 'changed'} {gemm}"
+        for gemm, change in changes.items()
+    )
 
 
 def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:

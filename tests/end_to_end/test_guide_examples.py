@@ -81,11 +81,11 @@ def test_policy_per_module(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = dict(line.split(maxsplit=1) for line in printed.splitlines()[:7])
     assert chosen == {
         "layers.0.up": "policy: 'layers.0.*' says bf16",
-        "layers.0.down": "quartet2+dgrad",  # the last pattern that matches decides
+        "layers.0.down": "quartet2 with bf16 dgrad",  # the last pattern that matches decides
         "layers.1.up": "quartet2",
-        "layers.1.down": "quartet2+dgrad",
+        "layers.1.down": "quartet2 with bf16 dgrad",
         "layers.2.up": "quartet2",
-        "layers.2.down": "quartet2+dgrad",
+        "layers.2.down": "quartet2 with bf16 dgrad",
         "head": "policy: 'head' says bf16",
     }
     first, last = losses(printed)

@@ -42,7 +42,7 @@ def test_a_rule_for_one_gemm_changes_that_gemm_of_the_default():
     recipe, _ = policy.resolve("down")
     assert recipe.dgrad is None and recipe.fprop is not None
     assert recipe.wgrad == policy.default.wgrad
-    assert recipe.name == "quartet2+dgrad"
+    assert recipe.name == "quartet2 with bf16 dgrad"
 
 
 def test_patterns_that_match_nothing_are_found():

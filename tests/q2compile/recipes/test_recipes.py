@@ -39,7 +39,7 @@ def test_an_operand_of_ones_own():
         {"base": "quartet2", "wgrad": {"dy": {"transform": "rht32"}, "x": {"transform": "rht32"}}}
     )
     assert str(recipe.wgrad) == ("rht32>nvfp4_ms_eden_pow2 @ requantize>rht32>nvfp4_ms_eden_pow2")
-    assert recipe.name == "quartet2+wgrad"
+    assert recipe.name == "quartet2 with changed wgrad"
 
 
 @pytest.mark.parametrize(

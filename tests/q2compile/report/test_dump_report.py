@@ -49,20 +49,20 @@ class TestReport(TestCase):
             # expecttest writes ASCII alone
             str(explained(policy={"head": {"dgrad": "bf16"}})).replace("×", "x"),
             """\
-module      shape    taken  recipe          saved            b200  rtx5090  why
-----------  -------  -----  --------------  ---------------  ----  -------  -------------------------------------------------------
-up          5x48x32  yes    quartet2        94 B, 4.70 bit   3.85  3.85
-<matmul>    5x5      no                                                     activation x activation
-<matmul_1>  5x48     no                                                     activation x activation
-head        5x32x48  yes    quartet2+dgrad  139 B, 4.63 bit  1.88  1.88
-tiny        5x8      no                                                     too small: the weight is [8, 48], a block has 16 values
+module      shape    taken  recipe                    saved            b200  rtx5090  why
+----------  -------  -----  ------------------------  ---------------  ----  -------  -------------------------------------------------------
+up          5x48x32  yes    quartet2                  94 B, 4.70 bit   3.85  3.85
+<matmul>    5x5      no                                                               activation x activation
+<matmul_1>  5x48     no                                                               activation x activation
+head        5x32x48  yes    quartet2 with bf16 dgrad  139 B, 4.63 bit  1.88  1.88
+tiny        5x8      no                                                               too small: the weight is [8, 48], a block has 16 values
 
 recipe quartet2
   fprop  nvfp4_46_pow2 @ nvfp4_46_pow2
   dgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
   wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2
 
-recipe quartet2+dgrad
+recipe quartet2 with bf16 dgrad
   fprop  nvfp4_46_pow2 @ nvfp4_46_pow2
   dgrad  bf16
   wgrad  rht128>nvfp4_ms_eden_pow2 @ requantize>rht128>nvfp4_ms_eden_pow2

@@ -104,7 +104,7 @@ def test_dropout_draws_the_same_in_every_run():
     assert comparison.gradients["fprop"] == [0.0, 0.0]
     assert comparison.losses["mxfp4"] == comparison.losses["bf16"]
     comparison = q2compile.compare(net(dropout=0.5), batches(), {"base": "nvfp4", "fprop": "bf16"})
-    assert comparison.losses["bf16"] == comparison.losses["nvfp4+fprop"]
+    assert comparison.losses["bf16"] == comparison.losses["nvfp4 with bf16 fprop"]
 
 
 def test_the_model_is_afterwards_what_it_was():
@@ -126,7 +126,7 @@ def test_with_an_optimizer_both_losses_are_those_of_training():
     comparison = q2compile.compare(
         model, data, FORWARD, alone=False, optimizer=lambda p: torch.optim.SGD(p, 0.1)
     )
-    for name, recipe in (("bf16", "bf16"), ("quartet2+dgrad+wgrad", FORWARD)):
+    for name, recipe in (("bf16", "bf16"), ("quartet2 with bf16 dgrad and bf16 wgrad", FORWARD)):
         torch._dynamo.reset()
         own = net()
         steps = torch.optim.SGD(own.parameters(), 0.1)

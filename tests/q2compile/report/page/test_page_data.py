@@ -154,7 +154,8 @@ def test_the_headline_of_a_model(dumped):
     rows, _, _ = read_dump(dumped)
     taken, left, products, saved, predicted, measured = headline(rows)
     assert taken == (
-        "17 of 19 matmuls with a weight run in NVFP4 (13 by quartet2, 4 by quartet2+dgrad)."
+        "17 of 19 matmuls with a weight run in NVFP4 "
+        "(13 by quartet2, 4 by quartet2 with bf16 dgrad)."
     )
     assert left == (
         "Left in BF16: head (policy: 'head' says bf16), "

@@ -106,7 +106,7 @@ def test_filters(opened):
     opened.choose("[data-filter=reason]", "policy: 'head' says bf16")
     assert shown(opened) == ["head"]
     opened.click("#filters button", "Clear")
-    opened.choose("[data-filter=recipe]", "quartet2+dgrad")
+    opened.choose("[data-filter=recipe]", "quartet2 with bf16 dgrad")
     assert shown(opened) == ["layers.0–3.down"]
     opened.click(".reasons button", "1 × too small")
     assert shown(opened) == ["tiny"]
