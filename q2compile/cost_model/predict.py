@@ -50,6 +50,7 @@ class Prediction:
             exact = [int(n) for n in exact]
         times = {
             d.column: {
+                "time": round(1 / self.speed(d), 4),
                 "speed": round(self.speed(d), 3),
                 "microseconds": round(1e6 * self.times(d)[1], 2),
                 "bf16_microseconds": round(1e6 * self.times(d)[0], 2),

@@ -129,8 +129,8 @@ def _predictions(rows: list[Row]) -> list[str]:
         columns = " and ".join(device.column for device in DEVICES)
         notes.insert(
             0,
-            f"predicted time over BF16's, of the matmuls taken together: {', '.join(of_bf16)}; "
-            f"of each in the columns {columns}",
+            "predicted time over BF16's, of the GEMMs taken and their quantizers alone, not of a "
+            f"step: {', '.join(of_bf16)}; of each in the columns {columns}",
         )
     return notes
 

@@ -42,9 +42,10 @@ class Row:
                   dgrad takes none, or nobody knows yet
     gathered      under `gather_codes`: whether FSDP2 gathers codes or values of w, and why; else ""
     flops, bytes  of the layer under its recipe; text where a size is symbolic
-    predicted     device -> {"speed": times as fast as BF16, "microseconds", "bf16_microseconds",
-                  and of the first of these the GPU's and the host's, of which it is the longer:
-                  "gpu_microseconds", "host_microseconds"}, by data sheet (`cost_model`)
+    predicted     device -> {"time": over BF16's, "speed": 1 over that, "microseconds",
+                  "bf16_microseconds", and of the first of these the GPU's and the host's, of which
+                  it is the longer: "gpu_microseconds", "host_microseconds"}, by data sheet
+                  (`cost_model`); of the quantizers and GEMMs alone
     graph         number of the compiled graph; None for a linear that never reached the backend
     calls         GEMM -> op -> how often it is called for this matmul alone, before any is shared
     scope         the module whose code holds the matmul, where it has no parameter to name it
@@ -118,6 +119,9 @@ def cells(row: Row) -> dict[str, str]:
         "recipe": row.recipe if row.taken else "",
         **gemms,
         "saved": saved_text(row),
-        **{name: f"{1 / of['speed']:.2f}" for name, of in row.predicted.items()},
+        **{
+            name: f"{times['microseconds'] / times['bf16_microseconds']:.2f}"
+            for name, times in row.predicted.items()
+        },
         "why": row.why or row.gathered,
     }

@@ -23,7 +23,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def time_words(ratio: float) -> str:
     """A time as a multiple of BF16's, in words."""
     if ratio < 0.995:
-        return f"{ratio:.2f} of BF16's time ({1 / ratio:.1f} times as fast)"
+        return f"{ratio:.2f} times BF16's time (faster)"
     if ratio < 1.005:
         return "as long as BF16"
     return f"{ratio:.{1 if ratio >= 2 else 2}f} times BF16's time (slower)"
@@ -110,7 +110,8 @@ def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
     said = []
     if ratios := predicted_ratios(taken):
         each = ", ".join(f"on {name} {time_words(ratio)}" for name, ratio in ratios.items())
-        said.append(f"Predicted from data sheets for these matmuls: {each}.")
+        of = "for the quantizers and GEMMs of these matmuls alone"
+        said.append(f"Predicted from data sheets, {of}: {each}.")
     measured = [row["measured"] for row in taken if row["measured"]]
     for device in dict.fromkeys(times["device"] for times in measured):
         own, bf16 = (

@@ -417,10 +417,11 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     report = q2compile.explain(model, torch.randn(16, 64), options={"inner": "eager"})
     text = str(report).splitlines()
     assert text[0].split()[-3:] == ["b200", "rtx5090", "why"]
-    times = [f"{1 / r.predicted[d.column]['speed']:.2f}" for r in report.rows for d in DEVICES]
+    times = [f"{r.predicted[d.column]['time']:.2f}" for r in report.rows for d in DEVICES]
     assert [word for line in text[2:4] for word in line.split()[-2:]] == times
     assert text[-1] == f"note: {ASSUMPTIONS}"
-    assert text[-2].startswith("note: predicted time over BF16's, of the matmuls taken together: ")
+    of = "of the GEMMs taken and their quantizers alone, not of a step: "
+    assert text[-2].startswith(f"note: predicted time over BF16's, {of}")
     page = report.to_html(tmp_path / "report.html")
     data = data_of(page)
     assert [d["column"] for d in data["devices"]] == [d.column for d in DEVICES]

@@ -259,7 +259,7 @@ def test_lines_say_times_in_words() -> None:
 
     beside = {"beside": "BF16", "beside_microseconds": 100.0}
     assert words(microseconds=45.0, predicted=40.0, **beside)[1:] == [
-        "0.45 of BF16's time (2.2 times as fast)",
+        "0.45 times BF16's time (faster)",
         "predicted 40.0 us, 0.89",
     ]
     assert words(microseconds=120.0, **beside)[1] == "1.20 times BF16's time (slower)"

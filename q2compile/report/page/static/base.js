@@ -46,7 +46,7 @@ function countText(n, one, many) {
 // A time as a multiple of BF16's, in words.
 function timeWords(ratio) {
   if (ratio < 0.995)
-    return `${ratio.toFixed(2)} of BF16's time (${(1 / ratio).toFixed(1)} times as fast)`;
+    return `${ratio.toFixed(2)} times BF16's time (faster)`;
   if (ratio < 1.005) return "as long as BF16";
   return `${ratio.toFixed(ratio >= 2 ? 1 : 2)} times BF16's time (slower)`;
 }

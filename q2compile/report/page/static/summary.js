@@ -150,9 +150,14 @@ function timeTiles(data) {
     h("summary", {}, "what this stands on"),
     h("p", { class: "muted" }, data.assumptions),
   );
+  const part = h(
+    "p",
+    { class: "muted" },
+    "of the GEMMs taken and their quantizers alone, not of a step",
+  );
   const alone = h("p", { class: "muted" }, "each matmul alone, forward and backward, not fused");
   return [
-    timeTile("Predicted time", predicted, stands),
+    timeTile("Predicted time", predicted, part, stands),
     timeTile(
       "Measured time",
       [...measured].map(([name, times]) => ({ name, times })),
@@ -162,7 +167,7 @@ function timeTiles(data) {
 }
 
 // devices: [{name, times}]; null if none has times.
-function timeTile(title, devices, note) {
+function timeTile(title, devices, ...notes) {
   const sums = devices
     .map(({ name, times }) => {
       const known = times.filter(Boolean);
@@ -180,7 +185,7 @@ function timeTile(title, devices, note) {
       bar("BF16", bf16, largest, microsecondsText),
     ];
   });
-  return tile(title, timesHeadline(sums), ...bars, note);
+  return tile(title, timesHeadline(sums), ...bars, ...notes);
 }
 
 function timesHeadline(times) {
@@ -188,7 +193,7 @@ function timesHeadline(times) {
   const low = Math.min(...ratios),
     high = Math.max(...ratios);
   const text = (ratio) => ratio.toFixed(ratio >= 2 ? 1 : 2);
-  const unit = high < 1.005 ? "of BF16's" : "times BF16's";
+  const unit = "times BF16's";
   return text(low) === text(high)
     ? `${text(low)} ${unit}`
     : `${text(low)} to ${text(high)} ${unit}`;

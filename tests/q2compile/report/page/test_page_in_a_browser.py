@@ -313,9 +313,9 @@ def test_measured_times_are_shown(browser, dumped, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(report_page("measured", rows, notes, graphs))
     browser.open(path)
-    assert browser.find(".tile", "Measured time0.45 of BF16's")
+    assert browser.find(".tile", "Measured time0.45 times BF16's")
     browser.click("#table .opener", "▸layers.0–3.up")
-    text = "<b>GPU 0.45 of BF16's time (2.2 times as fast): 45 µs, BF16 100 µs"
+    text = "<b>GPU 0.45 times BF16's time (faster): 45 µs, BF16 100 µs"
     assert text in browser.find(".details .facts").text
 
 
