@@ -274,7 +274,7 @@ class DiffView {
             type: "button",
             onClick: () => this.reveal((other) => other === node),
           },
-          node.name,
+          shortNames(node.name),
         ),
       ]),
       nodes.length > 12 ? ` and ${nodes.length - 12} more` : null,
@@ -342,11 +342,10 @@ class DiffView {
 }
 
 // Dynamo's names of inputs as the model has them: l_self_modules_mlp_modules_up_parameters_weight_
-// is mlp.up.weight.
+// is mlp.up.weight, g_net_dict_modules_mlp_... of a global model with a __getattr__ mlp....
 function shortNames(text) {
-  return text.replace(
-    /\bl_self_modules_(\w+?)_(?:parameters|buffers)_(\w+?)_(?!\w)/g,
-    (_, path, leaf) => `${path.replaceAll("_modules_", ".")}.${leaf}`,
+  return text.replace(/\b[lg]_\w*?_(?:modules|parameters|buffers)_(\w+)_(?!\w)/gi, (_, path) =>
+    path.replace(/(?:_dict)?_(?:modules|parameters|buffers)_/g, "."),
   );
 }
 

@@ -193,9 +193,13 @@ function totals(rows) {
   return sum;
 }
 
-// A module's path in the model, of a graph's comment: "L['self'].model.layers.0" -> model.layers.0
+// A module's path in the model, of a graph's comment: "L['self'].model.layers.0" -> model.layers.0,
+// "G['net'].__dict__['_modules']['up']" -> up.
 function modulePath(comment) {
-  return comment.replace(/^L\[[^\]]*\]\.?/, "");
+  return comment
+    .replace(/^[LG]\[[^\]]*\](\.__closure__\[\d+\]\.cell_contents)?/, "")
+    .replace(/\.__dict__\['_modules'\]\['([^']*)'\]/g, ".$1")
+    .replace(/^\./, "");
 }
 
 function chip(row) {

@@ -1,0 +1,53 @@
+"""What newcomers found wrong with the report's page, at the width of a desk and of a phone."""
+
+import pytest
+import torch
+from torch import nn
+
+import q2compile
+
+
+class Wrapped(nn.Module):
+    """Dynamo reads the modules of one that has a __getattr__ from its __dict__."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        return self.up(x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Wrapped()
+        self.scales = nn.ParameterList([torch.ones(32)])
+
+    def forward(self, x):
+        return self.mlp(x) * self.scales[0]
+
+
+@pytest.mark.parametrize("of_function", [False, True])
+def test_explain_calls_inputs_and_modules_as_the_model_does(browser, tmp_path, of_function):
+    """In the diff, and where a node lists what it takes."""
+    torch._dynamo.reset()
+    model = Outer()
+    called = (lambda x: model(x)) if of_function else model
+    report = q2compile.explain(called, torch.randn(4, 32), options={"inner": "eager"})
+    page = tmp_path / "page.html"
+    report.to_html(page)
+    browser.open(page)
+    browser.click("[role=tab]", "Rewrite")
+    browser.until("return document.querySelector('.graph-body > *')")
+    browser.click(".graph-head button", "Show every node")
+    browser.click(".pair .right .node", "linear_default")
+    text = browser.js("return document.querySelector('.graph-body').textContent")
+    assert "scales.0" in text and browser.find(".info", "Modulemlp.up")
+    assert "mlp.up.weight" in browser.texts(".info button")
+    for mangled in ("_modules", "_parameters_", "__dict__", "['"):
+        assert mangled not in text
+    assert browser.errors() == []
