@@ -16,7 +16,7 @@ const SOURCES = {
   reuse: "codes of fprop, turned",
   forward: "in the forward",
 };
-const BOX = { height: 24, gap: 16, letter: 6.4, pad: 9 };
+const BOX = { height: 24, gap: 12, letter: 6.4, pad: 7 };
 
 // "rht128>nvfp4_ms_eden_pow2" -> the boxes of one operand: [{text, kind, title}].
 function operandSteps(text) {
@@ -45,13 +45,13 @@ function gemmDrawing(gemm, text, tint) {
   const paths = plain ? [[], []] : text.split(" @ ").map(operandSteps);
   const lanes = [lane(left, paths[0], 18), lane(right, paths[1], 58)];
   const end = Math.max(...lanes.map(({ end }) => end), plain ? 110 : 0);
-  const x = end + 34;
+  const x = end + 28;
   const words = plain
     ? "BF16"
     : paths
         .map((path, i) => `${[left, right][i]}: ${path.map((step) => step.text).join(", then ")}`)
         .join("; ");
-  const width = x + 62;
+  const width = x + 52;
   return svg(
     "svg",
     {
@@ -70,8 +70,8 @@ function gemmDrawing(gemm, text, tint) {
     svg("circle", { cx: x, cy: 38, r: 11, class: "product" }),
     svg("text", { x, y: 42, class: "middle" }, "×"),
     svg("text", { x, y: 64, class: "middle small" }, plain ? "BF16" : "FP4"),
-    arrow(`M${x + 11} 38 H${x + 28}`),
-    svg("text", { x: x + 33, y: 42, class: "operand" }, result),
+    arrow(`M${x + 11} 38 H${x + 24}`),
+    svg("text", { x: x + 28, y: 42, class: "operand" }, result),
   );
 }
 
@@ -110,7 +110,7 @@ function gemmDrawings(recipe, below = () => null) {
         "figure",
         {},
         h("figcaption", {}, h("b", {}, gemm), " ", h("span", { class: "muted" }, formula(gemm))),
-        h("div", { class: "scroll-x" }, gemmDrawing(gemm, recipe[gemm], recipe.tint)),
+        gemmDrawing(gemm, recipe[gemm], recipe.tint),
         below(gemm),
       ),
     ),

@@ -5,6 +5,29 @@ import torch
 from torch import nn
 
 import q2compile
+from q2compile.tools import cli
+from tests.support.page_dumps import dump_of_net
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    torch._dynamo.reset()
+    folder = dump_of_net(tmp_path_factory.mktemp("graphs"))
+    assert cli.main(["report", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_drawing_is_cut(browser, dumped, width):
+    browser.open(dumped / "report.html", width=width)
+    browser.click("#table .opener", "▸layers.0–3.up")
+    beyond = (
+        "return [...document.querySelectorAll('.gemms svg')].map((e) => "
+        "e.getBoundingClientRect().right - e.closest('.panel').getBoundingClientRect().right)"
+    )
+    found = browser.js(beyond)
+    assert len(found) == 9 and max(found) <= 0
+    assert browser.errors() == []
 
 
 class Wrapped(nn.Module):
