@@ -135,6 +135,23 @@ function startSectionMarks() {
   mark();
 }
 
+// A link to a section first has all before it rendered: a page that grows while it scrolls stops
+// elsewhere. ready() is fulfilled when it will grow no more.
+function startSectionLinks(ready) {
+  const go = async (hash) => {
+    await ready();
+    document.querySelector(hash).scrollIntoView();
+  };
+  for (const link of document.querySelectorAll(".bar nav a")) {
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      history.pushState(null, "", link.getAttribute("href"));
+      go(link.getAttribute("href"));
+    });
+  }
+  if (/^#\w+$/.test(location.hash) && byId(location.hash.slice(1))) go(location.hash);
+}
+
 // The key of ``event`` moves the focus among ``items``: up, down, to the first, to the last.
 function moveFocus(event, items) {
   const at = items.indexOf(document.activeElement);

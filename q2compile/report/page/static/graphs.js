@@ -69,6 +69,11 @@ class Graphs {
     this.watcher.observe(this.body);
   }
 
+  // Fulfilled when a stage is on the page.
+  async rendered() {
+    if (this.graph && !this.body.firstChild) await this.show(this.stages()[0].id);
+  }
+
   graphSelect() {
     if (this.data.graphs.length < 2) return null;
     return h(

@@ -21,7 +21,7 @@ function startReport() {
   matmuls = new Matmuls(data, links, (match) => tree.narrow(match));
   graphs = new Graphs(data, links);
   showSummary(data, filterBy);
-  showMemory(data);
+  const memory = showMemory(data);
   const search = byId("search");
   search.addEventListener("input", () => matmuls.search(search.value));
   search.addEventListener("keydown", (event) => {
@@ -29,6 +29,7 @@ function startReport() {
   });
   startSearchKeys(search);
   startTheme();
+  startSectionLinks(() => Promise.all([graphs.rendered(), memory]));
   startSectionMarks();
   document.documentElement.dataset.ready = "true";
 }

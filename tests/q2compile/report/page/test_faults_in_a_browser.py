@@ -6,7 +6,7 @@ from torch import nn
 
 import q2compile
 from q2compile.tools import cli
-from tests.support.page_dumps import dump_of_net
+from tests.support.page_dumps import dump_of_net, widened
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +15,25 @@ def dumped(tmp_path_factory):
     folder = dump_of_net(tmp_path_factory.mktemp("graphs"))
     assert cli.main(["report", str(folder)]) == 0
     return folder
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_first_click_on_memory_arrives(browser, dumped, tmp_path, width):
+    """Although the graphs above it are rendered only then."""
+    folder = widened(dumped, tmp_path / "wide", 8)
+    assert cli.main(["report", str(folder)]) == 0
+    browser.open(folder / "report.html", width=width)
+    assert not browser.js("return document.querySelector('.graph-body > *')")
+    browser.click('.bar nav a[href="#memory"]')
+    near = (
+        "const top = document.getElementById('memory').getBoundingClientRect().top;"
+        "const end = scrollY + innerHeight >= document.documentElement.scrollHeight - 1;"
+        "return document.querySelector('.graph-body > *') && (end ? top > 0 : top < 110)"
+    )
+    browser.until(near)
+    top = "return document.getElementById('memory').getBoundingClientRect().top"
+    assert 0 <= browser.js(top) < 900 and browser.js("return location.hash") == "#memory"
+    assert browser.errors() == []
 
 
 @pytest.mark.parametrize("width", [1280, 390])
