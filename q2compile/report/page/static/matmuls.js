@@ -9,6 +9,7 @@ class Matmuls {
   constructor(data, links, onNarrow) {
     Object.assign(this, { data, links, onNarrow, opened: new Set(), apart: new Set() });
     this.filters = { text: "", ...NO_FILTERS };
+    this.products = false; // whether matmuls without a weight are shown although others are
     this.controls = new Filters(data, this.filters, () => this.update());
     this.table = h("table", { class: "matmuls" });
     byId("filters").append(this.controls.element);
@@ -31,15 +32,54 @@ class Matmuls {
     this.controls.show();
     this.rows = this.data.rows.filter((row) => this.matches(row));
     const groups = new Map();
-    for (const row of this.rows) groups.set(row.group, [...(groups.get(row.group) || []), row]);
+    const folded = this.foldable(this.rows) && !this.products;
+    for (const row of this.rows)
+      if (!folded || row.has_parameter) groups.set(row.group, [...(groups.get(row.group) || []), row]);
     byId("shown").textContent =
       `${this.rows.length} of ${countText(this.data.rows.length, "matmul")}` +
-      (groups.size < this.rows.length ? `, in ${countText(groups.size, "line")}` : "");
+      (groups.size < this.rows.length ? `, in ${countText(groups.size + folded, "line")}` : "");
     const lines = [...groups].flatMap(([key, rows]) => this.groupLines(key, rows));
-    this.table.replaceChildren(tableHead(this.data), h("tbody", {}, lines));
+    const fold = this.foldable(this.rows) ? [this.productsLine()] : [];
+    this.table.replaceChildren(tableHead(this.data), h("tbody", {}, lines, fold));
     if (!this.rows.length) this.table.append(h("caption", {}, "No matmul matches these filters."));
     const { text } = this.filters;
     this.onNarrow(text ? (row) => textMatches(row, text) : null);
+  }
+
+  // Products of activations, as attention has them, stand in one line while nobody asks for them.
+  foldable(rows) {
+    const { text, state, reason } = this.filters;
+    const asked = text || state || reason;
+    return !asked && rows.some((row) => row.has_parameter) && rows.some((r) => !r.has_parameter);
+  }
+
+  productsLine() {
+    const count = this.rows.filter((row) => !row.has_parameter).length;
+    const label = `${countText(count, "product")} of activations, such as attention's, without a weight`;
+    const toggle = () => {
+      this.products = !this.products;
+      this.update();
+      this.table.querySelector(".products button").focus({ preventScroll: true });
+    };
+    return h(
+      "tr",
+      { class: "products" },
+      h(
+        "td",
+        { colspan: 4 + this.data.devices.length },
+        h(
+          "button",
+          {
+            class: "link",
+            type: "button",
+            "aria-expanded": String(this.products),
+            onClick: toggle,
+          },
+          h("span", { class: "twisty", "aria-hidden": "true" }, this.products ? "▾" : "▸"),
+          label,
+        ),
+      ),
+    );
   }
 
   groupLines(key, rows) {
@@ -148,6 +188,7 @@ class Matmuls {
       byId("search").value = "";
       this.narrow({ text: "" });
     }
+    this.products ||= !row.has_parameter;
     let key = row.group;
     if (this.rows.some((other) => other !== row && other.group === key)) {
       this.apart.add(key);

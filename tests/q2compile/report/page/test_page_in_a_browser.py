@@ -58,8 +58,9 @@ def show_graph(browser, tab="Rewrite"):
     )
 
 
-EQUAL = ["layers.0–3.q_proj", "layers.0–3.k_proj", "layers.0–3.<matmul>"]
-MODULES = [*EQUAL, "layers.0–3.up", "layers.0–3.down", SCRIPT, "head", "tiny"]
+PRODUCTS = "layers.0–3.<matmul>"
+EQUAL = ["layers.0–3.q_proj", "layers.0–3.k_proj", "layers.0–3.up", "layers.0–3.down"]
+MODULES = [*EQUAL, SCRIPT, "head", "tiny"]
 
 
 def test_it_opens_and_loads_nothing_else(opened):
@@ -67,7 +68,7 @@ def test_it_opens_and_loads_nothing_else(opened):
     assert opened.js("return performance.getEntriesByType('resource').length") == 0
     assert set(shown(opened)) == set(MODULES)
     titles = ["Where", "Each matmul", "Each graph", "Memory kept for the backward pass"]
-    assert opened.texts("h2") == titles
+    assert opened.texts("section:not([hidden]) h2") == titles
     assert opened.texts(".tile h3") == [
         "Taken",
         "Left in BF16",
@@ -85,6 +86,19 @@ def test_names_that_are_html_are_text(opened):
     show_graph(opened)
     opened.click(".graph-head button", "Show every node")
     assert opened.js("return document.scripts.length") == 2
+
+
+def test_products_of_activations_are_one_line_that_opens(opened):
+    """Attention's, of which nothing is to be decided; a filter or the search that asks for them
+    shows them, too."""
+    assert PRODUCTS not in shown(opened)
+    label = "8 products of activations, such as attention's, without a weight"
+    opened.click(".products button", f"▸{label}")
+    assert shown(opened).count(PRODUCTS) == 2
+    opened.click(".products button", f"▾{label}")
+    assert PRODUCTS not in shown(opened)
+    opened.choose("[data-filter=state]", "no weight")
+    assert set(shown(opened)) == {PRODUCTS} and opened.texts(".products") == []
 
 
 def test_search(opened):
@@ -298,6 +312,7 @@ def test_old_dumps_open(browser, dumped, tmp_path):
     (folder / "graph_0" / "nodes.json").unlink()
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html")
+    browser.click(".products button")
     assert "<matmul>" in shown(browser)
     browser.click("#table .opener", "▸layers.0–3.up")
     browser.click(".details a", "graph 0")
@@ -333,7 +348,7 @@ def test_32_layers(browser, dumped, tmp_path):
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html")
     assert "layers.0–31" in lines(browser)
-    assert browser.find("#shown").text == "195 of 195 matmuls, in 9 lines"
+    assert browser.find("#shown").text == "195 of 195 matmuls, in 8 lines"
     show_graph(browser)
     assert browser.js("return document.querySelectorAll('.pair').length") < 600
     browser.press("/", *"layers.17")
