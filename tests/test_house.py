@@ -51,7 +51,6 @@ MAY_IMPORT = {
     + ["torch_internals", "weight_cache"],
     "telemetry": ["capture", "passes", "recipes", "runtime_kernels", "torch_internals"],
     "telemetry.options": ["recipes.policy"],
-    "telemetry.page": ["report.page.assemble", "runtime_kernels.numerics"],
     "weight_cache": ["capture", "linear", "recipes", "report.row", "runtime_kernels.numerics"]
     + ["torch_internals"],
     "report": ["capture", "config", "cost_model", "linear", "lowering", "passes", "recipes"]

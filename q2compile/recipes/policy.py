@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from q2compile.recipes.recipe import Recipe
 from q2compile.recipes.resolve import resolve
 
 AUTO = "auto"
+_SPECIAL = re.compile(r"[*?\[\]:!]")  # what means something else in a glob
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,24 @@ class Policy:
 
 def _as_mapping(recipe: Any) -> Mapping[str, Any]:
     return recipe if isinstance(recipe, Mapping) else {"recipe": recipe}
+
+
+def patterns_of(wanted: Collection[str], names: Collection[str]) -> list[str]:
+    """The patterns that match ``wanted`` and nothing else in ``names``: of one last component, or
+    one glob over all numbers, where such a pattern does; else each name's own."""
+    leaf = f"*.{min(wanted).rpartition('.')[2]}"
+    folded = re.sub(r"(?<![^.])\d+(?![^.])", "*", min(wanted))
+    for glob in (leaf, folded):
+        if len(wanted) > 1 and not _SPECIAL.search(glob.replace("*", "")):
+            matches = compiled_pattern(glob).fullmatch
+            if {name for name in {*names, *wanted} if matches(name)} == set(wanted):
+                return [glob]
+    return [pattern_of(name) for name in wanted]
+
+
+def pattern_of(name: str) -> str:
+    """A pattern that matches this name alone."""
+    return f"re:{re.escape(name)}" if _SPECIAL.search(name) else name
 
 
 def compiled_pattern(pattern: object) -> re.Pattern[str]:

@@ -53,6 +53,11 @@ class Operand:
         steps += [self.transform] if self.transform != "none" else []
         return ">".join([*steps, self.scheme])
 
+    @property
+    def requantized(self) -> bool:
+        """Made of fprop's codes, so rounded twice."""
+        return self.source == "requantize"
+
     @classmethod
     def parse(cls, text: str) -> Operand:
         *steps, scheme = text.split(">")
@@ -72,9 +77,7 @@ class Gemm:
 
     def without_codes(self) -> Gemm:
         """The same of high-precision operands, where there are no codes to requantize."""
-        fresh = (
-            replace(o, source="fresh") if o.source == "requantize" else o for o in (self.a, self.b)
-        )
+        fresh = (replace(o, source="fresh") if o.requantized else o for o in (self.a, self.b))
         return Gemm(*fresh)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 graphs/
     report.json, report.txt
+    run.json                       versions, commit, device, date, command, options
     graph_0/
         0_dynamo.txt               as Dynamo captured it
         1_rewritten.txt            matmuls replaced by q2.linear
@@ -39,7 +40,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _MARKER = ".q2compile"
-_REPORTS = ("report.json", "report.txt", "report.html")
+_RUN = "run.json"
+_REPORTS = ("report.json", "report.txt", "report.html", _RUN)
 
 
 class DumpFolder:
@@ -106,9 +108,10 @@ class DumpFolder:
         return path, GraphRecord(number, lambda name, text: _write(path / name, text))
 
     def write_report(self) -> None:
-        """report.json (the rows), report.txt (the table and the notes)."""
+        """report.json (the rows), report.txt (the table and the notes), run.json (`RunFacts`)."""
         _replace(self.path / "report.json", json.dumps(self.report.to_json(), indent=1) + "\n")
         _replace(self.path / "report.txt", f"{self.report.text()}\n")
+        _replace(self.path / _RUN, json.dumps(self.report.run.to_json(), indent=1) + "\n")
 
 
 def _folder_of_rank() -> tuple[str, ...]:

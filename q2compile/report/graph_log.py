@@ -155,6 +155,7 @@ class GraphLog:
                 if row.taken:
                     set_kernels(row, self._config)
             report.add(rows, self._coverage)
+            report.run.add(self._config)
         self._rows = rows
         self._write_reports()
 

@@ -1,4 +1,4 @@
-"""A dump folder read back: rows, notes, and the texts of its graphs."""
+"""A run's folder read back: a dump's rows, notes and graphs, what the run was, a comparison."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from q2compile.errors import ConfigError, shown
 from q2compile.passes.record import PassRecord
+from q2compile.recipes.recipe import GEMMS
 from q2compile.report.page.headline import headline
 from q2compile.report.row import Row, cells
 
@@ -47,8 +48,36 @@ def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, 
     return rows, notes, {int(match[1]): _graph(folder / match[0]) for match in found if match}
 
 
-def _parsed(path: Path, parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of a file of a dump. Raises ValueError for one that was cut off, changed
+def read_run(folder: Path) -> dict[str, Any]:
+    """A dump's run.json, as `RunFacts.to_json` gives it; {} where a dump was written without."""
+    path = folder / "run.json"
+    return _parsed(path, _checked_run) if path.is_file() else {}
+
+
+def read_comparison(path: Path) -> dict[str, Any]:
+    """A compare.json, as `Comparison.to_json` gives it."""
+    return _parsed(path, _checked_comparison, "measure again, with q2compile compare")
+
+
+def _checked_run(text: str) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(text)
+    _ = "".join(run["versions"].values()), [options.items() for options in run["options"]]
+    return run
+
+
+def _checked_comparison(text: str) -> dict[str, Any]:
+    comparison: dict[str, Any] = json.loads(text)
+    for module in comparison["modules"]:
+        _ = module["module"] + "", module["share"]
+        _ = [float(module[key] or 0) for key in (*GEMMS, "share", "flops")]
+    return comparison
+
+
+_AGAIN = 'write the dump again, with options={"dump": ...}'
+
+
+def _parsed(path: Path, parse: Callable[[str], T], again: str = _AGAIN) -> T:
+    """What ``parse`` makes of a file of a run. Raises ValueError for one that was cut off, changed
     or written by something else."""
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -56,7 +85,7 @@ def _parsed(path: Path, parse: Callable[[str], T]) -> T:
         why = str(error.strerror)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         why = f"not as q2compile writes it ({type(error).__name__}: {shown(str(error))})"
-    raise ConfigError(f'{path}: {why}; write the dump again, with options={{"dump": ...}}')
+    raise ConfigError(f"{path}: {why}; {again}")
 
 
 def _rows(text: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from q2compile.report.graph_record import GraphRecord
 from q2compile.report.page.document import report_page
 from q2compile.report.printable import one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
+from q2compile.report.run_facts import RunFacts
 from q2compile.runtime_kernels.registry import given_up, preferences
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Report:
         self.graphs = 0
         self.faults: list[str] = []
         self.graph_files: dict[int, dict[str, str]] = {}  # number -> what its dump would hold
+        self.run = RunFacts()
         self._coverages: list[Coverage] = []
         self._closed: tuple[list[Row], list[str]] | None = None
 
@@ -81,7 +83,8 @@ class Report:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one HTML page; written to ``path`` when given. Returns the page."""
-        page = report_page("explain", self.to_json(), self.notes, self.graph_files)
+        run = self.run.to_json()
+        page = report_page("explain", self.to_json(), self.notes, self.graph_files, run=run)
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page

@@ -6,7 +6,7 @@
     recorder     one graph: which variant runs, and its memory on the device
     watch        the first NaN or Inf
     folder       records on the host: JSONL, CSV, TensorBoard
-    page/        a folder's curves as one HTML page
+    read         a folder read back, for the report's page
 
 May import capture, passes, recipes, runtime_kernels and torch_internals.
 """

@@ -1,30 +1,33 @@
-"""The command `q2compile report`: a dump folder, or one of telemetry, as one HTML page."""
+"""The command `q2compile report`: what a run left, as one HTML page."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from q2compile.errors import ConfigError
 from q2compile.report.page.document import report_page
-from q2compile.report.read_dump import read_dump
-from q2compile.telemetry.page.document import telemetry_page
-from q2compile.telemetry.page.read import is_telemetry
+from q2compile.report.read_dump import read_comparison, read_dump, read_run
+from q2compile.telemetry.read import is_telemetry, read_folder
 from q2compile.tools.measure import measure
+
+_COMPARISON = "compare.json"  # as q2compile compare names it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``q2compile report DIR``: write the page of a folder and print where it is."""
+    """``q2compile report RUN``: write the page of a folder and print where it is."""
     parser = argparse.ArgumentParser(
-        prog="q2compile report", description="A dump folder, or one of telemetry, as one HTML page."
+        prog="q2compile report",
+        description="A run as one HTML page: its dump, its telemetry, and what compare measured.",
     )
     parser.add_argument(
         "folder",
-        metavar="DIR",
-        help="the folder given as options={'dump': DIR} or as telemetry's 'to'",
+        metavar="RUN",
+        help="a folder given as options={'dump': RUN}, as telemetry's 'to' or as compare's --out, "
+        "or one that holds these",
     )
-    parser.add_argument("-o", "--output", help="the page to write; default DIR/report.html")
+    parser.add_argument("-o", "--output", help="the page to write; default RUN/report.html")
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -36,25 +39,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.output and (path.is_dir() or not path.parent.is_dir()):
         why = "is a folder" if path.is_dir() else f"{path.parent} is not a folder"
         raise ConfigError(f"--output: {path}: {why}; allowed: the page's name in a folder")
-    if is_telemetry(folder):
-        if arguments.measure:
-            raise ConfigError("--measure times the matmuls of a dump; telemetry's folder has none")
-        page = telemetry_page(folder)
-    else:
-        page = dump_page(folder, arguments.measure)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(run_page(folder, arguments.measure), encoding="utf-8")
     print(path)
     return 0
 
 
-def dump_page(folder: str | Path, measured: bool = False) -> str:
-    """A dump folder as one page: rows, then every graph's stages; with times of this machine if
-    ``measured``.
+def run_page(folder: str | Path, measured: bool = False) -> str:
+    """The page of a run's folder: of its dump, its telemetry and its comparison, each in the folder
+    or in one inside it; those that are there, and one of the first two. ``measured``: with times
+    of this machine.
 
-    Raises ValueError when ``folder`` holds no report.json, or files that no dump has.
+    Raises ValueError where neither is there, where several dumps are, and for files that q2compile
+    did not write.
     """
     folder = Path(folder)
-    rows, notes, graphs = read_dump(folder)
+    records, comparison = _home(folder, is_telemetry), _home(folder, _has_comparison)
+    dump = _home(folder, _has_dump)
+    telemetry = None if records is None else read_folder(records)
+    compared = None if comparison is None else read_comparison(comparison / _COMPARISON)
+    name = folder.resolve().name
+    if dump is None and records is not None:
+        if measured:
+            raise ConfigError("--measure times the matmuls of a dump; this folder has none")
+        return report_page(name, [], [], {}, telemetry=telemetry, comparison=compared)
+    rows, notes, graphs = read_dump(dump or folder)
     if measured:
         measure(rows)
-    return report_page(folder.resolve().name, rows, notes, graphs)
+    known = rows, notes, graphs
+    run = read_run(dump or folder)
+    return report_page(name, *known, telemetry=telemetry, comparison=compared, run=run)
+
+
+def _home(folder: Path, holds: Callable[[Path], bool]) -> Path | None:
+    """Where a part of a run lies: in ``folder``, or in the only one inside it that holds such; of
+    a run of several ranks rank 0's dump."""
+    if not folder.is_dir():
+        return None
+    near = [folder] if holds(folder) else [p for p in sorted(folder.iterdir()) if p.is_dir()]
+    homes = [home for p in near for home in (p, p / "rank0") if home.is_dir() and holds(home)]
+    return homes[0] if len(homes) == 1 else None
+
+
+def _has_dump(folder: Path) -> bool:
+    return (folder / "report.json").is_file()
+
+
+def _has_comparison(folder: Path) -> bool:
+    return (folder / _COMPARISON).is_file()

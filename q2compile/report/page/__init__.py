@@ -1,3 +1,3 @@
-"""The report as one HTML page: the data in it, and the files it is put together from. Its frame
-(`assemble`, static/base.css, static/base.js) serves other pages too. May import what report may.
+"""A run as one HTML page: the data in it, the sentences it opens with, and the files it is put
+together from. May import what report may.
 """

@@ -20,6 +20,18 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*said, *_times(taken)]
 
 
+def of_records(telemetry: Mapping[str, Any]) -> list[str]:
+    """What was recorded, in a sentence, for a run without a dump."""
+    steps, modules = telemetry["steps"], {o["module"] for o in telemetry["operands"]}
+    if not steps:
+        return ["Nothing is recorded here yet."]
+    ranks = len(telemetry["ranks"])
+    of_ranks = f", on {ranks} ranks" if ranks > 1 else ""
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    plural = "" if len(modules) == 1 else "s"
+    return [f"{len(modules)} module{plural}, {which}{of_ranks}."]
+
+
 def time_words(ratio: float) -> str:
     """A time as a multiple of BF16's, in words."""
     if ratio < 0.995:

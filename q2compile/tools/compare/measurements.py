@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, one_of, shown
+from q2compile.recipes.policy import pattern_of
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
 
@@ -147,7 +147,7 @@ class Measurements:
         that is none, and where a size is symbolic, so that nothing is known of costs.
         """
         names = {m.module for m in self.kept(budget, of, device)}
-        return {_pattern(m.module): "bf16" for m in self.modules if m.module in names}
+        return {pattern_of(m.module): "bf16" for m in self.modules if m.module in names}
 
     def options(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
@@ -191,8 +191,3 @@ def _cost(module: ModuleError, of: str, device: str) -> float:
     """What the module in bf16 takes from the budget."""
     size = _size(module, of, device)
     return size if of == "flops" else max(0.0, module.bf16_microseconds[device] - size)
-
-
-def _pattern(module: str) -> str:
-    """A pattern of a policy that matches this name alone."""
-    return f"re:{re.escape(module)}" if re.search(r"[*?\[\]:!]", module) else module

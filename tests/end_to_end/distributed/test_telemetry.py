@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from q2compile.telemetry.page.read import read_folder
+from q2compile.telemetry.read import read_folder
 from tests.end_to_end.distributed.test_distributed import BLOCKS, Ranks, run
 
 

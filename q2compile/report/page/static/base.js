@@ -43,10 +43,14 @@ function countText(n, one, many) {
   return `${n.toLocaleString("en")} ${n === 1 ? one : many || `${one}s`}`;
 }
 
+// 55%, 4.8%
+function percentText(share) {
+  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
+}
+
 // A time as a multiple of BF16's, in words.
 function timeWords(ratio) {
-  if (ratio < 0.995)
-    return `${ratio.toFixed(2)} times BF16's time (faster)`;
+  if (ratio < 0.995) return `${ratio.toFixed(2)} times BF16's time (faster)`;
   if (ratio < 1.005) return "as long as BF16";
   return `${ratio.toFixed(ratio >= 2 ? 1 : 2)} times BF16's time (slower)`;
 }

@@ -1,6 +1,9 @@
 // Every matmul: filters, and a table in which equal layers are one line.
 
 const STATES = ["taken", "left", "not seen", "no weight"];
+// Columns that the table can be sorted by: of a line's rows the largest, or the sum.
+const largestOf = (values) => Math.max(...values);
+const sumOf = (values) => values.reduce((total, value) => total + value, 0);
 const NO_FILTERS = { module: null, recipe: "", state: "", reason: "" };
 
 class Matmuls {
@@ -8,8 +11,10 @@ class Matmuls {
   // onNarrow(match): told which rows the search leaves, null for all.
   constructor(data, links, onNarrow) {
     Object.assign(this, { data, links, onNarrow, opened: new Set(), apart: new Set() });
-    this.filters = { text: "", ...NO_FILTERS };
+    this.columns = tableColumns(data);
+    this.sorted = { column: null, rising: false };
     this.products = false; // whether matmuls without a weight are shown although others are
+    this.filters = { text: "", ...NO_FILTERS };
     this.controls = new Filters(data, this.filters, () => this.update());
     this.table = h("table", { class: "matmuls" });
     byId("filters").append(this.controls.element);
@@ -34,13 +39,14 @@ class Matmuls {
     const groups = new Map();
     const folded = this.foldable(this.rows) && !this.products;
     for (const row of this.rows)
-      if (!folded || row.has_parameter) groups.set(row.group, [...(groups.get(row.group) || []), row]);
+      if (!folded || row.has_parameter)
+        groups.set(row.group, [...(groups.get(row.group) || []), row]);
     byId("shown").textContent =
       `${this.rows.length} of ${countText(this.data.rows.length, "matmul")}` +
       (groups.size < this.rows.length ? `, in ${countText(groups.size + folded, "line")}` : "");
-    const lines = [...groups].flatMap(([key, rows]) => this.groupLines(key, rows));
+    const lines = this.ordered([...groups]).flatMap(([key, rows]) => this.groupLines(key, rows));
     const fold = this.foldable(this.rows) ? [this.productsLine()] : [];
-    this.table.replaceChildren(tableHead(this.data), h("tbody", {}, lines, fold));
+    this.table.replaceChildren(this.head(), h("tbody", {}, lines, fold));
     if (!this.rows.length) this.table.append(h("caption", {}, "No matmul matches these filters."));
     const { text } = this.filters;
     this.onNarrow(text ? (row) => textMatches(row, text) : null);
@@ -66,7 +72,7 @@ class Matmuls {
       { class: "products" },
       h(
         "td",
-        { colspan: 4 + this.data.devices.length },
+        { colspan: this.columns.length },
         h(
           "button",
           {
@@ -82,6 +88,49 @@ class Matmuls {
     );
   }
 
+  // Groups [key, rows] in the order that was asked for; those without a figure last.
+  ordered(groups) {
+    const { column, rising } = this.sorted;
+    if (!column) return groups;
+    const keyed = groups.map((group) => [group, columnValue(column, group[1])]);
+    const order = ([, one], [, other]) => (rising ? one - other : other - one);
+    const known = keyed.filter(([, value]) => value !== null).sort(order);
+    return [...known, ...keyed.filter(([, value]) => value === null)].map(([group]) => group);
+  }
+
+  sortBy(column) {
+    const again = this.sorted.column === column;
+    this.sorted = again && this.sorted.rising ? { column: null } : { column, rising: again };
+    this.update();
+    this.table.querySelector(`[data-sort="${column.id}"]`).focus({ preventScroll: true });
+  }
+
+  head() {
+    return h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        this.columns.map((column) => this.headCell(column)),
+      ),
+    );
+  }
+
+  headCell(column) {
+    const { name, title, id, value } = column;
+    if (!value) return h("th", { title }, name);
+    const here = this.sorted.column === column;
+    const direction = this.sorted.rising ? "ascending" : "descending";
+    const mark = here ? (this.sorted.rising ? " ▲" : " ▼") : "";
+    const onClick = () => this.sortBy(column);
+    return h(
+      "th",
+      { class: "number", title, "aria-sort": here ? direction : null },
+      h("button", { class: "link", type: "button", "data-sort": id, onClick }, name + mark),
+    );
+  }
+
   groupLines(key, rows) {
     const lines = [this.line(key, rows)];
     if (this.opened.has(key)) {
@@ -89,11 +138,7 @@ class Matmuls {
         h(
           "tr",
           { class: "detail" },
-          h(
-            "td",
-            { colspan: 4 + this.data.devices.length },
-            details(this.data, rows[0], this.links),
-          ),
+          h("td", { colspan: this.columns.length }, details(this.data, rows[0], this.links)),
         ),
       );
     }
@@ -143,6 +188,8 @@ class Matmuls {
         { class: "number", "data-label": "kept" },
         first.saved_elements ? bytesText(saved) : "",
       ),
+      errorCell(rows),
+      shareCell(rows),
       first.taken
         ? this.data.devices.map(({ column, name }) => ratioCell(first.ratios[column], name))
         : h("td", { class: "reason", colspan: this.data.devices.length }, first.reason),
@@ -271,30 +318,75 @@ class Filters {
   }
 }
 
-function tableHead(data) {
+// [{name, title, id, value(row), of(values)}]: with value a column can be sorted.
+function tableColumns(data) {
+  return [
+    { name: "Module" },
+    {
+      name: "Shape T×N×K",
+      title: "T×N×K of y[T, N] = x[T, K] wᵀ; the output's shape where there is no weight",
+    },
+    { name: "Recipe" },
+    {
+      name: "Kept for backward",
+      title: "Bytes of its quantized operands",
+      id: "kept",
+      value: (row) => (row.saved_elements ? row.saved_bytes : null),
+      of: sumOf,
+    },
+    {
+      name: "Error, Gaussian = 1",
+      title:
+        "Relative error of rounding over the one that the same scheme makes on Gaussian data: of its worst operand by telemetry, or else of its worst GEMM by compare",
+      id: "error",
+      value: (row) => (row.error ? row.error.ratio : null),
+      of: largestOf,
+    },
+    {
+      name: "Share",
+      title: "Of the gradient's squared error, measured by q2compile compare",
+      id: "share",
+      value: shareOf,
+      of: sumOf,
+    },
+    ...data.devices.map(({ column, name }) => ({
+      name: `Time on ${name}, BF16 = 1`,
+      title: `Predicted time on ${name} over BF16's, of its quantizers and GEMMs alone`,
+      id: column,
+      value: (row) => row.ratios[column] ?? null,
+      of: largestOf,
+    })),
+  ];
+}
+
+// Of the rows of a line, null where none has a figure.
+function columnValue(column, rows) {
+  const values = rows.map(column.value).filter((value) => value !== null);
+  return values.length ? column.of(values) : null;
+}
+
+function errorCell(rows) {
+  const known = rows.filter((row) => row.error).sort((a, b) => b.error.ratio - a.error.ratio);
+  if (!known.length) return h("td", { class: "number error", "data-label": "error" });
+  const { ratio, high, what, error, gaussian, step } = known[0].error;
+  const at = step === null ? "by compare" : `step ${step}`;
+  const title = `${what} of ${known[0].module}: ${error.toPrecision(3)}, Gaussian data ${gaussian.toPrecision(3)}, ${at}`;
   return h(
-    "thead",
-    {},
-    h(
-      "tr",
-      {},
-      h("th", {}, "Module"),
-      h(
-        "th",
-        { title: "T×N×K of y[T, N] = x[T, K] wᵀ; the output's shape where there is no weight" },
-        "Shape T×N×K",
-      ),
-      h("th", {}, "Recipe"),
-      h("th", { class: "number" }, "Kept for backward"),
-      data.devices.map(({ name }) =>
-        h(
-          "th",
-          { class: "number", title: `Predicted time on ${name}, as a part of BF16's` },
-          `Time on ${name}, BF16 = 1`,
-        ),
-      ),
-    ),
+    "td",
+    { class: `number error${high ? " slower" : ""}`, "data-label": "error", title },
+    ratio.toFixed(2),
   );
+}
+
+// A module's share, once for several matmuls of it.
+function shareOf(row, i, rows) {
+  return rows.findIndex(({ module }) => module === row.module) === i ? row.share : null;
+}
+
+function shareCell(rows) {
+  const known = rows.map(shareOf).filter((share) => share !== null);
+  const text = known.length ? percentText(sumOf(known)) : "";
+  return h("td", { class: "number", "data-label": "share" }, text);
 }
 
 function ratioCell(ratio, device) {

@@ -30,8 +30,7 @@ function loadModel(data) {
       ]),
     );
   });
-  data.tree = buildTree(data.rows);
-  for (const item of childItems([data.tree], "")) nameGroups(item);
+  data.tree = foldRows(data.rows);
   const unpacked = new Map();
   data.text = (place) => {
     if (!unpacked.has(place)) unpacked.set(place, unpack(data.texts[place]));
@@ -74,6 +73,13 @@ function rowKey(row) {
     row.dtype,
     row.path[row.path.length - 1].replace(/^\d+$/, "#"),
   ].join("|");
+}
+
+// The tree of the rows' modules; names each row's group.
+function foldRows(rows) {
+  const tree = buildTree(rows);
+  for (const item of childItems([tree], "")) nameGroups(item);
+  return tree;
 }
 
 function buildTree(rows) {

@@ -14,11 +14,16 @@ function startReport() {
     matmuls.narrow(filters);
     byId("matmuls").scrollIntoView();
   };
+  keepSections(data);
   tree = new Tree(data, (item) =>
     filterBy({ module: { path: item.path, rows: new Set(item.rows) } }),
   );
   byId("tree").replaceWith(tree.root);
-  matmuls = new Matmuls(data, links, (match) => tree.narrow(match));
+  const operands = data.telemetry ? new Operands(data) : null;
+  matmuls = new Matmuls(data, links, (match) => {
+    tree.narrow(match);
+    operands?.narrow(match);
+  });
   graphs = new Graphs(data, links);
   showSummary(data, filterBy);
   const memory = showMemory(data);
@@ -32,6 +37,16 @@ function startReport() {
   startSectionLinks(() => Promise.all([graphs.rendered(), memory]));
   startSectionMarks();
   document.documentElement.dataset.ready = "true";
+}
+
+// A run without telemetry has no operands to show, one without a dump nothing else.
+function keepSections(data) {
+  const ofDump = ["where", "matmuls", "graphs", "memory"];
+  const empty = data.telemetry ? (data.rows.length ? [] : ofDump) : ["operands"];
+  for (const id of empty) {
+    byId(id).hidden = true;
+    document.querySelector(`.bar nav a[href="#${id}"]`).remove();
+  }
 }
 
 startReport();

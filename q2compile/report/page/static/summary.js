@@ -1,6 +1,7 @@
 // What was done: the figures under the headline, each with a bar, and the recipes.
 
 function showSummary(data, filterBy) {
+  byId("findings").append(...data.findings.map(findingElement));
   const sum = totals(data.rows);
   const tiles = [
     takenTile(sum, data),
@@ -8,7 +9,7 @@ function showSummary(data, filterBy) {
     savedTile(data, sum),
     ...timeTiles(data),
   ];
-  byId("tiles").append(...tiles.filter(Boolean));
+  byId("tiles").append(...(data.rows.length ? tiles.filter(Boolean) : []));
   if (data.notes.length) {
     byId("notes").append(
       h(
@@ -22,6 +23,26 @@ function showSummary(data, filterBy) {
     ...data.recipes.map((recipe) => recipeCard(recipe, data, filterBy)),
     legend(data),
   );
+}
+
+// A sentence, and the policy that follows from it, as it stands in options.
+function findingElement({ text, policy }) {
+  const written = h("code", {}, policy);
+  return h("li", {}, text, policy && h("p", { class: "policy" }, written, copyButton(policy)));
+}
+
+// Copies a text; where the browser forbids it, selects it.
+function copyButton(text) {
+  const copy = async ({ currentTarget: button }) => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(button.previousSibling);
+      button.textContent = "Selected";
+    }
+  };
+  return h("button", { type: "button", onClick: copy }, "Copy");
 }
 
 function tile(title, value, ...more) {

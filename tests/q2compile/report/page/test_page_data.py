@@ -15,7 +15,7 @@ from q2compile.report.page.saved_tensors import saved_tensors
 from q2compile.report.read_dump import read_dump
 from q2compile.report.row import Row
 from q2compile.tools.measure import measure
-from q2compile.tools.report_page import dump_page
+from q2compile.tools.report_page import run_page
 from tests.support.page_data import data_of
 from tests.support.page_dumps import SCRIPT, dump_of_net, widened
 
@@ -28,7 +28,7 @@ def dumped(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(dumped):
-    return data_of(dump_page(dumped))
+    return data_of(run_page(dumped))
 
 
 def row(**values):
@@ -51,7 +51,7 @@ def test_what_is_equal_is_written_once(dumped, data):
 
 
 def test_a_stage_that_no_pass_changed_is_written_once(tmp_path):
-    (graph,) = data_of(dump_page(dump_of_net(tmp_path, layers=0)))["graphs"]
+    (graph,) = data_of(run_page(dump_of_net(tmp_path, layers=0)))["graphs"]
     texts = graph["texts"]
     assert texts["2_forward.txt"] == texts["4_after_passes_forward.txt"]
 
@@ -201,7 +201,7 @@ def test_headlines_of_little():
 
 def test_the_page_runs_its_own_scripts_alone(data, dumped):
     """Its policy names the one script by its hash; what came from the model is JSON or escaped."""
-    page = dump_page(dumped)
+    page = run_page(dumped)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
@@ -219,7 +219,7 @@ def test_texts_with_anything_in_them_survive():
 
 
 def test_32_layers_are_small(dumped, tmp_path):
-    page = dump_page(widened(dumped, tmp_path / "wide", 8))
+    page = run_page(widened(dumped, tmp_path / "wide", 8))
     assert len(data_of(page)["rows"]) > 190
     assert len(page) < 1_000_000
 

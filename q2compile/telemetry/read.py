@@ -1,4 +1,4 @@
-"""The records of a folder, for its page."""
+"""The records of a folder, for the report's page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from q2compile.errors import ConfigError, shown
+from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.statistics import FIELDS
+from q2compile.runtime_kernels.ops.gaussian import gaussian_error
 
 STATISTICS = (*FIELDS, "changed")
 MOST_STEPS = 240  # of a curve: a page has some 100 pixels for it in the overview
@@ -29,9 +31,13 @@ def read_folder(folder: Path) -> dict[str, Any]:
         steps      those that were recorded, at most MOST_STEPS of them, spread evenly
         ranks      the ranks that have records
         statistics  their names
-        operands   [{"rank", "module", "gemm", "operand", "format", "curves": {name: a number for
-                   each step, null where there is none; or a single number, the same at all}}]
+        operands   [{"rank", "module", "gemm", "operand", "format", "gaussian", "last", "curves":
+                   {name: a number for each step, null where there is none; or a single number, the
+                   same at all}}]. gaussian is the relative error of the scheme on N(0, 1); last the
+                   last record with an error, {"step", "relative_error"}, or null: after an Inf, and
+                   of weights that are cached, records have none
         nonfinite  [{"rank", "step", "module", "gemm", "operand"}]: each rank's first
+        last       the last step that was recorded, null without one
 
     Of a step that was recorded twice, by a run that was resumed, the later record counts. A last
     line that was cut off is left out.
@@ -49,9 +55,11 @@ def read_folder(folder: Path) -> dict[str, Any]:
                 elif "event" not in line:
                     key = (rank, *(line[k] for k in ("module", "gemm", "operand", "format")))
                     records.setdefault(key, {})[line["step"]] = line
-    steps = _spread(sorted({step for by_step in records.values() for step in by_step}))
+    recorded = sorted({step for by_step in records.values() for step in by_step})
+    steps = _spread(recorded)
     return {
         "name": folder.name or str(folder),
+        "last": recorded[-1] if recorded else None,
         "steps": steps,
         "ranks": sorted({key[0] for key in records}),
         "statistics": list(STATISTICS),
@@ -93,8 +101,20 @@ def _operand(
         name: _short([_rounded(by_step.get(step, {}).get(name)) for step in steps])
         for name in STATISTICS
     }
-    named = {"rank": rank, "module": module, "gemm": gemm, "operand": operand}
-    return {**named, "format": quantized, "curves": curves}
+    known = [step for step, line in by_step.items() if line["relative_error"] is not None]
+    last = max(known, default=None)
+    return {
+        "rank": rank,
+        "module": module,
+        "gemm": gemm,
+        "operand": operand,
+        "format": quantized,
+        "gaussian": gaussian_error(Operand.parse(quantized).scheme),
+        "last": None
+        if last is None
+        else {"step": last, "relative_error": _rounded(by_step[last]["relative_error"])},
+        "curves": curves,
+    }
 
 
 def _rounded(number: Any) -> float | None:

@@ -1,0 +1,88 @@
+"""What a run was: versions, commit, device, date, command, options."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import torch
+
+from q2compile.config import Config
+from q2compile.version import __version__
+
+
+class RunFacts:
+    """Of this process, as a dump's run.json has them, and the foot of its page."""
+
+    def __init__(self) -> None:
+        self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._options: list[dict[str, Any]] = []
+
+    def add(self, config: Config) -> None:
+        """The options of one more graph."""
+        if (given := _given(config)) not in self._options:
+            self._options.append(given)
+
+    def to_json(self) -> dict[str, Any]:
+        """options: one mapping for each that a graph was compiled with, without defaults. commit:
+        of the git repository that the program was started in, null without one."""
+        return {
+            "versions": _versions(),
+            "commit": _commit(),
+            "device": _device(),
+            "date": self._date,
+            "command": shlex.join(sys.orig_argv),
+            "options": self._options,
+        }
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """What differs from the defaults, as JSON has it; an object that JSON lacks by its repr."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    given = {f.name: values[f.name] for f in fields(config) if values[f.name] != f.default}
+    plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in given.items()}
+    read: dict[str, Any] = json.loads(json.dumps(plain, default=repr))
+    return read
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """cuda: that torch was built for. Without what is not there."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    versions = {
+        "q2compile": __version__,
+        "torch": str(torch.__version__),
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+    return {name: version for name, version in versions.items() if version}
+
+
+@cache
+def _commit() -> str | None:
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _device() -> str:
+    """The GPU that is in use; a program that uses none is not made to begin."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return f"CPU ({platform.machine()})"

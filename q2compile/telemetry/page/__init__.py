@@ -1,1 +1,0 @@
-"""A telemetry folder's curves as one HTML page, with nothing to load from elsewhere."""
