@@ -5,7 +5,7 @@ telemetry/
                    null where a number is not known. Lines with "event" are others: "start" of a
                    run, "nonfinite" for the first NaN or Inf
     rank0.csv      the same records, if asked for
-    summary.json   of rank 0: the last record in short
+    summary.json   of rank 0: of each operand the last record that has an error, in short
     tensorboard/rank0/   events, where TensorBoard is installed
 
 Every rank writes files of its own, of what it computes: its shards, its tokens. A run that finds a
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import math
 import os
+import shlex
 import time
 import warnings
 import weakref
@@ -27,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from q2compile.errors import ConfigError
+from q2compile.recipes.recipe import Operand
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, SUMS, statistics
+from q2compile.runtime_kernels.ops.gaussian import gaussian_error
 from q2compile.telemetry import clock
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.options import TelemetryOptions
@@ -38,6 +42,7 @@ from q2compile.torch_internals.ranks import process_rank, world_size
 NAMES = ("module", "gemm", "operand", "format")
 CHANGED = "changed"
 COLUMNS = ("step", *NAMES, *FIELDS, CHANGED)
+LOG = logging.getLogger("q2compile")
 Row = dict[str, Any]
 
 
@@ -98,6 +103,7 @@ class Folder:
         self._started = False
         self._csv: CsvFile | None = None
         self._tensorboard: Tensorboard | None = None
+        self._last: dict[tuple[str, ...], Row] = {}  # operand -> its last record with an error
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -200,18 +206,37 @@ class Folder:
         }
 
     def _summarize(self, rows: list[Row], finding: Finding | None) -> None:
-        """The last step, how many operands, and of each GEMM's operand the worst errors."""
+        """The last step, how many operands it has, and the operands with the worst errors. After a
+        NaN or Inf the last finite records stay."""
         if finding is not None:
             self._summary["nonfinite"].append(_event(finding))
         if rows:
             last = rows[-1]["step"]
-            of_step = [r for r in rows if r["step"] == last and r["relative_error"] is not None]
-            of_step.sort(key=lambda r: -r["relative_error"])
-            keys = ("module", "gemm", "operand", "relative_error", "cosine", "saturated")
-            worst = [{key: row[key] for key in keys} for row in of_step[:10]]
-            self._summary |= {"step": last, "operands": len(of_step), "worst": worst}
+            known = [r for r in rows if r["relative_error"] is not None]
+            self._last |= {tuple(r[name] for name in NAMES): r for r in known}
+            keys = ("step", "module", "gemm", "operand", "relative_error", "cosine", "saturated")
+            worst = sorted(self._last.values(), key=lambda r: -r["relative_error"])[:10]
+            self._summary |= {
+                "step": last,
+                "operands": sum(r["step"] == last for r in known),
+                "worst": [{key: row[key] for key in keys} for row in worst],
+            }
         path = self.path / "summary.json"
         path.write_text(json.dumps(self._summary, indent=1) + "\n", encoding="utf-8")
+
+    def worst(self) -> str:
+        """The operand whose last error is the largest over that of Gaussian data, in a line; ""
+        without one."""
+        last = ((r, gaussian_error(Operand.parse(r["format"]).scheme)) for r in self._last.values())
+        over = [(r["relative_error"] / gaussian, r) for r, gaussian in last if gaussian]
+        if not over:
+            return ""
+        ratio, row = max(over, key=lambda one: one[0])
+        return (
+            f"worst operand: {row['operand']} of {row['gemm']} of {row['module']}, relative error "
+            f"{row['relative_error']:.3f} at step {row['step']}, {ratio:.2f} times that of "
+            f"Gaussian data; q2compile report {shlex.quote(self.options.to)} shows all"
+        )
 
 
 def _event(finding: Finding) -> Row:
@@ -242,6 +267,9 @@ def asked_for(options: TelemetryOptions) -> None:
 
 def _at_exit() -> None:
     flush()
+    for (process, *_), folder in Folder._open.items():
+        if process == os.getpid() and (worst := folder.worst()):
+            LOG.info("q2compile: telemetry: %s", worst)
     for process, path in _asked_for:
         if process != os.getpid():
             continue

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -362,6 +363,12 @@ def test_what_was_not_recorded_is_said_at_exit(kind, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     assert ("TelemetryWarning" in done.stderr) == bool(SAID[kind]), done.stderr
     assert SAID[kind] in done.stderr
+    said = (
+        r"q2compile: telemetry: worst operand: \w+ of \w+ of [\w.]+, relative error 0\.\d{3} at "
+        r"step [012], \d\.\d\d times that of Gaussian data; "
+        rf"q2compile report {tmp_path}/to shows all"
+    )
+    assert len(re.findall(said, done.stderr)) == (kind != "inference")
 
 
 def test_steps_of_a_fused_optimizer_count(tmp_path):

@@ -1,5 +1,6 @@
 """TensorBoard's events, by a stand-in for its writer; a folder that can't be written any more."""
 
+import json
 import shutil
 import sys
 import types
@@ -13,6 +14,7 @@ from q2compile.telemetry.folder import Folder, Record, TelemetryWarning
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import Finding
 from q2compile.telemetry.writers import Tensorboard
+from tests.support.page_records import record
 
 
 class Writer:
@@ -54,3 +56,29 @@ def test_a_folder_that_is_gone_ends_no_training(tmp_path):
     folder.add(Record(0, rows, 1, [], HostCopy.of(torch.zeros(len(SUMS)))))
     with pytest.warns(TelemetryWarning, match="records: .*; what is missing there is lost"):
         folder.flush()
+
+
+def test_the_summary_keeps_the_last_finite_records(tmp_path):
+    """Of each operand. The worst is the one with the most error over Gaussian data's: 4/6 of it
+    makes .0872, MS-EDEN .0978."""
+    folder = Folder(TelemetryOptions(to=str(tmp_path), tensorboard=False))
+    up = record(0, "up", 0.11, format="nvfp4_ms_eden")
+    down = record(0, "down", 0.1, format="nvfp4_46")
+    folder._write([up, down], None)
+    folder._write(
+        [
+            record(2, "up", 0.12, format="nvfp4_ms_eden"),
+            {**down, "step": 2, "relative_error": None},
+        ],
+        None,
+    )
+    folder._write([{**row, "step": 4, "relative_error": None} for row in (up, down)], None)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["step"], summary["operands"]) == (4, 0)
+    assert [(r["module"], r["step"]) for r in summary["worst"]] == [("up", 2), ("down", 0)]
+    assert folder.worst().startswith(
+        "worst operand: x of fprop of up, relative error 0.120 at step 2, 1.23 times that of "
+        "Gaussian data; q2compile report "
+    )
+    folder._write([{**down, "step": 6, "relative_error": 0.115}], None)
+    assert folder.worst().startswith("worst operand: x of fprop of down, relative error 0.115")
