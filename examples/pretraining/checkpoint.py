@@ -1,7 +1,7 @@
 """Checkpoints from which a run goes on to the bit: all that a step reads and changes.
 
-The place in the data is the number of the step (see `batches.Windows`), and coins are drawn from
-the default generators, so model, optimizer, schedule, generators and step are all there is.
+The place in the data is the number of the step (see `batches.Windows`), coins are drawn from
+q2compile's counters, so model, optimizer, schedule, generators, counters and step are all there is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import q2compile
 from pretraining.record import replaced
 
 
@@ -31,6 +32,7 @@ def save(
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
         "generators": generators(model),
+        "counters": q2compile.get_rng_state(),
     }
     with replaced(file) as unfinished:
         torch.save(state, unfinished)
@@ -59,6 +61,8 @@ def load(
     torch.set_rng_state(state["generators"]["cpu"])
     if "cuda" in state["generators"]:
         torch.cuda.set_rng_state(state["generators"]["cuda"])
+    if "counters" in state:
+        q2compile.set_rng_state(state["counters"])
     return state["step"]
 
 

@@ -22,6 +22,7 @@ from several_gpus import Team
 from torch import Tensor
 from tqdm import tqdm
 
+import q2compile
 from pretraining import checkpoint
 from pretraining.batches import Backwards, Batches, First, prefetched
 from pretraining.branching import Stem
@@ -31,6 +32,7 @@ from pretraining.record import Losses, Point
 from pretraining.runs import Run
 
 WARMUP_SHARE = 0.1  # of the steps
+COINS = 0  # the option seed, of all runs: one counter, which begins elsewhere for each seed
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,11 @@ class Trainee:
             self.compiled[False] = self.compile(late=False)
         else:
             self.model.load_state_dict(fresh.state_dict())
+        coins = seed
         if setup.coins is not None:
-            torch.manual_seed(setup.coins)
+            coins = setup.coins
+            torch.manual_seed(coins)  # the oracle's come from there
+        q2compile.set_rng_state({setup.device: {COINS: coins << 32}})
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=setup.peak_lr,
@@ -162,7 +167,7 @@ class Trainee:
                 weight.mul_(1 + self.run.perturbed * noise)
 
     def compile(self, late: bool) -> Callable[..., Any]:
-        options = self.setup.options(self.run, late)
+        options = {"seed": COINS, **self.setup.options(self.run, late)}
         if self.setup.oracle:
             return by_references(self.model, options)
         if self.dump is not None and self.run.options.get("recipe") != "bf16":
