@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import q2compile
+
 
 class Classifier(nn.Module):
     """The sign of a projection of x, in 16 directions, by a network of two layers."""
@@ -27,10 +29,21 @@ class Classifier(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class RandomBits:
+    """The counter of the option seed, which accelerate saves and loads with the rest."""
+
+    def state_dict(self) -> dict[str, dict[int, int]]:
+        return q2compile.get_rng_state()
+
+    def load_state_dict(self, state: dict[str, dict[int, int]]) -> None:
+        q2compile.set_rng_state(state)
+
+
 def train(
-    steps: int, options: dict[str, object], cpu: bool = False
+    steps: int, options: dict[str, object], cpu: bool = False, checkpoint: str = ""
 ) -> tuple[nn.Module, list[float]]:
-    """Train for ``steps`` optimizer steps of two micro-batches each; return model and losses."""
+    """Train for ``steps`` optimizer steps of two micro-batches each; return model and losses.
+    checkpoint: a folder to write."""
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=cpu)
     torch.manual_seed(0)
     x = torch.randn(64 * steps, 64)
@@ -40,6 +53,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(TensorDataset(x, y), batch_size=32)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(RandomBits())
     losses = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -48,13 +62,15 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
+    if checkpoint:
+        accelerator.save_state(checkpoint)
     return accelerator.unwrap_model(model), losses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
-    _, losses = train(parser.parse_args().steps, {"recipe": "quartet2"})
+    _, losses = train(parser.parse_args().steps, {"recipe": "quartet2", "seed": 0})
     print(f"loss: first {losses[0]:.3f}, last {losses[-1]:.3f}")
 
 

@@ -9,10 +9,23 @@ unset. Saved checkpoints are those of the plain model.
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import q2compile
+
+SAVE_STEPS = 10
 
 
 class Counting(Dataset):
@@ -30,8 +43,25 @@ class Counting(Dataset):
         return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
 
 
-def train(out: str, steps: int, options: dict[str, object]) -> tuple[LlamaForCausalLM, float]:
-    """Train a tiny Llama; return it and the mean loss that the Trainer reports."""
+class KeepRandomBits(TrainerCallback):
+    """Saves the counter of the option seed in each checkpoint, and restores it on resuming."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.file(args, state).write_text(json.dumps(q2compile.get_rng_state()))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step:  # resumed
+            q2compile.set_rng_state(json.loads(self.file(args, state).read_text()))
+
+    def file(self, args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "q2compile_rng.json"
+
+
+def train(
+    out: str, steps: int, options: dict[str, object], resume: bool = False
+) -> tuple[LlamaForCausalLM, float]:
+    """Train a tiny Llama; return it and the mean loss that the Trainer reports. resume: go on from
+    the last checkpoint in ``out``."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -51,12 +81,17 @@ def train(out: str, steps: int, options: dict[str, object]) -> tuple[LlamaForCau
         learning_rate=3e-3,
         bf16=True,
         gradient_checkpointing=False,
-        save_strategy="no",
+        save_steps=SAVE_STEPS,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = Trainer(model, arguments, train_dataset=Counting(256, 16, config.vocab_size))
-    loss = trainer.train().training_loss
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=Counting(256, 16, config.vocab_size),
+        callbacks=[KeepRandomBits()],
+    )
+    loss = trainer.train(resume_from_checkpoint=resume).training_loss
     trainer.save_model(out)
     return model, loss
 
@@ -66,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", default="runs/hf_trainer", help="where the checkpoint goes")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
-    _, loss = train(arguments.out, arguments.steps, {"policy": {"lm_head": "bf16"}})
+    _, loss = train(arguments.out, arguments.steps, {"policy": {"lm_head": "bf16"}, "seed": 0})
     print(f"mean loss over {arguments.steps} steps: {loss:.3f}")
 
 

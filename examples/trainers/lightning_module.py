@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import q2compile
+
 
 class Network(nn.Module):
     def __init__(self) -> None:
@@ -44,12 +46,22 @@ class Classifier(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    # The option seed has a counter on the device; a checkpoint that holds it resumes to the bit.
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["q2compile"] = q2compile.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        q2compile.set_rng_state(checkpoint["q2compile"])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def train(steps: int, options: dict[str, Any], accelerator: str = "auto") -> Classifier:
-    """Train for ``steps`` steps and return the module, which has the losses."""
+def train(
+    steps: int, options: dict[str, Any], accelerator: str = "auto", checkpoint: str = ""
+) -> Classifier:
+    """Train for ``steps`` steps and return the module, which has the losses. checkpoint: a file to
+    write."""
     torch.manual_seed(0)
     x = torch.randn(32 * steps, 64)
     y = (x @ torch.randn(64, 16) > 0).float()
@@ -65,13 +77,15 @@ def train(steps: int, options: dict[str, Any], accelerator: str = "auto") -> Cla
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=32))
+    if checkpoint:
+        trainer.save_checkpoint(checkpoint)
     return module
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
-    module = train(parser.parse_args().steps, {"recipe": "quartet2"})
+    module = train(parser.parse_args().steps, {"recipe": "quartet2", "seed": 0})
     print(f"loss: first {module.losses[0]:.3f}, last {module.losses[-1]:.3f}")
 
 

@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import q2compile
 from q2compile.config import CONFIG_FILE_VARIABLE
 from tests.support.small_model import assert_close, gradients, new_model
 
@@ -97,6 +99,41 @@ def test_lightning(tmp_path):
     assert sum(module.losses[-5:]) < 0.8 * sum(module.losses[:5])
     assert taken(tmp_path) == ["network.up", "network.down"]
     assert list(module.state_dict())[0] == "network.up.weight"
+
+
+def test_the_trainer_resumes_to_the_bit_with_a_seed(tmp_path, monkeypatch):
+    """Five steps, the last of them after a checkpoint: the random bits of the backward go on
+    where they were, which torch's generators do not say."""
+    hf_trainer = example("hf_trainer")
+    monkeypatch.setattr(hf_trainer, "SAVE_STEPS", 4)
+    options = {"inner": "eager", "policy": {"lm_head": "bf16"}, "seed": 7}
+    whole, _ = hf_trainer.train(str(tmp_path / "out"), 5, options)
+    (saved,) = json.loads((tmp_path / "out/checkpoint-4/q2compile_rng.json").read_text()).values()
+    assert saved["7"] > 0
+    q2compile.set_rng_state({})
+    torch._dynamo.reset()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5", ignore_errors=True)
+    resumed, _ = hf_trainer.train(str(tmp_path / "out"), 5, options, resume=True)
+    states = resumed.state_dict(), whole.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_checkpoints_of_accelerate_and_lightning_have_the_counter(tmp_path):
+    options = {"inner": "eager", "seed": 7}
+    loop = example("accelerate_loop")
+    q2compile.set_rng_state({})
+    loop.train(2, options, cpu=True, checkpoint=str(tmp_path / "accelerate"))
+    (file,) = (tmp_path / "accelerate").glob("custom_checkpoint_*.pkl")
+    state = torch.load(file, weights_only=True)
+    assert state == q2compile.get_rng_state() and state["cpu"][7] > 0
+    torch._dynamo.reset()
+    module = example("lightning_module")
+    trained = module.train(2, options, accelerator="cpu", checkpoint=str(tmp_path / "l.ckpt"))
+    state = torch.load(tmp_path / "l.ckpt", weights_only=False)["q2compile"]
+    assert state == q2compile.get_rng_state()
+    q2compile.set_rng_state({})
+    trained.on_load_checkpoint({"q2compile": state})
+    assert q2compile.get_rng_state() == state
 
 
 def test_a_backend_named_per_block_takes_its_options_from_the_file(tmp_path, monkeypatch):
