@@ -75,6 +75,8 @@ lint: $(VENV)/.with-train,dev
 	ln -s $(CURDIR)/q2compile/* $(CURDIR)/lowering $(CURDIR)/runtime_kernels $(TYPED)/q2compile/
 	MYPYPATH=$(TYPED) $(BIN)/mypy --package q2compile
 	MYPYPATH=$(TYPED) $(BIN)/mypy --follow-imports silent examples
+	MYPYPATH=$(TYPED) $(BIN)/mypy --follow-imports silent --strict tests/support/typed_user.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.with-train,dev
 	$(BIN)/ruff check --fix .

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from q2compile.errors import ConfigError, naming, one_of, shown
+from q2compile.recipes.option_types import PolicyValue, RecipeChange, RecipeName
 from q2compile.recipes.policy import Policy
-from q2compile.telemetry.options import TelemetryOptions
+from q2compile.telemetry.options import TelemetryMapping, TelemetryOptions
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
     PASS_SLOT,
@@ -27,6 +28,30 @@ else:
     import tomli as tomllib
 
 CONFIG_FILE_VARIABLE = "Q2COMPILE_CONFIG"
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"]
+"""Inductor's modes. An older torch may lack one: `Config` checks."""
+
+
+class Options(TypedDict, total=False):
+    """What ``options`` of torch.compile may hold, for type checkers: see `Config`."""
+
+    recipe: RecipeName | RecipeChange
+    policy: Mapping[str, PolicyValue]
+    global_scale: Literal["pow2", "exact"]
+    dump: str | os.PathLike[str] | None
+    strict: bool
+    mode: Mode | None
+    inductor: Mapping[str, Any]
+    inner: Literal["inductor", "eager"]
+    disable_passes: Sequence[str]
+    keep_packed: bool
+    cache_weights: bool
+    recompute_weights: bool | Literal["auto"]
+    fuse_rotations: bool | Literal["auto"]
+    on_error: Literal["raise", "bf16"]
+    seed: int | None
+    telemetry: TelemetryMapping | None
 
 
 # How deep an option's mappings and lists may stand in one another; settings of Inductor have three.
@@ -128,22 +153,22 @@ class Config:
                     None records nothing
     """
 
-    recipe: Any = "quartet2"
-    policy: Mapping[str, Any] = _Frozen()
-    global_scale: str = "pow2"
-    dump: str | None = None
+    recipe: RecipeName | RecipeChange = "quartet2"
+    policy: Mapping[str, PolicyValue] = _Frozen()
+    global_scale: Literal["pow2", "exact"] = "pow2"
+    dump: str | os.PathLike[str] | None = None
     strict: bool = False
-    mode: str | None = None
+    mode: Mode | None = None
     inductor: Mapping[str, Any] = _Frozen()
-    inner: str = "inductor"
-    disable_passes: tuple[str, ...] = ()
+    inner: Literal["inductor", "eager"] = "inductor"
+    disable_passes: Sequence[str] = ()
     keep_packed: bool = False
     cache_weights: bool = False
-    recompute_weights: bool | str = "auto"
-    fuse_rotations: bool | str = "auto"
-    on_error: str = "raise"
+    recompute_weights: bool | Literal["auto"] = "auto"
+    fuse_rotations: bool | Literal["auto"] = "auto"
+    on_error: Literal["raise", "bf16"] = "raise"
     seed: int | None = None
-    telemetry: Mapping[str, Any] | None = None
+    telemetry: TelemetryMapping | None = None
 
     def __new__(cls, *_: Any, **options: Any) -> Config:
         cls._check_names(options)  # Python's own error for an unknown one names no right one

@@ -30,7 +30,7 @@ TOP_FILES = {
     "constraints.txt",
 }
 
-SHIPPED = (".py", ".cu", ".cuh", ".html", ".css", ".js", ".json")  # of the packages
+SHIPPED = (".py", ".cu", ".cuh", ".html", ".css", ".js", ".json", ".typed")  # of the packages
 MAX_FILE = 500
 MAX_FUNCTION = 80
 MAX_KERNEL = 200
@@ -39,7 +39,9 @@ MAX_ENTRIES = 18  # of q2compile/: what fits on one screen of a file tree
 # Room -> the rooms it may import, named without "q2compile.". A room is a module, or a package with
 # all it holds; a module belongs to the room with the longest name that fits.
 MAY_IMPORT = {
-    "": ["config", "telemetry", "tools", "weight_cache"],  # the public names, loaded on first use
+    # The public names, loaded on first use.
+    "": ["config", "failures.stage_error", "recipes.option_types", "report", "telemetry", "tools"]
+    + ["runtime_kernels.registry", "torch_internals.tested_versions", "weight_cache"],
     "backend": ["capture", "compiler", "config", "failures", "linear", "report", "rewrite"]
     + ["telemetry", "torch_internals", "weight_cache"],
     "config": ["passes", "recipes", "telemetry.options", "torch_internals"],
@@ -372,7 +374,8 @@ NAMES_QUANTIZERS = {
     "runtime_kernels/cuda/__init__.py",  # a folder
     "q2compile/__init__.py",  # the public function, as in tools/quantize.py
     "q2compile/tools/quantize.py",
-    "q2compile/recipes/recipe.py",  # where a recipe has an operand from, as in those below
+    "q2compile/recipes/option_types.py",  # sources of operands, as in those below
+    "q2compile/recipes/recipe.py",
     "q2compile/linear/checks_ahead.py",
     "q2compile/cost_model/steps.py",
     "q2compile/tools/bench/cases.py",  # names of timings

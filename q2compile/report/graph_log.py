@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class GraphLog:
         self.folder: Path | None = None
         self._reports: list[tuple[Report, DumpFolder | None]] = []
         if config.dump is not None:
-            folder = DumpFolder.get(config.dump)
+            folder = DumpFolder.get(os.fspath(config.dump))
             self.folder, record = folder.new_graph()
             self._records.append(record)
             self._reports.append((folder.report, folder))

@@ -23,10 +23,16 @@ __all__ = ["TelemetryWarning", "flush", "step"]
 _HOMES = {"TelemetryWarning": "folder", "flush": "folder", "step": "clock"}
 
 
-def __getattr__(name: str) -> Any:
-    """Load on first use: most programs record nothing."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a checker would take any name for one that this finds
 
-    return getattr(import_module(f"q2compile.telemetry.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        """Load on first use: most programs record nothing."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"q2compile.telemetry.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.policy import compiled_pattern
+
+
+class TelemetryMapping(TypedDict, total=False):
+    """The value of the option ``telemetry``, for type checkers: see `TelemetryOptions`."""
+
+    every: int
+    modules: str | Sequence[str]
+    to: str | os.PathLike[str]
+    csv: bool
+    tensorboard: bool
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,9 @@ from q2compile.errors import ConfigError
 SECONDS = 0.2  # at least, of each
 
 
-def measure(rows: Iterable[dict[str, Any]], inner: str = "inductor") -> None:
+def measure(
+    rows: Iterable[dict[str, Any]], inner: Literal["inductor", "eager"] = "inductor"
+) -> None:
     """Set ``measured`` of the rows that were taken: {"device", "microseconds", "bf16_microseconds"}
     of one forward and backward in bf16, launches included, what is before and after not fused.
 

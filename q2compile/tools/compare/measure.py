@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from q2compile.capture.module_tree import named_parameters
 from q2compile.config import Config
 from q2compile.errors import ConfigError, shown
+from q2compile.recipes.option_types import RecipeChange, RecipeName
 from q2compile.recipes.recipe import GEMMS
 from q2compile.tools.as_it_was import as_it_was, same_random_numbers
 from q2compile.tools.compare.comparison import Comparison
@@ -24,7 +25,7 @@ _BF16 = Run(gemms=())
 def compare(
     model: nn.Module,
     batches: Iterable[Any],
-    recipe: Any = "quartet2",
+    recipe: RecipeName | RecipeChange = "quartet2",
     *,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
