@@ -31,7 +31,7 @@ from q2compile.runtime_kernels.cuda.gemm.remembered import Choice, remember
 from q2compile.tools.bench import machine
 from q2compile.tools.bench.bench import Bench
 from q2compile.tools.bench.measurements import GROUPS
-from q2compile.tools.bench.report import SCHEMA, Line, Log, doubts, faults, read, text
+from q2compile.tools.bench.report import SCHEMA, UNITS, Line, Log, doubts, faults, read, text
 
 _ENDING = 4000  # characters of a process's stderr that a report keeps
 _GROUP = (sys.executable, "-m", "q2compile.tools.bench.child")
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     description = "Measures and checks this machine, and writes a report to be sent."
-    parser = argparse.ArgumentParser(prog="q2compile bench", description=description)
+    parser = argparse.ArgumentParser(
+        prog="q2compile bench", description=description, epilog=f"Units: {UNITS}."
+    )
     parser.add_argument(
         "--only",
         metavar="GROUPS",
@@ -109,6 +111,7 @@ def _read(path: Path) -> int:
         raise ConfigError(f"--read: {error}") from None
     group = ""
     print("\n".join(f"{name:9} {value}" for name, value in lines[0].items()))
+    print(f"units     {UNITS}")
     for line in lines:
         if line["kind"] == "row":
             print(*([f"\n{line['group']}"] * (line["group"] != group)), text(line), sep="\n")
@@ -120,6 +123,7 @@ def _read(path: Path) -> int:
 def _print_machine(about: dict[str, Any], bench: Bench) -> None:
     print(f"device    {about['device']['name']}{'' if bench.on_gpu else _ON_CPU}")
     print("versions  " + ", ".join(f"{name} {of}" for name, of in about["versions"].items()))
+    print(f"units     {UNITS}", flush=True)
     if bench.sheet is None and bench.on_gpu:
         print("predicted nothing: q2compile/cost_model does not know this GPU", flush=True)
 

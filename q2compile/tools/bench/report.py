@@ -133,8 +133,16 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
+# What `text` prints, for its readers.
+UNITS = (
+    "us: microseconds of a call, the median (min: the fastest, p90: 9 of 10 took at most that). "
+    "copies: times as long as copying the operand in bf16. predicted: by data sheet, and that over "
+    "the median: 0.50 means it took twice as long"
+)
+
+
 def text(line: Line) -> str:
-    """A row in words."""
+    """A row in words; UNITS explains them."""
     shape = "x".join(map(str, line.get("shape", ())))
     head = f"  {line['name']:42} {shape:18}"
     status, micro, why = line["status"], line.get("microseconds"), line.get("why", "")

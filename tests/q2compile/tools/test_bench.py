@@ -17,7 +17,7 @@ from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.measurements import BUSY, GROUPS
-from q2compile.tools.bench.report import FAULT, MEASURED, UNSUPPORTED, Row, Times, read, text
+from q2compile.tools.bench.report import FAULT, MEASURED, UNITS, UNSUPPORTED, Row, Times, read, text
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler, in_process) -> None:
     assert cli.main(["bench", "--out", str(out)]) == 0
     printed, lines = capsys.readouterr().out, read(out)
     assert printed.startswith("device    CPU") and "no GPU that torch sees" in printed
+    assert f"units     {UNITS}\n" in printed
     assert "faults    none" in printed
     assert (lines[0]["kind"], lines[-1]["kind"]) == ("machine", "done")
     assert lines[0]["versions"]["torch"] == torch.__version__
