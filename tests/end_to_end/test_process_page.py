@@ -87,7 +87,22 @@ def test_environment_variables() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ"
     }
-    assert read | subscripts == set(rows("Environment variables"))
+    listed = set(rows("Environment variables"))
+    assert {"TORCH_LOGS", "TORCH_TRACE"} < listed
+    assert read | subscripts == listed - {"TORCH_LOGS", "TORCH_TRACE"}
+
+
+def test_no_other_variable_of_ours_is_named_anywhere() -> None:
+    """In sources, tests, documents, the Makefile."""
+    found = subprocess.run(
+        ["git", "grep", "-hoE", r"\bQ2COMPILE_[A-Z_]*[A-Z]"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    section = PAGE.split("## Environment variables\n")[1].split("\n## ")[0]
+    assert set(found.stdout.split()) == set(re.findall(r"`(Q2COMPILE_\w+)`", section))
 
 
 # What writes a file, and what makes a folder or a temporary one.
