@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from q2compile.recipes.recipe import BF16, Recipe
 
+PAPERS = {
+    "quartet2": "Quartet II, arXiv 2601.22813",
+    "nvfp4": "NVIDIA, arXiv 2509.25149",
+    "quartet": "Quartet, arXiv 2505.14669",
+    "mxfp4": '"Training LLMs with MXFP4", arXiv 2502.20586',
+    "tetrajet2": "TetraJet-v2, as Quartet II compares it",
+    "bf16": "nothing is rewritten",
+}
+
 # One screen: every recipe. Schemes are written by their paper names, with a global scale from amax;
 # the option global_scale="pow2" (the default) selects their "_pow2" rows. Q is quantization along
 # the contraction, H the rotation with the signs of this step, M a trust mask.

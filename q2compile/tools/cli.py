@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from q2compile.errors import ConfigError, shown
 from q2compile.report.printable import SPELLED
 from q2compile.version import __version__
 
@@ -25,6 +24,7 @@ COMMANDS = {
     ),
     "tables": ("q2compile.tools.paper_tables.command", "the papers' numeric tables, measured here"),
     "bench": ("q2compile.tools.bench.command", "measures this machine, beside BF16"),
+    "recipes": ("q2compile.tools.recipes", "the names of recipes, schemes and transforms"),
     "doctor": ("q2compile.tools.doctor", "what this machine can run, with a self-check"),
 }
 
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Each command parses its own arguments, --help among them.
         commands.add_parser(name, help=summary, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
+    from q2compile.errors import ConfigError, shown  # imports torch: --help does without
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=SPELLED)
     module, _ = COMMANDS[arguments.command]

@@ -1,6 +1,7 @@
 """What this machine can run: devices, versions, kernels, cubins, and a self-check of each kernel.
 
     q2compile doctor [--no-check]
+    q2compile doctor --clear-cache
 
 The self-check sends small tiles through every CUDA kernel that serves the device, and through the
 loops that Inductor makes of quantizers, and compares them with the torch reference on the CPU:
@@ -30,6 +31,7 @@ from q2compile.runtime_kernels.registry import (
     kernels,
     ops,
 )
+from q2compile.tools.clear_cache import clear_cache
 
 # The schemes of the recipes' operands that Inductor's loops are taken for.
 LOOPS_CHECKED = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
@@ -48,10 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     description = "What this machine can run."  # python -OO has no __doc__
     parser = argparse.ArgumentParser(prog="q2compile doctor", description=description)
     parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
+    parser.add_argument(
+        "--clear-cache",
+        action="store_true",
+        help="delete compiled kernels, passed self-checks and bench's choices of GEMMs, and end",
+    )
     options = parser.parse_args(argv)
-    _print_versions()
+    if options.clear_cache:
+        print(f"cache     {clear_cache(nvrtc.cache_dir())}")
+        return 0
+    on_gpu = torch.cuda.is_available()
+    _print_versions(on_gpu)
     _print_cache()
-    if not torch.cuda.is_available():
+    if not on_gpu:
         print("device    none with CUDA: every op runs as its torch reference")
         return 0
     faults = 0
@@ -62,14 +73,17 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def _print_versions() -> None:
+def _print_versions(on_gpu: bool) -> None:
+    """The packages that kernels for a GPU need are asked for where there is one."""
     found = [f"torch {torch.__version__}"]  # with its build, 2.15.0+cu132, which metadata may lack
-    for package in _PACKAGES:
+    for package in _PACKAGES if on_gpu else ():
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {package}")
     print(f"versions  Python {platform.python_version()}, {', '.join(found)}")
+    if not on_gpu:
+        return
     try:
         major, minor = nvrtc.version()
         print(f"compiler  NVRTC {major}.{minor}, for {', '.join(nvrtc.ARCHITECTURES.values())}")

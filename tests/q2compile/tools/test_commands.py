@@ -3,16 +3,25 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from q2compile import explain
+from q2compile.recipes.published import PAPERS, RECIPES
+from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.cuda import agreements
+from q2compile.runtime_kernels.cuda.gemm.remembered import SCHEMA, path_for
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 from q2compile.tools import cli
 from q2compile.version import __version__
 
@@ -96,6 +105,70 @@ def test_report_of_a_path_beside_the_dump_says_which_to_name(dump, capsys):
     assert "there is no such folder; name" in refused(capsys, "report", dump / "none")
     assert "is a file; name the folder" in refused(capsys, "report", dump / "report.json")
     assert f"it lies in a dump: name {dump}." in refused(capsys, "report", dump / "graph_0")
+
+
+def test_help_does_not_import_torch():
+    """Nor do an unknown command and --version."""
+    for words, status in ((["--help"], 0), (["--version"], 0), (["evry"], 2)):
+        code = (
+            "import sys; from q2compile.tools import cli\n"
+            f"try: cli.main({words})\n"
+            "except SystemExit as end: print('torch' in sys.modules, end.code)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == f"False {status}", done.stderr
+
+
+def test_recipes_lists_every_name(capsys):
+    assert cli.main(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    names = {line.split()[0] for line in printed.splitlines() if line.startswith("  ")}
+    assert {*RECIPES, *SCHEMES, *TRANSFORMS} <= names
+    assert all(f"  fprop  {resolve(name).texts()[0]}\n" in printed for name in RECIPES)
+    assert cli.main(["recipes", "--global-scale", "exact"]) == 0
+    assert "  fprop  nvfp4_46 @ nvfp4_46\n" in capsys.readouterr().out
+
+
+def test_papers_of_recipes_are_those_of_the_readme():
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| (.*?) \|", readme, re.MULTILINE)
+    assert [name for name, _ in listed] == list(RECIPES) == list(PAPERS)
+    for name, paper in listed:
+        assert name == "bf16" or paper.strip() == PAPERS[name]
+
+
+def test_clear_cache_deletes_what_q2compile_wrote_there(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    variant = nvrtc.Variant("signs.cu", ())
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    held = {"schema": SCHEMA, "device": "a GPU"}
+    own = [nvrtc._cache_path(variant, "sm_90a"), path_for(held)]
+    monkeypatch.setattr(agreements, "_named", lambda device: ("a GPU", 9, 0))
+    agreements.keep(("quantize", "cuda", torch.device("cuda", 0), "nvfp4"))
+    for path in own:
+        path.write_bytes(bytes(1024))
+    others = [tmp_path / "notes.json", tmp_path / "theirs.cubin", tmp_path / "folder"]
+    for path in others[:2]:
+        path.touch()
+    others[2].mkdir()
+    assert len(list(tmp_path.iterdir())) == 6
+    assert cli.main(["doctor", "--clear-cache"]) == 0
+    assert capsys.readouterr().out == f"cache     3 files deleted in {tmp_path}, 2 KiB\n"
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+    assert cli.main(["doctor", "--clear-cache"]) == 0
+    assert "0 files deleted" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_doctor_on_a_cpu_asks_for_no_compiler_of_kernels(monkeypatch, capsys):
+    def absent():
+        raise ImportError("pip install cuda-bindings nvidia-cuda-nvrtc")
+
+    monkeypatch.setattr(nvrtc, "version", absent)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and "every op runs as its torch reference" in printed
+    assert not re.search("nvrtc|triton|cuda-bindings|compiler", printed, re.IGNORECASE)
 
 
 def test_version(capsys):

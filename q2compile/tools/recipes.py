@@ -1,0 +1,83 @@
+"""The subcommand `q2compile recipes`: every name that a recipe or a policy may have in it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from q2compile.recipes.published import PAPERS, RECIPES
+from q2compile.recipes.recipe import GEMMS
+from q2compile.recipes.resolve import resolve
+from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SCHEMES, Scheme
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, Transform
+
+_ROUNDING = {
+    "rtn": "to nearest",
+    "sr": "stochastic",
+    "ms_eden": "MS-EDEN, stochastic",
+    "quest": "QuEST, to nearest",
+}
+_GLOBAL_SCALE = {
+    "exact": "global scale from amax",
+    "pow2": "global scale a power of two",
+    "none": "no global scale",
+}
+_SIGNS = {"none": "no signs", "seed": "signs drawn in each step", "fixed": "one sign vector"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints recipes, schemes and transforms. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="q2compile recipes",
+        description="Published recipes with the operands of their GEMMs; schemes and transforms.",
+    )
+    parser.add_argument(
+        "--global-scale",
+        choices=("pow2", "exact"),
+        default="pow2",
+        help="as the option global_scale; default %(default)s",
+    )
+    options = parser.parse_args(argv)
+    print("recipes: the option recipe, and what stands beside a pattern in a policy")
+    for name in RECIPES:
+        print(f"\n  {name:10} {PAPERS[name]}")
+        texts = zip(GEMMS, resolve(name, options.global_scale).texts(), strict=True)
+        for gemm, text in texts:
+            print(f"    {gemm}  {text}")
+    print("\nschemes: how an operand is rounded; in recipes of your own, and q2compile.quantize")
+    print("  global_scale='pow2' takes the scheme with _pow2 at its end\n")
+    print(_table(map(_scheme, SCHEMES.values())))
+    print("\ntransforms: how an operand is rotated before it is rounded\n")
+    print(_table(map(_transform, TRANSFORMS.values())))
+    return 0
+
+
+def _scheme(scheme: Scheme) -> list[str]:
+    rounding = _ROUNDING[scheme.rounding]
+    if scheme.steps:
+        rounding += f", the best of {len(scheme.steps)} scales"
+    elif scheme.select:
+        rounding += f", 4/6 by {scheme.select.upper()}"
+    if scheme.shrink != 1:
+        rounding += f" of {scheme.shrink} x"
+    elif scheme.stochastic and scheme.vmax == E2M1_MAX:
+        rounding += ", may clip"
+    block = "x".join(map(str, scheme.block))
+    return [scheme.name, f"blocks {block}", _GLOBAL_SCALE[scheme.global_scale], rounding]
+
+
+def _transform(transform: Transform) -> list[str]:
+    if transform.size == 1:
+        return [transform.name, "not rotated"]
+    return [transform.name, f"Hadamard, chunks of {transform.size}, {_SIGNS[transform.signs]}"]
+
+
+def _table(rows: Iterable[list[str]]) -> str:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
