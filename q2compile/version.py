@@ -1,3 +1,3 @@
-"""The version alone, so that whoever writes it down needs nothing else of the package."""
+"""The version alone: pyproject.toml reads it from here without importing the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

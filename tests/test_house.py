@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tracked import tracked
+
 ROOT = Path(__file__).resolve().parents[1]
 # Top folder -> the name it is imported by.
 PACKAGES = {
@@ -23,8 +25,11 @@ PACKAGES = {
 FOLDERS = [*PACKAGES, "tests", "examples"]
 TOP_FILES = {
     "README.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
+    "MANIFEST.in",
     "Makefile",
     "pyproject.toml",
     "constraints.txt",
@@ -104,14 +109,7 @@ PRIVATE_IMPORTS = {
 EVERYBODYS = ("version", "errors")  # everybody may import these
 
 
-def tracked() -> list[Path]:
-    """The files that git tracks: a user's log or corpus beside them is nobody's business."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    names = listed.stdout.decode().split("\0")
-    return sorted(ROOT / name for name in names if name and (ROOT / name).is_file())
-
-
-TRACKED = tracked()
+TRACKED = tracked(ROOT)
 
 
 def files(*suffixes: str, folders: list[str] = FOLDERS) -> list[Path]:
@@ -418,7 +416,7 @@ def test_the_wheel_holds_every_source(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for folder in PACKAGES:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(tree)], check=True)

@@ -31,6 +31,7 @@ from q2compile.telemetry import clock
 from q2compile.tools import cli
 from tests.support.guide_model import prepared
 from tests.support.markdown import Block, blocks, broken_links, prose
+from tests.support.tracked import tracked
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,13 +44,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(GUIDES.glob("*.md
 PAGES += [GUIDES.parent / name / "README.md" for name in ("", "benchmarks", "pretraining")]
 
 
-def tracked() -> list[Path]:
-    """A user's notes beside them are nobody's business."""
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / name for name in done.stdout.splitlines()]
-
-
-DOCUMENTS = [path for path in tracked() if path.suffix == ".md"]
+TRACKED = tracked(ROOT)
+DOCUMENTS = [path for path in TRACKED if path.suffix == ".md"]
 # Programs that a command may start without a path: those of the reader.
 READERS_OWN = {"train.py"}
 # Pages whose blocks call what they compile, a model other than `model`.
@@ -119,7 +115,7 @@ def was_shown(page: Page, block: Block) -> None:
 
 def names_exist(page: Page, block: Block) -> None:
     """A drawing of the tree: each path in it is one, from the top or from within a folder."""
-    listed = [path.relative_to(ROOT).as_posix() for path in tracked()]
+    listed = [path.relative_to(ROOT).as_posix() for path in TRACKED]
     paths = re.findall(r"[\w/]+/[\w./]*|\b\w+\.(?:py|cu|md)\b", block.text)
     assert paths
     for path in paths:
@@ -398,7 +394,7 @@ def test_the_drawing_is_for_light_and_dark() -> None:
         words = " ".join("".join(node.itertext()) for node in root.iter() if node.tag.endswith("t"))
         folders = re.findall(r"\b(\w+)/", words)
         assert folders
-        names = {part for file in tracked() for part in file.relative_to(ROOT).parts}
+        names = {part for file in TRACKED for part in file.relative_to(ROOT).parts}
         assert set(folders) <= names
 
 

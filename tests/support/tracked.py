@@ -1,0 +1,17 @@
+"""The files of this project: what a user has beside them is nobody's business."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def tracked(root: Path) -> list[Path]:
+    """Those that git tracks; in an unpacked sdist, which has no .git, those that it was made of."""
+    if (root / ".git").exists():
+        done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+        names = done.stdout.decode().split("\0")
+    else:
+        names = (root / "q2compile.egg-info" / "SOURCES.txt").read_text("utf-8").splitlines()
+        names = [name for name in names if not name.startswith("q2compile.egg-info/")]
+    return sorted(root / name for name in names if name and (root / name).is_file())
