@@ -13,6 +13,7 @@ Public names; whatever else can be imported may change in any version.
     get_rng_state, set_rng_state    under the option seed: how far its counters have come
     gather_codes      FSDP2 gathers weights as 4-bit codes
     telemetry         step() and flush(), for the option telemetry
+    expect            an error if a model trains without a matmul in 4 bits
 
 Results: Report and its Row (explain), Comparison and its ModuleError (compare), Exported (export),
 QuantizedTensor (quantize).
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from q2compile.recipes.option_types import PolicyValue as PolicyValue
     from q2compile.recipes.option_types import RecipeChange as RecipeChange
     from q2compile.recipes.option_types import RecipeName as RecipeName
+    from q2compile.report.expect import expect as expect
     from q2compile.report.report import Report as Report
     from q2compile.report.row import Row as Row
     from q2compile.runtime_kernels.registry import KernelWarning as KernelWarning
@@ -71,6 +73,7 @@ _HOMES = {
     "PolicyValue": "recipes.option_types",
     "RecipeChange": "recipes.option_types",
     "RecipeName": "recipes.option_types",
+    "expect": "report.expect",
     "Report": "report.report",
     "Row": "report.row",
     "KernelWarning": "runtime_kernels.registry",

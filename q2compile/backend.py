@@ -75,7 +75,8 @@ def quartet2(
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):
             stage = ""
-            return log.checked(compile_plain(gm, example_inputs, config, gathered))
+            plain = compile_plain(gm, example_inputs, config, gathered)
+            return log.checked(plain, names)
         stage = COMPILE
         _begin_checks(rows, example_inputs, config)
         recorder = recorder_of(rewritten, config.telemetry_options, rows, names)
@@ -95,7 +96,7 @@ def quartet2(
         return compile_plain(gm, example_inputs, config, gathered)
     finally:
         forget_arguments(rewritten, dynamo=gm)
-    return log.checked(compiled)
+    return log.checked(compiled, names)
 
 
 def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Config) -> None:

@@ -14,7 +14,7 @@ from q2compile.capture.module_names import Names, site_name
 from q2compile.config import Config
 from q2compile.errors import NotTakenError, StageError
 from q2compile.passes.record import PassRecord
-from q2compile.report import announce
+from q2compile.report import announce, expect
 from q2compile.report.dump_folder import DumpFolder
 from q2compile.report.graph_record import GraphRecord
 from q2compile.report.graph_text import readable
@@ -110,10 +110,13 @@ class GraphLog:
             record.write_code(f"5_output_code_{graph_kind(gm.graph)}", source)
             record.write_passes(self._passes)  # with what lowerings have added
 
-    def checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What was compiled; under ``strict`` with a check of what never came to the backend: now
-        if this graph is all there is and is to be saved, else in the first backward.
+    def checked(self, compiled: Callable[..., Any], names: Names) -> Callable[..., Any]:
+        """What was compiled, and `expect` is told. Under ``strict`` with a check of what never came
+        to the backend: now if this graph is all there is and is to be saved, else in the first
+        backward.
         """
+        if collector.get() is None:  # `explain` compiles for its report alone
+            expect.compiled(self._rows, names.held, names.root)
         if not self._config.strict:
             return compiled
         if compiles_ahead_of_time():

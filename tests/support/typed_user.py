@@ -34,6 +34,7 @@ def train(model: nn.Module, x: torch.Tensor) -> q2compile.Report:
     q2compile.Config(unknown=True)  # type: ignore[call-arg]
     _ = q2compile.no_such_name  # type: ignore[attr-defined]
     model.compile(backend="quartet2", options=options)
+    q2compile.expect(model)
     q2compile.gather_codes(model)
     q2compile.forget_weights()
     q2compile.set_rng_state(q2compile.get_rng_state())
