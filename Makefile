@@ -42,7 +42,7 @@ QUICK := $(addprefix tests/,test_house.py q2compile/test_config.py \
     runtime_kernels/cuda/test_tensor_cores.py runtime_kernels/cuda/test_calls.py \
     runtime_kernels/cuda/test_rounded_emulated.py)
 
-.PHONY: demo install test quick test-torch test-internals lint format release clean
+.PHONY: demo install test quick test-torch test-internals lint format docs release clean
 
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
@@ -81,6 +81,10 @@ lint: $(VENV)/.with-train,dev
 format: $(VENV)/.with-train,dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The API reference, from docstrings, into build/docs.
+docs: $(VENV)/.with-train,dev
+	$(BIN)/python -m tests.support.api_reference build/docs
 
 # Sdist and wheel of HEAD into dist/, checked with each Python of tests/support/release.py. One that is
 # not installed fails, or with MISSING=skip is named and left out.
