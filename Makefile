@@ -42,7 +42,7 @@ QUICK := $(addprefix tests/,test_house.py q2compile/test_config.py \
     runtime_kernels/cuda/test_tensor_cores.py runtime_kernels/cuda/test_calls.py \
     runtime_kernels/cuda/test_rounded_emulated.py)
 
-.PHONY: demo install test quick test-torch test-internals lint format docs release clean
+.PHONY: demo install test quick test-torch test-internals test-integrations lint format docs release clean
 
 demo: $(VENV)/.with-train
 	$(BIN)/python examples/train_llama.py --recipes bf16,quartet2 --out runs/demo
@@ -67,6 +67,14 @@ test-torch: test
 test-internals: export TORCHINDUCTOR_VEC_ISA_OK := 0
 test-internals: TESTS := $(INTERNALS)
 test-internals: test
+
+# Libraries with models or trainers of their own, the newest that fit constraints.txt, in an environment
+# of their own. litgpt asks for an older huggingface_hub than transformers 5 does, and is installed without it.
+INTEGRATIONS := .venv-integrations
+test-integrations:
+	$(MAKE) VENV=$(INTEGRATIONS) '$(INTEGRATIONS)/.with-train,dev,integrations'
+	PIP_CONSTRAINT=constraints.txt $(INTEGRATIONS)/bin/pip install --quiet --no-deps litgpt jsonargparse
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .
