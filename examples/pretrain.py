@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-train small Llamas recipe beside recipe, and measure the gaps.
 
     python examples/pretrain.py corpus --data texts/ more.txt --out corpus/

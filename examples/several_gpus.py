@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How train_llama.py spreads one Llama over the processes that torchrun starts, one for each GPU.
 
     torchrun --nproc-per-node 2 examples/train_llama.py --ddp

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the same Llama on the same text once per recipe, and compare.
 
     python examples/train_llama.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops of Inductor in the place of q2 ops, so that they fuse with what computes their operand. May
 import runtime_kernels and torch_internals.
 

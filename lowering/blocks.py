@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A matrix in blocks, as loops of Inductor.
 
 A block of 16 is a reduction of 16: its maximum, the errors of the two candidates of 4/6 and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Concatenations that are written for a quantizer: one loop that writes all parts.
 
 On a GPU Inductor makes of `cat([dg, du], 1)` a loop over the result, which computes both parts for

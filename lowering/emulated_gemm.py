@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lowerings of `q2::gemm` and `q2::grouped_gemm` where bf16 tensor cores multiply for fp4 ones:
 torch's own product, which Inductor allocates, chooses a kernel for and fuses behind as for any
 other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node of a call in generated code that enqueues launches, which launches.py and
 fused_launches.py have in common.
 

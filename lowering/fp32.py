@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of the rounding rules in Inductor's `ops`, for one element or one block.
 
 The same bits as `q2compile.runtime_kernels.numerics.formats`, written once for every Inductor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantizers of rows in groups that compute both halves of their operand, SwiGLU's dg and du side
 by side, which a mixture of experts has as one gradient (fused_launches.py is of whole operands):
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantizers that compute their operand.
 
 Where one may (the pass fuse_rotations marks it), can (producers.py) and should (fusion_rule.py),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a rotating quantizer should compute its operand: a model of the time with and without.
 
 Without prologue fusion there are two kernels, the producer's and the quantizer's. Each takes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lowering of `q2::gather_rows`: loops over its codes and its scales, for readers of codes.
 
 A GEMM of bf16 tensor cores reads numbers, and these are made of the codes that were not gathered

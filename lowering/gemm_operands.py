@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GEMMs of bf16 tensor cores need of their operands, asked of the FX graph that Inductor
 lowers."""
 

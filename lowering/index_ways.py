@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the index of an input goes through a piece of the operand: 16 bytes of a row, which a thread
 computes at once (producers.py)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of kernels that are launches alone: buffers that Inductor plans, and a line of generated
 code that enqueues the launches into them, past torch's dispatcher (runtime_kernels/cuda/site.py).
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rounding rules of `q2compile.runtime_kernels.numerics.mxfp4` in Inductor's IR: one kernel,
 and the global scale, a constant.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rounding rules of `q2compile.runtime_kernels.numerics.nvfp4` in Inductor's IR.
 
     pow2    codes and pseudo-scales in one kernel; then q2::split_scales, which sees a sixteenth of

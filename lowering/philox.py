@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Philox in Inductor's IR: the words of `q2compile.runtime_kernels.numerics.philox` from the same
 counters."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a loop of Inductor's to a Producer: the expression that makes an operand, as data from which
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/producer.py).
 

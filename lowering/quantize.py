@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lowering of `q2::quantize`."""
 
 from __future__ import annotations

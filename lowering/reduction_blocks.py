@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that a loop reduces over: 16-byte loads, whatever computes the numbers (see blocks.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that one iteration of a loop holds whole: for rotations and for coins.
 
 Each output of a rotation is a sum over all of its chunk, and one call of Philox gives the coins of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From blocks and their scales to codes: what the formats share.
 
 A block's scale is held as a small int32, whose meaning is the format's.

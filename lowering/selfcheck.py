@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops that Inductor makes of a quantizing op, compared with the torch reference before their
 first use on a machine.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shorter ways to a number than the steps that Inductor's ops ask for one by one (producers.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ops Inductor has loops for, and where a loop is taken instead of a kernel's call."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tile of the quantizing loops, by a rule instead of a search.
 
 A persistent reduction of 16 gets four configurations from Inductor, which it compiles and times at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which quantizers of a graph are launched together (cuda/quantize/together.py), and which products
 of global scales they make, asked of the FX graph that Inductor lowers.
 

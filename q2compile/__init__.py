@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2compile: trains unmodified PyTorch models with their linear layers in NVFP4.
 
     model = torch.compile(model, backend="quartet2")        # nothing to import

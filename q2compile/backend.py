@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Dynamo backend ``quartet2``: the stages that a graph goes through, in order.
 
 Registered by the entry point group ``torch_dynamo_backends``, so ``torch.compile(model,

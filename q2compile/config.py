@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of ``torch.compile(model, backend="quartet2", options={...})``, parsed strictly."""
 
 from __future__ import annotations

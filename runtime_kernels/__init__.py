@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of namespace q2 and what runs them. Knows nothing of graphs; imports neither q2compile
 nor lowering. Importing this package registers the ops and their kernels.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of namespace q2 and the kernels behind them.
 
 `define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: the gpu marker, and property tests that repeat exactly."""
 
 from __future__ import annotations

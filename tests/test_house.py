@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of the house: what is where, how long it may be, who may import whom."""
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ TOP_FILES = {
 }
 
 SHIPPED = (".py", ".cu", ".cuh", ".html", ".css", ".js", ".json", ".typed")  # of the packages
+SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".js", ".css", ".html", ".sh")
 MAX_FILE = 500
 MAX_FUNCTION = 80
 MAX_KERNEL = 200
@@ -134,6 +136,17 @@ def test_entries_of_the_front() -> None:
         p.relative_to(ROOT / "q2compile").parts[0] for p in files(".py", folders=["q2compile"])
     }
     assert len(names) <= MAX_ENTRIES, sorted(names)
+
+
+LICENSE_LINE = "SPDX-License-Identifier: Apache-2.0"
+
+
+def test_sources_name_their_license() -> None:
+    """In their first line, or after a line that an interpreter or a browser wants first."""
+    sources = [p for p in TRACKED if p.suffix in SOURCES and p.stat().st_size]
+    assert len(sources) > 400
+    tops = {relative(p): p.read_text().splitlines()[:2] for p in sources}
+    assert [name for name, top in tops.items() if not any(LICENSE_LINE in t for t in top)] == []
 
 
 def test_no_long_files() -> None:

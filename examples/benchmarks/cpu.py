@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times on a CPU: a training step of the demo, and the compilation of a Llama for a GPU.
 
     python examples/benchmarks/cpu.py [--only NAME,...] [--rounds N] [--out FOLDER]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 with and without `q2compile.gather_codes`: bits, bytes, memory and time of a step.
 
     torchrun --nproc-per-node 2 examples/benchmarks/gather_codes.py

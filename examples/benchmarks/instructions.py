@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the instructions an element costs, from the machine code, and what that predicts.
 
     python examples/benchmarks/instructions.py [--out FILE]

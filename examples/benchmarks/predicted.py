@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the cost model with the rows measured on an H200, predicts Blackwell GPUs, and writes
 PREDICTED.md.
 

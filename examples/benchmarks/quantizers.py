@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times quantizers and other kernels against a copy, and fused quantizers against unfused ones.
 
     python examples/benchmarks/quantizers.py [--only NAME,...] [--shapes 8192x4096,...]

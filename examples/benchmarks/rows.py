@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the benchmarks: which rows a script makes, where they go, what each carries.
 
 A row has at least a name, a ratio and its unit, the device, the versions, the date, and the command

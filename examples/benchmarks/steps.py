@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times forward and backward of layers and models against plain Inductor.
 
     python examples/benchmarks/steps.py [--only NAME,...] [--out FOLDER]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, layers and shapes that the benchmarks time and that predicted.py predicts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules a recipe's error comes from, and the policy that keeps the worst in BF16.
 
     python examples/guides/compare_modules.py --recipe nvfp4 --budget 0.2

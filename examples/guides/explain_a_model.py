@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which matmuls of a Hugging Face model would be quantized, and why the others would not.
 
     python examples/guides/explain_a_model.py                      # a small Llama

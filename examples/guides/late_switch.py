@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The late switch: the forward back to BF16 for the last part of the training, the backward in FP4.
 
     python examples/guides/late_switch.py --recipe nvfp4 --switch-at 0.82

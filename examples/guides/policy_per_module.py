@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy: the first layer and the head in BF16, and one GEMM of others.
 
 python examples/guides/policy_per_module.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Telemetry: what quantizing does to every operand while a model trains, as curves.
 
     pip install tensorboard

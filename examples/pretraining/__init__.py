@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-training of small Llamas, recipe beside recipe: the parts that `examples/train_llama.py` and
 `examples/pretrain.py` are made of.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens a step sees, and how they get to the device before it asks.
 
 Shapes: B sequences of S tokens in a batch.

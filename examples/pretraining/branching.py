@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Branched runs: every variant goes on from the same BF16 training state of its seed.
 
 Training amplifies small differences most in the steep phase at its start. A branched comparison

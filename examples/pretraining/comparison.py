@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A comparison: runs x seeds in one folder, each from the same weights and on the same batches.
 
 The runs of a seed start from fresh weights, or from the seed's stem (see `branching`).

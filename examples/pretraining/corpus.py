@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A corpus: the tokens of many documents in two files that are read through a memory map.
 
     corpus/train.bin       uint16, whole documents one after another, each with its end token

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A queue of runs over several devices: one process for each device, taking the next run.
 
 A process trains all seeds of one run, so that it compiles once, and ends. It is this program's own

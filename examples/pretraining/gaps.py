@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gaps between runs: paired by seed, each with its standard error.
 
 Two runs of one seed start from the same weights and see the same batches, and all are validated on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Llamas that are trained: Hugging Face's `LlamaForCausalLM`, unmodified."""
 
 from __future__ import annotations

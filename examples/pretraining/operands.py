@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The error of each operand of each GEMM on a run's own tensors, recipe by recipe.
 
 All recipes are given the same weights, those of a checkpoint, and the same batches. What they do to

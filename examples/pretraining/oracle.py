@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's linear layers by the torch references, in fp32, without compiling: what numerics say.
 
 Nothing is captured, rewritten or compiled, no pass runs and no kernel: each `nn.Linear` calls the

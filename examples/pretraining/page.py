@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results that are kept: a row a run, and the pages of tables made of them.
 
 gaps.json, tables.md       runs from fresh weights

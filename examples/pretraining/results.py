@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table and the curves of a folder of runs, made again whenever one more has finished."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is compared: recipes with their options, under the names that tables and files use."""
 
 from __future__ import annotations

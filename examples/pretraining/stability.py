@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One seed, trained in several ways that should be one: where and by how much they differ.
 
     compiled  by Inductor, in one go

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents out of files and folders, and the tokenizer that is trained on them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
 # The texts of the second corpus of examples/pretraining/README.md: Debian 12's documentation and the
 # sources of Python packages, at fixed versions.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the loop is the bottleneck: its tokens/s over those of the bare compiled step.
 
 The bare step is forward, backward, clipping and the optimizer on one batch that stays on the

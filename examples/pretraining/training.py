@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop: one run, from a seed to its result.
 
 As in the Quartet II paper (arXiv 2601.22813): fp32 masters under bf16 autocast, AdamW(0.9, 0.95),

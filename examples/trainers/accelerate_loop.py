@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop of one's own with accelerate: compile the model, then let accelerate prepare it.
 
 Accelerator(dynamo_backend=...) takes only the names that accelerate lists, so it stays unset.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer on real text: a Llama of `examples/pretrain.py` on a corpus it built.
 
     python examples/trainers/hf_pretrain.py --corpus corpus/ --recipe quartet2 --size 100m

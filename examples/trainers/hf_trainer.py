@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer: compile the model before the Trainer gets it, and change nothing else.
 
 TrainingArguments(torch_compile_backend=...) takes only the names that accelerate lists, so it stays

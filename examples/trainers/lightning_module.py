@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: compile the network inside the LightningModule, where it is made.
 
 The checkpoint has the plain network's names, since Module.compile wraps nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A matmul call with its arguments by name, and the graph that it stands in."""
 
 from __future__ import annotations

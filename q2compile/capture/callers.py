@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a function that is given to torch.compile calls its models: ``student``, ``teacher``.
 
 A model that is compiled itself needs no such name. A function that runs two does, if both have an

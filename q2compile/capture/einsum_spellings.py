@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.einsum of an activation and a parameter: in which equations it is a linear.
 
 x [..., K], w [N, K]                "btk,nk->btn", in any order of the letters          linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matmuls with a weight for each group of rows: in which calls the experts of a mixture come.
 
     x [T, K] by groups, w [E, K, N]        torch._grouped_mm(x, w, offs)             grouped_linear

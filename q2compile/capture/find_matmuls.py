@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find every matmul of a Dynamo graph, and say of each what it multiplies.
 
 A matmul of activation × parameter, however spelled (`spellings`), is brought to one form, `Matmul`:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only look at Python frames. Nothing is written to a frame, and nothing that it holds is kept.
 
 Two kinds of frames are read while a graph is compiled:

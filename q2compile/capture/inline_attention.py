@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nn.MultiheadAttention is one opaque call in Dynamo's graph, and nn.TransformerEncoderLayer too
 when it evaluates; their projections are linears all the same.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a matmul in a Dynamo graph is: activation × parameter in one form, or left with a reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Absolute module names for the matmuls of a Dynamo graph, by parameter identity.
 
 Dynamo names modules relative to the frame it compiles: after a graph break, with FSDP2 or per-block

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a module, read where ``torch.nn.Module`` keeps them.
 
 A model may override ``named_parameters`` or ``named_modules``, define ``__bool__``, ``__len__`` or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What q2compile notes on the nodes of a graph."""
 
 # Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which matmul is a router: one whose result chooses experts."""
 
 from __future__ import annotations

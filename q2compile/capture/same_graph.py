@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which equal modules Dynamo runs with one graph.
 
 When the compiled frame is not the whole model's, Dynamo takes parameters as inputs and runs every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The spellings of a matmul: for each, what its arguments are called, and whether it is taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which nodes are their first argument, seen or stored otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Inductor's caches have to know of us: our sources."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile a rewritten graph: AOTAutograd, the passes, and Inductor or none."""
 
 from __future__ import annotations

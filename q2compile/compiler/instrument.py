@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who compiles a graph twice, once to record what it computes."""
 
 from __future__ import annotations

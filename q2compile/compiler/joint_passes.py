@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The joint passes in Inductor's slot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cut of a joint graph, where the codes of weights, or their scales, are kept or made again by
 their memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the rows of the pass table, for joint and post-grad graphs alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The post-grad passes in Inductor's slot. It holds one pass, since torch 2.11 takes no list."""
 
 from __future__ import annotations

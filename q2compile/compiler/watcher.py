@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is told of a graph on its way through the compiler."""
 
 from __future__ import annotations

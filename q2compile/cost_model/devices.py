@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs by their data sheets, what share of that kernels were measured to reach, and what a call
 costs the host.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a layer under a recipe, beside BF16's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of a CUDA quantizer: what it moves, launches and issues for an element of its operand.
 
 The launches are asked of what launches them (runtime_kernels/cuda/quantize/plan.py). Instructions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a linear layer costs under a recipe and in BF16, by data sheet: bytes, FLOPs, time.
 
     shape [T, N, K]: y[T, N] = x[T, K] wᵀ; for E experts w is [E, N, K] and T counts all rows

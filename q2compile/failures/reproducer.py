@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A failure as a Python file that builds the graph again and runs the stage that failed on it.
 
 One line a node: its name, what it calls, its arguments, and dtype, shape and strides of its value.

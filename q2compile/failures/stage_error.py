@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a stage of q2compile raises: what the user is told, and how the graph runs all the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2::linear` and its kin for experts: the three GEMMs of a recipe under autograd. May import
 recipes, runtime_kernels and torch_internals.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autocast as torch's own linear meets it, and a region without; meta, say, knows no autocast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear layer whose three GEMMs are computed as a recipe says, under autograd.
 
 Shapes: x [..., K], w [N, K], bias [N], y and dy [..., N]; T is the product of the leading sizes.

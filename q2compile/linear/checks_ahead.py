@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-checks that a graph's kernels need on a new machine, begun before a pass asks for them.
 
 A check compiles what it launches, half a second each, and the first step would wait for one after

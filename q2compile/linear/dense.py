@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops q2::linear and q2::quantize_weight.
 
 They are CompositeImplicitAutograd: AOTAutograd traces through them into an autograd.Function made

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers with a weight for each group of rows: the experts of a mixture.
 
 Three ops, CompositeImplicitAutograd like `q2::linear`, and one autograd.Function behind them. E

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2::linear` on DTensors: tensor, sequence and data parallel layers, each rank its own part.
 
 Shapes: x [..., K], w [N, K], bias [N], y [..., N] are the whole tensors; every rank computes the

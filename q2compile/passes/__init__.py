@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes over FX graphs. May import runtime_kernels and torch_internals.
 
 PASSES lists all of them in the order in which they run. A pass is a function ``xxx_pass(graph) ->

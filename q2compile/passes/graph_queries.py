@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions that several passes ask of an FX graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a graph holds, moment by moment: a model of its memory before it is lowered.
 
 A moment is the running of one node. Alive are the storages that were made before it or by it and

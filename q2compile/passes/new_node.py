@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes that a pass puts into a graph, with the fakes of what they are given."""
 
 from __future__ import annotations

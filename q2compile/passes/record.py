@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pass did, for dumps and reports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a graph must look like before and after the passes. Breaking it is silent in the loss, so it
 is an error here: two operands of a GEMM with different signs give a gradient that is noise."""
 

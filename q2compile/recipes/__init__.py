@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The format of each GEMM, as data, and which module gets which. May import
 runtime_kernels.numerics.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of the options ``recipe`` and ``policy``, for type checkers. `resolve` checks values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy: which module gets which recipe.
 
 A policy is an ordered list of (pattern, recipe); the last match wins, as in .gitignore. A pattern

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every published recipe, on one screen (`recipe` has what they are made of)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes: what each of a linear layer's three GEMMs is computed in. A recipe is data.
 
 Shapes: x [T, K] activations, w [N, K] weight, dy [T, N] gradient of the output.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the value of an option to a recipe that can be computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What q2compile says by itself, without a dump or a report: to Python's logging, and to the trace
 that tlparse reads.
 

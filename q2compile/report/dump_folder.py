@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps: every stage of every graph as text, one folder a graph.
 
 graphs/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`expect`: an error instead of a training in high precision that nobody noticed."""
 
 from __future__ import annotations

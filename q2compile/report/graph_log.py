@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is noted of one Dynamo graph on its way: the dump, the reports, and what `strict` checks."""
 
 from __future__ import annotations

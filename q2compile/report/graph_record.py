@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One graph's stages as named texts: the files of its dump, or the same in memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels a matmul's three GEMMs run on this device, found by a dry run on fake tensors."""
 
 from __future__ import annotations

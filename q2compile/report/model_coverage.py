@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a model has reached the backend, and what has not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text for a stdout that may know less than Unicode, where Python's print would raise for "×"."""
 
 from __future__ import annotations

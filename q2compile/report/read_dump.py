@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's folder read back: a dump's rows, notes and graphs, what the run was, a comparison."""
 
 from __future__ import annotations

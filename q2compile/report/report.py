@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report: one row for every matmul, taken or not and why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One matmul of a report, and how it is written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run was: versions, commit, device, date, command, options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward graph keeps for its backward, by matmul."""
 
 from __future__ import annotations

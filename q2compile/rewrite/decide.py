@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done with a matmul: the policy's word, the cost model's, and what one graph can keep."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put `q2::linear`, or its kin for experts, in the place of one matmul.
 
 before                                             after

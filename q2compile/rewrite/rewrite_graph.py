@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewrite the matmuls of a Dynamo graph to `q2::linear`, as the policy says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs that several calls share. The body of a torch.compiler.nested_compile_region serves every
 layer that calls it, and what is rewritten for one layer would be rewritten for all.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The option ``telemetry``: what quantizing does to each operand, recorded while a model trains.
 
     begin        whether a graph is recorded

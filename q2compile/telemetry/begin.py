@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a graph is recorded; nothing of the recording is loaded where none is."""
 
 from __future__ import annotations

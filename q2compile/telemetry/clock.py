@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which training step it is.
 
 A step ends when an optimizer steps that holds a parameter of a recorded graph. What steps before

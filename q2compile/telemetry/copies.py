@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a device to the host, without waiting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What telemetry puts into a compiled graph: after all passes, on the graph that Inductor lowers.
 
 before                                         after, in a recording graph

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder for a rewritten Dynamo graph."""
 
 from __future__ import annotations

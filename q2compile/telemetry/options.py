@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The option ``telemetry``, parsed strictly."""
 
 from __future__ import annotations

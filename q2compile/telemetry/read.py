@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of a folder, for the report's page."""
 
 from __future__ import annotations

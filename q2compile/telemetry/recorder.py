@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The telemetry of one compiled graph: which of its two variants a call runs, and what becomes of
 what that notes.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first NaN or Inf: looked for in the marks of the last steps (`ops.note`), of all graphs
 together.
 

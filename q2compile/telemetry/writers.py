@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records in forms that other programs read: CSV and TensorBoard's events."""
 
 from __future__ import annotations

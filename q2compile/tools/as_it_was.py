@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that was run to learn something of it, and is afterwards what it was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile doctor --clear-cache`: delete what q2compile keeps on disk between processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The console script ``q2compile``: a command is a module with a ``main(argv) -> exit status``."""
 
 from __future__ import annotations

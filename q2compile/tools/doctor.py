@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine can run: devices, versions, kernels, cubins, and a self-check of each kernel.
 
     q2compile doctor [--no-check]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`explain`: what the backend would do with a model, as a report."""
 
 from __future__ import annotations

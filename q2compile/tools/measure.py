@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the matmuls of a report take on this machine, each alone, beside BF16."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantizers as plain functions, on any device: `quantize(x, scheme)` and back.
 
     q = q2compile.quantize(x, "nvfp4_46")

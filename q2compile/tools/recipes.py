@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subcommand `q2compile recipes`: every name that a recipe or a policy may have in it."""
 
 from __future__ import annotations

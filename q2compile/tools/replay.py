@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the files of `reproducer` call: a graph built line by line, and the stages to run on it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `q2compile report`: what a run left, as one HTML page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The counters of the option ``seed``, to be saved and restored with a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AOTAutograd: compiling without Inductor, and which of its graphs is which."""
 
 from __future__ import annotations

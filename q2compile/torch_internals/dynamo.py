@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamo: what its graphs carry, what it raises, and copies of its graphs."""
 
 from __future__ import annotations

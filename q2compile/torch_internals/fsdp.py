@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2's records of the parameters that it shards, and what else than values it can gather.
 
 FSDP2 gathers what a sharded tensor's method ``fsdp_pre_all_gather`` returns, and hands the result

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inductor: compiling with settings of our own, its options, and its slots for passes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replacements for what Inductor works out again for every kernel, or every operation of one.
 
 A quantizer that fuses with its producer is a dozen of Inductor's kernels. So a graph with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jagged nested tensors: batches of sequences, each of a length of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a node of a graph comes from: the lines of the model's source, and Dynamo's node."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizers hold a parameter, and how often they have stepped.
 
 torch offers a step hook for one optimizer and one for all optimizers of the process. Dynamo traces

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cuts a joint graph into forward and backward: torch's partitioner, its place, and what the
 one saves for the other."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every replacement of a torch attribute that q2compile makes, in one table, and their scope.
 
 A replacement is in force while a graph with q2 ops is compiled, in the thread that compiles it:

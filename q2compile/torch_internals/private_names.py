@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes and tables of torch that have no public name and are used as they are."""
 
 from torch._subclasses import FakeTensor as FakeTensor

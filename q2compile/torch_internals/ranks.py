@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This process among those of a training run: torch.distributed's answer while it is initialized,
 else torchrun's environment, which is there before and after."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds the memory of a tensor, and which tensors share it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which versions of torch were tested, and the warning about any other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's structured trace, which TORCH_TRACE=folder writes and tlparse shows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters are merged into a weight.
 
 PEFT (``merge_adapter``, ``unmerge_adapter``) and loralib (``train``, ``eval``) add an adapter's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
 
 Without it every forward quantizes every weight: in each micro-batch of an accumulated gradient, and

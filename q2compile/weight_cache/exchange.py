@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks tell each other of their sharded weights, in one collective for each forward.
 
 Ranks that gather different things hang, or read each other's bytes wrongly. So codes are gathered

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gather_codes`: FSDP2 gathers the codes of weights, and not their values."""
 
 from __future__ import annotations

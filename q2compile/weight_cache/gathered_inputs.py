@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph that takes the codes of sharded weights as inputs, as FSDP2 gathers them.
 
 As under ``cache_weights`` (`graph_inputs`): the graph has further inputs, and what calls it brings

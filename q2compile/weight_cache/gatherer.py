@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks of `gather_codes` on a model, and whether all ranks have them.
 
 A rank learns what others did without a collective, from the store that their process groups were

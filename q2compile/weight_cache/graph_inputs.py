@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph that takes the codes of its weights as inputs, and the call that brings them."""
 
 from __future__ import annotations

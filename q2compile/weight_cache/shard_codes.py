@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codes of a shard, as they are among the codes of the whole weight.
 
 A weight w [N, K], or a stack of experts [E, N, K] that is quantized as [E * N, K], is sharded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One parameter under FSDP2 whose codes may be gathered in the place of its values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels for NVIDIA GPUs, behind the ops. Imports ops, numerics and the registry.
 
 jit/            a .cu file and its defines -> a cubin -> a launch

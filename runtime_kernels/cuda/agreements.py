@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """That a kernel agrees with the reference on a GPU like this one, kept on disk beside the cubins:
 an empty file a check, named by a hash of the check, the device, the versions and the sources.
 

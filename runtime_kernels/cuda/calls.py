@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of ops that are launches of our own kernels, worked out once for each kind of operands.
 
 A kernel of the registry made by `launching` is a function from an op's arguments to a Call: which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the self-checks of CUDA kernels send through them: arguments of each op, on the CPU, for a
 scheme; of a quantizer for a variant (ops/table.py).
 """

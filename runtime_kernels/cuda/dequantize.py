@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::dequantize on CUDA (dequantize.cu), also the first half of the emulated GEMM."""
 
 import functools

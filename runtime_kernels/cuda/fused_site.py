@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of q2::quantize in generated code that compute their operand: as site.py's, with
 what the operand is computed from in the operand's place. Two that compute theirs from one read are
 one call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::masked_unrotate on CUDA, the backward of QuEST: masked_unrotate.cu."""
 
 import functools

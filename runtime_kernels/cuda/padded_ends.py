@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::padded_ends on CUDA: padded_ends.cu."""
 
 import functools

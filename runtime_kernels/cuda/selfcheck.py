@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small tiles through each CUDA kernel, compared with the torch reference on the CPU.
 
 Quantizing kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,

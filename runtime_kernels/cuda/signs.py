@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::signs on CUDA: signs.cu."""
 
 import functools

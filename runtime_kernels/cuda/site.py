@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of q2's ops in generated code, which enqueue launches past the dispatcher.
 
 Generated code makes a Site when it is loaded and calls it with tensors:

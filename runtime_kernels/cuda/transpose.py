@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::transpose on CUDA (transpose.cu): nvfp4's weight, which dgrad re-uses."""
 
 import functools

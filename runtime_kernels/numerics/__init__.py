@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What 4-bit numbers are: torch alone, obvious before fast. Imports nothing else of the project.
 
 schemes.py, transforms.py     what an operand can be, as data

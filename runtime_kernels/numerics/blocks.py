@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of one operand, as the rounding rules of nvfp4.py and mxfp4.py see them.
 
 Tiles are [n, w, lanes], a block in each column of w = 16 or 32 (layout.py). The rules are the law

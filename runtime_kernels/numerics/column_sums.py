@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of the columns of a matrix in fp32, in the order in which the rotating quantizers make them
 on their way (cuda/csrc/rotate_quantize.cu, cuda/csrc/include/sums.cuh).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of which every device needs one, for who counts launches (statistics.py).
 
     make(device)                        before the first call that may be captured

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding to the small formats: e2m1, e4m3, e8m0, and scales of 4 significant bits.
 
 All inputs are fp32. Nearest means nearest even. e2m1 is {0, .5, 1, 1.5, 2, 3, 4, 6} and signs: one

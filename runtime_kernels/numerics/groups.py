@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows in groups, the tokens of experts, moved apart to whole chunks: where rows are contracted,
 no block and no rotation may mix two groups. Few rows of a plain linear are one group.
 

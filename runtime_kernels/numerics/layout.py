@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where elements lie: shapes of quantized tensors, packing, and the tiles that the reference
 computes on.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding rules of MXFP4: e2m1 codes in blocks of 32, e8m0 scales (powers of two), no second
 level.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding rules of NVFP4: e2m1 codes, e4m3 block scales, an fp32 global scale.
 
     exact   g = amax / (vmax * cap); s = e4m3(largest / vmax / g); r = (1/g) / s; code = e2m1(x * r)

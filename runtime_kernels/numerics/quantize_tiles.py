@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From fp32 tiles to a quantized operand, for either format: what the references of the ops
 share."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers that codes stand for, but for the global scale: of codes, or of what is rounded to
 them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of quantization schemes: what one quantized operand is, as data.
 
 A quantized tensor of logical shape [M, K] stands for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds from a counter: the option ``seed``, in place of torch's default generator.
 
 Seed n of key k is output n of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What quantizing did to an operand, in numbers: the statistics that telemetry records.
 
     sums(values, turn, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout in which Blackwell's tensor cores read block scales: tiles of 128 rows x 4 blocks.
 
 Scale (row, block) of a padded [128 a, 4 b] matrix of bytes lies at

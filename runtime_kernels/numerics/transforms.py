@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotations of the contraction dimension: y = H (x * D), in chunks of a fixed size.
 
 H is the Sylvester-Hadamard matrix over sqrt(size), D a diagonal of signs, the same for every chunk

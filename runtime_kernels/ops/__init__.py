@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of namespace q2, one a file: schema, fake, and the torch reference, which is the law for
 every other kernel. Imports numerics and the registry.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::amax(x): the largest magnitude of a tensor.
 
 The one op that is meant to decompose: as plain aten it fuses into whatever produces x, a norm or an

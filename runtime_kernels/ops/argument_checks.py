@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the ops' callers, raised alike by the real op and by its fake."""
 
 import torch

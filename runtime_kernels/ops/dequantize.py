@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::dequantize: the numbers that a quantized matrix stands for.
 
     dequantize(codes [M, Kp/2], scales, global_scale?, scheme, cols, dtype) -> [M, cols]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pass fuse_rotations and the lowerings of one graph both know."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gather_rows: rows of a quantized matrix, each as often as it is named.
 
     gather_rows(codes uint8 [M, Kp/2], scales [M, blocks], rows [R])

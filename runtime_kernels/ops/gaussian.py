@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scheme does to Gaussian data: the measure for the errors of real operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm: the product of two quantized matrices, A B^T.
 
     gemm(a_codes [M, Kp/2], a_scales, a_global, b_codes [N, Kp/2], b_scales, b_global?, bias [N]?,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm_masked_unrotate: a product that q2::masked_unrotate reads, and that.
 
     gemm_masked_unrotate(a_codes [M, Kp/2], a_scales, a_global, b_codes [Np, Kp/2], b_scales,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::grouped_gemm: the products of quantized operands, with a weight for each group of rows.
 
     grouped_gemm(a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs [E], a_scheme,

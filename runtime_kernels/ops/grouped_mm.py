@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::grouped_mm: a matrix product for each group of rows, in the operands' own precision.
 
     grouped_mm(a [T, K], b [E, K, N], offs [E]) -> [T, N]      rows of group e times b[e]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::masked_unrotate: the backward of quantize with a mask, straight through the rounding.
 
     masked_unrotate(grad [M, Kp], mask uint8 [M, Kp/8], transform) -> [M, Kp]

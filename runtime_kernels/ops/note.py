@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Out of a graph, without leaving it: how telemetry hears of what a graph computes.
 
     mark(codes, scales) -> 0-dim     shows whether an operand has a NaN or Inf

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::padded_ends: where groups of rows end once each is padded to whole chunks of 128.
 
     padded_ends(offs int32 [E]) -> int32 [E]

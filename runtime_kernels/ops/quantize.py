@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::quantize: rounds a matrix to a 4-bit format, along its rows, along its columns, or both.
 
     quantize(x [M, K], *, scheme, transform="none", rowwise, columnwise, amax=None,

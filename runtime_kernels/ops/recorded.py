@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of what rounding did to an operand, for telemetry.
 
     quantize(..., recorded=True), requantize(..., recorded=True)

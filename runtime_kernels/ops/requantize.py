@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::requantize: a saved operand, quantized again along its other dimension, for a GEMM of the
 backward pass.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds of random bits, and where they come from.
 
     seed(anchor, salt, key=None) -> int64, 0-dim

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::signs: the diagonal of a randomized Hadamard transform, as the rotating quantizers draw it.
 
     signs(seed int64 0-dim, transform) -> fp32 [size], +1 and -1

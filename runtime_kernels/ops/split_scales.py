@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::split_scales: what the codes of each block are worth, split into an e4m3 scale for the block
 and a power of two for the tensor.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the quantizing ops are: one row for each, and a call of one, described by its arguments.
 
 Every question about a quantizing op is asked here, by passes, lowerings, kernels, self-checks,

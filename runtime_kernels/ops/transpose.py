@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::transpose: the same numbers with the contraction on the other dimension, for 16x16 blocks.
 
     transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled)

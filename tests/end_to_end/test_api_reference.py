@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make docs` has every public name, with its text."""
 
 from __future__ import annotations

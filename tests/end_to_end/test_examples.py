@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples run as a user runs them, and their numbers are right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random small graphs, policies, shapes and strides (hypothesis): what runs without q2compile runs
 with it, and with every policy bf16 the results are the same bits.
 

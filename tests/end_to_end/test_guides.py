@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README, CONTRIBUTING and the guides: every block and every command in them is run, or checked as
 far as that is possible here. `BLOCKS` and `PROGRAMS` say how, kind by kind; a kind that is in
 neither fails."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs inside of graphs train: branches, loops, checkpoints in branches. Their backwards are
 graphs that no name tells from a forward."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the machine and of what is read from it: each ends in a clear message or in the right
 result. Compilers, GPUs, folders, caches, files with hostile content."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unmodified models: one training step of each under the backend, beside the model's own.
 
 How many matmuls with a weight a model has, how many of them are taken and why the others are not is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inductor's modes on a GPU: CUDA graphs whose replays draw fresh coins, searched tiles, symbolic
 sizes, and a process that has compiled no kernel yet. Losses and gradients agree in all of them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process in which q2compile has trained a model is, for all else in it, as one without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One token with a NaN or Inf in a batch of eight: the others' rows are those of the batch without
 it, in the forward and in dX; gradients of weights show it (numerics/blocks.py)."""
 

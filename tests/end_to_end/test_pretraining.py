@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop of examples/pretraining: resumed to the bit, alike for all runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Branched runs of examples/pretraining: stems, variants that go on from them, their pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What examples/pretraining trains on: token files, batches, and their way to the device."""
 
 from __future__ import annotations

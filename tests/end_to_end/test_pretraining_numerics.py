@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What examples/pretraining says of numerics: the oracle run, stability, the error of operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What examples/pretraining compares: runs, gaps, tables, the queue over devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guide "What q2compile changes in your process": each row of its tables is what the sources
 do, and nothing that they do is missing."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is published: versions agree, and the sdist has what its documents link."""
 
 from __future__ import annotations

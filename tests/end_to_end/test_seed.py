@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The option ``seed``: random bits from a counter of q2compile's own."""
 
 import pytest

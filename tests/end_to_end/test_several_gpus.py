@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torchrun examples/train_llama.py`, by DDP, FSDP2 and tensor parallel, against one process."""
 
 from __future__ import annotations

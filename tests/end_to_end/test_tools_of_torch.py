@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Things of torch used together with the backend: jagged tensors, Inductor's freezing and its
 nan_asserts, export, compile in compile, torch.func, anomaly mode."""
 

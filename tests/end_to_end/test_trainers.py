@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples of examples/trainers, with real trainers, and torchtitan's way to call a backend."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops people train with, each around an unmodified model: what a loop may do between and
 around steps, and what must come out the same. How the model is compiled: test_ways_to_compile."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a model is compiled for training: whole, in one graph or several, per block, with dynamic
 shapes, under torch.func and torch.export. Loops around it are in test_training_loops."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Libraries that train a model of theirs: each by the lines of examples/trainers/README.md, tiny,
 and without a file from a hub. `make test-integrations` runs them in an environment that has the
 libraries; elsewhere those that are missing are skipped.

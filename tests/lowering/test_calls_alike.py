@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that are alike: how often the registry is asked, and that what is known of them changes no
 generated code."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantizers of rows in groups that compute both halves of their operand, the gradient of gate and
 up in a mixture of experts. The kernels run on a CPU (tests/support/emulation)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotating quantizers that compute their operand. The kernels run on a CPU
 (tests/support/emulation) for an H200 that is not there."""
 

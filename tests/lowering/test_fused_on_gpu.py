@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotating quantizers that compute their operand, on a GPU: against the same functions without
 fusion there, and against the reference."""
 

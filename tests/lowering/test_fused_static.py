@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine code of rotating quantizers that compute their operand: it compiles for every
 architecture, spills nothing that its sister without an expression does not, and takes as many
 instructions as the rule reckons with."""

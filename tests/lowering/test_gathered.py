@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes that are gathered, by the code that is written for an H200 that is not there: our kernels
 run on a CPU (tests/support/emulation), and what is Inductor's is in C++."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many kernels a linear launches, forward and backward, by recipe: counted in generated code
 (support/launch_counts.py).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of our kernels in generated code: buffers of Inductor's, and launches into them past the
 dispatcher. The kernels run on a CPU (tests/support/emulation) for an H200 that is not there."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantizer as Inductor's loops: the reference's bits, one kernel with its producer, and the
 instructions that a GPU would run."""
 

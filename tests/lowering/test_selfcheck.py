@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loops' self-check on a GPU that nobody knows, which here is the CPU: it runs in the midst of
 another compilation, once, and whatever fails in it leaves the work to a kernel."""
 

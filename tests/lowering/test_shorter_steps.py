@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of producers and the shorter ways that are taken in their place."""
 
 from __future__ import annotations

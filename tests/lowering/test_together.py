@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which quantizers wait for the next one, on graphs built by hand. What becomes of them is shown in
 test_launches.py and test_launch_counts.py."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend end to end. Most tests run the graphs with inner="eager"; those about Inductor and
 its caches compile."""
 

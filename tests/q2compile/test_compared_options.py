@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamo runs a graph again that an equal call of torch.compile compiled. Calls are equal only if
 their options mean the same now, whatever way the options came in."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options are parsed strictly: what came, what is allowed, the nearest right name."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of every wrong value and type (hypothesis): each is taken, or refused by a ValueError of
 ours that names the option, whatever way it came in.
 

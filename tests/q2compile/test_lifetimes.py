@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What compiled code, and the compilation itself, keep alive: what Inductor keeps, and no more."""
 
 import functools

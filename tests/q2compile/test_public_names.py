@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names, and what type checkers are told of the options: what `Config` takes."""
 
 from __future__ import annotations

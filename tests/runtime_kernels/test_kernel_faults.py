@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kernel that fails, wherever it does: the next one serves, the user is told once, and nothing
 else changes. On a CPU, with kernels made for it and GPUs that are not there."""
 

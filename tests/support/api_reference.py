@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make docs`: the API reference, from docstrings, by pdoc.
 
     python -m tests.support.api_reference [FOLDER]

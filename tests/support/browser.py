@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real browser for tests of pages: Debian's packages chromium and chromium-driver."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a refactoring changed what the compiler writes: the dumps of a fixed set of models, at
 two commits, compared file by file.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of `export` share: small models, and what is read back of a folder by others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hand-built graphs, as AOTAutograd's look after its partitioner, for the tests of passes."""
 
 import operator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the guides call `model`, `batches` and `optimizer`: a Llama's names, and nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many kernels a linear launches, counted in generated code for GPUs that are not there
 (emulation/inductor.py), where each Site says which it enqueues."""
 

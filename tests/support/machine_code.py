@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels whose machine code the tests read, and what it counted: a file for each NVRTC.
 
     python -m tests.support.machine_code

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocks, links and headings of a Markdown page, as GitHub shows them."""
 
 from __future__ import annotations

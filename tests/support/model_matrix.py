@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of `model_zoo`, one training step each under the backend beside the model's own.
 
     python -m tests.support.model_matrix [MODEL ...] [--inductor] [--write]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small instances, randomly initialized, of the models that people train.
 
 Each builder returns a model and the keyword arguments of one training step; the model returns its

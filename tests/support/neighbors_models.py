@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program: small models compiled by plain torch.compile, in a process in which q2compile has just
 trained a model, or in one without it. Writes the generated code and the results of each.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program: what a process with q2compile is like after models were trained in it, one with each
 recipe and each option. Writes the changes as JSON: by plain torch.compile, run once more than it
 takes to import everything, and by q2compile.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands with NaN and Inf, and where their quantized forms must be NaN (numerics/blocks.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow and plain: the small formats by their definition, for the tests of the fast ones.
 
 A grid is the sorted list of a format's non-negative values; index i is also its code, so that a tie

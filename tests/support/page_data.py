@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data in a page of q2compile."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps for tests of the report page: a small transformer, and the same with many layers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of telemetry and a comparison, for tests of the pages that show them."""
 
 import json

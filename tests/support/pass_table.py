@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass table of q2compile, with a row replaced for a test."""
 
 from __future__ import annotations

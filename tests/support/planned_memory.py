@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that a training step holds by Inductor's generated code: the code run on tensors
 without data, with kernels that do nothing.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU that is not there: which kernels would serve it, on fake tensors."""
 
 from __future__ import annotations

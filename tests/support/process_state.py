@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process consists of beside its own data: attributes of torch's modules and classes, the
 settings of Python's runtime, and torch's global settings. Compared before and after something ran.
 """

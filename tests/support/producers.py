@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes an operand of the backward, as functions of torch, with operands for each."""
 
 from __future__ import annotations

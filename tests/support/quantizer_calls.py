@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of q2's quantizing ops by the arguments that tests vary, in a fixed order.
 
 both(x, *seeds, "nvfp4_sr", "rht128")()              what the op returns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the sdist and the wheel of HEAD, and check both as a user installs them (`make release`).
 
     python -m tests.support.release [--missing fail|skip] [--pythons 3.10 ...] [--out dist]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of report pages, their size, and how long they take to open. No test: a tool.
 
     python tests/support/report_pictures.py --llama 32 --out runs/pictures

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the rewrite alone does to a model: its views, its biases, its graphs."""
 
 from collections.abc import Callable

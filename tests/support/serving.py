@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of a GPU that is not there, for passes alone."""
 
 from __future__ import annotations

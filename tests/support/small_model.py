@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A language model small enough for a test of a training loop, and what loops are compared by."""
 
 import torch

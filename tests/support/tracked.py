@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of this project: what a user has beside them is nobody's business."""
 
 from __future__ import annotations

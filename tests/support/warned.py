@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was said: the warnings of one kind among those that a test caught."""
 
 import warnings

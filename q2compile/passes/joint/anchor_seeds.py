@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds of gradients that are a constant: drawn in the backward all the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that are gathered are quantized before that: each once, however often it is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that are added up where a permutation says: gathered, and each sum made at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which operands are rows that were gathered from a matrix, asked of an FX graph."""
 
 from __future__ import annotations

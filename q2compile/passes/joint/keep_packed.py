@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under activation checkpointing: keep what is packed, compute again only what is not."""
 
 from __future__ import annotations

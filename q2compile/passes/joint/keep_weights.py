@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codes of some weights, or their scales: saved after all, in graphs that are already cut."""
 
 from __future__ import annotations

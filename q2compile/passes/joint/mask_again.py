@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a GEMM's result that are masked: the result is saved, and masked again."""
 
 from __future__ import annotations

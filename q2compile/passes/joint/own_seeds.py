@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds from a counter of q2compile's own, under the option ``seed``."""
 
 from __future__ import annotations

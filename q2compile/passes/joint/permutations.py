@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which indices are permutations, and what undoes them, asked of an FX graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A weight that the graph gathers is quantized before that: its codes are gathered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codes of the weights: from the parameter again in backward, instead of saved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which codes of weights, or which scales of theirs, stay for the backward under
 recompute_weights="auto"."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Concatenations that a rotating quantizer reads stand right before it."""
 
 from __future__ import annotations

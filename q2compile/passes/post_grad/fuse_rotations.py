@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotating quantizers that may compute their operand in the place of reading it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantizers brought together, so that they end in one launch."""
 
 from __future__ import annotations

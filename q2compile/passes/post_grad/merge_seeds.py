@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All seeds of a backward graph become one draw."""
 
 from __future__ import annotations

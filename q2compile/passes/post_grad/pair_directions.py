@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both quantizations of one gradient, along N for dgrad and along T for wgrad, from one read."""
 
 from __future__ import annotations

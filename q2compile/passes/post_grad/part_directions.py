@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gradient quantized along its rows, and along its columns when those have been multiplied,
 where both at once would be more memory than the step has at any other moment.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One quantization of what several matmuls share: x of q, k and v, x of gate and up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rotated copy of an activation for the wgrads of all the linears it fed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a bias from the read of dy that quantizes it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block scales written as the fp4 tensor cores read them, by the op that makes them."""
 
 from __future__ import annotations

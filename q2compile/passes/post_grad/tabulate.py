@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sines and cosines that many numbers share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QuEST's way back, masked and rotated, at the end of the GEMM that it follows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands made as the bf16 numbers that a bf16 GEMM reads, where a GPU has no fp4 tensor cores."""
 
 from __future__ import annotations

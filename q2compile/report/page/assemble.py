@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML file out of static files and data; opening it loads nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data of the report page, and the page.
 
 The page's data is a JSON document, in the element with the id "data":

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far the errors of a run's matmuls are from those of Gaussian data, and whose they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What hurts and what to do about it: a few sentences, made by rule from a run's figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The foot of a page: what the run was that it shows."""
 
 from __future__ import annotations

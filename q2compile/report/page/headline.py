@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report in one paragraph: what was taken, what was left, what it saves and what it costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that is measured: sizes, how calls are timed on it, and the report that is written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of quantizers and of the host that are timed: here, and by examples/benchmarks."""
 
 from __future__ import annotations

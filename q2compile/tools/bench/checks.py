@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two groups of `q2compile bench` that time nothing: self-checks and hashes of codes."""
 
 from __future__ import annotations

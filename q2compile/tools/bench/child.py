@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One group of `q2compile bench`, in a process of its own: a kernel that crashes or hangs takes
 this process with it and not the report.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes of what quantizers make of one input, which must be the same on every device.
 
 The input is made of integers, so its bits are the same everywhere, and kernels are defined to the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile bench`: measures and checks the machine it is on, in some minutes.
 
     q2compile bench [--only GROUP,...] [--out FILE] [--limit SECONDS] [--no-remember]

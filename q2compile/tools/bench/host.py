@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What q2compile takes of the host: a call in generated code, and a linear of a training step.
 
 Both are slopes over how many there are of them, taken in turns. On a machine that is busy with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block of a Llama in plain torch: what `q2compile bench` times where transformers may not be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """50 steps of a tiny model, beside the losses of the references on a CPU.
 
 Weights and data are the same on every device. Random bits are not, since each device has its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a report says of the machine: the device, versions, and the state of the GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `q2compile bench` measures, group by group: rows, each with what it is compared with and,
 where the cost model knows the device, with its prediction."""
 

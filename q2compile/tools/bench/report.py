@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of `q2compile bench`: a JSON object a line, flushed as each comes, so that a crash or
 a hang loses nothing of what was found before it.
 

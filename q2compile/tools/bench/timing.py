@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How things are timed here: on a GPU by events, things that are compared in turns.
 
 Kernels are captured into CUDA graphs of several calls over inputs that take turns and together are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of `compare`: bf16, the recipe, each of its GEMMs alone, each module alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `compare` measured, and the policy that follows from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matmuls whose recipe is chosen anew in every run, and that measure their own error on request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`export`: a trained model as an inference checkpoint of the codes that its forward multiplies.
 
     traced.py        which weights the backend takes, in which scheme and dtype

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Static scales of activations, of the largest magnitude seen in training or in calibration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codes of a weight, as its forward multiplies them, and common global scales.
 
 A loader that fuses q, k and v (or gate and up) keeps one global scale for all. Ours are powers of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON files beside the tensors: what loaders read of a folder, and a record of the export."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formats, as data: which tensors stand for a layer, under which names, and what the
 configuration says of them.
 

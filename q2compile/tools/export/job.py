@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an export is given, and what it returns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names and forms that loaders of Hugging Face models expect.
 
 transformers 5 keeps the experts of a layer in one parameter; checkpoints, and the loaders that read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the matrix of a matmul lies in its parameter.
 
 A matmul multiplies w [N, K], or w [E, N, K] for experts: a view of its parameter, or the parameter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights the backend takes, and how its forward quantizes each: asked of the code that
 compiles (`rewrite.planned`), in a forward of the model that quantizes nothing.
 """

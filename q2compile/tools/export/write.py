@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write what a trace found, layer by layer: no rank holds more than the layers that a loader fuses,
 and a file's tensors on rank 0.
 """

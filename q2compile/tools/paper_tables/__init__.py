@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile tables`: the papers' numeric tables that need no training, measured on this machine.
 
 schemes.py      what each 4-bit scheme does to N(0,1): error, effective bits, alignment

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subcommand `q2compile tables`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the recipes do to a linear layer's output and gradients, by `q2::linear`.
 
 The truth that a recipe's gradients are held to is the gradient of its *own* quantized forward, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables as text, CSV, JSON and a plot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published figures that `q2compile tables` prints beside its own.
 
 Quartet II is arXiv 2601.22813 v2 and its released code, Quartet is 2505.14669 v4. Errors are

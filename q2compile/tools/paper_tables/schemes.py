@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each scheme does to N(0,1)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scales and the global scale from what phase 1 left (rotate_quantize.cu), one value a block
 // instead of sixteen: the second phase of MS-EDEN (post-hoc range alignment) and of schemes whose
 // global scale is a power of two; and the global scale alone of mxfp4.

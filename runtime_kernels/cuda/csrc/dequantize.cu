@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers a quantized matrix stands for: (e2m1(code) * scale) * global_scale, rounded once.
 //
 //   codes         u8 [M, Kp/2], even element in the low nibble

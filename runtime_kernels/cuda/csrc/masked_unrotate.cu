@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backward of QuEST's quantizer: the gradient where its rounding did not clip, rotated back in
 // chunks of 32 (H without signs, which is its own inverse).
 //

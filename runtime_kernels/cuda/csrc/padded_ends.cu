@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where groups of rows end once each is padded to whole chunks (numerics/groups.py:padded_ends).
 //
 //   ends  s32 [groups], ascending

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The largest of numbers that are not negative, by parts, but for NaN: what align_scales.cu wants to know
 // of its worths.
 //

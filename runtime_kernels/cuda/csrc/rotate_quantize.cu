@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rotation and quantization of a matrix along its rows, along its columns, or both from one read.
 // Behind q2::quantize and q2::requantize, for the schemes that it has. What is left to do then is
 // align_scales.cu's.

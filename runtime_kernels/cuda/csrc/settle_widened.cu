@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The second phase of rotate_quantize.cu with Q2_WIDENED, where that made numbers from worths
 // (widened.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
 // made again. Mostly there are none, which the smallest worth shows, and nothing is read.

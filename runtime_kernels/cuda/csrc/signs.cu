@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The diagonal of a randomized Hadamard transform (numerics/transforms.py:signs_of): of one Philox
 // block bit j % 32 of word j / 32 is set where sign j is -1.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scales into the layout that Blackwell's tensor cores read: tiles of 128 rows x 4 blocks
 // (numerics/swizzle.py).
 //

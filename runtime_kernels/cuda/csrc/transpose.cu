@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // q2::transpose: codes of 16x16 blocks and their scales, with the contraction on the other dimension.
 //
 //   codes   u8 [M, Kp/2], even element in the low nibble        scales  e4m3 [ceil(M/16), Kp/16]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zeros in the rows of no group of a grouped product: what torch._grouped_mm leaves as it was.
 //
 //   ends  int32 [groups], of the groups; the rows of no group begin at the last of them

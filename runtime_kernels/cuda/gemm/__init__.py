@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm on CUDA, by three kernels, and its grouped kin. Imports jit, dequantize, selfcheck, ops,
 numerics, registry.
 

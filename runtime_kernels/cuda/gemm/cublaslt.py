@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuBLASLt's products of scaled operands, called by ctypes: A B^T * alpha + bias, rounded once.
 
 torch.nn.functional.scaled_mm calls the same function, and this is for what it leaves open (read in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm on fp4 tensor cores by cuBLASLt: nvfp4 alone, which is all that it multiplies.
 
 A launch for the GEMM, which applies the product of the two global scales and adds a bias of the

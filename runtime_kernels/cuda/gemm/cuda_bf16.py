@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm as a product of two bf16 matrices by cuBLAS.
 
 Exact but for the order of the sums: code * scale has 6 significant bits, and a power of two as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::grouped_gemm as one grouped product of bf16 matrices: no loop over the groups, and nothing
 that waits for the device.
 

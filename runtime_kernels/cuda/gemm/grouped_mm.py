@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::grouped_mm on CUDA: torch's grouped product of bf16 matrices, which reads the ends of the
 groups on the device, and zeros in the rows of no group (zero_rows.cu).
 """

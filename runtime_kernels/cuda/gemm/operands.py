@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GEMM kernels ask of their operands, as reasons in words, and what they do at the end."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel of q2::gemm was the fastest on a device, as `q2compile bench` measured it there, and
 which of cuBLASLt's algorithms.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block scales as the fp4 tensor cores read them: the 32x4x4 layout (numerics/swizzle.py).
 
 Quantizers write them so for operands that only GEMMs and requantizations read (pass

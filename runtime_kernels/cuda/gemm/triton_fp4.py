@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm and q2::gemm_masked_unrotate by tl.dot_scaled (triton_kernel.py): fp4 tensor cores in
 one launch, nvfp4 and mxfp4."""
 

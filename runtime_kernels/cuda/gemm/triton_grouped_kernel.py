@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::grouped_gemm in Triton: tl.dot_scaled as in triton_kernel.py, for a weight for each group of
 rows. The ends of the groups stay on the device, and nothing loops over groups on the host.
 

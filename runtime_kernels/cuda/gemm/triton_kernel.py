@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm in Triton: tl.dot_scaled, which is one tensor-core instruction on 4-bit operands on
 Blackwell (tcgen05 with block scales on 10.x, mma with block scales on 12.x).
 

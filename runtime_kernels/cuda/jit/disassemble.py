@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the machine code of a cubin: which instructions, how many, in which loops.
 
 For tests and benchmarks; needs nvdisasm (pip install nvidia-cuda-nvdisasm), no GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading a cubin onto a device, and launching it on a stream.
 
 A kernel takes one struct by value. Its fields are written once into a buffer, with Python's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a .cu file to a cubin: NVRTC, and a cache on disk.
 
 The sources include no CUDA header, so that NVRTC alone compiles them: no toolkit, no host compiler,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantizers on CUDA. Imports jit, selfcheck, ops, numerics and the registry.
 
 quantizers.py         quantize, requantize

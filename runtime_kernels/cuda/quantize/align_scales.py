@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variants of align_scales.cu and settle_widened.cu, which end what rotate_quantize.cu began; and
 how one launch of them ends several calls at once."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of q2::quantize whose operand is computed in the kernel. Two calls whose operands are made
 from the same tensors can be one, which reads those once. The same kernel computes and quantizes
 both halves of the operand of a call in groups.

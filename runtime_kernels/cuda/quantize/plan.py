@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call of the quantizers launches.
 
 Two launches a call: rotate_quantize.cu makes the codes, align_scales.cu what has to wait for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An expression that makes a matrix, number by number, or two of one size at once: what
 rotate_quantize.cu computes in the place of reading its operand (lowering/producers.py makes it of
 loops of Inductor's).

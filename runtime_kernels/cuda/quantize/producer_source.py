@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Producer as CUDA: producer.cuh, included where rotate_quantize.cu computes its operand.
 
     struct Producer { const void* input0; ...; long long s0; };

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::quantize and q2::requantize on CUDA: rotate_quantize.cu, in the calls of plan.py.
 
 Seeds stay on the device, so that a captured CUDA graph draws fresh random bits at every replay. So

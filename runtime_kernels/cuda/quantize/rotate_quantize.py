@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variants of rotate_quantize.cu: sources, schemes, rotations, directions."""
 
 import functools

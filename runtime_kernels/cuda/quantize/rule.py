@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules that rotate_quantize.cu rounds by."""
 
 from enum import IntEnum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::split_scales on CUDA: the largest worth by parts (partial_max.cu), then align_scales.cu."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that end in one launch; that of quantizers also multiplies their global scales.
 
 apart      rotate x, align x, rotate w, align w, product of the global scales, GEMM

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP and FSDP2 on 2 ranks, each with half of the batch."""
 
 from __future__ import annotations

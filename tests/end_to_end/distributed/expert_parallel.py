@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts on 2 ranks, each with half of the experts and half of the tokens, as
 torchtitan does it: tokens to the ranks of their experts and back, FSDP2 in mixed precision for the
 rest, blocks checkpointed, and the experts compiled inside of that."""

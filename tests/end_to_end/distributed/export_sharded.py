@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile.export` of sharded models on 2 ranks."""
 
 from __future__ import annotations

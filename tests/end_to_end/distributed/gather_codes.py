@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 with `q2compile.gather_codes`, and the same training without it, on 2 or 4 ranks.
 
 A scenario is a function of ``attach``, which is gather_codes or nothing. Both runs are recorded to

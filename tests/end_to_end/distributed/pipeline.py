@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two pipeline stages, each a compiled module, on 2 ranks."""
 
 from __future__ import annotations

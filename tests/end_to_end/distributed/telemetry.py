@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 and tensor parallel on 2 ranks, with telemetry and without."""
 
 from __future__ import annotations

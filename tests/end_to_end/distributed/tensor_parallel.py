@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor and sequence parallel on 2 ranks, and with FSDP2 around it on 4."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP, FSDP2, tensor, sequence and pipeline parallel: gloo ranks against one process.
 
 The workers in this folder train the same small model on the same batches from the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallel with FSDP2, mixed precision and checkpoints (expert_parallel.py): the gradients
 of two ranks against those of one process in fp32."""
 

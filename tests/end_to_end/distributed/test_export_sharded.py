@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded models are exported by all ranks together: the file of one process, byte for byte where
 the forward quantizes whole weights, part by part where tensor parallelism cuts them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile.gather_codes` (gather_codes.py): the same training to the last bit, and fewer bytes.
 
 All forms, four minutes on two cores (with 4 processes HSDP, tensor and expert parallel):

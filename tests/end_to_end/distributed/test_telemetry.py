@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Telemetry on several ranks: a file each, the same training, no collective more."""
 
 from __future__ import annotations

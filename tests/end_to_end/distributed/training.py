@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the workers and their test share: a small model, its training, and what is recorded of it.
 
 A worker runs under torchrun, as every rank, and writes one file a scenario and rank into the folder

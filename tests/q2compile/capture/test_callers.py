@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a function runs several models, names begin with what it calls each."""
 
 import functools

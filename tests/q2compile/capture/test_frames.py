@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A look at the variables of other functions changes nothing for them."""
 
 import sys

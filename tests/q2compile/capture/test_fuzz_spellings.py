@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every spelling with every number and form of operands: a node that can't be read is left alone,
 and one that torch can run is read."""
 

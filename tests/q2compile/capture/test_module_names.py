@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Absolute names by parameter identity, and a policy that one shared graph can't keep."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose own code must not run while their names are found, and what is left after that."""
 
 import copy

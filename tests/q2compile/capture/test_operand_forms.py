@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every product that capture knows, with its arguments by place and by name, and with every size of
 its operands that broadcasts: what torch accepts is taken, or left with a reason, and comes out the
 same, values, dtypes and gradients.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every spelling of activation × parameter is found, named, and computes the same numbers."""
 
 import operator

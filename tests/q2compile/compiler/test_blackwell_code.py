@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is generated for a Blackwell around its GEMMs, made without one (emulation/inductor.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's caches hold what is compiled, and tell options apart.
 
 A process takes many seconds to import torch and to compile: each compiles for several options, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each pass does to the code that Inductor writes for a GPU: the calls of the generated
 forward and backward, with the pass left out and with it.
 

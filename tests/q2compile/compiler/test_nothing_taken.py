@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph in which nothing is taken is Inductor's own: the same code by text, the same bits."""
 
 from __future__ import annotations

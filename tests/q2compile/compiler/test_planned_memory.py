@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a step by the code that Inductor writes for an H200: quartet2 and the others stay
 below BF16."""
 

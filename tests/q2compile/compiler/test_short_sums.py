@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over the experts of a token are computed as sums, and no reduction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost model by hand-made sums, the policy "auto", and the report's columns."""
 
 import re

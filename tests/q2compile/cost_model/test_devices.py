@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPUs that the cost model knows, by name, and the rates of their GEMMs."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launches that the cost model counts, against those of the code that is generated: a linear
 of each recipe, as on an H200 and as on a Blackwell."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the cost model predicts of the rows that were measured on an H200
 (examples/benchmarks/results): a change of the model that makes it worse fails here."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of q2compile raises, or is interrupted: the user gets the graph, the stage, a file that
 reproduces it, and the choice to go on without. Faults of the machine are in test_machine_faults."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which self-checks are begun before a graph is traced: those that its compilation asks for."""
 
 from __future__ import annotations

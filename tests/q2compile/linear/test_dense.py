@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2::linear` and its autograd: gradients of the quantized forward, what is saved, dtypes,
 bias.
 """

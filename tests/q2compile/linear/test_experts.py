@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts: however their matmuls are spelled, taken where the policy asks for them, and right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No two GEMMs of a graph draw the same random bits: each has a seed of its own, and its two
 operands different bits of it."""
 

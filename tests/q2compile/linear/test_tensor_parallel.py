@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which placements are taken, what the collectives are, and why the rest is left. Graphs alone: a
 fake process group of four ranks, of which this is the first; `test_distributed.py` has the numbers.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Concatenations before a quantizer: masks go to their parts, and one loop writes all of them."""
 
 from __future__ import annotations

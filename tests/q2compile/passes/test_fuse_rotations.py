@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which quantizers may compute their operand, and where it is said what became of them."""
 
 from __future__ import annotations

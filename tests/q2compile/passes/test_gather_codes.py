@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that are gathered several times are quantized once, before that: in every spelling, with
 every recipe, and not one bit is another."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantizers that stand alone, moved to those before them: which, and that no bit changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that are added up by a permutation are gathered: in every spelling, with the numbers of a
 sum that is rounded once; what is no permutation is left."""
 

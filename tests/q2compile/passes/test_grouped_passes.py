@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The passes on the backward of experts: both directions of a gradient from one read, also where
 the ends of the groups are made too late for that, and operands as bf16 numbers."""
 

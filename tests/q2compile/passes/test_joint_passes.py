@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is saved and what is computed again: the passes before the partitioner."""
 
 import operator

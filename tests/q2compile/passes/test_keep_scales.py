@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """recompute_weights="auto": weights that the backward rounds by the scales which the forward has
 found."""
 

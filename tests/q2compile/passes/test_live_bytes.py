@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of memory: exact on graphs that can be counted by hand, and held to Inductor's own."""
 
 import pytest

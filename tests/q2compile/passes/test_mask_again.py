@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GEMM's result whose rows are masked is saved unmasked, with the bits of before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of directions at the peak of memory are two quantizations again."""
 
 # ruff: noqa: E501  the golden text is as wide as what it shows

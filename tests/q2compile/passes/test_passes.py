@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass runner, each pass alone, and the spec of the graphs."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass that quantizes a weight before the graph gathers it: what it writes, and what it leaves.
 That no bit changes is seen on two ranks (tests/end_to_end/distributed/test_gather_codes.py)."""
 

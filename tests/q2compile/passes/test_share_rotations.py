@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rotated copy of x for several wgrads: the graph, and that every gradient stays unbiased."""
 
 import pytest

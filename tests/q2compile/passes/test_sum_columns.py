@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of a gradient's columns come from the quantizer that reads it."""
 
 # ruff: noqa: E501  the golden text is as wide as what it shows

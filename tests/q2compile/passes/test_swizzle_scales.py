@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The passes that have scales written swizzled: on graphs built by hand, what they are left out
 for, and what is left to swizzle_scales.cu by each recipe."""
 

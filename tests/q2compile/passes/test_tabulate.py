@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of sines and cosines: which are put into memory, and what Inductor makes of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass that puts QuEST's way back into the epilogue of the GEMM: its golden, its bits, and what
 it leaves alone."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """recompute_weights="auto": which codes of weights wait for the backward, and why."""
 
 import copy

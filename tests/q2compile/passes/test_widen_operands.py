@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass that has operands written as the bf16 numbers that a bf16 GEMM reads: its golden, what
 it is left out for, and what the ops make of such operands."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for a linear layer under each recipe: scaling, bias, what a permutation changes."""
 
 import pytest

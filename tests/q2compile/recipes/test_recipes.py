@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recipe is data: its three GEMMs as text, what an option can change, what is refused."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose folder a dump goes to: nobody's files are replaced but those of an earlier dump."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user looks at: dumps, the report, its page, the command line."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`expect`: a training of which nothing runs in 4 bits ends before the optimizer steps."""
 
 from __future__ import annotations

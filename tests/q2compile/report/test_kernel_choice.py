@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dry run that finds kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A body that several calls share is rewritten for each, and is one again where they agree."""
 
 import pytest

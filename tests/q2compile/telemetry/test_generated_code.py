@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On a GPU Inductor fuses quantizers with what computes their operand, and rounds where a kernel
 ends: bits stay because all kernels of the graph stay. Shown on the code that Inductor writes for an
 H200, made without one (tests/support/emulation/inductor.py)."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A NaN or Inf is found where it appeared first: module, GEMM, operand and step, though that step
 was not a recorded one, and nothing is run again."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Telemetry on a GPU: no bit changes, CUDA graphs replay it, and nothing waits for the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the option takes, and what it refuses."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is recorded, when, and that it changes nothing."""
 
 import csv

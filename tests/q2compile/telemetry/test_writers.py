@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TensorBoard's events, by a stand-in for its writer; a folder that can't be written any more."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small training loop with telemetry, and what it recorded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `explain` and `compare` run is afterwards what it was."""
 
 import pytest

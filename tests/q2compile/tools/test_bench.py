@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile bench`: whole on this machine's CPU, and what it makes of the times of a GPU."""
 
 from __future__ import annotations

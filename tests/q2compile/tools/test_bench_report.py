@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of `q2compile bench` read alone: planted faults are found in it."""
 
 from __future__ import annotations

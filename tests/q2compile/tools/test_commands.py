@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands say in one line what they can't use, and end with status 2."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`compare`: each figure against a direct computation of it, and the model left as it was."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile tables`: what it measures, on small samples, and what it writes."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public quantizers, and the ops that have no scheme of their own."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bit for bit against torchao's quantizers, written by others from the same format definitions.
 
 Trusted, because each is plain torch, exact, and checked here on its own inputs:

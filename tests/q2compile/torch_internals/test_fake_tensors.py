@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patch "fakes": by what fakes of q2 ops are cached, and that a cached one is right."""
 
 from __future__ import annotations

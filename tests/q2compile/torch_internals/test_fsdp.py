@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The buffers that codes are gathered into, and values of shards along another dimension than 0."""
 
 from __future__ import annotations

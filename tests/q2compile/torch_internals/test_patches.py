@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaced attributes of torch: in force for graphs of ours alone, and gone afterwards."""
 
 from __future__ import annotations

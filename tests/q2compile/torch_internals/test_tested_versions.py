@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which torch versions are supported, and what a user of another is told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of a weight, and when it is made again: never stale."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codes of shards are those of the whole weight, bit by bit, for any values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose weights' codes are made once: never stale, and the same bits as without."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine checks a kernel once: that it agrees is kept on disk, that it does not is not."""
 
 from __future__ import annotations

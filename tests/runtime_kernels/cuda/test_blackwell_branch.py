@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' branch for Blackwell on a GPU of another architecture, with software in the place of
 its FP4 conversions: numbers that keep their signs, swizzled scales, batched and grouped launches.
 Small operands are held to the reference, large ones to the branch that the GPU has by itself.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls: what they say of their outputs, and what is refused before anything is launched. That they
 launch the right thing is shown in test_cuda_emulated.py, and in tests/lowering/test_launches.py."""
 

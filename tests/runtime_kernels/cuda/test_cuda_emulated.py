@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels on a CPU (tests/support/emulation), against the torch reference, bit by bit:
 with the fp4 conversions of Blackwell, and with what stands for them elsewhere, the fp8 conversions
 of Hopper or arithmetic alone."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA kernels on a GPU, against the torch reference on the CPU: the same bits, or for GEMMs a
 derived error. test_cuda_emulated.py holds the same kernels to the same bits without a GPU."""
 

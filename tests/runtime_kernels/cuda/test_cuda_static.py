@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels without a GPU: they compile for every architecture, their machine code has the
 instructions it should have and no spills, and the registry has each where it serves."""
 

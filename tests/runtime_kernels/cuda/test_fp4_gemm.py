@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GEMM on fp4 tensor cores without a Blackwell: what surrounds cuBLASLt's product, what
 cuBLASLt is told, and who is asked on which GPU. On a GPU, the same calls of cuBLASLt with fp8."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantizers of rows in groups on a CPU (tests/support/emulation), against the torch reference,
 bit by bit."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of experts on a GPU, against the torch reference on the CPU: the same bits, or for
 GEMMs a derived error; and nothing of theirs waits for the device."""
 

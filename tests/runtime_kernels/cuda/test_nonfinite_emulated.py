@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels on a CPU (tests/support/emulation) with NaN and Inf: the reference's bits, but
 for the codes of poisoned blocks (numerics/blocks.py)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA kernels on a GPU with NaN and Inf, against the torch reference on the CPU: the same bits,
 but for the codes of poisoned blocks. test_nonfinite_emulated.py has the same without a GPU."""
 

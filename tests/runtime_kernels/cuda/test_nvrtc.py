@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loader of the CUDA kernels, without a GPU: its errors, and the cache of machine code."""
 
 from __future__ import annotations

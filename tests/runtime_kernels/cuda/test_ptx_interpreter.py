@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interpreter of PTX (tests/support/ptx): single instructions against other implementations of
 them, and faults planted in a kernel's PTX, each of which it has to find."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PTX of the kernels for Blackwell, run on a CPU (tests/support/ptx), against the torch
 reference, bit by bit.
 

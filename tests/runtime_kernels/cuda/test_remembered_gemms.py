@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GEMM kernel is tried first where `q2compile bench` has measured it; on a pretended GPU."""
 
 from __future__ import annotations

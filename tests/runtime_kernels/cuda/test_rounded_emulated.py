@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::requantize_by_scales on a CPU (tests/support/emulation), against the torch reference, bit by
 bit."""
 

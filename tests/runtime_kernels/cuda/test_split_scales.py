@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::split_scales: by hand, against the quantizer whose last step it is, and its CUDA kernel on a
 CPU (tests/support/emulation)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands and amax at the bottom of fp32's range, and amax that are far from their operand: the
 reference against the emulated kernels of each branch, and against their PTX.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantizers that sum the columns of their operand, too, against the reference, bit by bit: in
 emulation, and on a GPU."""
 

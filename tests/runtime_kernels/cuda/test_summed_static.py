@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine code of the quantizers with dbias, without a GPU: spills and instructions are those that
 were recorded, and no more instructions beyond those without dbias than the cost model says."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes that tensor cores rotate (tensor_cores.cuh), requantized: the reference's bits where all
 sums are exact, where they just are not, and of columns of zeros; in emulation, whose products add
 up in double and in another order, and on a GPU."""

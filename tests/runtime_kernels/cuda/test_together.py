@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that end in one launch: the bits of the calls apart, by emulated kernels, and the products
 of the quantizers' global scales."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton fp4 GEMMs, plain and grouped, without a GPU: cross-compiled for Blackwell, their
 machine code has the fp4 tensor-core instructions; and run by Triton's interpreter, they read and
 write the right places."""

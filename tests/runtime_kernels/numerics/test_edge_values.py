@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every scheme on the values that break quantizers: zeros, subnormals, ties, saturation. For NaN
 and Inf see test_nonfinite.py."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding to e2m1, e4m3, e8m0 and to 4 significant bits, against the formats' definitions."""
 
 import pytest

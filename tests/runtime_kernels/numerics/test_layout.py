@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing, tiles, and the swizzle."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A NaN or Inf poisons its own blocks and nothing else, for every scheme and op (blocks.py)."""
 
 import pytest

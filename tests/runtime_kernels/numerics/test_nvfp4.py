@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVFP4's rounding rules, block by block."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random words behind signs and coins."""
 
 import pytest

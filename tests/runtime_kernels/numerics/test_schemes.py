@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each scheme does to N(0,1): the papers' quadratic errors, bias, independent coins."""
 
 import functools

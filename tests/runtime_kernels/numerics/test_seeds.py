@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds of a counter: SplitMix64."""
 
 import torch

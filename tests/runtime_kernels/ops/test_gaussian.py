@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What schemes do to Gaussian data."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::gemm against the float64 product of the dequantized operands."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops behind experts: groups moved apart, grouped GEMMs, and the gradients they give."""
 
 from __future__ import annotations

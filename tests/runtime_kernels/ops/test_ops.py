@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of namespace q2: fakes agree with real outputs, shapes may be symbolic, errors say what
 to do."""
 

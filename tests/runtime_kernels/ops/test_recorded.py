@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorded quantizers: outputs of the op they stand for, to the bit; statistics against those
 computed from `q2compile.quantize`; samples of large tensors; how much is launched."""
 

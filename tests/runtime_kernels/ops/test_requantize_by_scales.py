@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """q2::requantize by scales against that of codes."""
 
 from __future__ import annotations

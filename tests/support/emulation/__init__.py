@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the .cu files of runtime_kernels/cuda/csrc on a CPU.
 
 g++ compiles them with cuda.h (threads as coroutines) and with ptx.cuh of this folder in place of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers for stochastic rounding whose fractions agree with their coins in the first 22 bits."""
 
 import torch

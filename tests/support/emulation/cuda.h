@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Enough of CUDA to run one kernel on a CPU: threads of a block are coroutines in one OS thread,
 // blocks run one after the other.
 //

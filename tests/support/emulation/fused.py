@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotating quantizers that compute their operand, compiled by Inductor and run in the emulation."""
 
 from __future__ import annotations

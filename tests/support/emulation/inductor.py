@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inductor's Triton code for CUDA, made and compiled on a machine without a GPU.
 
 Inductor believes that Triton has a CPU backend, and Triton that there is a GPU of some

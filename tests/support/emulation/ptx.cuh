@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands in for ptx.cuh of runtime_kernels on a CPU: the same functions in plain C++, from the
 // PTX manual's words.
 #pragma once

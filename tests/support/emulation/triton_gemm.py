@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the Triton fp4 GEMMs under Triton's interpreter, which must be chosen before Triton is
 imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.py.
 

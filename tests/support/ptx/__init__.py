@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs on a CPU the PTX that NVRTC makes of runtime_kernels/cuda/csrc for a GPU.
 
 The emulation (tests/support/emulation) compiles the sources for a CPU, with plain C++ in the place

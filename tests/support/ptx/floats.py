@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point arithmetic with one rounding, and the small formats, in numpy.
 
 Written from the PTX ISA manual, and independent of runtime_kernels/numerics: a result is computed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each PTX instruction computes that works on one lane at a time, by the PTX ISA manual.
 
 TABLE has an instruction by its full name. Names that are not there are not known: a kernel that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a kernel of PTX: one element of an array for each thread of some thread blocks.
 
 Threads have program counters of their own. In each step those that stand at the first of all run

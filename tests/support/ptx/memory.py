@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memories that a thread block sees, with one address a lane.
 
 Every access is held to its alignment and to its bounds. Shared memory also knows who touched each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PTX text to instructions: the subset of the grammar that NVRTC writes for our kernels.
 
 One statement a line, but for inline assembly: `{ .reg .b16 l, h; mov.b32 {l, h}, %r1; ... }` is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions for which lanes wait on others, and asynchronous copies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements, numbers, colors of the theme, and the page's data: what every page of q2compile uses.
 
 const SVG = "http://www.w3.org/2000/svg";

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A statistic of an operand over the steps, with the number under the pointer.
 
 const CURVE = { width: 300, height: 96, left: 44, bottom: 14, top: 6 };

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Graphs as their dumps have them, and what differs between two stages of one.
 
 const NODE = /^(\w+)(?:: (\([^=]*?\)|[\w.]+\[[^\]]*\]))?(?: = (.*))?$/;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GEMM as a drawing: the two operands, each on the path that its numbers take, to the product.
 
 const ROUNDING = {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two stages of a graph side by side: what changed, what the passes did, and what a node is.
 
 class DiffView {

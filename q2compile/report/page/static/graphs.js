@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each graph: two stages side by side, the passes between them, and the code that was generated.
 
 const PAIRS = [

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every matmul: filters, and a table in which equal layers are one line.
 
 const STATES = ["taken", "left", "not seen", "no weight"];

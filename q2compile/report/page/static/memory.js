@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the forward keeps for the backward, module by module, beside BF16.
 
 const MEMORY_ROWS = 40;

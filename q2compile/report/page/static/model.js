@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The report's rows as the page uses them, and the tree of modules with equal layers folded.
 
 const GEMMS = { fprop: ["x", "w", "y"], dgrad: ["dy", "w", "dx"], wgrad: ["dy", "x", "dw"] };

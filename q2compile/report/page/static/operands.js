@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Telemetry: a heat map of the error of each operand over that of Gaussian data, modules folded as
 // in the tree; the curves of the module that was clicked; the worst operands.
 

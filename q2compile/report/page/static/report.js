@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The report page: its parts, and the links between them.
 
 function startReport() {

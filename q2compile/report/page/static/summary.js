@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What was done: the figures under the headline, each with a bar, and the recipes.
 
 function showSummary(data, filterBy) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The model as a tree of modules: a line each, equal layers in one line, which opens.
 
 const FIRST_LINES = 24;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rounding to e2m1 of blocks of 16 in registers, two at a time, one in each half of the pairs: the
 // arithmetic of numerics/formats.py, to the bit.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The largest and the smallest of what a thread block of rotate_quantize.cu has stored, for the
 // kernel that comes after it.
 #pragma once

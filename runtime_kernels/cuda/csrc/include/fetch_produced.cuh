@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of an operand that is computed in the place of being read (produced.cuh), for tile.cuh.
 #pragma once
 

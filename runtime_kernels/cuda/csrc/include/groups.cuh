@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows in groups, for rotate_quantize.cu with Q2_GROUPED: numerics/groups.py.
 //
 // Along columns the contraction is the padded layout, in which each group begins a tile; so a tile

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MS-EDEN on blocks of 16 in registers: the arithmetic of numerics/nvfp4.py:_ms_eden, to
 // the bit.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Number formats and Philox, shared by the kernels of this folder.
 //
 // No header is included, so that NVRTC needs none. Compiled with --fmad=false: a product and a sum

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an expression that makes the operand is written in: producer.cuh, which is no file here but
 // comes with a variant (cuda/quantize/producer_source.py). For tile.cuh with Q2_PRODUCED.
 //

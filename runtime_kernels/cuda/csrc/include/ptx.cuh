@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every instruction that C++ cannot name, one function each. Nothing else in this folder contains
 // inline PTX, so that a test can put plain C++ in this file's place and run the kernels on a CPU
 // (tests/support/emulation/ptx.cuh).

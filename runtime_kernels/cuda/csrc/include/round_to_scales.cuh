@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bf16 numbers of a source of rotate_quantize.cu, rounded in shared memory to the e2m1 codes that nvfp4
 // gives them under scales that are known: the tile then holds what it would of the codes, code * scale
 // * 2^-7 in f16, signs of their rows and all (tile.cuh).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rounding rules for two blocks of 16 in registers, one in each half of the pairs: those of
 // numerics/nvfp4.py and mxfp4.py, to the bit.
 //

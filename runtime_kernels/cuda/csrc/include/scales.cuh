@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From the worths that rotate_quantize.cu left, and the largest of them, to block scales: what
 // align_scales.cu and settle_widened.cu share. Their headers say what the defines mean.
 #pragma once

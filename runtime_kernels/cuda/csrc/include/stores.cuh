@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where codes, scales, worths and masks of one thread go, for rotate_quantize.cu.
 #pragma once
 #include "rounding.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums of columns from those of tiles, which rotate_quantize.cu left (Q2_SUMS), by thread blocks of
 // align_scales.cu or settle_widened.cu: the first blockIdx.y are theirs.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiles behind the last group, for rotate_quantize.cu with Q2_GROUPED (groups.cuh).
 #pragma once
 #include "rounding.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rotation of a tile of codes by tensor cores, for rotate_quantize.cu: H of +-1 times f16.
 //
 // They add in an order of their own and cut what does not fit, so that they have the reference's bits

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of the source on its way into shared memory, for rotate_quantize.cu.
 //
 // Plain elements are copied as they are. Quantized ones are widened: nvfp4 to f16 as code * scale *

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums of the columns of a tile, which rotate_quantize.cu makes on its way along columns (Q2_SUMS);
 // sums.cuh adds up those of all tiles. Order of operations: numerics/column_sums.py.
 #pragma once

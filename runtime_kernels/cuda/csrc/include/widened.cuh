@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_WIDENED: code * scale, and
 // where the global scale is a power of two times that too. 6 significant bits, so exact.
 //

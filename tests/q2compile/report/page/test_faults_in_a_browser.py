@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What newcomers found wrong with the report's page, at the width of a desk and of a phone."""
 
 import pytest

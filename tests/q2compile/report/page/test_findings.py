@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sentences that a page opens with: each rule, its figures and its policy."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report page is made of, without a browser: its data, its words, and that it is safe."""
 
 import base64

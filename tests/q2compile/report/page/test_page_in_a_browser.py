@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report page in Chromium: what a user sees, clicks and types."""
 
 import json

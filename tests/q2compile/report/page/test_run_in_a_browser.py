@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of a run, with its dump, telemetry and comparison, in Chromium."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exported folders, read by those who will: transformers, torchao, ModelOpt, and vLLM's rules.
 
 vLLM itself needs a GPU. What its loaders of compressed-tensors and ModelOpt checkpoints do with

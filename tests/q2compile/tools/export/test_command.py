@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`q2compile export`: a checkpoint's folder, or a function that returns a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each layer of an exported folder, as compressed-tensors reads it, is what the forward multiplies,
 bit for bit."""
 

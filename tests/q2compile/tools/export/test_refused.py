@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can't be exported raises a ValueError that says what to do, and leaves nothing on disk."""
 
 from __future__ import annotations

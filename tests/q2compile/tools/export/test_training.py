@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models as training has them: compiled, in the middle of a run, of any kind of layer."""
 
 from __future__ import annotations
