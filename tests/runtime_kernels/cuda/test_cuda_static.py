@@ -347,5 +347,5 @@ def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert doctor.main([]) == 0
     report = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in report and "sm_100a" in report
+    assert f"torch {torch.__version__}" in report and "NVRTC" not in report
     assert "every op runs as its torch reference" in report
