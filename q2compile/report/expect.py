@@ -16,9 +16,9 @@ from q2compile.report.row import Row
 
 _MOST = 5  # reasons in a message
 
-# What has been compiled with a matmul in 4 bits: the parameters in its graphs, and what their
-# models look like, since Dynamo runs the same graphs for a model that is equal.
-_taken: Any = WeakIdKeyDictionary()  # parameter -> True
+# What models look like of which a matmul was compiled in 4 bits: Dynamo runs the same graphs for a
+# model that is equal. Parameters are not kept, since torch.utils.swap_tensors refuses those that
+# have weak references.
 _taken_models: set[tuple[Any, ...]] = set()
 _expected: Any = WeakIdKeyDictionary()  # model -> _Expected
 
@@ -30,8 +30,9 @@ def expect(model: nn.Module) -> None:
     For trainers that compile the model themselves, or are given a compiled one: a wrong flag, a
     call that goes around the compiled module, or a policy that matches everything leaves a training
     that runs as usual, in high precision. Call it before the first step, on the model whose
-    parameters are trained; under ``fully_shard`` afterwards, which makes new parameters. One matmul
-    in 4 bits is enough; the option ``strict`` asks for all that the policy wants.
+    parameters are trained; under ``fully_shard`` afterwards, which makes new parameters; for a
+    compiled function before its first call. One matmul in 4 bits is enough; the option ``strict``
+    asks for all that the policy wants.
 
         q2compile.expect(model)
         trainer.train()
@@ -59,16 +60,15 @@ def expect(model: nn.Module) -> None:
 
 def compiled(rows: Sequence[Row], held: Sequence[nn.Parameter], root: nn.Module | None) -> None:
     """A graph of ``root`` that holds these parameters was compiled."""
-    if any(row.taken and row.has_parameter for row in rows):
-        for parameter in held:
-            _taken[parameter] = True
-        if root is not None:
-            _taken_models.add(_likeness(root))
+    taken = any(row.taken and row.has_parameter for row in rows)
+    if taken and root is not None:
+        _taken_models.add(_likeness(root))
     for model, expected in list(_expected.items()):
-        if _is_taken(model):
+        holds = any(p is q for _, p in named_parameters(model) for q in held)
+        if (taken and holds) or _is_taken(model):
             expected.forget()
             del _expected[model]
-        elif any(p is q for _, p in named_parameters(model) for q in held):
+        elif holds:
             expected.left.update((f"{row.module}: {row.why}", None) for row in rows if row.why)
 
 
@@ -105,8 +105,6 @@ class _Expected:
 
 
 def _is_taken(model: nn.Module) -> bool:
-    if any(parameter in _taken for _, parameter in named_parameters(model)):
-        return True
     kinds = {kind for kind, _ in _taken_models}
     parts = (part for _, part in named_modules(model) if _kind(part) in kinds)
     return any(_likeness(part) in _taken_models for part in parts)
