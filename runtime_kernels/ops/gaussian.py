@@ -25,7 +25,7 @@ def gaussian_error(scheme: str) -> float | None:
     spec = SCHEMES.get(scheme)
     if spec is None:
         return None
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
         x = torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0))
         x *= (_OCTAVE ** (torch.arange(_ROWS) / _ROWS))[:, None]
         seed = torch.tensor(0) if spec.stochastic else None

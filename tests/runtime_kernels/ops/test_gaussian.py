@@ -2,6 +2,7 @@
 """What schemes do to Gaussian data."""
 
 import pytest
+import torch
 
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.ops.gaussian import gaussian_error
@@ -14,3 +15,10 @@ def test_gaussian_errors_are_those_of_the_papers_tables():
         assert gaussian_error(scheme) ** 2 == pytest.approx(squared, rel=0.03)
     assert all(0.05 < gaussian_error(scheme) < 0.2 for scheme in SCHEMES)
     assert gaussian_error("none of ours") is None
+
+
+def test_gaussian_errors_do_not_depend_on_the_default_device():
+    known = gaussian_error("nvfp4_sr")
+    gaussian_error.cache_clear()
+    with torch.device("meta"):
+        assert gaussian_error("nvfp4_sr") == known
