@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints from which a run goes on to the bit: all that a step reads and changes.
 
-The place in the data is the number of the step (see `batches.Windows`), coins are drawn from
+The place in the data is the number of the step (see `batches.Windows`), random bits are drawn from
 q2compile's counters, so model, optimizer, schedule, generators, counters and step are all there is.
 """
 

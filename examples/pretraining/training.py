@@ -33,7 +33,7 @@ from pretraining.record import Losses, Point
 from pretraining.runs import Run
 
 WARMUP_SHARE = 0.1  # of the steps
-COINS = 0  # the option seed, of all runs: one counter, which begins elsewhere for each seed
+COUNTER = 0  # the option seed, of all runs: one counter, which begins elsewhere for each seed
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class Trainee:
             self.compiled[False] = self.compile(late=False)
         else:
             self.model.load_state_dict(fresh.state_dict())
-        coins = seed
+        rounding_seed = seed
         if setup.coins is not None:
-            coins = setup.coins
-            torch.manual_seed(coins)  # the oracle's come from there
-        q2compile.set_rng_state({setup.device: {COINS: coins << 32}})
+            rounding_seed = setup.coins
+            torch.manual_seed(rounding_seed)  # the oracle's come from there
+        q2compile.set_rng_state({setup.device: {COUNTER: rounding_seed << 32}})
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=setup.peak_lr,
@@ -168,7 +168,7 @@ class Trainee:
                 weight.mul_(1 + self.run.perturbed * noise)
 
     def compile(self, late: bool) -> Callable[..., Any]:
-        options = {"seed": COINS, **self.setup.options(self.run, late)}
+        options = {"seed": COUNTER, **self.setup.options(self.run, late)}
         if self.setup.oracle:
             return by_references(self.model, options)
         if self.dump is not None and self.run.options.get("recipe") != "bf16":

@@ -43,8 +43,8 @@ def linear(
 
     x may be a jagged nested tensor [B, j, ..., K]. Under autocast x and w are cast first, as
     torch's own linear would. ``salt`` tells the sites of one graph apart, so that two equal layers
-    with the same gradient do not draw the same coins. ``codes``: what `quantize_weight` makes of w,
-    of this rank's part where w is a DTensor; None to make it here.
+    with the same gradient do not draw the same random bits. ``codes``: what
+    `quantize_weight` makes of w, of this rank's part where w is a DTensor; None to make it here.
     """
     x, w, bias = cast(x, w, bias)
     recipe = parse(fprop, dgrad, wgrad)

@@ -112,8 +112,8 @@ class GraphLog:
             record.write_passes(self._passes)  # with what lowerings have added
 
     def checked(self, compiled: Callable[..., Any], names: Names) -> Callable[..., Any]:
-        """What was compiled, and `expect` is told. Under ``strict`` with a check of what never came
-        to the backend: now if this graph is all there is and is to be saved, else in the first
+        """Notify `expect`; return what was compiled. Under ``strict`` with a check of what never
+        came to the backend: now if this graph is all there is and is to be saved, else in the first
         backward.
         """
         if collector.get() is None:  # `explain` compiles for its report alone
@@ -126,7 +126,7 @@ class GraphLog:
         return self._coverage.check_in_first_backward(compiled)
 
     def forget(self) -> None:
-        """Take back what the reports were told of this graph."""
+        """Take back what the reports have of this graph."""
         for report, _ in self._reports:
             report.remove(self._rows)
 

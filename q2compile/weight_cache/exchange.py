@@ -52,14 +52,15 @@ class Votes:
             votes += [n, -n if n != UNREAD else _LEAST, int(n == UNREAD)]
         found = [weight.quantize() for weight in self.weights if weight.agreed is not None]
         agreeing = [weight for weight in self.weights if weight.agrees]
-        both = told = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
+        own = torch.tensor(votes, dtype=torch.int32).to(device, non_blocking=True)
+        both = own
         if agreeing:
-            both = torch.cat([told, shard_codes.agreement([f for f in found if f is not None])])
+            both = torch.cat([own, shard_codes.agreement([f for f in found if f is not None])])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        told = both[: len(votes)]
+        counted = both[: len(votes)]
         for group in self._others:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-        self._look(told)
+            dist.all_reduce(counted, dist.ReduceOp.MAX, group=group)
+        self._look(counted)
         if agreeing:
             numbers = both[len(votes) :].clone()
             g = shard_codes.global_scale(numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public names, and what type checkers are told of the options: what `Config` takes."""
+"""The public names, and the types of the options, which type checkers read: what `Config` takes."""
 
 from __future__ import annotations
 

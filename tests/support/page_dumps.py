@@ -59,7 +59,7 @@ def dump_of_net(folder, layers=4, **options):
     return folder
 
 
-def widened(source, folder, times):
+def with_more_layers(source, folder, times):
     """A dump with ``times`` as many layers as ``source``: its rows and texts again, renumbered."""
     graph = folder / "graph_0"
     graph.mkdir(parents=True)

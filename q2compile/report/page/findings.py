@@ -71,16 +71,16 @@ def _shares(comparison: Data | None, names: Sequence[str]) -> list[Finding]:
     works = [sum(flops[n] for n in of) / total if total else 0.0 for of in kinds]
     figures = list(zip(kinds, parts, works, strict=True))
     stand_out = [f for f in figures if f[1] >= max(_SHARE, _TIMES * f[2])][:_NAMED]
-    told = stand_out or figures[:1]
-    part, work = sum(f[1] for f in told), sum(f[2] for f in told)
-    makes = "makes" if len(told) == 1 else "make"
+    shown = stand_out or figures[:1]
+    part, work = sum(f[1] for f in shown), sum(f[2] for f in shown)
+    makes = "makes" if len(shown) == 1 else "make"
     text = (
-        f"{_listed([_called(of, names) for of, *_ in told])} {makes} {part:.0%} of the gradient's "
+        f"{_listed([_called(of, names) for of, *_ in shown])} {makes} {part:.0%} of the gradient's "
         f"squared error for {_percent(work)} of the quantized FLOPs"
     )
     if not stand_out:
         return [_finding(f"No kind of layer stands out: {text}.")]
-    patterns = [pattern for of, *_ in told for pattern in patterns_of(of, names)]
+    patterns = [pattern for of, *_ in shown for pattern in patterns_of(of, names)]
     return [_finding(f"{text}.", dict.fromkeys(patterns, "bf16"))]
 
 

@@ -273,8 +273,8 @@ def moved(attach: Attach) -> Run:
 def state_of(training: Training) -> dict[str, Any]:
     """As distributed checkpoints take it; random bits of this rank besides."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
-    coins = torch.get_rng_state()
-    return {"model": model, "optimizer": optimizer, f"coins{dist.get_rank()}": coins}
+    generator = torch.get_rng_state()
+    return {"model": model, "optimizer": optimizer, f"generator{dist.get_rank()}": generator}
 
 
 def killed(attach: Attach) -> Run:
@@ -297,7 +297,7 @@ def resumed(attach: Attach) -> Run:
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    torch.set_rng_state(state[f"coins{dist.get_rank()}"])
+    torch.set_rng_state(state[f"generator{dist.get_rank()}"])
     training.step = 4
     return training.steps(4).done()
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import q2compile
 from q2compile.tools import cli
-from tests.support.page_dumps import dump_of_net, widened
+from tests.support.page_dumps import dump_of_net, with_more_layers
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def dumped(tmp_path_factory):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_first_click_on_memory_arrives(browser, dumped, tmp_path, width):
     """Although the graphs above it are rendered only then."""
-    folder = widened(dumped, tmp_path / "wide", 8)
+    folder = with_more_layers(dumped, tmp_path / "wide", 8)
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html", width=width)
     assert not browser.js("return document.querySelector('.graph-body > *')")

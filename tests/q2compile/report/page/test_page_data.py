@@ -18,7 +18,7 @@ from q2compile.report.row import Row
 from q2compile.tools.measure import measure
 from q2compile.tools.report_page import run_page
 from tests.support.page_data import data_of
-from tests.support.page_dumps import SCRIPT, dump_of_net, widened
+from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_texts_with_anything_in_them_survive():
 
 
 def test_32_layers_are_small(dumped, tmp_path):
-    page = run_page(widened(dumped, tmp_path / "wide", 8))
+    page = run_page(with_more_layers(dumped, tmp_path / "wide", 8))
     assert len(data_of(page)["rows"]) > 190
     assert len(page) < 1_000_000
 

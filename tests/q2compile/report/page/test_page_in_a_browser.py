@@ -11,7 +11,7 @@ import torch
 from q2compile.report.page.document import report_page
 from q2compile.report.read_dump import read_dump
 from q2compile.tools import cli
-from tests.support.page_dumps import SCRIPT, dump_of_net, widened
+from tests.support.page_dumps import SCRIPT, dump_of_net, with_more_layers
 
 ROW = "#table tr.row"
 LINE = "#tree, .tree [role=treeitem]"
@@ -345,7 +345,7 @@ def test_a_page_of_nothing_opens(browser, tmp_path):
 
 def test_32_layers(browser, dumped, tmp_path):
     """They are lines as few as 4, and a graph of 32 shows what is equal once."""
-    folder = widened(dumped, tmp_path / "wide", 8)
+    folder = with_more_layers(dumped, tmp_path / "wide", 8)
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html")
     assert "layers.0–31" in lines(browser)
