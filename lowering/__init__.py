@@ -10,7 +10,8 @@ blocks.py            a matrix in blocks: reduction_blocks.py as a reduction, reg
                      by a thread, for rotations and coins
 tile_config.py       how many blocks a program takes
 fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
-launches.py          the other ops: calls of our kernels, past the dispatcher
+state.py             what the lowerings of one graph tell each other: one object, the graph's own
+launches.py          the other ops: calls of our kernels, past the dispatcher; member.py one call
 enqueued.py          the node of such a call
 together.py          which of them are launched together
 fused_launches.py    rotating quantizers that compute their operand: producers.py makes a loop of

@@ -34,10 +34,9 @@ from q2compile.lowering.gemm_operands import (
     OPERANDS,
     gather_of,
     is_emulated,
-    numbers,
     ungathered,
 )
-from q2compile.lowering.together import products
+from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten
@@ -50,7 +49,7 @@ def gemm(
     """See runtime_kernels/ops/gemm.py."""
     args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias)
     if not is_emulated(V.current_node):
-        product = products().get((V.current_node.args[2], V.current_node.args[5]))
+        product = lowering_state().products.get((V.current_node.args[2], V.current_node.args[5]))
         if product is not None:
             args = (a_codes, a_scales, product, b_codes, b_scales, None, bias)
         return launches.call(GEMM, *args, a_scheme, b_scheme, dtype)
@@ -105,52 +104,52 @@ def _as_grouped(b: Any, gemm: str, groups: Any) -> Any:
     return permute(view(b, [rows, groups, FloorDiv(columns, groups)]), [1, 2, 0])
 
 
-class Numbers(NamedTuple):
-    """An operand of a GEMM as bf16.
+class Operand(NamedTuple):
+    """An operand of a GEMM, dequantized.
 
-    box       [rows, contraction]
-    rows      an index of those of its rows that the GEMM multiplies; None if it is all as they are
-    known_by  the key of what is gathered in `numbers`
+    box     [rows, contraction]
+    codes   the node of its codes
+    gather  the q2.gather_rows of the rows that the GEMM multiplies; None if it multiplies all
     """
 
     box: Any
-    rows: Any
-    known_by: Any
+    codes: fx.Node
+    gather: fx.Node | None
 
     def gathered(self) -> Any:
         """What the GEMM multiplies, made once however many read it."""
-        if self.rows is None:
+        if self.gather is None:
             return self.box
-        if self.known_by not in numbers():
-            numbers()[self.known_by] = gathered(self.box, self.rows)
-        return numbers()[self.known_by]
+        state, key = lowering_state(), (self.codes, self.gather)
+        if key not in state.gathered:
+            *_, rows = state.ungathered[self.gather]
+            state.gathered[key] = gathered(self.box, rows)
+        return state.gathered[key]
 
 
 class _Source(NamedTuple):
-    """What an operand's numbers are made of: by what they are known, and the arguments of
+    """What an operand is dequantized from: the node of its codes, and the arguments of
     q2::dequantize."""
 
-    key: Any
+    codes: fx.Node
     args: tuple
 
 
-def operands(gemm: fx.Node) -> list[Numbers]:
+def operands(gemm: fx.Node) -> list[Operand]:
     """Both operands of an emulated GEMM, which is lowered: each made once, and not gathered."""
-    known = numbers()
+    known = lowering_state().dequantized
     sources = [_source(gemm, first, at) for first, at in OPERANDS]
-    missing = {s.key: s.args for s in sources if s.key not in known}
+    missing = {s.codes: s.args for s in sources if s.codes not in known}
     op = torch.ops.q2.dequantize.default
     if len({_variant(args) for args in missing.values()}) == 1:
         made = launches.call_in_one(op, [*missing.values()])
     else:
         made = [launches.call(op, *args) for args in missing.values()]
     known.update(zip(missing, made, strict=True))
-    found = []
-    for (first, _), source in zip(OPERANDS, sources, strict=True):
-        gather = gather_of(gemm.args[first])
-        *_, rows = (None,) if gather is None else known[gather]
-        found.append(Numbers(known[source.key], rows, (source.key, gather)))
-    return found
+    return [
+        Operand(known[source.codes], source.codes, gather_of(gemm.args[first]))
+        for (first, _), source in zip(OPERANDS, sources, strict=True)
+    ]
 
 
 def _source(gemm: fx.Node, first: int, at: int) -> _Source:
@@ -161,11 +160,11 @@ def _source(gemm: fx.Node, first: int, at: int) -> _Source:
     if gather is None:
         codes, scales = lowered[node], lowered[scales_node]
     else:  # which may have been the last to read them
-        codes, scales, _ = numbers()[gather]
+        codes, scales, _ = lowering_state().ungathered[gather]
     scheme = str(gemm.args[at])
     spec = get_scheme(scheme)
     if spec.widened:
-        numbers()[node] = codes
+        lowering_state().dequantized[node] = codes
         return _Source(node, ())
     cols = 2 * codes.get_size()[1]
     args = codes, scales, unit if spec.folds else None, scheme, cols, torch.bfloat16

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import fx
 from torch._inductor import ir
@@ -24,14 +23,12 @@ from torch.fx.node import map_arg
 
 from q2compile.lowering.fused_launches import Asked, FusedLaunches, quantized, refuse
 from q2compile.lowering.producers import Found, NotProduced, producer_of
+from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import TILE
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 from q2compile.runtime_kernels.registry import serving
-
-# Of the graph that is lowered: by quantizers, what their operand is computed from.
-_FOUND: WeakKeyDictionary[Any, dict[fx.Node, Found]] = WeakKeyDictionary()
 
 
 def in_the_quantizer(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
@@ -51,7 +48,7 @@ def in_the_quantizer(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorB
         notes.append(f"{label}: not fused: {reason}")
         return None
     notes.append(f"{label}: fused with both halves of {cat.name}")
-    _FOUND.setdefault(V.graph, {})[reader] = found
+    lowering_state().halves[reader] = found
     first = inputs[0]
     rows, cols = first.get_size()
     zero = functools.partial(ops.constant, 0.0, first.get_dtype())
@@ -93,7 +90,7 @@ def _halves(
 def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
     """The outputs of the quantizer that is lowered, where it computes both halves of its operand;
     None where it does not."""
-    found = _FOUND.get(V.graph, {}).pop(V.current_node, None)
+    found = lowering_state().halves.pop(V.current_node, None)
     if found is None:
         return None
     made = quantized(Asked(V.current_node, asked))

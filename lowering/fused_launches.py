@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -46,6 +45,7 @@ from q2compile.lowering.producers import (
     is_expression,
     producer_of,
 )
+from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
@@ -56,10 +56,6 @@ _IMPORTS = (
     "from q2compile.runtime_kernels.cuda.quantize.producer import Producer as q2_Producer",
     "from q2compile.runtime_kernels.cuda.site import View as q2_View",
 )
-
-
-# Of the graph that is lowered: what quantizers made that came in one call with another one.
-_MADE: WeakKeyDictionary[Any, dict[fx.Node, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class Asked(NamedTuple):
@@ -108,7 +104,7 @@ def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
     notes = node.meta.get(MAY_FUSE)
     if notes is None or quantizer_of(node) is None or asked.recorded:
         return None
-    made = _MADE.get(V.graph, {}).pop(node, None)
+    made = lowering_state().made.pop(node, None)
     if made is not None:
         return made
     first, second = Asked(node, asked), _second_of_pair(node)
@@ -118,7 +114,7 @@ def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
         except NotProduced as reason:
             notes.append(f"{node.name} and {second.node.name}: not in one kernel: {reason}")
         else:
-            _MADE.setdefault(V.graph, {})[second.node] = second_made
+            lowering_state().made[second.node] = second_made
             notes += [first.note, f"{second.note}, in one kernel with {node.name}"]
             return made
     try:

@@ -14,13 +14,14 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.blocks import reinterpreted
-from q2compile.lowering.gemm_operands import GATHER, numbers, reads_ungathered
+from q2compile.lowering.gemm_operands import GATHER, reads_ungathered
+from q2compile.lowering.state import lowering_state
 
 
 @register_lowering(GATHER, type_promotion_kind=None)
 def gather_rows(codes: Any, scales: Any, rows: Any) -> Any:
     """See runtime_kernels/ops/gather_rows.py."""
-    numbers()[V.current_node] = codes, scales, rows
+    lowering_state().ungathered[V.current_node] = codes, scales, rows
     readers = [reader for output in V.current_node.users for reader in output.users]
     if readers and all(reads_ungathered(reader) for reader in readers):
         return None, None

@@ -5,11 +5,9 @@ lowers."""
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -19,13 +17,6 @@ GEMM = torch.ops.q2.gemm.default
 GROUPED = torch.ops.q2.grouped_gemm.default
 GATHER = torch.ops.q2.gather_rows.default
 OPERANDS = ((0, 7), (3, 8))  # of both GEMMs: where three arguments begin, and their scheme
-_NUMBERS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-
-
-def numbers() -> dict[Any, Any]:
-    """Of the graph that is lowered: numbers by the node of their codes; what is not gathered, by
-    the node that would have."""
-    return _NUMBERS.setdefault(V.graph, {})
 
 
 def is_emulated(node: fx.Node) -> bool:

@@ -6,9 +6,8 @@ code that enqueues the launches into them, past torch's dispatcher (runtime_kern
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -19,10 +18,10 @@ from torch._inductor.virtualized import V
 from q2compile.lowering import together
 from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.gemm_operands import is_read
+from q2compile.lowering.member import Member
+from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
-from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
 from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     GEMM_MASKED_UNROTATE,
@@ -31,7 +30,6 @@ from q2compile.runtime_kernels.ops.table import (
     SPECS,
     SPLIT_SCALES,
     TRANSPOSE,
-    QuantizerCall,
 )
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
 
@@ -43,42 +41,6 @@ _LAUNCHED = (
     *(spec.name for spec in SPECS.values() if not spec.is_lowered),
     *(SPLIT_SCALES, DEQUANTIZE, TRANSPOSE, MASKED_UNROTATE, GEMM_MASKED_UNROTATE, PADDED_ENDS),
 )
-
-
-class Member(NamedTuple):
-    """One call of an op: all its arguments, in the order of the schema, tensors among them in
-    memory; a buffer for each output, or None where nobody reads it."""
-
-    node: torch.fx.Node
-    op: str
-    args: list[Any]
-    buffers: list[Any]
-
-    @property
-    def last_launch(self) -> Any:
-        """Calls that have the same can end in one launch; None where a call ends alone."""
-        return last_launch(self.op, self.args)
-
-    @property
-    def quantizer(self) -> QuantizerCall | None:
-        """None for other ops."""
-        return QuantizerCall.of(self.op, self.args) if self.op in SPECS else None
-
-    @property
-    def scheme(self) -> Scheme:
-        names = [name for name, _ in parameters(self.op)]
-        return get_scheme(self.args[names.index("scheme")])
-
-    @property
-    def sides(self) -> int:
-        """Of the last launch."""
-        return len(self.quantizer.operands) if self.quantizer else 1
-
-
-# Of the graph that is lowered: calls that wait for the next quantizer; by the kinds of their
-# operands, what is known of calls.
-_WAITING: WeakKeyDictionary[Any, list[Member]] = WeakKeyDictionary()
-_KINDS: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -157,10 +119,7 @@ def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def known(op: Any, args: Sequence[Any]) -> Any:
         alike = (function, op, *(_described(a) if is_tensor(a) else a for a in args))
-        found = _KINDS.setdefault(V.graph, {})
-        if alike not in found:
-            found[alike] = function(op, args)
-        return found[alike]
+        return lowering_state().once(alike, lambda: function(op, args))
 
     return known
 
@@ -197,7 +156,7 @@ def _launched(name: str, args: Sequence[Any]) -> list[Any]:
 
 def _enqueue(member: Member) -> None:
     """Behind those that wait for it, where all can end in one launch; or later, if it waits."""
-    waiting = _WAITING.setdefault(V.graph, [])
+    waiting = lowering_state().waiting
     if member.last_launch is None:
         _enqueue_waiting()
         Launches([member])
@@ -209,7 +168,7 @@ def _enqueue(member: Member) -> None:
 
 
 def _enqueue_waiting() -> None:
-    waiting = _WAITING.setdefault(V.graph, [])
+    waiting = lowering_state().waiting
     if waiting:
         members = list(waiting)
         waiting.clear()
@@ -233,18 +192,19 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
         for number, scale in together.global_scales(member.node)
     }
     found: list[Product] = []
+    products = lowering_state().products
     for scale, own in makers.items():
         if members[own[0]].buffers[own[1]] is None or members[own[0]].scheme.widened:
             continue
         for pair, other in together.multiplied_by(scale):
             known = makers.get(other) or V.graph.env.get(other)
-            if known is None or pair in together.products():
+            if known is None or pair in products:
                 continue
             with V.graph.fake_mode:
                 buffer = output_buffer(
                     torch.empty((), dtype=torch.float32, device=_device(members[0]))
                 )
-            together.products()[pair] = view(buffer, [])
+            products[pair] = view(buffer, [])
             if not isinstance(known, tuple):
                 known = ir.ExternKernel.realize_input(known)
             found.append(Product(own, known, buffer))
@@ -335,7 +295,7 @@ class Launches(Enqueued):
         super().__init__(tensors, buffers)
 
     def codegen(self, wrapper: Any) -> None:
-        assert not _WAITING.get(V.graph), "launches that wait have not been enqueued"
+        assert not lowering_state().waiting, "launches that wait have not been enqueued"
         fixed = self._fixed()
         tensors = iter(self._tensors)
         given: list[str] = []

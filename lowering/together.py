@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import operator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
 from q2compile.lowering.gemm_operands import GEMM, is_emulated
@@ -32,9 +30,6 @@ _BETWEEN = frozenset(
     + [operator.getitem]
 )
 _SCALARS = (2, 5)  # of a quantizer's outputs: the global scales
-
-# Of the graph that is lowered: products, by the nodes of the two global scales.
-_PRODUCTS: WeakKeyDictionary[Any, dict[tuple[fx.Node, fx.Node], Any]] = WeakKeyDictionary()
 
 
 def may_share_launches(node: fx.Node) -> bool:
@@ -76,8 +71,3 @@ def multiplied_by(scale: fx.Node) -> list[tuple[tuple[fx.Node, fx.Node], fx.Node
             if other is not scale:
                 found.append((pair, other))
     return found
-
-
-def products() -> dict[tuple[fx.Node, fx.Node], Any]:
-    """Those of the graph that is lowered."""
-    return _PRODUCTS.setdefault(V.graph, {})

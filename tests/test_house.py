@@ -372,6 +372,31 @@ def test_no_paths_of_one_machine() -> None:
     assert [relative(p) for p in texts if pattern.search(p.read_text())] == []
 
 
+# Of the process, not of a graph: what self-checks of Inductor's kernels found.
+GLOBAL_STATE = {("lowering/selfcheck.py", "_VERDICTS")}
+
+
+def empty_containers(path: Path) -> Iterator[str]:
+    """Names at the top of a file that are given something to be filled."""
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        value = ast.unparse(node.value)
+        if re.fullmatch(
+            r"\[\]|\{\}|(\w+\.)*\w*([Dd]ict|[Ss]et|[Ll]ist|Dictionary|Counter)\((\w*)\)", value
+        ):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from map(ast.unparse, targets)
+
+
+def test_what_lowerings_know_of_a_graph_is_one_object() -> None:
+    """lowering/state.py; nothing at the top of a file, by graphs or otherwise."""
+    found = {
+        (relative(p), n) for p in files(".py", folders=["lowering"]) for n in empty_containers(p)
+    }
+    assert found == GLOBAL_STATE
+
+
 def test_no_second_registration() -> None:
     """The entry point registers the backend; a second registration makes torch assert."""
     sources = files(".py", folders=list(PACKAGES))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from q2compile.lowering import fusion_rule, launches
+from q2compile.lowering.state import LoweringState
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
@@ -65,14 +66,9 @@ def generated(sources: list[str]) -> list[str]:
 def test_code_is_that_without_it(dynamic, sources, monkeypatch) -> None:
     compile_layers(2, dynamic)
     with_it = generated(sources)
-    monkeypatch.setattr(launches, "_KINDS", Forgetful())
+    monkeypatch.setattr(LoweringState, "once", lambda state, key, work: work())
     compile_layers(2, dynamic)
     assert len(with_it) == 2 and with_it == generated(sources)
-
-
-class Forgetful(dict):
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return default
 
 
 @pytest.mark.parametrize("fuse", [False, True])

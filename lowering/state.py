@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the lowerings of one graph tell each other.
+
+The graph that is lowered owns it: it is made when the first lowering of the graph asks, and goes
+with the graph. A graph that another one calls is lowered by itself, and has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch._inductor.virtualized import V
+
+from q2compile.lowering.member import Member
+from q2compile.lowering.producers import Found
+
+
+@dataclass
+class LoweringState:
+    """Of one graph. Keys are nodes of it; values are tensors of Inductor's IR but where it says
+    otherwise.
+
+    waiting      calls that are enqueued with the next quantizer (launches.py)
+    products     of two global scales, by their nodes (launches.py writes, gemm reads)
+    dequantized  bf16 operands of emulated GEMMs, by the node of their codes
+    gathered     rows of those, by that node and the q2.gather_rows that picks them
+    ungathered   codes, scales and row numbers that a q2.gather_rows was given, by its node
+    made         outputs of a quantizer that was launched with an earlier one (fused_launches.py)
+    halves       the expression of a quantizer's operand (fused_halves.py)
+    known        what `once` was asked
+    """
+
+    waiting: list[Member] = field(default_factory=list)
+    products: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
+    dequantized: dict[fx.Node, Any] = field(default_factory=dict)
+    gathered: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
+    ungathered: dict[fx.Node, tuple[Any, Any, Any]] = field(default_factory=dict)
+    made: dict[fx.Node, tuple[Any, ...]] = field(default_factory=dict)
+    halves: dict[fx.Node, Found] = field(default_factory=dict)
+    known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        """What the work returned when this key was first asked for, in this graph."""
+        if key not in self.known:
+            self.known[key] = work()
+        return self.known[key]
+
+
+def lowering_state() -> LoweringState:
+    """That of the graph that is lowered."""
+    graph: Any = V.graph
+    if not hasattr(graph, "q2_lowering_state"):
+        graph.q2_lowering_state = LoweringState()
+    return graph.q2_lowering_state
