@@ -43,6 +43,7 @@ _VARIES = (
     (re.compile(r"\b[a-z0-9]{40,}\b"), "HASH"),
     (re.compile(r"\bc[a-z2-7]{50}\b"), "HASH"),
     (re.compile(r"# AOT ID: .*"), ""),
+    (re.compile(r'^ "(date|command)": .*$', re.M), ""),  # of run.json
     (re.compile(r"<lambda> at 0x\w+|0x[0-9a-f]{8,}"), "ADDRESS"),
 )
 
