@@ -310,8 +310,8 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> lis
     """Write the rows and the pictures of the comparisons in ``folder``, and the pages; returns the
     pages.
 
-    Rows of other corpora stay in their file; those of the folder's corpora are replaced. Without a
-    folder the pages alone, of the rows that are there.
+    A row that is there of the same run is replaced; the others stay. Without a folder the pages
+    alone, of the rows that are there.
 
     untimed: runs whose times are left out, as COMPARISON/RUN-seedN. Raises ValueError for one that
     is not in the folder, or has not ended.
@@ -337,7 +337,8 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> lis
 
 def add_pictures(comparison: Path, into: Path) -> None:
     """Of a comparison from fresh weights the pictures that are there. Of a branched one, with its
-    many runs, the gaps of all, and the curves of those whose gap to BF16 is the question."""
+    many runs, the gaps of all rows like its own, and the curves of those of its runs whose gap to
+    BF16 is the question."""
     name = comparison.name
     done = finished(comparison)
     if not done or "branch" not in done[0].result.provenance:
@@ -345,9 +346,12 @@ def add_pictures(comparison: Path, into: Path) -> None:
             if (comparison / f"{kind}.png").exists():
                 shutil.copy(comparison / f"{kind}.png", into / f"{kind}-{name}.png")
         return
-    own = [run.result for run in done]
-    found = gaps(own, [(run, BASELINE) for run in by_name(own) if run != BASELINE])
-    title = f"Llama {own[0].setup['size']}, branched after step {own[0].provenance['branch']}"
+    own = row(done[0].result, [])
+    there = json.loads((into / "branched.json").read_text(encoding="utf-8"))
+    like = results(r for r in there if r["corpus"] == own["corpus"])
+    every = like[own["size"], own["tokens"], own["branch"]]
+    found = gaps(every, [(run, BASELINE) for run in by_name(every) if run != BASELINE])
+    title = f"Llama {own['size']}, branched after step {own['branch']}"
     if found:
         picture(draw_errors, list(found.values()), title, into / f"errors-{name}.png")
     few = [run for run in done if run.result.run["against"] == BASELINE]
@@ -355,13 +359,17 @@ def add_pictures(comparison: Path, into: Path) -> None:
 
 
 def add(new: Sequence[dict[str, Any]], file: Path) -> None:
-    """Put rows into a file, in place of those on the same corpora."""
+    """Put rows into a file, in place of those of the same runs."""
     if not new:
         return
-    replaced = {row["corpus"] for row in new}
+
+    def run_of(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(k) for k in ("corpus", "size", "tokens", "branch", "run", "seed"))
+
+    replaced = {run_of(row) for row in new}
     there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    kept = [row for row in there if row["corpus"] not in replaced]
-    text = ",\n".join(json.dumps(row) for row in [*kept, *new])
+    others = [row for row in there if run_of(row) not in replaced]
+    text = ",\n".join(json.dumps(row) for row in [*others, *new])
     file.write_text(f"[\n{text}\n]\n", encoding="utf-8")
 
 

@@ -307,6 +307,26 @@ def test_corpora_stand_apart(tmp_path: Path) -> None:
     assert "| `quartet2` | 2 | 1.5600 | +0.0600 ± 0.0200 | 1.00 | 1.00 |" in second
 
 
+def test_more_seeds_are_added(tmp_path: Path) -> None:
+    """Rows of another folder, of the same comparison and corpus, join those that are there."""
+    into = tmp_path / "results"
+    for seed, gap in ((0, 0.02), (1, 0.04)):
+        folder = tmp_path / f"runs{seed}" / "75M"
+        recorded(folder, "bf16", seed, [1.0, 2.0])
+        recorded(folder, "quartet2", seed, [1 + gap, 2 + gap])
+        page.write(into, tmp_path / f"runs{seed}")
+    rows = json.loads((into / "gaps.json").read_text())
+    assert [(r["run"], r["seed"]) for r in rows] == [
+        ("bf16", 0),
+        ("quartet2", 0),
+        ("bf16", 1),
+        ("quartet2", 1),
+    ]
+    # .02 and .04: their deviation over the root of two is half of their difference.
+    tables = (into / "tables.md").read_text()
+    assert "| `quartet2` | 2 | 1.5300 | +0.0300 ± 0.0100 | 1.00 | 1.00 |" in tables
+
+
 @pytest.mark.parametrize("gaps_file", list((EXAMPLES / "pretraining").glob("results/gaps.json")))
 def test_the_recorded_page_is_that_of_the_recorded_gaps(gaps_file: Path) -> None:
     rows = json.loads(gaps_file.read_text())
