@@ -2,7 +2,8 @@
 """Loops of Inductor in the place of q2 ops, so that they fuse with what computes their operand. May
 import runtime_kernels and torch_internals.
 
-quantize.py          the lowering of q2::quantize
+lowerings.py         the table: which steps the lowering of each op has, in order
+quantize.py          Inductor kernels of q2::quantize
 support.py           for which schemes, and when instead of a kernel's call
 selfcheck.py         on a GPU where nobody ran them: a small graph against the reference
 rounding.py          the rounding rules, once, in Inductor's `ops`; nvfp4.py, mxfp4.py the formats'
@@ -13,7 +14,6 @@ fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
 state.py             what the lowerings of one graph tell each other: one object, the graph's own
 launches.py          the other ops: calls of our kernels, past the dispatcher; member.py one call
 enqueued.py          the node of such a call
-together.py          which of them are launched together
 fused_launches.py    rotating quantizers that compute their operand: producers.py makes a loop of
                      Inductor's an expression for our kernel (index_ways.py how it reads,
                      shorter_steps.py what is computed otherwise), fusion_rule.py says when;
@@ -31,12 +31,9 @@ def register() -> None:
     imports Inductor."""
     from q2compile.lowering import (
         concatenated,  # noqa: F401
-        emulated_gemm,  # noqa: F401
-        gathered,  # noqa: F401
-        launches,
-        quantize,  # noqa: F401
+        lowerings,
         tile_config,  # noqa: F401
     )
     from q2compile.torch_internals import inductor_repeats  # noqa: F401
 
-    launches.register()
+    lowerings.register()

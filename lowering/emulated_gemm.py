@@ -22,37 +22,31 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from q2compile.lowering import launches
 from q2compile.lowering.gathered import gathered
 from q2compile.lowering.gemm_operands import (
     GEMM,
-    GROUPED,
     OPERANDS,
     gather_of,
     is_emulated,
     ungathered,
 )
+from q2compile.lowering.launches import call_in_one, launches_of
+from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 
 _aten = torch.ops.aten
 
 
-@register_lowering(GEMM, type_promotion_kind=None)
-def gemm(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
-) -> Any:
-    """See runtime_kernels/ops/gemm.py."""
-    args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias)
+def product(call: OpCall) -> Any:
+    """Of q2.gemm (runtime_kernels/ops/gemm.py), emulated; None where fp4 tensor cores multiply."""
     if not is_emulated(V.current_node):
-        product = lowering_state().products.get((V.current_node.args[2], V.current_node.args[5]))
-        if product is not None:
-            args = (a_codes, a_scales, product, b_codes, b_scales, None, bias)
-        return launches.call(GEMM, *args, a_scheme, b_scheme, dtype)
+        return None
+    _, _, a_global, _, _, b_global, bias, a_scheme, b_scheme, dtype = call.bound
     left, right = operands(V.current_node)
     a, b = left.gathered(), right.gathered()
     b = lowerings[_aten.permute.default](b, [1, 0])
@@ -75,14 +69,21 @@ def gemm(
     return lowerings[torch.ops.prims.convert_element_type.default](out, dtype)
 
 
-@register_lowering(GROUPED, type_promotion_kind=None)
-def grouped_gemm(
-    a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
-) -> Any:
-    """See runtime_kernels/ops/grouped_gemm.py."""
-    args = (a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs)
+def with_alpha(call: OpCall) -> Any:
+    """q2.gemm with the product of the global scales, where a quantizer's last launch makes it."""
+    node = V.current_node
+    alpha = lowering_state().products.get((node.args[2], node.args[5]))
+    if alpha is None:
+        return None
+    a_codes, a_scales, _, b_codes, b_scales, _, *others = call.bound
+    return launches_of(GEMM, a_codes, a_scales, alpha, b_codes, b_scales, None, *others)
+
+
+def grouped_product(call: OpCall) -> Any:
+    """The same as `product` of q2.grouped_gemm (runtime_kernels/ops/grouped_gemm.py)."""
     if not is_emulated(V.current_node):
-        return launches.call(GROUPED, *args, a_scheme, b_scheme, gemm, dtype)
+        return None
+    *_, offs, _, _, gemm, _ = call.bound
     a, b = operands(V.current_node)
     multiply = fallback_handler(torch.ops.q2.grouped_mm.default, add_to_fallback_set=False)
     second = _as_grouped(b.gathered(), gemm, offs.get_size()[0])
@@ -142,9 +143,9 @@ def operands(gemm: fx.Node) -> list[Operand]:
     missing = {s.codes: s.args for s in sources if s.codes not in known}
     op = torch.ops.q2.dequantize.default
     if len({_variant(args) for args in missing.values()}) == 1:
-        made = launches.call_in_one(op, [*missing.values()])
+        made = call_in_one(op, [*missing.values()])
     else:
-        made = [launches.call(op, *args) for args in missing.values()]
+        made = [launches_of(op, *args) for args in missing.values()]
     known.update(zip(missing, made, strict=True))
     return [
         Operand(known[source.codes], source.codes, gather_of(gemm.args[first]))

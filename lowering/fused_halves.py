@@ -22,6 +22,7 @@ from torch._inductor.virtualized import V, ops
 from torch.fx.node import map_arg
 
 from q2compile.lowering.fused_launches import Asked, FusedLaunches, quantized, refuse
+from q2compile.lowering.member import OpCall
 from q2compile.lowering.producers import Found, NotProduced, producer_of
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
@@ -87,13 +88,13 @@ def _halves(
     return found
 
 
-def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
+def both_halves(asked: OpCall) -> tuple[Any, ...] | None:
     """The outputs of the quantizer that is lowered, where it computes both halves of its operand;
     None where it does not."""
     found = lowering_state().halves.pop(V.current_node, None)
     if found is None:
         return None
-    made = quantized(Asked(V.current_node, asked))
+    made = quantized(Asked(V.current_node, asked.quantizer))
     made.make_buffers()
     FusedLaunches(found, [made])
     return made.outputs

@@ -39,6 +39,7 @@ from q2compile.lowering.launches import (
     results_of,
     wanted_outputs,
 )
+from q2compile.lowering.member import OpCall
 from q2compile.lowering.producers import (
     Found,
     NotProduced,
@@ -96,11 +97,11 @@ class Quantized(NamedTuple):
         )
 
 
-def call(asked: QuantizerCall) -> tuple[Any, ...] | None:
+def prologue(call: OpCall) -> tuple[Any, ...] | None:
     """The outputs of a call, of the node that is lowered, with x computed in its kernel; or None
     where the pass has not marked the node or one of the conditions says no, which is noted for the
     record of the pass."""
-    node = V.current_node
+    node, asked = V.current_node, call.quantizer
     notes = node.meta.get(MAY_FUSE)
     if notes is None or quantizer_of(node) is None or asked.recorded:
         return None

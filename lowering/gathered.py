@@ -10,17 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.blocks import reinterpreted
-from q2compile.lowering.gemm_operands import GATHER, reads_ungathered
+from q2compile.lowering.gemm_operands import reads_ungathered
+from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
 
 
-@register_lowering(GATHER, type_promotion_kind=None)
-def gather_rows(codes: Any, scales: Any, rows: Any) -> Any:
+def gather_rows(call: OpCall) -> tuple[Any, Any]:
     """See runtime_kernels/ops/gather_rows.py."""
+    codes, scales, rows = call.bound
     lowering_state().ungathered[V.current_node] = codes, scales, rows
     readers = [reader for output in V.current_node.users for reader in output.users]
     if readers and all(reads_ungathered(reader) for reader in readers):

@@ -11,62 +11,38 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, fallback_handler, register_lowering, view
+from torch._inductor.lowering import empty_strided, fallback_handler, view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import together
 from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.gemm_operands import is_read
-from q2compile.lowering.member import Member
+from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
 from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
-from q2compile.runtime_kernels.ops.table import (
-    DEQUANTIZE,
-    GEMM_MASKED_UNROTATE,
-    MASKED_UNROTATE,
-    PADDED_ENDS,
-    SPECS,
-    SPLIT_SCALES,
-    TRANSPOSE,
-)
+from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, global_scales
+from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
 
 _MODULE = "q2compile.runtime_kernels.cuda.site"
 _IMPORT = f"from {_MODULE} import Site as q2_Site, Together as q2_Together, View as q2_View"
 
-# Ops that are launches alone, of which Inductor never makes a kernel of its own.
-_LAUNCHED = (
-    *(spec.name for spec in SPECS.values() if not spec.is_lowered),
-    *(SPLIT_SCALES, DEQUANTIZE, TRANSPOSE, MASKED_UNROTATE, GEMM_MASKED_UNROTATE, PADDED_ENDS),
-)
+
+def launch(call: OpCall) -> Any:
+    """The step that every op has: its kernel is launched, or the op itself called."""
+    return launches_of(call.overload, *call.args, **call.kwargs)
 
 
-def register() -> None:
-    """Tell Inductor how to lower the ops that are launches alone: an op that it meets without a
-    lowering has its operands in memory from then on, which an operand that other loops read as well
-    is rounded by."""
-    for name in _LAUNCHED:
-        op = getattr(torch.ops.q2, name).default
-        lowering = ending(functools.partial(call, op))
-        register_lowering(op, type_promotion_kind=None)(lowering)
+def close_group(node: fx.Node) -> None:
+    """Enqueue what waits behind this node, the last of its group or of none."""
+    group = lowering_state().groups.get(node)
+    if group is None or group.last is node:
+        _enqueue_waiting()
 
 
-def ending(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of the lowerings of all quantizers: after it, calls wait only if this one does."""
-
-    @functools.wraps(lowering, assigned=())
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        results = lowering(*args, **kwargs)
-        if not (together.may_share_launches(V.current_node) and together.waits(V.current_node)):
-            _enqueue_waiting()
-        return results
-
-    return lower
-
-
-def call(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def launches_of(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """An op by the registry's kernel: its launches, where it is nothing else and generated code is
     in Python; otherwise the op itself."""
     made = _member(op, bound(name_of(op), args, kwargs))
@@ -81,7 +57,7 @@ def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> li
     """Calls of an op whose only launch is one for all of them, where they are launches."""
     made = [each for each in (_member(op, args) for args in calls) if each is not None]
     if len(made) < len(calls):
-        return [call(op, *args) for args in calls]
+        return [launches_of(op, *args) for args in calls]
     _enqueue_waiting()
     Launches([member for member, _ in made])
     return [outputs for _, outputs in made]
@@ -155,16 +131,22 @@ def _launched(name: str, args: Sequence[Any]) -> list[Any]:
 
 
 def _enqueue(member: Member) -> None:
-    """Behind those that wait for it, where all can end in one launch; or later, if it waits."""
-    waiting = lowering_state().waiting
-    if member.last_launch is None:
+    """With the others of its group, behind the last of them; alone where it has none, or does not
+    end in their launch."""
+    state = lowering_state()
+    if state.waiting and not _ends_with(state.waiting, member):
         _enqueue_waiting()
-        Launches([member])
-        return
-    sides = member.sides + sum(m.sides for m in waiting)
-    if waiting and (waiting[0].last_launch != member.last_launch or sides > MOST_SIDES):
+    state.waiting.append(member)
+    if member.node not in state.groups or member.last_launch is None:
         _enqueue_waiting()
-    waiting.append(member)
+
+
+def _ends_with(waiting: Sequence[Member], member: Member) -> bool:
+    groups = lowering_state().groups
+    one_group = groups.get(waiting[0].node) is groups.get(member.node)
+    operands = sum(each.operands for each in (*waiting, member))
+    alike = waiting[0].last_launch == member.last_launch and member.last_launch is not None
+    return one_group and alike and operands <= MOST_SIDES
 
 
 def _enqueue_waiting() -> None:
@@ -185,26 +167,31 @@ class Product(NamedTuple):
 
 
 def _products_of(members: Sequence[Member]) -> list[Product]:
-    """The products that the last launch of these can make: one for each side."""
+    """Those of GEMMs that the graph has these make: one for each of their operands."""
+    state = lowering_state()
+    group = state.groups.get(members[0].node)
+    if group is None:
+        return []
     makers = {
-        scale: (i, 1 if member.op == SPLIT_SCALES else number)
+        scale: (i, 1 if member.op == SPLIT_SCALES else place)
         for i, member in enumerate(members)
-        for number, scale in together.global_scales(member.node)
+        for place, scale in global_scales(member.node)
     }
     found: list[Product] = []
-    products = lowering_state().products
     for scale, own in makers.items():
-        if members[own[0]].buffers[own[1]] is None or members[own[0]].scheme.widened:
+        if members[own[0]].buffers[own[1]] is None:
             continue
-        for pair, other in together.multiplied_by(scale):
-            known = makers.get(other) or V.graph.env.get(other)
-            if known is None or pair in products:
+        for gemm in (user for user in scale.users if user.meta.get(ALPHA_FROM) == group.number):
+            pair: Any = gemm.args[2], gemm.args[5]
+            other = pair[1] if pair[0] is scale else pair[0]
+            known: Any = makers.get(other) or V.graph.env.get(other)
+            if known is None or pair in state.products:
                 continue
             with V.graph.fake_mode:
                 buffer = output_buffer(
                     torch.empty((), dtype=torch.float32, device=_device(members[0]))
                 )
-            products[pair] = view(buffer, [])
+            state.products[pair] = view(buffer, [])
             if not isinstance(known, tuple):
                 known = ir.ExternKernel.realize_input(known)
             found.append(Product(own, known, buffer))
@@ -256,7 +243,7 @@ def _formed(x: Any, form: Form) -> Any:
 
 
 def wanted_outputs(
-    op: torch._ops.OpOverload, count: int, node: torch.fx.Node | None = None
+    op: torch._ops.OpOverload, count: int, node: fx.Node | None = None
 ) -> list[bool]:
     """Which outputs of a node, the one that is lowered, are read; all, where the call is one of
     several that it is lowered to."""

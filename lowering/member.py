@@ -1,25 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of an op that is launches alone, while its graph is lowered."""
+"""A call of an op, while its graph is lowered: as a node has it, and as it is launched."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
-from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import parameters
+from q2compile.runtime_kernels.registry import bound
+
+
+class OpCall(NamedTuple):
+    """What a lowering is asked for: args and kwargs as the node has them."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.q2, self.op).default
+
+    @property
+    def bound(self) -> tuple[Any, ...]:
+        """All arguments, in the order of the schema."""
+        return bound(self.op, self.args, self.kwargs)
+
+    @property
+    def quantizer(self) -> QuantizerCall:
+        """Of a quantizing op."""
+        return QuantizerCall.of(self.op, self.bound)
 
 
 class Member(NamedTuple):
-    """One call of an op: all its arguments, in the order of the schema, tensors among them in
-    memory; a buffer for each output, or None where nobody reads it."""
+    """One call that is launched, alone or with others: all its arguments, in the order of the
+    schema, tensors among them in memory; a buffer for each output, or None where nobody reads it.
+    """
 
     node: fx.Node
     op: str
-    args: list[Any]
+    args: Sequence[Any]
     buffers: list[Any]
 
     @property
@@ -28,16 +52,6 @@ class Member(NamedTuple):
         return last_launch(self.op, self.args)
 
     @property
-    def quantizer(self) -> QuantizerCall | None:
-        """None for other ops."""
-        return QuantizerCall.of(self.op, self.args) if self.op in SPECS else None
-
-    @property
-    def scheme(self) -> Scheme:
-        names = [name for name, _ in parameters(self.op)]
-        return get_scheme(self.args[names.index("scheme")])
-
-    @property
-    def sides(self) -> int:
-        """Of the last launch."""
-        return len(self.quantizer.operands) if self.quantizer else 1
+    def operands(self) -> int:
+        """That the last launch works on."""
+        return len(QuantizerCall.of(self.op, self.args).operands) if self.op in SPECS else 1

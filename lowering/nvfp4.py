@@ -117,7 +117,7 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
     return codes, *_split_scales(worths, scheme.name)
 
 
-_split_scales = partial(launches.call, torch.ops.q2.split_scales.default)
+_split_scales = partial(launches.launches_of, torch.ops.q2.split_scales.default)
 
 
 def quantize_exact(blocks: Blocks, load_amax: PerBlock, scheme: Scheme) -> Quantized:

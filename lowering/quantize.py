@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowering of `q2::quantize`."""
+"""An Inductor kernel for `q2::quantize`: the step of its lowering, and when it is taken."""
 
 from __future__ import annotations
 
@@ -7,43 +7,28 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
-from q2compile.lowering import (
-    fused_halves,
-    fused_launches,
-    launches,
-    mxfp4,
-    nvfp4,
-    selfcheck,
-    support,
-)
+from q2compile.lowering import launches, mxfp4, nvfp4, selfcheck, support
 from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
 from q2compile.lowering.fp32 import float_of
+from q2compile.lowering.member import OpCall
 from q2compile.lowering.reduction_blocks import ReducedBlocks
 from q2compile.lowering.register_blocks import Draws, HeldBlocks
 from q2compile.lowering.rounding import Quantized
 from q2compile.runtime_kernels.numerics.schemes import Scheme
-from q2compile.runtime_kernels.ops.table import QUANTIZE, SPECS, QuantizerCall, quantizer_of
-from q2compile.runtime_kernels.registry import REFERENCE, bound, serving
+from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
+from q2compile.runtime_kernels.registry import REFERENCE, serving
 
 
-@register_lowering(SPECS[QUANTIZE].overload, type_promotion_kind=None)
-@launches.ending
-def quantize(*args: Any, **kwargs: Any) -> Any:
-    """See runtime_kernels/ops/quantize.py. In this order: the operand is computed in our kernel;
-    Inductor makes a kernel of its own of both; our kernel is launched, or the reference."""
-    call = QuantizerCall.of(QUANTIZE, bound(QUANTIZE, args, kwargs))
-    fused = fused_halves.call(call) or fused_launches.call(call)
-    if fused is not None:
-        return fused
+def inductor_kernel(asked: OpCall) -> Any:
+    """The outputs of a quantizer that Inductor makes a kernel of, with what computes x; None where
+    it has none, or ours is better."""
+    call = asked.quantizer
     if not _lowered(call):
-        return launches.call(call.spec.overload, *args, **kwargs)
-    if call.recorded:
-        return _recorded(call)
-    return _by_inductor(call)
+        return None
+    return _recorded(call) if call.recorded else _by_inductor(call)
 
 
 def _recorded(call: QuantizerCall) -> Any:
@@ -53,7 +38,7 @@ def _recorded(call: QuantizerCall) -> Any:
     """
     parts = _by_inductor(call)
     args = (_apart(call.x), *parts, call.scheme.name)
-    return *parts, launches.call(torch.ops.q2.statistics_of_operand.default, *args)
+    return *parts, launches.launches_of(torch.ops.q2.statistics_of_operand.default, *args)
 
 
 def _apart(x: ir.TensorBox) -> ir.TensorBox:

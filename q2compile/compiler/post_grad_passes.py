@@ -112,6 +112,7 @@ class PostGradPasses(PassRunner):
             keep_packed=False,
             recompute_weights=False,
             fuse_rotations=fuses_rotations(self.config, device),
+            is_lowered=self.config.inner == "inductor",
         )
 
     def key(self) -> str:

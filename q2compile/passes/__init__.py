@@ -36,6 +36,7 @@ from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
+from q2compile.passes.post_grad.group_launches import group_launches_pass
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.part_directions import part_directions_pass
@@ -61,6 +62,7 @@ class Wanted:
     keep_packed        quantized operands of a checkpointed region are saved
     recompute_weights  codes of weights are recomputed in the backward
     fuse_rotations     rotating quantizers may compute their operand
+    is_lowered         Inductor lowers the graph, and does not run it as it is
     seed               key of the counter that seeds come from; None: torch's default generator
     """
 
@@ -68,6 +70,7 @@ class Wanted:
     keep_packed: bool
     recompute_weights: bool
     fuse_rotations: bool
+    is_lowered: bool = True
     seed: int | None = None
 
 
@@ -156,6 +159,8 @@ PASSES: tuple[Pass, ...] = (
         when=lambda w: w.fuse_rotations,
         notes=fusion_notes,
     ),
+    # Last: it marks the quantizers where they stand now.
+    _post_grad("group_launches", group_launches_pass, when=lambda w: w.is_lowered),
 )
 
 

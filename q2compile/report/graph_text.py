@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from q2compile.capture.node_meta import SITE
+from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.torch_internals.private_names import dtype_abbrs
 
 
@@ -38,7 +39,7 @@ def lines_of(graph: fx.Graph) -> list[str]:
         if here != module and (here or module):
             lines += ["", f"# {here or 'no module'}"]
         module = here
-        lines.append(f"{node.name}{_annotation(node)} = {_call(node)}")
+        lines.append(f"{node.name}{_annotation(node)} = {_call(node)}{_launches(node)}")
     return lines
 
 
@@ -83,6 +84,15 @@ def _call(node: fx.Node) -> str:
         return f"{namespace}.{name.split('.')[0]}{overload}({', '.join(arguments)})"
     name = getattr(target, "__name__", str(target))
     return f"{name}({', '.join(arguments)})"
+
+
+def _launches(node: fx.Node) -> str:
+    """A comment that says what the pass group_launches has decided of a node."""
+    if LAUNCH_GROUP in node.meta:
+        return f"  # launch group {node.meta[LAUNCH_GROUP]}"
+    if ALPHA_FROM in node.meta:
+        return f"  # alpha from launch group {node.meta[ALPHA_FROM]}"
+    return ""
 
 
 def _text(value: Any) -> str:

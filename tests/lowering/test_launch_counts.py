@@ -3,7 +3,7 @@
 (support/launch_counts.py).
 
 `apart` is the same code with every quantizer launched by itself, and the products of global scales
-ahead of the GEMMs (lowering/together.py left out). nvfp4's was 30 on a Blackwell while
+ahead of the GEMMs (without the pass group_launches). nvfp4's was 30 on a Blackwell while
 q2::transpose was eight kernels of torch's there, and swizzle_scales.cu swizzled what came out.
 """
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from torch import nn
+from torch import fx, nn
 
 from q2compile.lowering import state
 from q2compile.lowering.state import LoweringState, lowering_state
@@ -21,8 +22,8 @@ def test_each_graph_has_one_and_takes_it_along(monkeypatch) -> None:
     made: list[int] = []
 
     class Counted(LoweringState):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**fields)
             made.append(len(made))
 
     emulate(monkeypatch, 90)
@@ -40,7 +41,7 @@ def test_each_graph_has_one_and_takes_it_along(monkeypatch) -> None:
 
 def test_work_is_done_once(monkeypatch) -> None:
     class Graph:
-        pass
+        module = fx.GraphModule(nn.Module(), fx.Graph())
 
     done: list[str] = []
     graphs = Graph(), Graph()

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
-from q2compile.lowering import together
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
@@ -33,7 +33,7 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
     """Kernels of a forward and backward by the name of their file, or of what else launches them.
 
     apart: with every quantizer launched by itself, and the products of global scales ahead of the
-    GEMMs (lowering/together.py left out).
+    GEMMs (without the pass group_launches).
     """
     found: Counter[str] = Counter()
 
@@ -52,14 +52,14 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
             patch.setattr(site, "_call", call)
         launches_on_cpu(patch, "sm_90a" if capability == HOPPER else "sm_100a")
         patch.setattr(Launch, "bind", bind)
-        if apart:
-            patch.setattr(together, "waits", lambda node: False)
-            patch.setattr(together, "multiplied_by", lambda scale: [])
         torch._dynamo.reset()
         library.impl("mm.dtype", lambda a, b, dtype: torch.zeros(len(a), b.shape[1]), "CPU")
+        options: dict[str, Any] = {"recipe": recipe}
+        if apart:
+            options["disable_passes"] = ["group_launches"]
         layer = nn.Linear(INNER, OUTER, bias=bias, dtype=torch.bfloat16)
         x = torch.zeros(ROWS, INNER, dtype=torch.bfloat16, requires_grad=True)
-        y = torch.compile(layer, backend="quartet2", options={"recipe": recipe})(x)
+        y = torch.compile(layer, backend="quartet2", options=options)(x)
         y.backward(torch.zeros_like(y))
     assert len(sources) == 2
     for source in sources:

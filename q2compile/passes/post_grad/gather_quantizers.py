@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from q2compile.passes.graph_queries import VIEWS_AND_CASTS
 from q2compile.passes.live_bytes import SMALL
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.ops.launch_groups import adjacent_quantizers, is_between
 from q2compile.runtime_kernels.ops.table import quantizer_of
 
 _REACH = 2  # groups: what is made early waits for no more GEMMs than those
-# What may stand between quantizers of a group, as in lowering/together.py.
-_CHEAP = VIEWS_AND_CASTS | {operator.getitem, torch.ops.aten.select.int}
 
 
 def gather_quantizers_pass(graph: fx.Graph) -> int:
@@ -41,7 +38,7 @@ def gather_quantizers_pass(graph: fx.Graph) -> int:
 
     Exact: nothing is computed otherwise, only earlier.
     """
-    groups = _groups(graph)
+    groups = adjacent_quantizers(graph.nodes)
     held = [0] * len(groups)  # bytes that were moved to each
     moved = 0
     for i, group in enumerate(groups):
@@ -68,30 +65,6 @@ def gather_quantizers_pass(graph: fx.Graph) -> int:
     return moved
 
 
-def _groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Quantizers that end in one launch already, if there is room: nothing reads what one makes
-    before the next."""
-    groups: list[list[fx.Node]] = []
-    made: set[fx.Node] = set()  # by the group that is open
-    for node in graph.nodes:
-        quantizes = quantizer_of(node) is not None
-        own = node.target is operator.getitem and node.args[0] in made
-        reads = not own and not made.isdisjoint(node.all_input_nodes)
-        if reads or not (quantizes or _is_cheap(node)):
-            made = set()
-        if quantizes and not made:
-            groups.append([])
-        if quantizes:
-            groups[-1].append(node)
-        if quantizes or own:
-            made.add(node)
-    return groups
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in _CHEAP
-
-
 def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
     calls = [call for call in map(quantizer_of, (*group, node)) if call is not None]
     alike = len({call.scheme for call in calls}) == 1
@@ -106,7 +79,7 @@ def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:
     while pending:
         for read in pending.pop().all_input_nodes:
             if end < read and read not in found:
-                if not _is_cheap(read):
+                if not is_between(read):
                     return None
                 found.add(read)
                 pending.append(read)

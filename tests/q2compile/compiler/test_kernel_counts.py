@@ -13,8 +13,9 @@ recompute_weights in test_joint_passes.py, of the two for swizzled scales in tes
 of gather_codes in test_gather_codes.py, of widen_operands in test_widen_operands.py, of
 sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
-test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py, and for the
-launches that it saves tests/lowering/test_launch_counts.py.
+test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py;
+group_launches only marks them: test_group_launches.py. What launches both save is shown in
+tests/lowering/test_launch_counts.py.
 """
 
 from __future__ import annotations
@@ -134,8 +135,9 @@ class Row:
 
 
 def _pass(name: str, recipe: str = "quartet2", **program: Any) -> Row:
-    """A pass of the post-grad list, after those ahead of it in the list alone."""
-    names = [row.name for row in passes_over("post_grad")]
+    """A pass of the post-grad list, after those ahead of it in the list alone, and ahead of the one
+    that groups launches."""
+    names = [row.name for row in passes_over("post_grad") if row.name != "group_launches"]
     at = names.index(name)
     of = {} if recipe == "quartet2" else {"recipe": recipe}
     without, with_ = ({**of, **_left_out(names[i:])} for i in (at, at + 1))
@@ -188,6 +190,7 @@ def test_every_pass_has_a_row() -> None:
     quantize_shards none without a collective, own_seeds none without the option seed
     (test_quantize_shards.py, test_seed.py)."""
     elsewhere = ["gather_quantizers", "concatenate_last", "tabulate", "fuse_rotations"]
+    elsewhere += ["group_launches"]
     elsewhere += ["anchor_seeds", "gather_scattered", "mask_again", "quantize_shards", "own_seeds"]
     passes = [row.name for row in passes_over("post_grad") if row.name not in elsewhere]
     joint = [row.name for row in passes_over("joint") if row.name not in elsewhere]

@@ -234,7 +234,7 @@ def test_a_pass_is_left_out_by_name():
     gm = backward_graph()
     manager = PostGradPasses(Config(disable_passes=["merge_seeds"]))
     manager(gm.graph)
-    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 10 * [""]
+    assert [r.note for r in manager.records] == ["", "", "", "", "disabled"] + 11 * [""]
     assert len(gm.graph.find_nodes(op="call_function", target=q2.seed.default)) == 2
 
 
@@ -261,6 +261,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
         *forms,
         *last,
         "fuse_rotations",
+        "group_launches",
     ]
     assert plain != PostGradPasses(Config(fuse_rotations=True)).uuid()
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Inductor lowers each q2 op: the steps that are tried for it, in order. The first that returns
+something is the lowering of that node.
+
+Every op that reads an operand is in the table. Inductor puts the operands of an op without a
+lowering into memory from the second such op of a process on, and other loops that read them are
+then rounded by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
+
+from q2compile.lowering import (
+    emulated_gemm,
+    fused_halves,
+    fused_launches,
+    gathered,
+    launches,
+    quantize,
+)
+from q2compile.lowering.member import OpCall
+from q2compile.runtime_kernels.ops.table import (
+    DEQUANTIZE,
+    GATHER_ROWS,
+    GEMM,
+    GEMM_MASKED_UNROTATE,
+    GROUPED_GEMM,
+    MASKED_UNROTATE,
+    PADDED_ENDS,
+    QUANTIZE,
+    REQUANTIZE,
+    SPLIT_SCALES,
+    TRANSPOSE,
+)
+
+Step = Callable[[OpCall], Any]  # what the node computes, or None: the next step is tried
+
+LOWERINGS: dict[str, tuple[Step, ...]] = {
+    QUANTIZE: (
+        fused_halves.both_halves,  # our kernel computes the two halves of its operand
+        fused_launches.prologue,  # our kernel computes its operand
+        quantize.inductor_kernel,  # Inductor's kernel computes both
+        launches.launch,  # our kernel reads its operand, or the reference does
+    ),
+    REQUANTIZE: (launches.launch,),
+    GEMM: (emulated_gemm.product, emulated_gemm.with_alpha, launches.launch),
+    GROUPED_GEMM: (emulated_gemm.grouped_product, launches.launch),
+    GATHER_ROWS: (gathered.gather_rows,),
+    SPLIT_SCALES: (launches.launch,),
+    DEQUANTIZE: (launches.launch,),
+    TRANSPOSE: (launches.launch,),
+    MASKED_UNROTATE: (launches.launch,),
+    GEMM_MASKED_UNROTATE: (launches.launch,),
+    PADDED_ENDS: (launches.launch,),
+}
+
+
+def register() -> None:
+    """Tell Inductor."""
+    for name, steps in LOWERINGS.items():
+        op = getattr(torch.ops.q2, name).default
+        register_lowering(op, type_promotion_kind=None)(_lowering(name, steps))
+
+
+def _lowering(name: str, steps: tuple[Step, ...]) -> Callable[..., Any]:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        call = OpCall(name, args, kwargs)
+        made = next(found for step in steps if (found := step(call)) is not None)
+        launches.close_group(V.current_node)
+        return made
+
+    return lower

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which quantizers are launched together, and which launches make alpha for a GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from q2compile.passes.graph_queries import is_q2
+from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize.plan import shared_launch
+from q2compile.runtime_kernels.ops.launch_groups import (
+    ALPHA_FROM,
+    LAUNCH_GROUP,
+    adjacent_quantizers,
+    global_scales,
+)
+from q2compile.runtime_kernels.ops.table import (
+    GEMM,
+    SPLIT_SCALES,
+    QuantizerCall,
+    quantizer_of,
+)
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, serving
+
+_A, _B = 2, 5  # the global scales of a GEMM, among its arguments
+
+
+def group_launches_pass(graph: fx.Graph) -> int:
+    """Quantizers that nothing stands between end in one launch, which also multiplies the global
+    scales that a GEMM of cuBLASLt's is given as alpha.
+
+    before                                  after
+        x = quantize(x, ..., S)                 x = quantize(x, ..., S)  # launch group 0
+        w = quantize(w, ..., S)                 w = quantize(w, ..., S)  # launch group 0
+        y = gemm(x..., w..., ...)               y = gemm(...)  # alpha from launch group 0
+
+    launches
+        rotate x, scales of x, rotate w,        rotate x, rotate w, scales of both and alpha, GEMM
+        scales of w, alpha, GEMM
+
+    Changes node.meta alone. The lowerings enqueue what has one number together, where the last of
+    the group stands (lowering/launches.py). They split a group of which some are not launched by
+    themselves (prologue fusion), or that later passes have taken apart.
+
+    Preconditions: it is the last pass, since the others move and replace such nodes. The quantizers
+    are adjacent; all end in the same launch, which has room for their operands.
+
+    Exact: nothing is computed otherwise.
+    """
+    shared = 0
+    for number, group in enumerate(_groups(graph)):
+        for node in group:
+            node.meta[LAUNCH_GROUP] = number
+        _mark_products(group, number)
+        shared += len(group) > 1
+    return shared
+
+
+def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    for run in adjacent_quantizers(graph.nodes):
+        group: list[fx.Node] = []
+        operands, last = 0, None
+        for node in run:
+            call = quantizer_of(node)
+            assert call is not None
+            own, count = _last_launch(call), len(call.operands)
+            if group and (own != last or operands + count > MOST_SIDES):
+                yield group
+                group, operands = [], 0
+            if own is not None:
+                group.append(node)
+                operands, last = operands + count, own
+        if group:
+            yield group
+
+
+def _last_launch(call: QuantizerCall) -> Launch | None:
+    """The launch that a quantizer ends in, where others can end in it as well."""
+    last = shared_launch(call.scheme, call.transform)
+    return last if last is not None and _is_launched(call) else None
+
+
+def _is_launched(call: QuantizerCall) -> bool:
+    """Whether a kernel of ours serves it, or what follows an Inductor kernel in its place."""
+    args = map_arg(call.positional, lambda n: n.meta["val"])
+    if serving(call.spec.name, args).launching is not None:
+        return True
+    scheme = call.scheme
+    if not call.spec.is_lowered or scheme.format != "nvfp4" or scheme.takes_amax or scheme.widened:
+        return False
+    raw_scales = call.x.meta["val"].new_empty((1, 1), dtype=torch.float32)
+    return serving(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None
+
+
+def _mark_products(group: list[fx.Node], number: int) -> None:
+    """Marks the GEMMs whose alpha this group can make: one for each of its operands, of which the
+    other global scale is the group's, too, or known before."""
+    scales = dict.fromkeys(scale for node in group for _, scale in global_scales(node))
+    for scale in scales:
+        for gemm in scale.users:
+            other: Any = _other_global_scale(gemm, scale)
+            if other is None or ALPHA_FROM in gemm.meta:
+                continue
+            if other in scales or other < group[-1]:
+                for same in (g for g in scale.users if _other_global_scale(g, scale) is other):
+                    same.meta[ALPHA_FROM] = number
+                break
+
+
+def _other_global_scale(gemm: fx.Node, scale: fx.Node) -> fx.Node | None:
+    """The one that a GEMM multiplies this one by, if cuBLASLt's runs and takes the product."""
+    if not is_q2(gemm, GEMM):
+        return None
+    pair: Any = (gemm.args[_A], gemm.args[_B])
+    if scale not in pair or pair[0] is pair[1]:
+        return None
+    args = map_arg(gemm.args, lambda n: n.meta["val"])
+    if serving(GEMM, args).name != CUBLASLT_FP4:
+        return None
+    return pair[1] if pair[0] is scale else pair[0]
