@@ -12,7 +12,6 @@ It is compiled in a thread of its own, since Inductor keeps what it is at work o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -22,38 +21,46 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.lowering import register
-from q2compile.runtime_kernels.cuda.agreements import Check
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
-from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.lowering.support import beats_kernels, why_not_lowered
+from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
+from q2compile.runtime_kernels.kernel_states import why_disabled
+from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import LOOPS
 from q2compile.torch_internals.inductor import compile_by_itself
 from q2compile.torch_internals.patches import patched
 
 _SHAPE = (130, 264)
-_VERDICTS: dict[tuple, str | None] = {}  # None also while a check is under way
 
 
 def refusal(device: torch.device, call: QuantizerCall) -> str | None:
     """None when the Inductor kernel of such a call may be used on this device, otherwise the reason
     in words."""
     if _is_known(device):
-        return None
-    check = _check(device, call)
-    if check not in _VERDICTS:
-        _VERDICTS[check] = None
-        differs = functools.partial(disagreement, device, call)
-        try:
-            judge(_VERDICTS, check, differs, (Path(__file__).parent,))
-        except Exception:
-            if _VERDICTS[check] is None:
-                del _VERDICTS[check]
-            raise
-    return _VERDICTS[check]
+        return why_disabled(call.spec.name, LOOPS)
+    return checks.refusal(_request(device, call))
 
 
-def _check(device: torch.device, call: QuantizerCall) -> Check:
+def begin(device: torch.device, scheme: str) -> None:
+    """Has the check of a rowwise quantizer run, if Inductor makes a kernel of it."""
+    call = rowwise_call(scheme)
+    made = why_not_lowered(device, call) is None and beats_kernels(call)
+    if made and not _is_known(device):
+        checks.begin(_request(device, call))
+
+
+def _request(device: torch.device, call: QuantizerCall) -> Request:
     how = call.scheme.name, call.transform.name, call.variant
-    return call.spec.name, LOOPS, device, *how
+    args = {name: arg if _is_plain(arg) else None for name, arg in call.args.items()}
+    check = call.spec.name, LOOPS, device, *how
+    sources = (str(Path(__file__).parent),)
+    return Request(check, __name__, (device, call.replace(**args)), sources)
+
+
+def _is_plain(arg: object) -> bool:
+    """Not a tensor, or what stands for one."""
+    return arg is None or isinstance(arg, bool | int | float | str | torch.dtype)
 
 
 def _is_known(device: torch.device) -> bool:
@@ -62,8 +69,11 @@ def _is_known(device: torch.device) -> bool:
 
 
 def is_refused(device: torch.device, call: QuantizerCall) -> bool:
-    """Whether a check that was run has refused it."""
-    return _VERDICTS.get(_check(device, call)) is not None
+    """Whether it is disabled, or a check that was run has rejected it."""
+    request = _request(device, call)
+    found = checks.result_of(request)
+    disabled = why_disabled(call.spec.name, LOOPS) is not None
+    return disabled or (found is not None and found.reason is not None)
 
 
 def disagreement(device: torch.device, call: QuantizerCall) -> str | None:

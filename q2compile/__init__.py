@@ -19,8 +19,8 @@ Public names; whatever else can be imported may change in any version.
 Results: Report and its Row (explain), Comparison and its ModuleError (compare), Exported (export),
 QuantizedTensor (quantize).
 
-Exceptions: ConfigError, NotTakenError, StageError. Warnings: FaultWarning, KernelWarning,
-UntestedTorchWarning, telemetry.TelemetryWarning.
+Exceptions: ConfigError, NotTakenError, StageError, DeviceLostError. Warnings: FaultWarning,
+KernelWarning, UntestedTorchWarning, telemetry.TelemetryWarning.
 
 For type checkers: Options, what a dict of options may hold, and of it RecipeName, RecipeChange,
 PolicyValue, Mode and TelemetryMapping.
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from q2compile.report.expect import expect as expect
     from q2compile.report.report import Report as Report
     from q2compile.report.row import Row as Row
+    from q2compile.runtime_kernels.kernel_states import DeviceLostError as DeviceLostError
     from q2compile.runtime_kernels.registry import KernelWarning as KernelWarning
     from q2compile.telemetry.options import TelemetryMapping as TelemetryMapping
     from q2compile.tools.compare.comparison import Comparison as Comparison
@@ -77,6 +78,7 @@ _HOMES = {
     "expect": "report.expect",
     "Report": "report.report",
     "Row": "report.row",
+    "DeviceLostError": "runtime_kernels.kernel_states",
     "KernelWarning": "runtime_kernels.registry",
     "TelemetryMapping": "telemetry.options",
     "Comparison": "tools.compare.comparison",

@@ -19,7 +19,8 @@ from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds
 from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
-from q2compile.linear.checks_ahead import begin_checks
+from q2compile.linear.checks_ahead import begin_checks, loops_ahead
+from q2compile.lowering import selfcheck as loops
 from q2compile.report import announce
 from q2compile.report.graph_log import GraphLog
 from q2compile.report.row import Row
@@ -57,6 +58,7 @@ def quartet2(
     announce.graph_came()
     warn_if_untested()
     config = Config.from_options(options, mode)
+    config.disable()
     if call := compile_call(quartet2):  # calls are equal only if their options mean the same
         call.kwargs = CallArguments(config)
     if compiles_ahead_of_time():
@@ -104,5 +106,8 @@ def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Co
     tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
     device = next((x.device for x in tensors if x.device.type == "cuda"), None)
     texts = [(row.fprop, row.dgrad, row.wgrad) for row in rows if row.taken]
-    if device is not None and texts:
-        begin_checks(texts, device, fuses_rotations(config, device))
+    if device is None or not texts:
+        return
+    begin_checks(texts, device, fuses_rotations(config, device))
+    for scheme in loops_ahead(texts, device) if config.inner == "inductor" else ():
+        loops.begin(device, scheme)

@@ -15,6 +15,12 @@ from typing import Any, Literal, TypedDict
 from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.option_types import PolicyValue, RecipeChange, RecipeName
 from q2compile.recipes.policy import Policy
+from q2compile.runtime_kernels.kernel_states import (
+    OPTION,
+    VARIABLE,
+    disable,
+    named_in_environment,
+)
 from q2compile.telemetry.options import TelemetryMapping, TelemetryOptions
 from q2compile.torch_internals.inductor import (
     JOINT_PASS_SLOT,
@@ -46,6 +52,7 @@ class Options(TypedDict, total=False):
     inductor: Mapping[str, Any]
     inner: Literal["inductor", "eager"]
     disable_passes: Sequence[str]
+    disable_kernels: Sequence[str]
     keep_packed: bool
     cache_weights: bool
     recompute_weights: bool | Literal["auto"]
@@ -126,6 +133,9 @@ class Config:
     inductor        settings of Inductor's config for these graphs alone
     inner           "inductor", or "eager" to run the rewritten graphs without Inductor
     disable_passes  names of graph passes to leave out, to find which one is at fault
+    disable_kernels  names of kernels that must not run, such as "cublaslt_fp4" or "quantize.cuda":
+                    another runs in their place, in the whole process, from this graph on. Those in
+                    Q2COMPILE_DISABLE_KERNELS are added
     keep_packed     under activation checkpointing, keep the quantized operands of a checkpointed
                     region instead of computing them again (see `passes.keep_packed`)
     cache_weights   quantize each weight once and use the codes until it changes: in all
@@ -163,6 +173,7 @@ class Config:
     inductor: Mapping[str, Any] = _Frozen()
     inner: Literal["inductor", "eager"] = "inductor"
     disable_passes: Sequence[str] = ()
+    disable_kernels: Sequence[str] = ()
     keep_packed: bool = False
     cache_weights: bool = False
     recompute_weights: bool | Literal["auto"] = "auto"
@@ -214,6 +225,7 @@ class Config:
             )
         self._check_inductor()
         self._check_passes()
+        self._check_kernels()
         _ = self.resolved_policy, self.telemetry_options
 
     def _check_inductor(self) -> None:
@@ -247,6 +259,22 @@ class Config:
         for name in self.disable_passes:
             one_of("pass in disable_passes", name, pass_names())
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
+
+    def _check_kernels(self) -> None:
+        if not isinstance(self.disable_kernels, list | tuple):
+            raise ConfigError(
+                f"disable_kernels: got {shown(self.disable_kernels)}; allowed: a list of names"
+            )
+        object.__setattr__(self, "disable_kernels", tuple(self.disable_kernels))
+        if self.disable_kernels:
+            _check_kernel_names(f"kernel in {OPTION}", self.disable_kernels)
+
+    def disable(self) -> None:
+        """Has the kernels that the option and the environment name serve no call from now on."""
+        disable(self.disable_kernels, f"option {OPTION}")
+        if named := named_in_environment():
+            _check_kernel_names(f"kernel in {VARIABLE}", named)
+            disable(named, VARIABLE)
 
     @property
     def weights_by_peak(self) -> bool:
@@ -369,6 +397,13 @@ class CallArguments(Mapping[str, Any]):
 
     def __repr__(self) -> str:  # torch shows it where it says why it compiles again
         return repr(dict(self))
+
+
+def _check_kernel_names(what: str, names: Sequence[str]) -> None:
+    from q2compile.runtime_kernels.ops.table import kernel_names
+
+    for name in names:
+        one_of(what, name, kernel_names())
 
 
 _MOST_KNOWN = 1000  # calls that Dynamo compares are as many as blocks that are compiled one by one

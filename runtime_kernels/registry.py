@@ -7,8 +7,9 @@ and accepts the arguments, newest registration first, or ahead of all the one th
 for such a call; the torch reference, which serves every device, is behind them all. `select`
 returns one implementation by name, and never another in its place.
 
-A kernel that fails, while it is prepared, in its self-check or when it runs, is given up for calls
-of that kind, with a KernelWarning, and the next one serves them.
+A kernel that fails, while it is prepared, in its self-check or when it runs, is rejected for calls
+of that kind, with a KernelWarning, and the next one serves them. One that the user has disabled is
+never asked (kernel_states.py).
 """
 
 import functools
@@ -19,14 +20,29 @@ from typing import Any
 
 import torch
 
+from q2compile.runtime_kernels.kernel_states import VARIABLE as DISABLING
+from q2compile.runtime_kernels.kernel_states import (
+    DeviceLostError,
+    NotServedError,
+    Reason,
+    disable,
+    disabled_kernels,
+    lost_text,
+    named_in_environment,
+    rejected,
+    state_of,
+    why_disabled,
+)
+
 LIBRARY = torch.library.Library("q2", "DEF")
 
 # Names of kernels, as reports show them and `select` takes them.
 REFERENCE = "reference"
 CUDA = "cuda"
 LOOPS = "inductor"  # no kernel of the registry's: what Inductor makes of an op
+FUSED = "fused"  # CUDA kernels of quantizers that compute their operand, which generated code calls
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
-FAILED = "it failed"  # how the reason begins why a kernel was given up
+disable(named_in_environment(), DISABLING)
 
 
 class KernelWarning(RuntimeWarning):
@@ -64,15 +80,16 @@ class Kernel:
 
     def declines(self, args: Sequence) -> str | None:
         """The same for arguments on a device of this kernel's."""
-        return (_FAILURES and _FAILURES.get(_kind(self, args))) or self.refuses(*args)
+        failure = _FAILURES.get(_kind(self, args)) if _FAILURES else None
+        return failure or why_disabled(self.op, self.name) or self.refuses(*args)
 
 
 _KERNELS: dict[str, list[Kernel]] = {}
-_FAILURES: dict[Hashable, str] = {}  # kind of call -> why the kernel was given up for it
+_FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rejected for it
 _PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
 _MOST_FAILURES = 4096  # of a program whose shapes never repeat
-_SAID: dict[tuple[str, str, torch.device], str] = {}  # what was given up, and why at first
+_SAID: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and why at first
 
 
 def _nothing(*args) -> None:
@@ -154,7 +171,9 @@ def _run(candidates: Sequence[Kernel], args: tuple):
             try:
                 return kernel.function(*args)
             except Exception as error:
-                if kernel.name == REFERENCE or not kernels_own(error, device_of(args)):
+                if kernel.name == REFERENCE or not kernels_own(
+                    error, kernel.op, kernel.name, device_of(args)
+                ):
                     raise
                 others = [other for other in candidates if other is not kernel]
                 return _instead(kernel, others, args, error)
@@ -191,20 +210,32 @@ def _instead(failed: Kernel, others: Sequence[Kernel], args: tuple, error: Excep
         result = _run(others, args)
     except Exception:
         raise error  # noqa: B904  what the others raised is its context
-    give_up(failed, args, error)
+    reject(failed, args, error)
     return result
 
 
-def kernels_own(error: Exception, device: torch.device) -> bool:
-    """Whether a kernel that raised this is to be given up: not for want of memory, which may be
-    there the next time, nor in a CUDA graph capture, which has lost its graph."""
-    if isinstance(error, torch.OutOfMemoryError):
+def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> bool:
+    """Whether a kernel that raised this is to be rejected: not for want of memory, which may be
+    there the next time, nor in a CUDA graph capture, which has lost its graph.
+
+    Raises:
+        DeviceLostError: the device has failed, whatever kernel it was.
+    """
+    if isinstance(error, torch.OutOfMemoryError | DeviceLostError):
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return True
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.synchronize(device)
+    except Exception as lost:
+        raise DeviceLostError(lost_text(op, name, device, lost)) from error
+    return True
 
 
 def _kind(kernel: Kernel, args: Sequence) -> Hashable:
-    """What calls have in common that a kernel is given up for."""
+    """What calls have in common that a kernel is rejected for."""
     return (
         kernel.op,
         kernel.name,
@@ -217,7 +248,7 @@ def _kind(kernel: Kernel, args: Sequence) -> Hashable:
     )
 
 
-def give_up(kernel: Kernel, args: Sequence, error: Exception) -> None:
+def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
     """Has other kernels serve calls like this one from now on, and says so."""
     reason = failure_text(error)
     if len(_FAILURES) >= _MOST_FAILURES:
@@ -226,29 +257,32 @@ def give_up(kernel: Kernel, args: Sequence, error: Exception) -> None:
     warn_of_failure(kernel.op, kernel.name, device_of(args), reason)
 
 
-def failure_text(error: Exception) -> str:
-    """The reason why a kernel that raised this is given up."""
-    return f"{FAILED}: {type(error).__name__}: {error}"[:2000].rstrip()
+def failure_text(error: Exception) -> Reason:
+    """The reason why a kernel that raised this is rejected."""
+    return rejected(f"it failed: {type(error).__name__}: {error}"[:2000].rstrip())
 
 
 def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
-    """Warns that a kernel was given up, once a kernel and device, and notes it for reports."""
+    """Warns that a kernel is rejected, once a kernel and device, and notes it for reports."""
     if (op, name, device) not in _SAID:
         _SAID[op, name, device] = reason
         warnings.warn(
-            f"q2compile: kernel {name!r} of q2::{op} is given up on {device}: {reason}\n"
+            f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
             "Another runs in its place, slower. `q2compile doctor` checks all kernels of this "
-            "machine.",
+            "machine anew.",
             KernelWarning,
             stacklevel=2,
         )
 
 
-def given_up() -> list[str]:
-    """What was given up in this process, in words."""
-    return [
-        f"kernel {name!r} of q2::{op} is given up on {device}: {' '.join(reason.split())}"
+def left_out() -> list[str]:
+    """What was rejected in this process, or disabled, in words."""
+    said = [
+        f"kernel {name!r} of q2::{op} on {device} is {' '.join(reason.split())}"
         for (op, name, device), reason in _SAID.items()
+    ]
+    return said + [
+        f"kernel {name!r} is disabled by {who}" for name, who in disabled_kernels().items()
     ]
 
 
@@ -313,9 +347,11 @@ def warm_up(op: str, args: Sequence) -> None:
                 candidate.prepare(*args)
                 return
             except Exception as error:
-                if candidate.name == REFERENCE or not kernels_own(error, device_of(args)):
+                if candidate.name == REFERENCE or not kernels_own(
+                    error, op, candidate.name, device_of(args)
+                ):
                     raise  # behind the reference there is none
-                give_up(candidate, args, error)
+                reject(candidate, args, error)
 
 
 def select(op: str, args: Sequence, name: str | None = None) -> Callable:
@@ -327,8 +363,8 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
         name: a kernel's name, to have that one and no other.
 
     Raises:
-        ValueError: the named kernel does not exist or does not serve these arguments; the message
-            says why.
+        ValueError: the named kernel does not exist.
+        NotServedError: it does not serve these arguments; the message says why.
     """
     if name is None:
         return serving(op, args).function
@@ -337,7 +373,9 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
         if candidate.name == name:
             reason = candidate.why_not(*args)
             if reason is not None:
-                raise ValueError(f"kernel {name!r} cannot run q2::{op} here: {reason}.")
+                raise NotServedError(
+                    f"kernel {name!r} cannot run q2::{op} here: {reason}.", state_of(reason)
+                )
             return candidate.function
     raise ValueError(
         f"q2::{op} has no kernel {name!r} on this machine; it has "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from q2compile.report.dump_folder import DumpFolder
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels.cuda import checks
 from tests.support.browser import Browser, missing
 
 # The same examples in every run, and no deadline: CI machines are slow and shared.
@@ -42,10 +44,12 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_kernel_given_up_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_kernel_left_out_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would serve nothing in the next one, whose reports would say so."""
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_SAID", {})
+    monkeypatch.setattr(kernel_states, "_DISABLED", {})
+    monkeypatch.setattr(checks, "_RESULTS", {})
 
 
 @pytest.fixture
@@ -63,6 +67,30 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]],
 
     yield partial(pretend, monkeypatch)
     forget()
+
+
+@pytest.fixture
+def candidate() -> Iterator[Callable[..., list]]:
+    """Puts a kernel before the others of an op, one that raises an error; returns the list of its
+    calls."""
+    added = []
+
+    def put(op, error, name="broken", **parts):
+        calls = []
+
+        def function(*args):
+            calls.append(args)
+            raise error
+
+        nothing = registry._nothing
+        kernel = registry.Kernel(op, name, "cpu", function, nothing, nothing)
+        added.append(dataclasses.replace(kernel, **parts))
+        registry._KERNELS[op].insert(0, added[-1])
+        return calls
+
+    yield put
+    for kernel in added:
+        registry._KERNELS[kernel.op].remove(kernel)
 
 
 @pytest.fixture

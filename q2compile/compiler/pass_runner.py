@@ -13,6 +13,7 @@ from q2compile.compiler.cache_key import source_hash
 from q2compile.config import Config
 from q2compile.passes.graph_queries import op_counts
 from q2compile.passes.record import PassRecord
+from q2compile.runtime_kernels.kernel_states import disabled_kernels
 from q2compile.torch_internals.inductor import CustomGraphPass
 
 
@@ -65,10 +66,11 @@ class PassRunner(CustomGraphPass):
         raise NotImplementedError
 
     def uuid(self) -> Any:
-        """What Inductor's cache keys on: our sources and `key`. Without the sources, a stale graph
+        """What Inductor's cache keys on: our sources, the kernels that are disabled, and `key`.
+        Without the sources, a stale graph
         is served after an edit of a pass. None, which turns the cache off, when a pass that runs
         first gives no uuid of its own."""
-        own = f"{source_hash()}:{self.key()}"
+        own = f"{source_hash()}:{','.join(disabled_kernels())}:{self.key()}"
         if self.first is None:
             return own
         other = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None

@@ -3,7 +3,8 @@
 
 A check compiles what it launches, half a second each, and the first step would wait for one after
 the other. Known is which come, from the recipes, before AOTAutograd traces the graph: threads
-compile meanwhile. One that is not foreseen is compiled when it is asked for.
+compile meanwhile, and a child process runs them. One that is not foreseen begins when it is asked
+for.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ import torch
 
 from q2compile.recipes.recipe import Operand, Recipe, parse
 from q2compile.runtime_kernels.cuda import selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import AGAIN, BOTH, COLUMNWISE, MASKED, ROWWISE
+from q2compile.runtime_kernels.cuda.checked_cases import (
+    AGAIN,
+    BOTH,
+    COLUMNWISE,
+    MASKED,
+    OF_FORMAT,
+    ROWWISE,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
-from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, TRANSPOSE, Variant
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM, SPLIT_SCALES, TRANSPOSE, Variant
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, TRITON_FP4
 
 
 def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fuses: bool) -> None:
@@ -37,6 +46,8 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
     for of, scheme in dict.fromkeys(call for r in recipes for call in checked_calls(r, codes)):
         selfcheck.begin(of, index, scheme)
+    for name, scheme in dict.fromkeys(gemm for r in recipes for gemm in gemms(r, codes)):
+        selfcheck.begin_gemm(GEMM, name, index, scheme, (torch.bfloat16, None, codes))
     for keywords in [call for r in recipes for call in fused_calls(r, codes)] if fuses else ():
         for operands in (1, 2):
             fused.begin(index, keywords, operands)
@@ -80,6 +91,30 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant, 
             yield columnwise, _named(gemm.b, codes)
             if gemm.b.source == "forward":
                 yield columnwise, _named(gemm.b, codes, saved=True)
+
+
+def gemms(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
+    """The kernels of its GEMMs, with a scheme of the format that they multiply."""
+    for gemm in filter(None, (recipe.fprop, recipe.dgrad, recipe.wgrad)):
+        spec = get_scheme(gemm.a.scheme)
+        mxfp4 = spec.format == "mxfp4"
+        name = CUDA_BF16 if not codes else TRITON_FP4 if mxfp4 else CUBLASLT_FP4
+        yield name, OF_FORMAT[spec.format]
+
+
+def loops_of(recipe: Recipe, codes: bool) -> Iterator[str]:
+    """The schemes of which Inductor may make kernels in its forward."""
+    for operand in (recipe.fprop.a, recipe.fprop.b) if recipe.fprop else ():
+        if not get_transform(operand.transform).size > 1:
+            yield _named(operand, codes, saved=not get_scheme(operand.scheme).stochastic)
+
+
+def loops_ahead(texts: Iterable[tuple[str, str, str]], device: torch.device) -> list[str]:
+    """Those of linear layers with these recipes, on a GPU."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    codes = unsupported(index) is None and multiplies_codes(index)
+    recipes = [parse(*text) for text in dict.fromkeys(texts)]
+    return list(dict.fromkeys(scheme for r in recipes for scheme in loops_of(r, codes)))
 
 
 def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:

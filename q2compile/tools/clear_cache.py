@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# Compiled kernels, passed self-checks, the fastest GEMMs: each named by a hash. The folder may be
-# shared, by Q2COMPILE_CACHE_DIR, with files of others.
-_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked)|gemm-[0-9a-f]{24}\.json")
+# Compiled kernels, results of self-checks and marks of those that never ended, the fastest GEMMs:
+# each named by a hash. The folder may be shared, by Q2COMPILE_CACHE_DIR, with files of others.
+_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|\d+\.checking)|gemm-[0-9a-f]{24}\.json")
 
 
 def clear_cache(folder: Path) -> str:

@@ -1,30 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine can run: devices, versions, kernels, cubins, and a self-check of each kernel.
 
-    q2compile doctor [--no-check]
+    q2compile doctor [--no-check] [--json]
     q2compile doctor --clear-cache
 
 The self-check sends small tiles through every CUDA kernel that serves the device, and through the
 loops that Inductor makes of quantizers, and compares them with the torch reference on the CPU:
-quantizers bit by bit, GEMMs to the rounding of the result. The exit status is 1 when one disagrees
-or fails to run.
+quantizers bit by bit, GEMMs to the rounding of the result. Every check runs anew, in a process of
+its own with a time limit, and its result is kept for training. The exit status is 1 when a kernel
+is rejected.
 """
 
 import argparse
 import importlib.metadata
+import json
 import platform
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
+from q2compile.config import Config
 from q2compile.lowering import selfcheck as loops
-from q2compile.runtime_kernels.cuda import selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import arguments_of, checked_of
+from q2compile.runtime_kernels.cuda import checks, selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import (
+    CASES,
+    FORMS_OF,
+    arguments_of,
+    checked_of,
+    op_of,
+)
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
-from q2compile.runtime_kernels.ops.table import Variant, rowwise_call
+from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_version
+from q2compile.runtime_kernels.kernel_states import REJECTED, state_of
+from q2compile.runtime_kernels.ops.table import QUANTIZE, Variant, rowwise_call
 from q2compile.runtime_kernels.registry import (
-    FAILED,
+    CUDA,
     LOOPS,
     REFERENCE,
     Kernel,
@@ -37,6 +53,60 @@ from q2compile.tools.clear_cache import clear_cache
 # The schemes of the recipes' operands that Inductor's loops are taken for.
 LOOPS_CHECKED = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
+PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that do not run
+
+
+@dataclass
+class Row:
+    """What is known of a kernel with one scheme, of a quantizer for a variant.
+
+    state: passed, rejected, unsupported or disabled; "serves" without a check.
+    """
+
+    op: str
+    kernel: str
+    of: str
+    scheme: str
+    state: str = SERVES
+    reason: str = ""
+    milliseconds: int | None = None
+    asks: Any = field(default=None, repr=False)  # each: None, or the reason why it does not run
+    begins: Any = field(default=None, repr=False)  # has its check run ahead
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.of if self.of != self.op else ''}".rstrip()
+
+    def ask(self) -> None:
+        """Fills in the state: rejected if one of its forms is, unsupported if all are."""
+        start, reasons = time.perf_counter(), []
+        for ask in self.asks:
+            try:
+                reasons.append(ask())
+            except Exception as error:  # whatever a kernel does, the report goes on
+                self.state, self.reason = REJECTED, f"{type(error).__name__}: {error}"
+                return
+        self.milliseconds = round(1e3 * (time.perf_counter() - start))
+        bad = [r for r in reasons if r is not None and state_of(r) == REJECTED]
+        if bad or None not in reasons:
+            reason = (bad or reasons)[0]
+            self.state = state_of(reason)
+            self.reason = " ".join(reason.split()).removeprefix(f"{self.state}: ")
+        else:
+            self.state = PASSED
+
+    def as_line(self) -> dict[str, Any]:
+        """For JSON."""
+        names = "op", "kernel", "of", "scheme", "state", "reason", "milliseconds"
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        if self.state == SERVES:
+            return "serves this device"
+        if self.state == PASSED:
+            return f"passed ({self.milliseconds} ms)"
+        state = f"FAULT, {self.state}" if self.state == REJECTED else self.state
+        return f"{state}: {self.reason.removeprefix(f'{self.state} ')}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,127 +121,143 @@ def main(argv: list[str] | None = None) -> int:
     description = "What this machine can run."  # python -OO has no __doc__
     parser = argparse.ArgumentParser(prog="q2compile doctor", description=description)
     parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--clear-cache",
         action="store_true",
-        help="delete compiled kernels, passed self-checks and bench's choices of GEMMs, and end",
+        help="delete compiled kernels, results of checks and bench's choices of GEMMs, and end",
     )
     options = parser.parse_args(argv)
     if options.clear_cache:
         print(f"cache     {clear_cache(nvrtc.cache_dir())}")
         return 0
-    on_gpu = torch.cuda.is_available()
-    _print_versions(on_gpu)
-    _print_cache()
-    if not on_gpu:
-        print("device    none with CUDA: every op runs as its torch reference")
-        return 0
-    faults = 0
+    Config().disable()  # raises for names in the environment that no kernel has
+    say: Callable[..., None] = _nothing if options.json else print
+    start = time.perf_counter()
+    report: dict[str, Any] = {"versions": _versions(say), "cache": _cache(say), "devices": []}
+    if not torch.cuda.is_available():
+        say("device    none with CUDA: every op runs as its torch reference")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)  # the report says it
-        for index in range(torch.cuda.device_count()):
-            faults += _device(index, check=not options.no_check)
-    return 1 if faults else 0
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            report["devices"].append(_device(index, not options.no_check, say))
+    report["seconds"] = round(time.perf_counter() - start, 1)
+    lines = [line for device in report["devices"] for line in device["kernels"]]
+    if lines and not options.no_check:
+        say(f"checked   {len(lines)} kernels in {report['seconds']:.0f} s")
+    if options.json:
+        print(json.dumps(report, indent=1))
+    return int(any(line["state"] == REJECTED for line in lines))
 
 
-def _print_versions(on_gpu: bool) -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _versions(say: Callable[..., None]) -> dict[str, str | None]:
     """The packages that kernels for a GPU need are asked for where there is one."""
-    found = [f"torch {torch.__version__}"]  # with its build, 2.15.0+cu132, which metadata may lack
+    on_gpu = torch.cuda.is_available()
+    # torch with its build, 2.15.0+cu132, which metadata may lack
+    found: dict[str, str | None] = {"Python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES if on_gpu else ():
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    print(f"versions  Python {platform.python_version()}, {', '.join(found)}")
-    if not on_gpu:
-        return
-    try:
-        major, minor = nvrtc.version()
-        print(f"compiler  NVRTC {major}.{minor}, for {', '.join(nvrtc.ARCHITECTURES.values())}")
-    except ImportError as error:
-        print(f"compiler  none: {error}")
+            found[package] = None
+    if on_gpu:
+        found |= {"driver": driver_version(), "cuBLASLt": cublaslt_version()}
+    words = (f"{name} {of}" if of else f"no {name}" for name, of in found.items())
+    say(f"versions  {', '.join(words)}")
+    if on_gpu:
+        try:
+            found["NVRTC"] = "{}.{}".format(*nvrtc.version())
+            say(f"compiler  NVRTC {found['NVRTC']}")
+        except ImportError as error:
+            found["NVRTC"] = None
+            say(f"compiler  none: {error}")
+    return found
 
 
-def _print_cache() -> None:
+def _cache(say: Callable[..., None]) -> dict[str, Any]:
     cubins = list(nvrtc.cache_dir().glob("*.cubin"))
     size = sum(path.stat().st_size for path in cubins) / 1024
-    print(f"cubins    {len(cubins)} in {nvrtc.cache_dir()}, {size:.0f} KiB")
+    say(f"cubins    {len(cubins)} in {nvrtc.cache_dir()}, {size:.0f} KiB")
+    return {"folder": str(nvrtc.cache_dir()), "cubins": len(cubins), "kib": round(size)}
 
 
-def _device(index: int, *, check: bool) -> int:
-    """Prints a device and its kernels; the number of faulty ones."""
+def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]:
+    """Prints a device and its kernels, each before it is checked."""
     major, minor = torch.cuda.get_device_capability(index)
     reason = launch.unsupported(index)
     target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
-    print(f"device    cuda:{index} {torch.cuda.get_device_name(index)}, {major}.{minor}, {target}")
-    print(f"  {'loops of quantize':18} {LOOPS}")
-    faults = _loops(torch.device("cuda", index), check)
-    for op in ops():
-        names = [k.name for k in kernels(op)]
-        print(f"  {op:18} {', '.join(names)}")
-        for kernel in kernels(op):
-            if kernel.name != REFERENCE:
-                faults += _kernel(kernel, torch.device("cuda", index), check)
-    return faults
+    name = torch.cuda.get_device_name(index)
+    say(f"device    cuda:{index} {name}, {major}.{minor}, {target}")
+    rows = list(device_rows(torch.device("cuda", index)))
+    checked(rows, check, say)
+    return {
+        "index": index,
+        "name": name,
+        "capability": f"{major}.{minor}",
+        "target": target,
+        "kernels": [row.as_line() for row in rows],
+    }
 
 
-def _kernel(kernel: Kernel, device: torch.device, check: bool) -> int:
-    """Prints what is to be said of a kernel on a device; 1 when it is at fault."""
-    faults = 0
-    for of, scheme in checked_of(kernel.op):
-        verdict, fault = _with_scheme(kernel, device, check, of, scheme)
-        name = f"{kernel.name} {of if isinstance(of, Variant) else ''}".rstrip()
-        print(f"    {name:40} {scheme:20} {verdict}")
-        faults |= fault
-    return faults
+def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
+    """Fills in the rows, and prints each: what it is of before its check runs."""
+    with checks.answering(checks.Mode(kept=False, runs=False)):
+        for row in rows:
+            row.ask()
+            if row.state == PASSED:
+                row.state = SERVES
+    with checks.answering(checks.Mode(kept=False)) if check else nullcontext():
+        to_check = [row for row in rows if check and row.state == SERVES]
+        for row in to_check:
+            for begin in row.begins:
+                begin()
+        last = ""
+        for row in rows:
+            if row.op != last:
+                last = row.op
+                say(f"  {last}")
+            say(f"    {row.name:40} {row.scheme:20} ", end="", flush=True)
+            if check and row.state == SERVES:
+                row.ask()
+            say(row)
 
 
-def _loops(device: torch.device, check: bool) -> int:
-    """Prints what is to be said of Inductor's loops on a device; the number of faulty ones."""
-    faults = 0
+def device_rows(device: torch.device) -> Iterator[Row]:
+    """Of Inductor's loops, and of all kernels but the references."""
     for scheme in LOOPS_CHECKED:
-        difference, start = None, time.perf_counter()
-        try:
-            if check:
-                difference = loops.disagreement(device, rowwise_call(scheme))
-        except Exception as error:  # whatever Inductor does, the report goes on
-            difference = _on_one_line(f"{type(error).__name__}: {error}")
-        print(f"    {LOOPS:16} {scheme:20} {_verdict(difference, check, start)}")
-        faults += difference is not None
-    return faults
+        yield Row(
+            *(QUANTIZE, LOOPS, f"loops of {QUANTIZE}", scheme),
+            asks=[partial(loops.refusal, device, rowwise_call(scheme))],
+            begins=[partial(loops.begin, device, scheme)],
+        )
+    for op in ops():
+        for kernel in kernels(op):
+            for of, scheme in checked_of(op) if kernel.name != REFERENCE else ():
+                yield kernel_row(kernel, device, of, scheme)
 
 
-def _with_scheme(
-    kernel: Kernel, device: torch.device, check: bool, of: str | Variant, scheme: str
-) -> tuple[str, int]:
-    """A verdict on a kernel with one scheme, of a quantizer for a variant; and 1 when it is at
-    fault."""
-    arguments = arguments_of(of, scheme)
-    start = time.perf_counter()
-    try:
+def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: str) -> Row:
+    """Of a kernel with one scheme; of a GEMM in all forms."""
+    op = op_of(of)
+    forms = FORMS_OF.get(op, ())
+    calls = [next(CASES[op](scheme, (f,)))[0] for f in forms] or [arguments_of(of, scheme)]
+
+    def ask(arguments: tuple) -> str | None:
         on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        reason = kernel.why_not(*on_device)
-        if reason is not None:
-            return f"not here: {_on_one_line(reason)}", int(reason.startswith(FAILED))
-        if not check:
-            return _verdict(None, check, start), 0
-        variant = (of,) if isinstance(of, Variant) else ()
-        difference = selfcheck.disagreement(kernel.op, kernel.name, device, scheme, *variant)
-    except Exception as error:  # whatever a kernel does, the report goes on
-        difference = _on_one_line(f"{type(error).__name__}: {error}")
-    return _verdict(difference, check, start), int(difference is not None)
+        return kernel.why_not(*on_device)
 
-
-def _verdict(difference: str | None, check: bool, start: float) -> str:
-    if not check:
-        return "serves this device"
-    took = 1e3 * (time.perf_counter() - start)
-    verdict = "agrees with the reference" if difference is None else f"FAULT: {difference}"
-    return f"{verdict} ({took:.0f} ms)"
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())
+    begins: list[Callable[[], None]] = []
+    if kernel.name == CUDA and kernel.launching is not None and not forms:
+        begins = [partial(selfcheck.begin, of, device.index, scheme)]
+    for form in forms:
+        what = op, kernel.name, device.index, scheme, form
+        begins.append(partial(selfcheck.begin_gemm, *what))
+    asks = [partial(ask, arguments) for arguments in calls]
+    return Row(op, kernel.name, str(of), scheme, asks=asks, begins=begins)
 
 
 if __name__ == "__main__":

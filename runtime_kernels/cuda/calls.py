@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, wait
 from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _MOST_READY = 4096  # of a program whose shapes never repeat
@@ -165,6 +165,7 @@ class Ready:
         self._launches = [
             step.launch.bind(index, step.grid, step.values, slots) for step in call.steps
         ]
+        self._unproven = [s.launch for s in call.steps if index not in s.launch.proven]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Enqueues the launches on the current stream of the device, which is the current one.
@@ -183,6 +184,16 @@ class Ready:
         stream = _raw_stream(self._index)
         for launch in self._launches:
             launch(stream, addresses)
+        if self._unproven:
+            self._wait()
+
+    def _wait(self) -> None:
+        """For kernels that run for the first time in this process, and not in a CUDA graph capture:
+        where the device fails, it is known at which call."""
+        if wait(self._index):
+            for launch in self._unproven:
+                launch.proven.add(self._index)
+            self._unproven = []
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,13 @@ GROUPED_FORMS: tuple[GroupedForm, ...] = tuple(
     product(("fprop", "dgrad", "wgrad"), (torch.bfloat16, torch.float32))
 )
 
+# Those of each op that has forms.
+FORMS_OF: dict[str, tuple] = {
+    "gemm": FORMS,
+    "gemm_masked_unrotate": tuple(form for form in FORMS if form[1] is None),
+    "grouped_gemm": GROUPED_FORMS,
+}
+
 RESULTS = {
     "dequantize": ("numbers",),
     "masked_unrotate": ("numbers",),
@@ -297,15 +304,14 @@ def _gemm_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, st
     """Arguments, and what they are of in words."""
     quantized = functools.cache(_quantized)
     sources = _OF_GEMM[get_scheme(scheme).format]
-    for form, source, rows in product(forms or FORMS, sources, ROWS):
+    for form, source, rows in product(forms or FORMS_OF["gemm"], sources, ROWS):
         yield _gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}"
 
 
 def _unrotated_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
     quantized = functools.cache(_quantized)
-    unbiased = [form for form in FORMS if form[1] is None]
     sources = _OF_GEMM[get_scheme(scheme).format]
-    for form, source, rows in product(forms or unbiased, sources, ROWS):
+    for form, source, rows in product(forms or FORMS_OF["gemm_masked_unrotate"], sources, ROWS):
         words = f"a result of {rows} x {_PADDED} in {form[0]}, masked and rotated back"
         yield _gemm_masked_unrotate(source, rows, form, quantized), words
 

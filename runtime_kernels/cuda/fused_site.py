@@ -25,6 +25,7 @@ from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.site import View
 from q2compile.runtime_kernels.ops.table import QUANTIZE
 from q2compile.runtime_kernels.registry import (
+    FUSED,
     failure_text,
     kernels_own,
     serving,
@@ -87,9 +88,9 @@ class FusedSite:
                     return
             except Exception as error:
                 device = inputs[0].device
-                if not kernels_own(error, device):
+                if not kernels_own(error, QUANTIZE, FUSED, device):
                     raise
-                warn_of_failure(QUANTIZE, fused.NAME, device, failure_text(error))
+                warn_of_failure(QUANTIZE, FUSED, device, failure_text(error))
             self._failed = True
         self._apart(inputs, sizes, self._filled(bases), buffers)
 

@@ -3,24 +3,22 @@
 
 Quantizing kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,
 for every type of result and bias. Used by `q2compile doctor`, and before the first use of a kernel
-on a machine: one that disagrees is refused there.
+on a machine: one that disagrees is rejected there (checks.py).
 
-A check runs on a stream of its own, and leaves alone what the caller has set: modes, default
-device and type, autocast, the random state. Inside a CUDA graph capture there can be none.
+A check leaves alone what the caller has set: modes, default device and type, autocast, the random
+state. Inside a CUDA graph capture there can be none.
 """
 
-import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from q2compile.runtime_kernels.cuda import agreements
-from q2compile.runtime_kernels.cuda.agreements import Check
+from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.checked_cases import (
     BY_FORMAT,
     CASES,
@@ -34,30 +32,18 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     op_of,
 )
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, architecture, unsupported
+from q2compile.runtime_kernels.cuda.jit.launch import architecture, unsupported
+from q2compile.runtime_kernels.kernel_states import UNSUPPORTED, NotServedError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import (
     SPECS,
     QuantizerCall,
     Variant,
 )
-from q2compile.runtime_kernels.registry import (
-    CUDA,
-    FAILED,
-    REFERENCE,
-    failure_text,
-    kernels,
-    kernels_own,
-    select,
-    warn_of_failure,
-)
+from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
 
 # What a check is of, beside op and scheme.
 What = Form | GroupedForm | Variant | None
-
-_VERDICTS: dict[Check, str | None] = {}
-_RUNNING: set[Check] = set()  # checks under way, which must not ask themselves
-_LOCK = threading.RLock()
 
 
 def refusal(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
@@ -67,90 +53,40 @@ def refusal(op: str, name: str, index: int, scheme: str, what: What = None) -> s
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
-    reason = unsupported(index)
-    if reason is not None:
-        return reason
-    check = _check(op, name, index, scheme, what)
-    return _VERDICTS[check] if check in _VERDICTS else _refusal(check)
+    return unsupported(index) or checks.refusal(request_of(op, name, index, scheme, what))
 
 
 def begin(of: str | Variant, index: int, scheme: str) -> None:
-    """Has threads compile what the self-check of an op's kernel CUDA launches on this device, of a
-    quantizer for a variant, if the check is still to come: it waits for what is left of that."""
-    op = op_of(of)
-    check = _check(op, CUDA, index, scheme, of if isinstance(of, Variant) else None)
-    if check in _VERDICTS or agreements.is_kept(check):
-        return
-    *_, device, scheme, _ = check
+    """Has the self-check of an op's kernel CUDA run on this device, of a quantizer for a variant,
+    if it is still to come, and threads compile what it launches."""
+    request = request_of(op_of(of), CUDA, index, scheme, of if isinstance(of, Variant) else None)
+    if not checks.is_known(request):
+        checks.begin(request, _compiled(request, of, index))
+
+
+def begin_gemm(op: str, name: str, index: int, scheme: str, form: Form | GroupedForm) -> None:
+    """The same of a GEMM, which compiles what it launches by itself."""
+    checks.begin(request_of(op, name, index, scheme, form))
+
+
+def request_of(op: str, name: str, index: int, scheme: str, what: What = None) -> Request:
+    """A self-check of this module."""
+    if op in BY_FORMAT:
+        scheme = OF_FORMAT[get_scheme(scheme).format]
+    device = torch.device("cuda", index)
+    of = (what,) if op in SPECS else ((what,),) if what is not None else ()
+    return Request((op, name, device, scheme, what), __name__, (op, name, device, scheme, *of))
+
+
+def _compiled(request: Request, of: str | Variant, index: int) -> list[Future]:
+    """By threads, what a self-check launches."""
+    op, _, device, scheme, _ = request.check
     launching = next(k.launching for k in kernels(op) if k.name == CUDA)
     with apart(torch.device("cpu")):
         arguments = arguments_of(of, scheme)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            for launch in launching.launches(*_on(device, arguments)):
-                nvrtc.begin(launch.variant, architecture(index))
-
-
-def _check(op: str, name: str, index: int, scheme: str, what: What = None) -> Check:
-    if op in BY_FORMAT:
-        scheme = OF_FORMAT[get_scheme(scheme).format]
-    return op, name, torch.device("cuda", index), scheme, what
-
-
-def _refusal(check: Check) -> str | None:
-    op, name, device, scheme, what = check
-    with _LOCK:
-        if check in _VERDICTS:
-            return _VERDICTS[check]
-        if check in _RUNNING:
-            return None
-        if torch.cuda.is_current_stream_capturing() and not agreements.is_kept(check):
-            raise LaunchError(
-                f"kernel {name!r} of q2::{op} is to be checked on this GPU before its first use, "
-                "which cannot be done inside a CUDA graph capture: run the model once before "
-                "capturing it."
-            )
-        _RUNNING.add(check)
-        try:
-            of = (what,) if op in SPECS else ((what,),) if what is not None else ()
-            differs = functools.partial(disagreement, op, name, device, scheme, *of)
-            return judge(_VERDICTS, check, differs)
-        finally:
-            _RUNNING.discard(check)
-
-
-def judge(
-    verdicts: dict[Check, str | None],
-    check: Check,
-    differs: Callable[[], str | None],
-    sources: Sequence[Path] = (),
-) -> str | None:
-    """Notes in `verdicts`, and returns, None when a kernel agrees with the reference, otherwise why
-    it is given up, of which it warns. That it agrees is kept on disk, and not asked again.
-
-    check: the op, the kernel's name, the device, and with what.  differs: None, or how the results
-    differ.  sources: as of `agreements.is_kept`.
-
-    Raises:
-        Exception: what `differs` raises, where that is not the kernel's fault.
-    """
-    if agreements.is_kept(check, sources):
-        verdicts[check] = None
-        return None
-    op, name, device, *_ = check
-    try:
-        reason = differs()
-        reason = reason and f"{FAILED} its self-check on this GPU: {reason}"
-    except Exception as error:
-        if not kernels_own(error, device):
-            raise
-        reason = failure_text(error)
-    verdicts[check] = reason
-    if reason is None:
-        agreements.keep(check, sources)
-    else:
-        variants = (str(part) for part in check if isinstance(part, Variant))
-        warn_of_failure(next(variants, op), name, device, reason)
-    return reason
+            found = launching.launches(*_on(device, arguments))
+            return [nvrtc.begin(launch.variant, architecture(index)) for launch in found]
 
 
 def disagreement(
@@ -235,8 +171,8 @@ def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str 
     on_device = _on(device, arguments)
     try:
         function = select(op, on_device, name)
-    except ValueError as error:
-        if FAILED in str(error):  # in this form: given up, not declined
+    except NotServedError as error:
+        if error.state != UNSUPPORTED:
             raise
         raise Declined(*error.args) from error
     got = function(*on_device).cpu().float()

@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 from q2compile.runtime_kernels.cuda.calls import ALIGNMENT, Ready, aligned, ready_once, tensors_of
 from q2compile.runtime_kernels.cuda.quantize.together import Product, together
-from q2compile.runtime_kernels.registry import bound, call_op, give_up, kernels_own, serving
+from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject, serving
 
 _profiler = torch.autograd.profiler
 
@@ -95,9 +95,9 @@ class Site:
             ready = kernel.launching.ready(formed, self.wanted)
             ready([*operands, *buffers])
         except Exception as error:
-            if not kernels_own(error, operands[0].device):
+            if not kernels_own(error, self.op, kernel.name, operands[0].device):
                 raise
-            give_up(kernel, args, error)
+            reject(kernel, args, error)
             self._through_the_dispatcher(args, buffers)
             return
         same = all(a is b for a, b in zip(operands, tensors_of(args), strict=True))
@@ -197,7 +197,7 @@ class Together:
         try:
             self._ready_for(kernels, formed, None)([*operands, *others, *buffers])
         except Exception as error:
-            if not kernels_own(error, operands[0].device):
+            if not kernels_own(error, self._sites[0].op, kernels[0].name, operands[0].device):
                 raise
             self._apart = True  # where each finds out whether it is the one that fails
             self._one_by_one(given)

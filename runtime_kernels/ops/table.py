@@ -24,7 +24,16 @@ from torch import fx
 
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
-from q2compile.runtime_kernels.registry import as_written, bound, parameters
+from q2compile.runtime_kernels.registry import (
+    FUSED,
+    LOOPS,
+    REFERENCE,
+    as_written,
+    bound,
+    kernels,
+    ops,
+    parameters,
+)
 
 QUANTIZE, REQUANTIZE = "quantize", "requantize"
 # The other ops that passes, lowerings and kernels look for.
@@ -260,6 +269,14 @@ def quantizer_of(node: Any) -> QuantizerCall | None:
 def rowwise_call(scheme: str, x: Any = None, **args: Any) -> QuantizerCall:
     """Of q2::quantize, rowwise and without a rotation."""
     return QuantizerCall.named(QUANTIZE, x=x, scheme=scheme, rowwise=True, columnwise=False, **args)
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Names by which kernels can be disabled, alone and with their op."""
+    pairs = [(op, k.name) for op in ops() for k in kernels(op) if k.name != REFERENCE]
+    pairs += [(spec.name, LOOPS) for spec in SPECS.values() if spec.is_lowered]
+    pairs += [(spec.name, FUSED) for spec in SPECS.values() if spec.is_fusable]
+    return (*sorted({name for _, name in pairs}), *sorted(f"{op}.{name}" for op, name in pairs))
 
 
 def quantizers(graph: fx.Graph) -> Iterator[tuple[fx.Node, QuantizerCall]]:

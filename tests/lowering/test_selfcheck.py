@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from q2compile.lowering import selfcheck
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import agreements
+from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
 from q2compile.tools import doctor
@@ -29,9 +29,9 @@ CALL = rowwise_call(SCHEME)
 def unknown(monkeypatch, tmp_path) -> None:
     lower_on_cpu(monkeypatch)
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
     monkeypatch.setattr(selfcheck, "_is_known", lambda device: False)
-    monkeypatch.setattr(agreements, "_named", lambda device: ("a CPU", 0, 0))
+    monkeypatch.setattr(check_results, "named", lambda device: ("a CPU", 0, 0))
 
 
 def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
@@ -42,7 +42,7 @@ def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
 
 
 @pytest.fixture
-def checks(monkeypatch) -> list[tuple]:
+def ran(monkeypatch) -> list[tuple]:
     """Those that were run, all of which agree."""
     run: list[tuple] = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check))
@@ -54,7 +54,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def in_a_new_process(monkeypatch) -> None:
-    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(checks, "_RESULTS", {})
 
 
 def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
@@ -89,16 +89,16 @@ def test_loops_that_differ_are_not_used(monkeypatch) -> None:
     monkeypatch.setattr(selfcheck, "_compiled", compiled)
     x = torch.randn(40, 64)
     with pytest.warns(
-        KernelWarning, match="'inductor' of q2::quantize rowwise is given up on cpu"
+        KernelWarning, match="'inductor' of q2::quantize rowwise on cpu is rejected"
     ) as said:
         got, code = compiled_code(x)
     (message,) = texts(said, KernelWarning)
     assert "codes differ from the reference" in message
     assert "torch.ops.q2.quantize.default(" in code
     assert all(map(torch.equal, got, quantized(x)))
-    (noted,) = registry.given_up()
+    (noted,) = registry.left_out()
     assert (
-        "kernel 'inductor' of q2::quantize rowwise is given up on cpu: it failed its self-check"
+        "kernel 'inductor' of q2::quantize rowwise on cpu is rejected: it failed its self-check"
         in noted
     )
 
@@ -139,21 +139,21 @@ def test_want_of_memory_is_no_verdict(monkeypatch) -> None:
     assert selfcheck.refusal(CPU, CALL) is None
 
 
-def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, checks) -> None:
+def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, ran) -> None:
     """On a GPU of the same name, with the same torch, Triton and sources."""
     for times in (1, 1, 2, 3):
         in_a_new_process(monkeypatch)
         if times == 2:
-            monkeypatch.setattr(agreements, "_versions", lambda: ("99.0", "99.0"))
+            monkeypatch.setattr(check_results, "versions", lambda: ("99.0", "99.0"))
         if times == 3:
-            monkeypatch.setattr(agreements, "_named", lambda device: ("another", 0, 0))
+            monkeypatch.setattr(check_results, "named", lambda device: ("another", 0, 0))
         assert selfcheck.refusal(CPU, CALL) is None
-        assert len(checks) == times
+        assert len(ran) == times
     assert selfcheck.refusal(CPU, rowwise_call("nvfp4_46")) is None
-    assert len(checks) == 4
+    assert len(ran) == 4
 
 
-def test_that_they_differ_is_found_again(monkeypatch) -> None:
+def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     run = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check) or "differs")
     for _ in range(2):
@@ -161,14 +161,14 @@ def test_that_they_differ_is_found_again(monkeypatch) -> None:
         with pytest.warns(KernelWarning):
             assert selfcheck.refusal(CPU, CALL)
         registry._SAID.clear()
-    assert len(run) == 2
+    assert len(run) == 1
 
 
-def test_a_folder_that_cannot_be_written_costs_a_check_a_process(monkeypatch, checks) -> None:
+def test_a_folder_that_cannot_be_written_costs_a_check_a_process(monkeypatch, ran) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
     for _ in range(2):
         assert selfcheck.refusal(CPU, CALL) is None
-    assert len(checks) == 1
+    assert len(ran) == 1
 
 
 def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
@@ -176,8 +176,12 @@ def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         selfcheck, "disagreement", lambda device, call: answers.get(call.scheme.name)
     )
-    assert doctor._loops(CPU, check=True) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(doctor.LOOPS_CHECKED)
-    assert sum("agrees with the reference" in line for line in lines) == len(lines) - 1
-    assert any("nvfp4_46 " in line and "FAULT: 1 of 9 codes differ" in line for line in lines)
+    rows = [row for row in doctor.device_rows(CPU) if row.kernel == registry.LOOPS]
+    with pytest.warns(KernelWarning):
+        doctor.checked(rows, True, print)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows) == len(doctor.LOOPS_CHECKED)
+    assert sum(" passed (" in line for line in lines) == len(lines) - 1
+    (line,) = [line for line in lines if "FAULT" in line]
+    assert "nvfp4_46 " in line and "FAULT, rejected: it failed its self-check" in line
+    assert line.endswith("1 of 9 codes differ")

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import agreements, checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda import check_results, checked_cases, checks
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import unsupported
@@ -22,9 +22,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
-    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
-    monkeypatch.setattr(agreements, "is_kept", lambda check, sources=(): False)
-    monkeypatch.setattr(agreements, "keep", lambda check, sources=(): None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(checks, "_RESULTS", {})
+    monkeypatch.setattr(checks._State, "mode", checks.Mode(kept=False, in_child=False))
+    for name in ("keep", "mark", "unmark"):
+        monkeypatch.setattr(check_results, name, lambda *args: None)
+    monkeypatch.setattr(check_results, "take_unended", lambda request: False)
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_SAID", {})
     forget()

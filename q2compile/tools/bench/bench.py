@@ -13,6 +13,7 @@ import torch
 
 from q2compile.cost_model.devices import Device, data_sheet
 from q2compile.runtime_kernels.cuda.gemm.remembered import Choice
+from q2compile.runtime_kernels.kernel_states import REJECTED, NotServedError, state_of
 from q2compile.tools.bench.llama_block import Block
 from q2compile.tools.bench.report import FAULT, UNSUPPORTED, Log, Row, Times
 from q2compile.tools.bench.timing import (
@@ -26,7 +27,6 @@ from q2compile.tools.bench.timing import (
 
 _ROUNDS = 20
 # How the reason begins why a kernel that would serve a call does not.
-_REJECTED = ("it failed", "rejected")
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,13 @@ def failed(row: Row, error: Exception) -> None:
     """Notes what was raised in the place of a result."""
     own = str(error)
     row.why = " ".join(f"{type(error).__name__}: {own}".split())[:500]
-    # select() of a kernel that does not serve the arguments; anything else is a fault.
-    asked = isinstance(error, ValueError) and own.startswith("kernel ")
-    row.status = unsupported(own.partition(" here: ")[2]) if asked else FAULT
+    # Anything else than select() of a kernel that does not serve the arguments is a fault.
+    fault = not isinstance(error, NotServedError) or error.state == REJECTED
+    row.status = FAULT if fault else UNSUPPORTED
     if row.status == FAULT:
         row.more["traceback"] = traceback.format_exception(error)[-12:]
 
 
 def unsupported(reason: str) -> str:
     """The status of a row whose kernel does not serve it, by the reason."""
-    return FAULT if reason.startswith(_REJECTED) else UNSUPPORTED
+    return FAULT if state_of(reason) == REJECTED else UNSUPPORTED

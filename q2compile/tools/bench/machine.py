@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import importlib.metadata
 import os
@@ -13,8 +12,8 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.cuda.versions import cublaslt_version
 from q2compile.version import __version__
 
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
@@ -34,7 +33,7 @@ def about(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "nvrtc": _or_error(lambda: "{}.{}".format(*nvrtc.version())),
-        "cublaslt": _or_error(_cublaslt) if device.type == "cuda" else None,
+        "cublaslt": _or_error(cublaslt_version) if device.type == "cuda" else None,
     }
     for package in _PACKAGES:
         try:
@@ -97,12 +96,6 @@ def _uuid(index: int) -> str:
         return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     except (AttributeError, AssertionError, RuntimeError):
         return str(index)
-
-
-def _cublaslt() -> str:
-    library = cublaslt._library()
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    return str(library.cublasLtGetVersion())
 
 
 def _or_error(value: Any) -> str:

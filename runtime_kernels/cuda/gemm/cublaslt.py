@@ -22,7 +22,6 @@ The numbers are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1.
 
 import ctypes
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
 from q2compile.runtime_kernels.cuda.gemm.remembered import remembered_algorithm
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
+from q2compile.runtime_kernels.cuda.versions import cublaslt as library
 
 _COMPUTE_32F, _TRANSPOSE, _POINTERS_ON_DEVICE, _EPILOGUE_BIAS = 68, 1, 1, 4
 _POINTER_MODE, _TRANSA, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 2, 3, 7, 8, 26
@@ -147,7 +147,7 @@ class Descriptors:
 
 def _destroy(descriptors: list[tuple[str, ctypes.c_void_p]]) -> None:
     for kind, made in descriptors:
-        getattr(_library(), f"cublasLt{kind}Destroy")(made)
+        getattr(library(), f"cublasLt{kind}Destroy")(made)
 
 
 class Plan:
@@ -203,7 +203,7 @@ def _described(found: _Heuristic) -> Algorithm:
     for attribute in range(len(Algorithm._fields)):
         # The last two are of 16 bits.
         value = ctypes.c_int32() if attribute < 7 else ctypes.c_int16()
-        status = _library().cublasLtMatmulAlgoConfigGetAttribute(
+        status = library().cublasLtMatmulAlgoConfigGetAttribute(
             *(ctypes.byref(found), attribute, ctypes.byref(value)),
             *(ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(ctypes.c_size_t())),
         )
@@ -264,7 +264,7 @@ def ready(product: Product) -> None:
 
 
 def _call(function: str, *args) -> None:
-    status = getattr(_library(), f"cublasLt{function}")(*args)
+    status = getattr(library(), f"cublasLt{function}")(*args)
     if status:
         raise LaunchError(f"cublasLt{function}: {_STATUS.get(status, 'status')} ({status})")
 
@@ -279,22 +279,6 @@ _STATUS = {
     14: "INTERNAL_ERROR",
     15: "NOT_SUPPORTED",
 }
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """The cuBLASLt that torch runs on, which has loaded it already."""
-    version = torch.version.cuda
-    if version is None:
-        raise LaunchError("this torch is built without CUDA, and so without cuBLASLt.")
-    major = version.partition(".")[0]
-    name = f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}"
-    try:
-        return ctypes.CDLL(name)
-    except OSError as error:
-        raise LaunchError(
-            f"{name}, cuBLASLt of CUDA {version}, cannot be loaded: {error}"
-        ) from None
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.grouped_gemm import checked, result_shape
+from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
 
 
@@ -46,5 +47,5 @@ def grouped_gemm_triton(
     b = aligned(b_codes), aligned(b_scales), b_global
     contracted = None if gemm == "wgrad" else a_codes.shape[1]
     variant = tile, *(spec.block for spec in specs), gemm, dtype, groups, contracted
-    with compiling(a_codes.device, variant), on_device(index):
+    with compiling(GROUPED_GEMM, a_codes.device, variant), on_device(index):
         return triton_grouped_kernel.grouped_gemm_fp4(a, b, offs, specs, gemm, dtype, tile)

@@ -3,9 +3,10 @@
 which of cuBLASLt's algorithms.
 
 It is written down in gemm-HASH.json beside the cubins (jit/nvrtc.py has the folder); the hash, and
-the file again, are of what it holds for: name and compute capability of the device, torch, Triton
-and q2compile. A product takes what was the fastest at the nearest shape that was measured, no size
-more than four times as large or small; where nothing was, the usual order (gemm/__init__.py).
+the file again, are of what it holds for: name and compute capability of the device, torch, Triton,
+cuBLASLt, the driver and q2compile. A product takes what was the fastest at the nearest shape that
+was measured, no size more than four times as large or small; where nothing was, the usual order
+(gemm/__init__.py).
 
 Chosen is between the kernels on fp4 tensor cores alone. They read the same operands, so a graph
 that was compiled with one is right with the other, and they add up the same products in fp32 in
@@ -28,6 +29,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import triton_version
 from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_version
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import (
     CUBLASLT_FP4,
@@ -38,7 +40,7 @@ from q2compile.runtime_kernels.registry import (
 )
 from q2compile.version import __version__
 
-SCHEMA = 2
+SCHEMA = 3
 VARIABLE = "Q2COMPILE_GEMM_CHOICES"
 CANDIDATES = (CUBLASLT_FP4, TRITON_FP4)
 _FIRST = (10, 0)  # compute capability with fp4 tensor cores: before it there is nothing to choose
@@ -73,6 +75,8 @@ def holds_for(index: int) -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability(index)),
         "torch": torch.__version__,
         "triton": None if found is None else "{}.{}".format(*found),
+        "cublaslt": cublaslt_version(),
+        "driver": driver_version(),
         "q2compile": __version__,
     }
 

@@ -26,6 +26,7 @@ from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked
 from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
+from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
 
 # The first Triton that makes fp4 tensor-core instructions of tl.dot_scaled. On 12.1 Triton 3.6
@@ -144,7 +145,8 @@ def _gemm(
         unrotation = Unrotation(aligned(mask.contiguous()), get_transform(transform).norm)
     asked = form(bias, a_scheme, b_scheme, dtype), transform
     variant = tile, a_spec.width, asked, width % tile.k
-    with compiling(a_codes.device, variant), on_device(index):
+    op = GEMM if mask is None else GEMM_MASKED_UNROTATE
+    with compiling(op, a_codes.device, variant), on_device(index):
         return gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
 
 
@@ -153,8 +155,8 @@ _refused: dict[tuple[torch.device, Hashable], str] = {}
 
 
 @contextmanager
-def compiling(device: torch.device, variant: Hashable) -> Iterator[None]:
-    """Around a launch: a variant that Triton refuses is compiled once, not for
+def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None]:
+    """Around a launch by an op: a variant that Triton refuses is compiled once, not for
     each number of tokens.
 
     Raises:
@@ -165,7 +167,7 @@ def compiling(device: torch.device, variant: Hashable) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if kernels_own(error, device):
+        if kernels_own(error, op, TRITON_FP4, device):
             _refused[device, variant] = f"{type(error).__name__}: {error}"
         raise
 

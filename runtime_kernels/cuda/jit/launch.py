@@ -51,6 +51,7 @@ class Launch:
     shared: int = 0
     overlaps: bool = False
     loaded: dict[int, "_Loaded"] = field(default_factory=dict, repr=False)  # by device index
+    proven: set[int] = field(default_factory=set, repr=False)  # devices it ran on without an error
 
     def bind(self, index: int, grid: tuple[int, int], values: Sequence, slots: dict) -> "Bound":
         """The kernel, loaded on CUDA device `index`, with all that does not change between its
@@ -254,6 +255,19 @@ def _unsupported(capability: tuple[int, int]) -> str | None:
     except Exception as error:  # whatever is wrong with the installation, the references run
         return str(error)
     return None
+
+
+def wait(index: int) -> bool:
+    """Waits for all that was enqueued on the current stream of CUDA device `index`, unless a CUDA
+    graph is being captured; whether it did.
+
+    Raises:
+        RuntimeError: the device has failed.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    torch.cuda.current_stream(index).synchronize()
+    return True
 
 
 @functools.cache

@@ -96,11 +96,14 @@ def cubin(variant: Variant, architecture: str) -> bytes:
     return _made(variant, architecture, path)
 
 
-def begin(variant: Variant, architecture: str) -> None:
-    """Has a thread make what cubin() is to be asked for. NVRTC needs no lock of Python's."""
+def begin(variant: Variant, architecture: str) -> Future:
+    """Has a thread make what cubin() is to be asked for; a call of it that ends when that is there,
+    or can't be made. NVRTC needs no lock of Python's."""
     path = _cache_path(variant, architecture)
-    if path.name not in _begun and path.name not in _refused:
-        _begun[path.name] = _threads().submit(_made, variant, architecture, path)
+    begun = _begun.get(path.name)
+    if begun is None:
+        begun = _begun[path.name] = _threads().submit(_made, variant, architecture, path)
+    return begun
 
 
 _begun: dict[str, Future] = {}  # name of a cubin -> the thread that makes it
@@ -108,7 +111,7 @@ _begun: dict[str, Future] = {}  # name of a cubin -> the thread that makes it
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="q2-nvrtc")
+    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="q2-nvrtc")
 
 
 def _made(variant: Variant, architecture: str, path: Path) -> bytes:

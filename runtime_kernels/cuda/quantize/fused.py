@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda.agreements import Check, is_kept
+from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.calls import At, Call, Ready, empty
+from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
 from q2compile.runtime_kernels.cuda.quantize.plan import (
@@ -36,13 +38,12 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits, judge
+from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
 from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import FUSED
 
-NAME = "fused"
 Keywords = Mapping[str, Any]
-_VERDICTS: dict[tuple, str | None] = {}
 
 
 def call_of(keywords: Keywords) -> QuantizerCall:
@@ -116,10 +117,10 @@ def tensors_in(keywords: Keywords) -> list[Any]:
     return [arg for arg in call_of(keywords).args.values() if _is_tensor(arg)]
 
 
-def prepare(producer: Producer, keywords: Keywords, index: int) -> None:
+def prepare(producer: Producer, keywords: Keywords, index: int) -> list[Future]:
     """Has NVRTC begin with the kernels of such a call, while other things are compiled."""
     call = call_of(keywords)
-    for launch in launches(
+    needed = launches(
         SOURCES[producer.dtype],
         call.scheme,
         call.transform,
@@ -129,8 +130,8 @@ def prepare(producer: Producer, keywords: Keywords, index: int) -> None:
         amax_known=False,
         grouped=call.grouped,
         producer=producer,
-    ):
-        nvrtc.begin(launch.variant, architecture(index))
+    )
+    return [nvrtc.begin(launch.variant, architecture(index)) for launch in needed]
 
 
 def refusal(index: int, keywords: Keywords, operands: int = 1) -> str | None:
@@ -141,26 +142,23 @@ def refusal(index: int, keywords: Keywords, operands: int = 1) -> str | None:
 
     operands: that one kernel computes and quantizes.
     """
-    check = _check(index, keywords, operands)
-    if check not in _VERDICTS:
-        device = torch.device("cuda", index)
-        judge(_VERDICTS, check, functools.partial(disagreement, device, keywords, operands))
-    return _VERDICTS[check]
+    return checks.refusal(_request(index, keywords, operands))
 
 
 def begin(index: int, keywords: Keywords, operands: int = 1) -> None:
-    """Has threads compile what that check launches, if it is still to come."""
-    check = _check(index, keywords, operands)
+    """Has that check run, if it is still to come, and threads compile what it launches."""
+    request = _request(index, keywords, operands)
     producer = representative(operands, call_of(keywords).grouped)
-    known = check in _VERDICTS or is_kept(check)
-    if not known and (operands == 1 or no_pair(producer, keywords, index) is None):
-        prepare(producer, keywords, index)
+    one_or_fits = operands == 1 or no_pair(producer, keywords, index) is None
+    if one_or_fits and not checks.is_known(request):
+        checks.begin(request, prepare(producer, keywords, index))
 
 
-def _check(index: int, keywords: Keywords, operands: int) -> Check:
-    call = call_of(keywords)
+def _request(index: int, keywords: Keywords, operands: int) -> Request:
+    call, device = call_of(keywords), torch.device("cuda", index)
     how = call.scheme.name, call.transform.name, call.variant
-    return QUANTIZE, NAME, torch.device("cuda", index), *how, operands
+    plain = {name: ... if _is_tensor(arg) else arg for name, arg in keywords.items()}
+    return Request((QUANTIZE, FUSED, device, *how, operands), __name__, (device, plain, operands))
 
 
 def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) -> str | None:

@@ -17,7 +17,7 @@ from q2compile.linear import checks_ahead
 from q2compile.linear.checks_ahead import begin_checks, checked_calls
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.ops.table import Variant
@@ -76,6 +76,7 @@ def begun(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: found.append(variant))
+    monkeypatch.setattr(checks, "begin", lambda request, after=(): None)
     for module in (checks_ahead, selfcheck):
         monkeypatch.setattr(module, "unsupported", lambda index: None)
     for module in (selfcheck, fused, launch):
@@ -113,8 +114,7 @@ def test_a_fused_quantizer_has_a_check_with_one_operand_and_with_two(begun):
 
 
 def test_what_is_known_to_agree_is_not_begun(begun, monkeypatch):
-    monkeypatch.setattr(selfcheck.agreements, "is_kept", lambda check: True)
-    monkeypatch.setattr(fused, "is_kept", lambda check: True)
+    monkeypatch.setattr(checks, "is_known", lambda request: True)
     begin(fuses=True)
     assert begun == []
 

@@ -11,6 +11,7 @@ import torch
 from q2compile.cost_model.devices import DEVICES, H200
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Algorithm
+from q2compile.runtime_kernels.kernel_states import NotServedError
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
 from q2compile.tools.bench import alive, bench, child, command, host, machine, measurements
@@ -218,13 +219,13 @@ def test_the_fastest_candidate_of_each_shape(gpu) -> None:
 def test_one_candidate_alone_is_not_chosen(gpu) -> None:
     """Nor one that fails, or is wrong by more than the self-check allows; the others are timed."""
     own, _, broken, wrong = gpu
-    broken[CUBLASLT_FP4] = ValueError("kernel 'cublaslt_fp4' cannot run q2::gemm here: mxfp4")
+    broken[CUBLASLT_FP4] = NotServedError("it cannot run q2::gemm here: mxfp4", "unsupported")
     rows = list(measurements.products(own))
     assert own.choices == []
     unserved = [row for row in rows if row.name.endswith(CUBLASLT_FP4)]
-    assert {row.why for row in unserved} == {f"ValueError: {broken[CUBLASLT_FP4]}"}
+    assert {row.why for row in unserved} == {f"NotServedError: {broken[CUBLASLT_FP4]}"}
     assert {(row.microseconds, row.status) for row in unserved} == {(None, UNSUPPORTED)}
-    broken[CUBLASLT_FP4] = ValueError("kernel 'cublaslt_fp4' cannot run q2::gemm here: it failed")
+    broken[CUBLASLT_FP4] = NotServedError("it cannot run q2::gemm here: it failed", "rejected")
     rows = list(measurements.products(own))
     assert {r.status for r in rows if r.name.endswith(CUBLASLT_FP4)} == {FAULT}
     broken.clear()

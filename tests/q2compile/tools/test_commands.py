@@ -18,7 +18,7 @@ from torch import nn
 from q2compile import explain
 from q2compile.recipes.published import PAPERS, RECIPES
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.cuda import agreements
+from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.gemm.remembered import SCHEMA, path_for
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
@@ -144,17 +144,19 @@ def test_clear_cache_deletes_what_q2compile_wrote_there(monkeypatch, tmp_path, c
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     held = {"schema": SCHEMA, "device": "a GPU"}
     own = [nvrtc._cache_path(variant, "sm_90a"), path_for(held)]
-    monkeypatch.setattr(agreements, "_named", lambda device: ("a GPU", 9, 0))
-    agreements.keep(("quantize", "cuda", torch.device("cuda", 0), "nvfp4"))
+    monkeypatch.setattr(check_results, "named", lambda device: ("a GPU", 9, 0))
+    asked = check_results.Request(("quantize", "cuda", torch.device("cuda", 0), "nvfp4"), "", ())
+    check_results.keep(asked, check_results.Result(None))
+    check_results.mark(asked)
     for path in own:
         path.write_bytes(bytes(1024))
     others = [tmp_path / "notes.json", tmp_path / "theirs.cubin", tmp_path / "folder"]
     for path in others[:2]:
         path.touch()
     others[2].mkdir()
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 7
     assert cli.main(["doctor", "--clear-cache"]) == 0
-    assert capsys.readouterr().out == f"cache     3 files deleted in {tmp_path}, 2 KiB\n"
+    assert f"cache     4 files deleted in {tmp_path}, " in capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == sorted(others)
     assert cli.main(["doctor", "--clear-cache"]) == 0
     assert "0 files deleted" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q2compile.runtime_kernels  # noqa: F401  registers the ops
+from q2compile.runtime_kernels.cuda import versions
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt,
     cublaslt_fp4,
@@ -299,13 +300,13 @@ def test_the_algorithm_that_was_the_fastest_is_taken_where_it_is_listed(library,
 
 
 def test_without_cublaslt_the_reason_is_told(monkeypatch):
-    cublaslt._library.cache_clear()
+    versions.cublaslt.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(LaunchError, match="built without CUDA"):
-        cublaslt._library()
+        versions.cublaslt()
     monkeypatch.setattr(torch.version, "cuda", "99.0")
     with pytest.raises(LaunchError, match=r"libcublasLt.so.99, .* cannot be loaded"):
-        cublaslt._library()
+        versions.cublaslt()
 
 
 @pytest.mark.gpu

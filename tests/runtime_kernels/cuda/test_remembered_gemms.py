@@ -155,7 +155,7 @@ SPOILED = {
     "deep": lambda text: "[" * 100_000,
     "another device": lambda text: text.replace("B200", "B300"),
     "another version": lambda text: text.replace(torch.__version__, "2.99"),
-    "another schema": lambda text: text.replace('"schema": 2', '"schema": 1'),
+    "another schema": lambda text: text.replace('"schema": 3', '"schema": 2'),
     "no date": lambda text: text.replace('"date"', '"day"'),
     "an unknown kernel": lambda text: text.replace("triton_fp4", "cuda_bf16"),
     "a size that is none": lambda text: text.replace("512", "-512"),

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process that runs self-checks (check_process.py), as its parent sees it.
+
+A thread sends it one check after the other and reads what it says of each: that it began, and its
+result. A child that ends or is silent for too long was at the check that began last: that kernel is
+rejected, and a new child goes on. It ends when nothing was asked for a while, and with its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels.cuda.check_results import Check, Request, Result
+from q2compile.runtime_kernels.kernel_states import rejected
+
+LOG = logging.getLogger("q2compile")
+SECONDS = 60.0  # a check may take: Triton compiles in some
+_LATER = 0.25  # of that, once one took longer: the next may well hang, too
+_STARTING = 180.0  # seconds for Python, torch and the first use of the device
+_IDLE = 20.0  # seconds, after which a child is ended: it holds memory of the device
+_STDERR = 600  # characters of its end
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}\n"
+    "from q2compile.runtime_kernels.cuda.check_process import main\n"
+    "main()"
+)
+# What the child says, with more.
+READY, BEGUN, ENDED, LOST, UNABLE = "ready", "begun", "ended", "lost", "unable"
+
+
+class Unable(NamedTuple):
+    """A child can't run a check, and why."""
+
+    why: str
+
+
+class _Silent(Exception):
+    """The child has said nothing for too long."""
+
+
+class _Gone(Exception):
+    """The child has ended."""
+
+
+class _Child:
+    """One process."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment.pop("TORCH_TRACE", None)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  until the process has ended
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is its parent's
+        )
+        self.pid = self._process.pid
+        self._said: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._read, name="q2-check-child", daemon=True).start()
+
+    def _read(self) -> None:
+        with suppress(Exception):  # whatever is wrong with what it says, it is of no use any more
+            while True:
+                self._said.put(pickle.load(self._process.stdout))  # type: ignore[arg-type]
+        self._said.put(None)
+
+    def ask(self, request: Request) -> None:
+        try:
+            pickle.dump((request, check_results.named(request.check[2])), self._process.stdin)  # type: ignore[arg-type]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+        except OSError:
+            raise _Gone from None
+
+    def next(self, seconds: float) -> tuple[str, Any]:
+        """What it says next."""
+        try:
+            said = self._said.get(timeout=seconds)
+        except queue.Empty:
+            raise _Silent from None
+        if said is None:
+            raise _Gone
+        return said
+
+    def end(self) -> str:
+        """Ends it; how it had ended, in words."""
+        with suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            status = self._process.wait(timeout=1)
+            how = f"ended with status {status}" if status >= 0 else _signal(-status)
+        except subprocess.TimeoutExpired:
+            how = "was stopped"
+            self._kill()
+        with suppress(OSError, ValueError):
+            self._stderr.seek(0)
+            said = self._stderr.read().decode(errors="replace").strip()
+            self._stderr.close()
+            how += f": {' '.join(said[-_STDERR:].split())}" if said else ""
+        return how
+
+    def _kill(self) -> None:
+        """With what it has started."""
+        with suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(self.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+            self._process.wait(timeout=10)
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"was ended by {signal.Signals(number).name}"
+    except ValueError:
+        return f"was ended by signal {number}"
+
+
+class Checker:
+    """Runs checks one after the other in a child, which it starts when there is one to run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: queue.Queue[tuple[Request, Sequence[Future], Future]] = queue.Queue()
+        self._futures: dict[Check, Future] = {}
+        self._found: dict[Check, Result] = {}
+        self._thread: threading.Thread | None = None
+        self._child: _Child | None = None
+        self._unable: Unable | None = None
+        self._limit = SECONDS
+
+    def submit(self, request: Request, after: Sequence[Future] = ()) -> Future:
+        """The Result of a check, or Unable, when it is there. after: what it waits for."""
+        with self._lock:
+            future = self._futures.get(request.check)
+            if future is None or (future.done() and isinstance(future.result(), Unable)):
+                future = self._futures[request.check] = Future()
+                self._asked.put((request, after, future))
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._serve, name="q2-checks", daemon=True
+                    )
+                    self._thread.start()
+        return future
+
+    def forget(self) -> None:
+        """As in a new process."""
+        with self._lock:
+            self._futures, self._found, self._unable = {}, {}, None
+            self._limit = SECONDS
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                request, after, future = self._asked.get(timeout=_IDLE)
+            except queue.Empty:
+                with self._lock:
+                    if not self._asked.empty():
+                        continue
+                    self._drop()
+                    self._thread = None
+                    return
+            for each in after:
+                each.exception()  # the child meets it, too
+            try:
+                future.set_result(self._result(request))
+            except BaseException as error:  # somebody waits for it
+                self._drop()
+                future.set_result(Unable(f"{type(error).__name__}: {error}"))
+
+    def _drop(self) -> str:
+        child, self._child = self._child, None
+        return "" if child is None else child.end()
+
+    def _result(self, request: Request) -> Result | Unable:
+        while request.check not in self._found:
+            if self._unable is not None:
+                return self._unable
+            began: list[Request] = []  # and not ended: those inside of others come last
+            try:
+                if (unable := self._asked_once(request, began)) is not None:
+                    return unable
+            except _Silent:
+                took, self._limit = self._limit, _LATER * SECONDS
+                self._reject(began[-1], f"its self-check did not end within {took:.0f} s")
+            except _Gone:
+                how = self._drop()
+                if not began:  # it fails at something else than a kernel
+                    self._unable = Unable(f"the process of self-checks {how}")
+                else:
+                    self._reject(began[-1], f"the process that ran its self-check {how}")
+        return self._found[request.check]
+
+    def _asked_once(self, request: Request, began: list[Request]) -> Unable | None:
+        """Sends a check to the child, and notes what it says until its result is there, or the
+        child is of no use any more."""
+        child = self._child or self._started()
+        if child is None:
+            return self._unable
+        child.ask(request)
+        while request.check not in self._found:
+            what, said = child.next(self._limit if began else _STARTING)
+            if what == BEGUN:
+                LOG.debug("q2compile: checks %s", said.label)
+                began.append(said)
+            elif what == ENDED:
+                began.pop()
+                self._found[said[0].check] = said[1]
+            elif what == LOST:  # whose kernel is known
+                self._drop()
+                return None
+            else:
+                return Unable(said)
+        return None
+
+    def _started(self) -> _Child | None:
+        LOG.info(
+            "q2compile: kernels are checked before their first use on this machine, in a process "
+            "of its own; the first start takes longer"
+        )
+        try:
+            self._child = _Child()
+            self._child.next(_STARTING)
+        except (_Silent, _Gone):
+            self._unable = Unable(f"the process of self-checks {self._drop()}")
+        except OSError as error:
+            self._unable = Unable(f"no process of self-checks can be started: {error}")
+        return self._child if self._unable is None else None
+
+    def _reject(self, request: Request, why: str) -> None:
+        pid = self._child.pid if self._child else None
+        self._drop()
+        result = Result(rejected(f"{why[:2000]}"))
+        self._found[request.check] = result
+        check_results.keep(request, result)
+        check_results.take_unended(request)
+        if pid is not None:
+            check_results.unmark(request, pid)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process that runs self-checks for its parent (check_child.py).
+
+It reads one check after the other from stdin, and writes to what was its stdout when each begins,
+when it ends and with which result. What else is printed goes to stderr. It ends when its parent
+has, or when the device has failed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import sys
+import traceback
+from typing import Any
+
+from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.cuda.check_child import (
+    BEGUN,
+    ENDED,
+    LOST,
+    READY,
+    SECONDS,
+    UNABLE,
+)
+from q2compile.runtime_kernels.cuda.check_results import Request, Result, named
+from q2compile.runtime_kernels.kernel_states import DeviceLostError
+
+
+class _ToParent:
+    def __init__(self) -> None:
+        self._channel = os.fdopen(os.dup(1), mode="wb")
+        os.dup2(2, 1)
+
+    def say(self, what: str, more: Any = None) -> None:
+        pickle.dump((what, more), self._channel)
+        self._channel.flush()
+
+    def begun(self, request: Request) -> None:
+        faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # whose parent is gone
+        self.say(BEGUN, request)
+
+    def ended(self, request: Request, result: Result) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.say(ENDED, (request, result))
+
+
+def main() -> None:
+    """Ends with the process."""
+    parent = _ToParent()
+    checks.listen(parent)
+    parent.say(READY)
+    while True:
+        try:
+            request, of_parent = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            own = named(request.check[2])
+            if own != of_parent:
+                parent.say(UNABLE, f"it sees another device, {own}")
+            else:
+                checks.run_here(request)
+        except DeviceLostError:
+            parent.say(LOST)
+            os._exit(0)
+        except Exception as error:  # no fault of the kernel's
+            traceback.print_exc()
+            parent.say(UNABLE, f"{type(error).__name__}: {error}"[:500])

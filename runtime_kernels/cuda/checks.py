@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before the first use of a kernel on a machine: its self-check, run where it can do no harm.
+
+    refusal(request)   None, or why the kernel is rejected; waits for its check
+    begin(request)     has the check run meanwhile
+
+All checks of a process run in one child process (check_child.py), one after the other, with a time
+limit each. A kernel that traps or hangs there is rejected, and a new child goes on with the others.
+Results are kept on disk (check_results.py): the next process runs no check.
+
+Where a child can do nothing (no memory is left for it, the device admits one process alone) the
+check runs in this process, on a stream of its own. If the device fails then, one error says which
+kernel it was; the next process finds its result and does not run it again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
+
+import torch
+
+from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
+from q2compile.runtime_kernels.cuda.check_results import UNENDED, Check, Request, Result
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
+from q2compile.runtime_kernels.kernel_states import (
+    DeviceLostError,
+    lost_text,
+    rejected,
+    why_disabled,
+)
+from q2compile.runtime_kernels.ops.table import Variant
+from q2compile.runtime_kernels.registry import failure_text, kernels_own, warn_of_failure
+
+LOG = logging.getLogger("q2compile")
+# What depends on the moment, and is found out anew by the next process.
+_PASSING = (OSError, ImportError, MemoryError)
+
+
+class Mode(NamedTuple):
+    """How this process answers.
+
+    kept: by results of earlier processes, where there are some.  runs: by checks.
+    in_child: checks run in the child process.
+    """
+
+    kept: bool = True
+    runs: bool = True
+    in_child: bool = True
+
+
+class Listener(Protocol):
+    """Told of each check that runs in this process, nested ones too: its begin and its result."""
+
+    def begun(self, request: Request) -> None: ...
+
+    def ended(self, request: Request, result: Result) -> None: ...
+
+
+class _Logs:
+    def begun(self, request: Request) -> None:
+        LOG.debug("q2compile: checks %s", request.label)
+
+    def ended(self, request: Request, result: Result) -> None:
+        pass
+
+
+class _State:
+    mode = Mode()
+    listener: Listener = _Logs()
+
+
+_RESULTS: dict[Check, Result] = {}
+_LOCK = threading.Lock()
+# Checks that this code runs in, in this process: they must not ask themselves, and the outermost
+# has the lock. A thread that a check starts has them with the context it is given.
+_INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
+_CHECKER = Checker()
+
+
+@contextmanager
+def answering(mode: Mode) -> Iterator[None]:
+    """Another mode, and nothing that this process has found so far."""
+    before, found = _State.mode, dict(_RESULTS)
+    _State.mode = mode
+    _RESULTS.clear()
+    _CHECKER.forget()
+    try:
+        yield
+    finally:
+        _State.mode = before
+        _RESULTS.clear()
+        _RESULTS.update(found)
+
+
+def refusal(request: Request) -> str | None:
+    """None when the kernel may be used, otherwise the reason in words.
+
+    Raises:
+        LaunchError: it is still to be checked, and a CUDA graph is being captured.
+        DeviceLostError: the device failed at a check in this process.
+        torch.OutOfMemoryError: there is no memory for the check.
+    """
+    check = request.check
+    if (found := _RESULTS.get(check)) is not None:
+        return found.reason
+    if (why := why_disabled(*check[:2])) is not None:
+        return why
+    inside = _INSIDE.get()
+    if check in inside:
+        return None
+    with nullcontext() if inside else _LOCK:
+        if check not in _RESULTS:
+            known = _known(request)
+            if known is None and not _State.mode.runs:
+                return None
+            _RESULTS[check] = known or _checked(request)
+            _warn(request, _RESULTS[check])
+        return _RESULTS[check].reason
+
+
+def result_of(request: Request) -> Result | None:
+    """What this process knows of it."""
+    return _RESULTS.get(request.check)
+
+
+def begin(request: Request, after: Sequence[Future] = ()) -> None:
+    """Has the child process run a check, if it is still to come. after: threads that compile what
+    it launches."""
+    if not is_known(request) and _State.mode.in_child and _State.mode.runs:
+        _CHECKER.submit(request, after)
+
+
+def is_known(request: Request) -> bool:
+    """Whether the check needs not run: it has run, or its kernel is disabled."""
+    check = request.check
+    if check in _RESULTS or why_disabled(*check[:2]) is not None:
+        return True
+    return _State.mode.kept and check_results.kept(request) is not None
+
+
+def listen(listener: Listener) -> None:
+    """In the child process: checks run in this process, and are told to its parent."""
+    _State.listener = listener
+    _State.mode = Mode(in_child=False)
+
+
+def _known(request: Request) -> Result | None:
+    """From an earlier process: its result, or that it did not end."""
+    unended = check_results.take_unended(request)
+    if not _State.mode.kept:
+        return None
+    found = check_results.kept(request)
+    if found is None and unended:
+        found = Result(rejected(UNENDED))
+        check_results.keep(request, found)
+    return found
+
+
+def _checked(request: Request) -> Result:
+    op, name, device, *_ = request.check
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            f"kernel {name!r} of q2::{op} is to be checked on this GPU before its first use, "
+            "which cannot be done inside a CUDA graph capture: run the model once before "
+            "capturing it."
+        )
+    if _State.mode.in_child:
+        found = _CHECKER.submit(request).result()
+        if not isinstance(found, Unable):
+            return found
+        LOG.info("q2compile: %s is checked in this process: %s", request.label, found.why)
+    return run_here(request)
+
+
+def run_here(request: Request) -> Result:
+    """Runs a check in this process, and keeps its result.
+
+    Raises:
+        DeviceLostError: the device has failed. If it was this kernel, that is kept.
+        Exception: what is not the kernel's fault.
+    """
+    op, name, device, *_ = request.check
+    differs: Callable[..., str | None] = importlib.import_module(request.module).disagreement
+    start, lasts = time.perf_counter(), True
+    token = _INSIDE.set((*_INSIDE.get(), request.check))
+    check_results.mark(request)
+    _State.listener.begun(request)
+    try:
+        reason = differs(*request.arguments)
+        reason = reason and rejected(f"it failed its self-check on this GPU: {reason}")
+        lost = _device_error(device)
+    except DeviceLostError:
+        raise  # of a check inside of this one
+    except Exception as error:
+        lost = _device_error(device)
+        if lost is None and not kernels_own(error, op, name, device):
+            raise
+        reason, lasts = failure_text(error), lost is not None or not isinstance(error, _PASSING)
+    finally:
+        _INSIDE.reset(token)
+        check_results.unmark(request)
+    if lost is not None:
+        reason = failure_text(lost)
+    result = Result(reason, time.perf_counter() - start)
+    if lasts:
+        check_results.keep(request, result)
+    _State.listener.ended(request, result)
+    if lost is not None:
+        raise DeviceLostError(lost_text(op, name, device, lost)) from lost
+    return result
+
+
+def _device_error(device: torch.device) -> Exception | None:
+    """What the device reports when all that was launched has ended, if it has failed."""
+    if device.type != "cuda":
+        return None
+    try:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        return error
+    return None
+
+
+def _warn(request: Request, result: Result) -> None:
+    if result.reason is not None:
+        op, name, device, *what = request.check
+        variants = (str(part) for part in what if isinstance(part, Variant))
+        warn_of_failure(next(variants, op), name, device, result.reason)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of what compiles kernels, brings them, or runs them: part of every result that is kept
+on disk for later processes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import torch
+
+from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
+
+_PACKAGES = ("triton", "nvidia-cuda-nvrtc")
+_DRIVER = Path("/proc/driver/nvidia/version")  # of Linux
+
+
+@functools.cache
+def cublaslt() -> ctypes.CDLL:
+    """The cuBLASLt that torch runs on, which has loaded it already.
+
+    Raises:
+        LaunchError: it is not there.
+    """
+    version = torch.version.cuda
+    if version is None:
+        raise LaunchError("this torch is built without CUDA, and so without cuBLASLt.")
+    major = version.partition(".")[0]
+    name = f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise LaunchError(
+            f"{name}, cuBLASLt of CUDA {version}, cannot be loaded: {error}"
+        ) from None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library
+
+
+@functools.cache
+def cublaslt_version() -> str:
+    """Like "130100"; "" where it is not there."""
+    try:
+        return str(cublaslt().cublasLtGetVersion())
+    except LaunchError:
+        return ""
+
+
+@functools.cache
+def driver_version() -> str:
+    """Like "580.65.06"; where that is not known the highest CUDA version it runs, like "13000"; ""
+    without one."""
+    try:
+        words = _DRIVER.read_text(encoding="utf-8").splitlines()[0].split()
+        return next(word for word in words if word[:1].isdigit() and "." in word)
+    except (OSError, ValueError, IndexError, StopIteration):
+        asked = getattr(torch._C, "_cuda_getDriverVersion", None)
+        return str(asked()) if asked and torch.cuda.is_available() else ""
+
+
+@functools.cache
+def versions() -> tuple[str, ...]:
+    """Of torch, CUDA, the driver, cuBLASLt, Triton and NVRTC."""
+    found = [torch.__version__, str(torch.version.cuda), driver_version(), cublaslt_version()]
+    for package in _PACKAGES:
+        try:
+            found.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            found.append("")
+    return tuple(found)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`q2compile doctor`: the state of each kernel, by its name, in lines and in JSON."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
+from q2compile.runtime_kernels.kernel_states import disable, rejected
+from q2compile.tools import doctor
+from tests.support.pretended_gpu import on_gpu
+
+ON_CPU = torch.device("cpu")
+
+
+def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
+    """Each state by its name; what a kernel is asked raises nothing."""
+
+    def raises(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said = "it failed its self-check on this GPU:\n1 of 9 codes differ"
+    candidate("gemm", None, "good")
+    candidate("gemm", None, "wrong", refuses=lambda *args: rejected(said))
+    candidate("gemm", None, "starved", refuses=raises)
+    candidate("gemm", None, "elsewhere", refuses=lambda *args: "it wants a newer GPU")
+    candidate("gemm", None, "unwanted")
+    disable(["gemm.unwanted"], "option disable_kernels")
+    cpu, schemes = torch.device("cpu"), checked_cases.CHECKED["gemm"]
+    rows = [
+        doctor.kernel_row(kernel, cpu, "gemm", scheme)
+        for kernel in registry.kernels("gemm")[:5]
+        for scheme in schemes
+    ]
+    for row in rows:
+        row.begins = []
+    doctor.checked(rows, True, print)
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 5 * len(schemes) + 1
+    for line in (
+        " passed (",
+        "FAULT, rejected: it failed its self-check on this GPU: 1 of 9 codes differ\n",
+        "FAULT, rejected: OutOfMemoryError: CUDA out of memory\n",
+        "unsupported: it wants a newer GPU\n",
+        "disabled: by option disable_kernels\n",
+    ):
+        assert out.count(line) == len(schemes)
+    states = {row.kernel: row.as_line()["state"] for row in rows}
+    assert states == {
+        "good": "passed",
+        "wrong": "rejected",
+        "starved": "rejected",
+        "elsewhere": "unsupported",
+        "unwanted": "disabled",
+    }
+
+
+def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
+    gpu((12, 0))
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: 1 / 0)
+    rows = [
+        dataclasses.replace(row, asks=[functools.partial(quantizer.why_not, *on_gpu(of, scheme))])
+        for quantizer in registry.kernels("quantize")[:1]
+        for of, scheme in list(checked_cases.checked_of("quantize"))[:3]
+        for row in [doctor.kernel_row(quantizer, ON_CPU, of, scheme)]
+    ]
+    doctor.checked(rows, False, print)
+    assert capsys.readouterr().out.count("serves this device") == 3
+    assert {row.state for row in rows} == {"serves"}
+
+
+@pytest.mark.parametrize("state", ["passed", "rejected"])
+def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
+    """And a line that says so is the exit status."""
+    row = doctor.Row("gemm", "good", "gemm", "nvfp4", state, "why" * (state == "rejected"), 7)
+    gpu((12, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "device_rows", lambda device: [row])
+    monkeypatch.setattr(doctor, "checked", lambda rows, check, say: say("a line"))
+    assert doctor.main(["--json"]) == (state == "rejected")
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert device["capability"] == "12.0" and device["target"] == "kernels for sm_120a"
+    (line,) = device["kernels"]
+    assert line == {
+        "op": "gemm",
+        "kernel": "good",
+        "of": "gemm",
+        "scheme": "nvfp4",
+        "state": state,
+        "reason": row.reason,
+        "milliseconds": 7,
+    }

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-checks run in a child process: whatever a kernel does there, it alone is rejected, the other
+ones are checked, training has the right numbers, and the next process runs no check."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels import kernel_states, registry
+from q2compile.runtime_kernels.cuda import check_child, check_results, checks
+from q2compile.runtime_kernels.cuda.check_results import UNENDED
+from q2compile.runtime_kernels.kernel_states import DeviceLostError, state_of
+from q2compile.runtime_kernels.registry import Kernel, KernelWarning
+from tests.support.faulty_checks import request, runs
+from tests.support.small_model import Mlp, quantized
+from tests.support.warned import texts
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+# How a check ends -> what is said of the kernel.
+ENDS = {
+    "trap": "rejected: the process that ran its self-check was ended by SIGILL",
+    "illegal": "rejected: it failed: RuntimeError: CUDA error: an illegal instruction",
+    "hang": "rejected: its self-check did not end within 1 s",
+    "wrong": "rejected: it failed its self-check on this GPU: 1 of 9 codes differ",
+    "raises": "rejected: it failed: AssertionError: no scaled dot on sm_121",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """Where checks say that they ran. Limits are short."""
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(check_child, "SECONDS", 1.0)
+    monkeypatch.setattr(checks, "_CHECKER", check_child.Checker())
+    (tmp_path / "ran").mkdir()
+    yield tmp_path / "ran"
+    checks._CHECKER._drop()
+
+
+def new_process(monkeypatch) -> None:
+    monkeypatch.setattr(checks, "_RESULTS", {})
+    checks._CHECKER.forget()
+    registry._SAID.clear()
+
+
+def refused(how, folder, **names):
+    """What is said of a kernel, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = checks.refusal(request(how, folder, **names))
+    return found, texts(caught, KernelWarning)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, how) -> None:
+    """With one warning; what was asked for behind it is checked by a new child."""
+    for ending in ("right", how, "right too"):
+        checks.begin(request(ending, folder, name=ending))
+    for good in ("right", "right too"):
+        assert refused(good, folder, name=good) == (None, [])
+    found, said = refused(how, folder, name=how)
+    assert found.startswith(ENDS[how]) and state_of(found) == "rejected"
+    (line,) = said
+    assert line.startswith(f"q2compile: kernel {how!r} of q2::gemm on cpu is {ENDS[how]}")
+    assert runs(folder) == sorted(["right", how, "right too"])
+    new_process(monkeypatch)
+    again, said = refused(how, folder, name=how)
+    assert again.startswith(ENDS[how]) and len(said) == 1 and len(runs(folder)) == 3
+    assert refused("right", folder, name="right") == (None, []) and len(runs(folder)) == 3
+    assert list((folder.parent / "cache").glob("*.checking")) == []
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_training_goes_on_with_the_right_numbers(monkeypatch, folder, how) -> None:
+    model, x = Mlp(), torch.randn(32, 64)
+
+    def step():
+        torch.manual_seed(1)
+        compiled = quantized(model)
+        y = compiled(x)
+        y.square().sum().backward()
+        results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+        torch._dynamo.reset()
+        return results
+
+    want = step()
+    refuses = lambda *args: checks.refusal(request(how, folder))  # noqa: E731
+    broken = Kernel("gemm", "broken", "cpu", lambda *args: 1 / 0, refuses, registry._nothing)
+    monkeypatch.setitem(registry._KERNELS, "gemm", [broken, *registry._KERNELS["gemm"]])
+    for _ in range(2):
+        with pytest.warns(KernelWarning) as caught:
+            assert all(map(torch.equal, step(), want))
+        assert len(texts(caught, KernelWarning)) == 1
+        new_process(monkeypatch)
+    assert runs(folder) == [how]
+
+
+@pytest.mark.parametrize("how", ["trap", "illegal", "hang"])
+def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
+    """A GEMM's check runs dequantize: that one failed, and the GEMM is checked again."""
+    assert checks.refusal(request(f"inside {how}", folder)) is None
+    inner = request(how, folder, "inner", "dequantize")
+    assert check_results.kept(inner).reason.startswith(ENDS[how])
+    assert runs(folder) == sorted([how, f"inside {how}", f"inside {how}"])
+
+
+def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> None:
+    """Whose kernel the next one rejects without running it; where a process is still at it, no
+    other one knows better."""
+    asked = request("right", folder)
+    check_results.mark(asked)  # of this process, which is alive
+    assert checks.refusal(asked) is None and runs(folder) == ["right"]
+    check_results.unmark(asked)
+    asked = request("trap", folder)
+    program = (
+        "from pathlib import Path\n"
+        "from q2compile.runtime_kernels.cuda import checks\n"
+        "from tests.support.faulty_checks import request\n"
+        "checks._State.mode = checks.Mode(in_child=False)\n"
+        f"checks.refusal(request('trap', Path({str(folder)!r})))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert done.returncode == -signal.SIGILL, done.stderr
+    for _ in range(2):
+        new_process(monkeypatch)
+        found, said = refused("trap", folder)
+        assert found.startswith(f"rejected: {UNENDED}") and len(said) == 1
+    assert runs(folder) == ["right", "trap"]
+
+
+def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
+    """There is no memory for one, it sees another device, it can't be started."""
+    memory = request("memory", folder)
+    with pytest.raises(torch.OutOfMemoryError):
+        checks.refusal(memory)
+    assert runs(folder) == ["memory", "memory"] and check_results.kept(memory) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(check_results, "named", lambda device: ("a GPU", 10, 0))
+        assert checks.refusal(request("right", folder)) is None
+    assert runs(folder)[2:] == ["right"]
+    checks._CHECKER._drop()
+    new_process(monkeypatch)
+    monkeypatch.setattr(check_child, "_PROGRAM", "raise SystemExit('no torch')  # {path}")
+    found, said = refused("wrong", folder)
+    assert found.startswith(ENDS["wrong"]) and len(said) == 1
+    assert "no torch" in checks._CHECKER._unable.why
+
+
+def test_a_device_that_fails_here_ends_in_one_error_that_names_the_kernel(
+    monkeypatch, folder
+) -> None:
+    """The next process does not run that kernel."""
+    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
+    own = checks._device_error
+    try:
+        with pytest.raises(DeviceLostError, match="Q2COMPILE_DISABLE_KERNELS=gemm.broken") as said:
+            checks.refusal(request("illegal", folder))
+    finally:
+        checks._device_error = own
+    assert "cpu failed after kernel 'broken' of q2::gemm was launched" in str(said.value)
+    new_process(monkeypatch)
+    found, _ = refused("illegal", folder)
+    assert found.startswith(ENDS["illegal"]) and runs(folder) == ["illegal"]
+
+
+def test_an_orphan_keeps_its_result(monkeypatch, folder) -> None:
+    """Ctrl-C ends training at once; the child ends its check, says what it found, and ends."""
+    asked = request("wrong", folder)
+    child = check_child._Child()
+    assert child.next(60)[0] == check_child.READY
+    child.ask(asked)
+    child._process.stdin.close()
+    assert child._process.wait(60) == 0
+    assert check_results.kept(asked).reason.startswith(ENDS["wrong"])
+
+
+def test_each_check_is_in_the_log_before_it_runs(folder, caplog) -> None:
+    with caplog.at_level("DEBUG", logger="q2compile"):
+        checks.refusal(request("wrong", folder))
+    lines = [record.getMessage() for record in caplog.records]
+    assert "q2compile: checks kernel 'broken' of q2::gemm on cpu (wrong)" in lines
+    assert sum("in a process of its own" in line for line in lines) == 1
+
+
+def test_a_disabled_kernel_is_not_checked(monkeypatch, folder) -> None:
+    kernel_states.disable(["gemm.broken"], "option disable_kernels")
+    assert refused("trap", folder) == ("disabled by option disable_kernels", [])
+    checks.begin(request("trap", folder))
+    time.sleep(0.1)
+    assert runs(folder) == []
+
+
+def test_results_say_what_they_are_of(folder) -> None:
+    checks.refusal(request("wrong", folder))
+    (path,) = (folder.parent / "cache").glob("*.checked")
+    found = json.loads(path.read_text())
+    assert found["what"] == "kernel 'broken' of q2::gemm on cpu (wrong)"
+    assert found["reason"] == "it failed its self-check on this GPU: " + (
+        "1 of 9 codes differ from the reference"
+    )
+    assert found["versions"][0] == torch.__version__
+
+
+# ---- errors of the device while training ---------------------------------------------------------
+
+
+def test_in_training_a_device_error_is_one_error(monkeypatch) -> None:
+    """Innocent kernels are not blamed one after the other."""
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device=None):
+        raise lost
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(registry, "device_of", lambda args: torch.device("cuda", 0))
+    args = (torch.ones(2, 2),)
+
+    def fails(*args):
+        raise lost
+
+    kernel = Kernel("mark", "cuda", "cuda", fails, registry._nothing, registry._nothing)
+    other = dataclasses.replace(kernel, name="other")
+    with pytest.raises(DeviceLostError) as said:
+        registry._run([kernel, other], args)
+    words = str(said.value)
+    assert words.startswith("cuda:0 failed after kernel 'cuda' of q2::mark was launched")
+    assert "illegal memory access" in words and "DISABLE_KERNELS=mark.cuda" in words
+    assert registry._FAILURES == registry._SAID == {}
