@@ -8,9 +8,9 @@ support.py           for which schemes, and when instead of a kernel's call
 selfcheck.py         on a GPU where nobody ran them: a small graph against the reference
 rounding.py          the rounding rules, once, in Inductor's `ops`; nvfp4.py, mxfp4.py the formats'
 blocks.py            a matrix in blocks: reduction_blocks.py as a reduction, register_blocks.py held
-                     by a thread, for rotations and coins
+                     by a thread, for rotations and random bits
 tile_config.py       how many blocks a program takes
-fp32.py, philox.py   fp32 arithmetic by its bits; coins and signs
+fp32.py, philox.py   fp32 arithmetic by its bits; random bits and signs
 state.py             what the lowerings of one graph tell each other: one object, the graph's own
 launches.py          the other ops: calls of our kernels, past the dispatcher; member.py one call
 enqueued.py          the node of such a call

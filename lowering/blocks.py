@@ -22,14 +22,14 @@ from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.fp32 import Value, integer, is_finite, magnitude_bits
+from q2compile.lowering.fp32 import Value, integer, is_finite, magnitude_bits, number
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
 Index = Sequence[sympy.Expr]
 PerBlock = Callable[[Index], Value]  # (block row, block) -> a value of that block
 PerElement = Callable[[Index, Index], Value]  # ((row, block), (position,)) -> a value
-# (x, place of its block, its coin) -> its code
+# (x, place of its block, its random bits) -> its code
 Code = Callable[[Value, Index, Value | None], Value]
 Kind = Literal["max", "sum"]
 NIBBLES = 8  # of an int32
@@ -41,7 +41,10 @@ class Blocks(ABC):
     A block is at (row // height, column // width) of a grid [ceil(M/height), ceil(K/width)].
 
     x: the matrix, or with transpose [K, M].  unit: what K is padded to a multiple of.
+    norm: what the elements have still to be multiplied by.
     """
+
+    norm = 1.0
 
     def __init__(
         self, x: ir.TensorBox, block: tuple[int, int], unit: int, *, transpose: bool = False
@@ -70,8 +73,8 @@ class Blocks(ABC):
 
     @abstractmethod
     def pack(self, code: Code) -> ir.TensorBox:
-        """code(x, place of its block, coin), int32 in [0, 16), packed: uint8 [M, blocks * width/2].
-        The coin is None where there are none.
+        """code(x, place of its block, random bits), int32 in [0, 16), packed: uint8 [M, blocks *
+        width/2]. The random bits are None where there are none.
         """
 
     def load(self, row: sympy.Expr, column: sympy.Expr) -> Value:
@@ -92,8 +95,10 @@ class Blocks(ABC):
         return ops.masked(inside, value, 0.0)
 
     def largest(self) -> ir.TensorBox:
-        """Bits of the largest |x| of each block."""
-        return self.over_blocks("max", lambda x, _: magnitude_bits(x))
+        """Bits of the largest |x * norm| of each block."""
+        if self.norm == 1.0:
+            return self.over_blocks("max", lambda x, _: magnitude_bits(x))
+        return self.over_blocks("max", lambda x, _: magnitude_bits(ops.mul(x, number(self.norm))))
 
     def largest_if_finite(self) -> ir.TensorBox:
         """The same; 0 for a block that is not finite."""

@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX
 Value = Any  # torch has no type for ops values that survives its virtualized handlers
 
 _MAGNITUDE = 0x7FFFFFFF
-_ONE = 0x3F800000
+_ONE, _HALF = 0x3F800000, 0x3F000000
 _ABOVE_ONE = 0x3F800004  # 1 + 2^-21
 TINY = torch.finfo(torch.float32).tiny
 INFINITE = 0x7F800000  # magnitude bits from here on are Inf or NaN
@@ -117,7 +117,7 @@ class Fp32:
             )
         else:
             code = shifted_right(bits_of(ops.mul(magnitude, number(TINY))), 22)
-        return ops.bitwise_or(code, ops.bitwise_and(shifted_right(bits_of(x), 28), integer(8)))
+        return _with_sign(code, x)
 
 
 def _ptx(asm: str, *args: Value, dtype: torch.dtype = torch.float32) -> Value:
@@ -144,17 +144,19 @@ def round_e2m1(v: Value) -> Value:
     return ops.add(ops.sub(v, steps), steps)
 
 
-def stochastic_e2m1(v: Value, coin: Value) -> Value:
-    """`formats.stochastic_round` of v >= 0 to e2m1, saturating at 6. coin: int64 in [0, 2^32)."""
+def stochastic_e2m1_code(v: Value, random: Value, x: Value) -> Value:
+    """The code, int32 in [0, 16), of `formats.stochastic_e2m1` of v = |x| * r, with the sign of x.
+    random: int32 in [0, 2^22). Of NaN, anything."""
     v = ops.minimum(v, number(E2M1_MAX))
-    # The power of two below v, from 1 on, is twice the step.
-    binade = ops.maximum(ops.bitwise_and(bits_of(v), integer(INFINITE)), integer(_ONE))
-    step = float_of(ops.sub(binade, integer(1 << 23)))
-    position = ops.mul(v, float_of(ops.sub(integer(INFINITE), binade)))
-    below = ops.floor(position)
-    fraction = ops.to_dtype(ops.mul(ops.sub(position, below), number(2.0**32)), torch.int64)
-    up = ops.where(ops.lt(coin, fraction), number(1.0), number(0.0))
-    return ops.mul(ops.add(below, up), step)
+    small = ops.sub(bits_of(ops.add(v, number(1.0))), integer(_ONE))
+    large = ops.sub(bits_of(v), integer(_HALF))
+    position = ops.where(ops.lt(v, number(1.0)), small, large)
+    return _with_sign(shifted_right(ops.add(position, random), 22), x)
+
+
+def _with_sign(code: Value, x: Value) -> Value:
+    """A code with the sign of x."""
+    return ops.bitwise_or(code, ops.bitwise_and(shifted_right(bits_of(x), 28), integer(8)))
 
 
 def top_bits(x: Value) -> Value:

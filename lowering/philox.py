@@ -8,7 +8,7 @@ import torch
 from torch._inductor.virtualized import ops
 
 from q2compile.lowering.fp32 import Value
-from q2compile.runtime_kernels.numerics.philox import MULTIPLIERS, WEYL
+from q2compile.runtime_kernels.numerics.philox import MULTIPLIERS, ROUNDS, WEYL
 
 _LOW = 0xFFFFFFFF
 
@@ -29,13 +29,25 @@ def philox4x32(seed: Value, index: Value, stream: int, purpose: int) -> list[Val
     """Block `index` of a stream: four words in [0, 2^32). All values are int64."""
     c0, c1, c2, c3 = _low(index), _high(index), _int64(stream), _int64(purpose)
     k0, k1 = _low(seed), _low(_high(seed))
-    for _ in range(10):
+    for _ in range(ROUNDS[purpose]):
         high0, low0 = _product(c0, MULTIPLIERS[0])
         high1, low1 = _product(c2, MULTIPLIERS[1])
         c0, c1 = ops.bitwise_xor(ops.bitwise_xor(high1, c1), k0), low1
         c2, c3 = ops.bitwise_xor(ops.bitwise_xor(high0, c3), k1), low0
         k0, k1 = (_low(ops.add(k, _int64(w))) for k, w in zip((k0, k1), WEYL, strict=True))
     return [c0, c1, c2, c3]
+
+
+def element_bits(seed: Value, index: Value, stream: int, purpose: int) -> list[Value]:
+    """Those of eight elements, the bits of block `index`: `philox.element_bits`, as int32."""
+    bits = []
+    for word in philox4x32(seed, index, stream, purpose):
+        second = ops.add(
+            ops.mul(ops.bitwise_and(word, _int64(0xFFFF)), _int64(64)),
+            ops.bitwise_right_shift(word, _int64(26)),
+        )
+        bits += [ops.bitwise_right_shift(word, _int64(10)), second]
+    return [ops.to_dtype(b, torch.int32) for b in bits]
 
 
 def _product(word: Value, multiplier: int) -> tuple[Value, Value]:

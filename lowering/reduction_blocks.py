@@ -14,7 +14,7 @@ from q2compile.lowering.fp32 import Value, integer
 
 
 class ReducedBlocks(Blocks):
-    """Blocks that are reductions: those of the module's docstring. They draw no coins."""
+    """Blocks that are reductions: those of the module's docstring. They draw no random bits."""
 
     def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
         super().__init__(x, block, block[1])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that one iteration of a loop holds whole: for rotations and for coins.
+"""Blocks that one iteration of a loop holds whole: for rotations and for random bits.
 
-Each output of a rotation is a sum over all of its chunk, and one call of Philox gives the coins of
-four neighbors: both want a chunk's numbers in the registers of one thread, where blocks.py has
-one number an iteration. The loads are one by one; that is the price.
+Each output of a rotation is a sum over all of its chunk, and one call of Philox gives the random
+bits of eight neighbors: both want a chunk's numbers in the registers of one thread, where blocks.py
+has one number an iteration. The loads are one by one; that is the price.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from q2compile.lowering.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
 from q2compile.lowering.fp32 import Value, integer, number, shifted_left
-from q2compile.lowering.philox import philox4x32
+from q2compile.lowering.philox import element_bits, philox4x32
 from q2compile.runtime_kernels.numerics.philox import COINS, SIGNS
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
@@ -27,7 +27,7 @@ from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Trans
 
 @dataclass(frozen=True)
 class Draws:
-    """Where signs and coins come from. seed: loads it, int64, from []; None where nothing is
+    """Where signs and random bits come from. seed: loads it, int64, from []; None where nothing is
     drawn."""
 
     seed: PerBlock | None
@@ -43,6 +43,7 @@ class HeldBlocks(Blocks):
         unit = max(scheme.width, rotation.size)
         super().__init__(x, scheme.block, unit, transpose=transpose)
         self._scheme, self._rotation, self._draws = scheme, rotation, draws
+        self.norm = rotation.norm
         self._signs = None if rotation.signs == "none" else self._drawn_signs()
 
     def over_blocks(self, kind: Kind, fn: Callable[[Value, Index], Value]) -> ir.TensorBox:
@@ -55,8 +56,8 @@ class HeldBlocks(Blocks):
         def word(first: int) -> PerBlock:
             def inner(place: Index) -> Value:
                 numbers = self._block(place)[first : first + NIBBLES]
-                coins = self._coins(place, first, NIBBLES)
-                codes = (code(x, place, coin) for x, coin in zip(numbers, coins, strict=True))
+                random = self._random(place, first)
+                codes = (code(x, place, bits) for x, bits in zip(numbers, random, strict=True))
                 return reduce(ops.bitwise_or, (shifted_left(c, 4 * i) for i, c in enumerate(codes)))
 
             return inner
@@ -80,7 +81,7 @@ class HeldBlocks(Blocks):
         return [ops.where(first, a, b) for a, b in zip(lower, upper, strict=True)]
 
     def _rotated(self, chunk: Sequence[Value]) -> list[Value]:
-        """`transforms.hadamard` of chunk * signs, and the norm."""
+        """`transforms.hadamard` of chunk * signs, without the norm."""
         numbers = list(chunk)
         if self._signs is not None:
             word = self._signs([])
@@ -96,7 +97,7 @@ class HeldBlocks(Blocks):
                     a, b = numbers[i], numbers[i + h]
                     numbers[i], numbers[i + h] = ops.add(a, b), ops.sub(a, b)
             h *= 2
-        return [ops.mul(x, number(self._rotation.norm)) for x in numbers]
+        return numbers
 
     def _seed(self) -> Value:
         assert self._draws.seed is not None, "the op's fake checks it"
@@ -112,20 +113,12 @@ class HeldBlocks(Blocks):
 
         return self.scalar(torch.int64, word).make_loader()
 
-    def _coins(self, place: Index, first: int, count: int) -> Sequence[Value | None]:
-        """Coins of the numbers from `first` on of a block: coin i for element i of the padded,
-        row-major matrix."""
+    def _random(self, place: Index, first: int) -> Sequence[Value | None]:
+        """Random bits of the eight elements from `first` on of a block: those of element i of the
+        padded, row-major matrix."""
         if not self._scheme.stochastic:
-            return [None] * count
+            return [None] * NIBBLES
         row, block = place
-        quads = (row * self.grid[1] + block) * (self.width // 4) + first // 4
-        return [
-            coin
-            for quad in range(count // 4)
-            for coin in philox4x32(
-                self._seed(),
-                ops.index_expr(quads + quad, torch.int64),
-                self._draws.stream,
-                COINS,
-            )
-        ]
+        octets = (row * self.grid[1] + block) * (self.width // NIBBLES) + first // NIBBLES
+        index = ops.index_expr(octets, torch.int64)
+        return element_bits(self._seed(), index, self._draws.stream, COINS)

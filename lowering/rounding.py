@@ -49,7 +49,8 @@ class ComparedScales(Scales, Protocol):
 
 
 class Rounding:
-    """Codes of the elements and scales of the blocks: to nearest, or by coins where there are any.
+    """Codes of the elements and scales of the blocks: to nearest, or by random bits where there are
+    any.
 
     What a block knows of itself is a buffer of its own. They all end up in registers of one kernel;
     but as expressions inside each other they were most of the compile time.
@@ -59,12 +60,12 @@ class Rounding:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
         self._code, self._reciprocal = self._candidate(scheme.vmax)
 
-    def code(self, x: Value, place: Index, coin: Value | None) -> Value:
+    def code(self, x: Value, place: Index, random: Value | None) -> Value:
         """The e2m1 code of x."""
-        if coin is None:
+        if random is None:
             return self.fp.e2m1_code(*self._nearest(x, place), x)
-        magnitude = fp32.stochastic_e2m1(self._scaled(x, self._reciprocal(place)), coin)
-        return self.fp.e2m1_code(magnitude, magnitude, x)
+        scaled = self._scaled(x, self._reciprocal(place))
+        return fp32.stochastic_e2m1_code(scaled, random, x)
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
@@ -77,10 +78,16 @@ class Rounding:
     def _candidate(self, vmax: float) -> tuple[PerBlock, PerBlock]:
         """The scale that maps a block's largest to vmax, and its reciprocal."""
         code = self.blocks.kept(torch.int32, partial(self.scales.code, vmax=vmax))
-        reciprocal = self.blocks.kept(
-            torch.float32, lambda place: self.scales.reciprocal(code(place))
-        )
-        return code, reciprocal
+        return code, self._kept_reciprocal(code)
+
+    def _kept_reciprocal(self, code: PerBlock) -> PerBlock:
+        """What a block's elements are multiplied by under a scale, their norm included."""
+
+        def reciprocal(place: Index) -> Value:
+            own = self.scales.reciprocal(code(place))
+            return own if self.blocks.norm == 1.0 else self.fp.mul(own, number(self.blocks.norm))
+
+        return self.blocks.kept(torch.float32, reciprocal)
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         """|x| in units of its scale, and what that rounds to."""
@@ -162,9 +169,6 @@ class ScaleSearch(_Compared):
 
     def _stepped(self, first: PerBlock, step: int, place: Index) -> Value:
         return self.scales.stepped(first(place), step)
-
-    def _kept_reciprocal(self, code: PerBlock) -> PerBlock:
-        return self.blocks.kept(torch.float32, lambda place: self.scales.reciprocal(code(place)))
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         """A step down can put |x| over 7."""

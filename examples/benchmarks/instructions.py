@@ -31,9 +31,8 @@ from q2compile.tools.bench.cases import CASES, step_of
 OUT = Path(__file__).parents[2] / "q2compile" / "cost_model" / "instructions.json"
 ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
 SHAPE = (8192, 4096)
-# Where coins are so close to a fraction that all its bits count, it is converted to an integer;
-# where tensor cores might not be exact, elements are loaded one by one.
-RARE = ("F2I", "LDS.U16")
+# Where tensor cores might not be exact, elements are loaded one by one.
+RARE = ("LDS.U16",)
 # Issue slots of a product of tensor cores, 16x8 by 8x8: set by the rows `requantize` of results/.
 PRODUCT = 5
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}

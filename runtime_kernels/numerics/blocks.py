@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 
 from q2compile.runtime_kernels.numerics import philox
-from q2compile.runtime_kernels.numerics.formats import round_e2m1, stochastic_round
+from q2compile.runtime_kernels.numerics.formats import round_e2m1, stochastic_e2m1
 from q2compile.runtime_kernels.numerics.layout import Tiling
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 
@@ -56,8 +56,8 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what MS-EDEN has still to
-    multiply them by (the others find it done); seed, stream: of the coins; shares: of MS-EDEN with
+    """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what they have still to be
+    multiplied by (quantize_tiles.py); seed, stream: of the coins; shares: of MS-EDEN with
     copies of rows (groups.py), fp32 [n / 8], one for the blocks of a chunk."""
 
     x: torch.Tensor
@@ -70,7 +70,8 @@ class Blocks:
 
     @cached_property
     def largest(self) -> torch.Tensor:
-        """max |x| of each block, [n, 1, lanes]; 0 for a poisoned block, which counts as zeros."""
+        """max |x * factor| of each block (MS-EDEN: max |x|), [n, 1, lanes]; 0 for a poisoned block,
+        which counts as zeros."""
         return torch.where(self.poisoned, 0.0, self._largest)
 
     @cached_property
@@ -80,21 +81,30 @@ class Blocks:
 
     @cached_property
     def _largest(self) -> torch.Tensor:
-        return self.shared(self.x.abs().amax(1, keepdim=True))
+        largest = self.shared(self.x.abs().amax(1, keepdim=True))
+        return largest if self.scheme.rounding == "ms_eden" else largest * self.factor
+
+    def scaled(self, reciprocal: torch.Tensor) -> torch.Tensor:
+        """x * factor in units of the blocks' scales, whose reciprocals are given: one product an
+        element. Of a block of zeros the other one may overflow."""
+        return self.x * (reciprocal * self.factor).clamp_(max=_HUGE)
 
     def to_e2m1(self, scaled: torch.Tensor, purpose: int = philox.COINS) -> torch.Tensor:
         """Tiles divided by their scale -> e2m1 values, saturating, by the scheme's rounding."""
         if self.scheme.rounding != "sr":
             return round_e2m1(scaled)
         rows, columns = self.tiling.rows, self.tiling.pieces * self.tiling.size
-        coins = self.coins((rows, columns), purpose)
-        tiles = self.tiling.cut(coins.t() if self.tiling.transpose else coins, coins.dtype)
-        return stochastic_round(scaled, tiles.view(scaled.shape), 1, 0).clamp_(-6.0, 6.0)
-
-    def coins(self, shape: tuple[int, ...], purpose: int = philox.COINS) -> torch.Tensor:
-        """32 random bits for each element of a row-major matrix, as int64: coin i for element i."""
         assert self.seed is not None, "the op checks that a stochastic scheme has a seed"
-        words = philox.words(self.seed, math.prod(shape), stream=self.stream, purpose=purpose)
+        random = philox.element_bits(
+            self.seed, rows * columns, stream=self.stream, purpose=purpose
+        ).view(rows, columns)
+        tiles = self.tiling.cut(random.t() if self.tiling.transpose else random, random.dtype)
+        return stochastic_e2m1(scaled, tiles.view(scaled.shape))
+
+    def coins(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """32 random bits for each scale of a row-major matrix, as int64: word i for scale i."""
+        assert self.seed is not None, "the op checks that a stochastic scheme has a seed"
+        words = philox.words(self.seed, math.prod(shape), stream=self.stream, purpose=philox.COINS)
         return words.view(shape)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX
 
 _EXPONENT = 0x7F800000  # exponent field of an fp32
+_ONE, _HALF = 127 << 23, 126 << 23  # bits of 1.0 and 0.5
 _KEPT = 0xFFF00000 - (1 << 32)  # sign, exponent and 3 mantissa bits, as an int32
 
 
@@ -31,28 +32,37 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
     return (x + magic).sub_(magic).clamp_(-E2M1_MAX, E2M1_MAX).copysign_(x)
 
 
-def stochastic_round(
-    x: torch.Tensor, coins: torch.Tensor, mantissa_bits: int, min_exponent: int
-) -> torch.Tensor:
-    """Rounds |x| up with the probability of its distance from the grid point below, with subnormals
-    on the grid too; keeps signs.
+def stochastic_e2m1(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """The e2m1 value below or above, as fp32: above with the probability of the distance from the
+    one below, in steps of the grid. Saturates at +-6. Keeps the sign, of zero too.
+
+    The bits of an fp32 count in steps of the grid from 1 on: a code is its top bits, and the
+    fraction of a step its last 22. Below 1 those of |x| + 1 do, to the nearest 2^-22 of a step.
 
     Args:
-        x: fp32, finite.
-        coins: int64 words in [0, 2^32), same shape. Up when coin < fraction * 2^32, both as
-            integers.
+        random: int64 in [0, 2^22), same shape (philox.element_bits). Added to the fraction, it
+            carries into the code.
     """
-    step = _binade_bits(x, min_exponent).sub_(mantissa_bits << 23).view(torch.float32)
-    position = x.abs().div_(step)  # exact: the step is a power of two
-    below = position.floor()
-    fraction = position.sub_(below).mul_(2.0**32).to(torch.int64)
-    return below.add_(coins < fraction).mul_(step).copysign_(x)
+    magnitude = x.abs().clamp_(max=E2M1_MAX)
+    small = (magnitude + 1.0).view(torch.int32) - _ONE
+    position = torch.where(magnitude < 1.0, small, magnitude.view(torch.int32) - _HALF)
+    return _values(((position + random) >> 22).to(torch.uint8)).copysign_(x)
 
 
 def stochastic_e4m3(x: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """Non-negative fp32 -> float8_e4m3fn by stochastic rounding, also in the subnormals; saturates
-    at 448."""
-    return stochastic_round(x.clamp(max=E4M3_MAX), coins, 3, -6).to(torch.float8_e4m3fn)
+    at 448.
+
+    Args:
+        coins: int64 words in [0, 2^32), same shape. Up when coin < fraction of a step * 2^32, both
+            as integers.
+    """
+    x = x.clamp(max=E4M3_MAX)
+    step = _binade_bits(x, -6).sub_(3 << 23).view(torch.float32)
+    position = x.div_(step)  # exact: the step is a power of two
+    below = position.floor()
+    fraction = position.sub_(below).mul_(2.0**32).to(torch.int64)
+    return below.add_(coins < fraction).mul_(step).to(torch.float8_e4m3fn)
 
 
 def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:

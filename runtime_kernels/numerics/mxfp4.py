@@ -28,7 +28,7 @@ def rounded(blocks: Blocks) -> Rounded:
     exponent = _quest_exponent(blocks.x, largest) if quest else exponent_of(largest) - 2
     # 127 is left out, so that the reciprocal is a normal number: no finite x has such a scale.
     exponent = exponent.clamp(_MIN_EXPONENT, _MAX_EXPONENT - 1)
-    scaled = blocks.x * (scheme.shrink * power_of_two(-exponent))
+    scaled = blocks.scaled(scheme.shrink * power_of_two(-exponent))
     values = blocks.to_e2m1(scaled)
     scales = blocks.join_scales((exponent - _MIN_EXPONENT).to(torch.uint8))
     unit = largest.new_full((), 1.0 / scheme.shrink)

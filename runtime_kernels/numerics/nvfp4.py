@@ -57,7 +57,7 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
     elif scheme.select:
         values, scale = _four_over_six(blocks, largest, scale, unit)
     else:
-        values = blocks.to_e2m1(blocks.x * _reciprocal(scale, unit))
+        values = blocks.to_e2m1(blocks.scaled(_reciprocal(scale, unit)))
     if unit is None:
         unit = pow2_global_scale(scale, scheme.cap)
         scale = scale / unit
@@ -125,7 +125,7 @@ def _candidate(
     An element's error, of squares the exact one, is rounded to a multiple of 2^-14, so that the sum
     over a block is exact and a kernel may add in any order, as wide as its loads are.
     """
-    scaled = blocks.x * reciprocal
+    scaled = blocks.scaled(reciprocal)
     values = blocks.to_e2m1(scaled, purpose)
     error = scaled.sub_(values)
     if blocks.scheme.select == "mse":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Philox4x32-10 in torch integer arithmetic: counter-based random words, the same on every device.
+"""Philox4x32 in torch integer arithmetic: counter-based random words, the same on every device.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call of the
 cipher turns a 128-bit counter and a 64-bit key into four 32-bit words:
@@ -18,6 +18,9 @@ SIGNS = 1  # the diagonal of a randomized Hadamard transform
 COINS = 2  # stochastic rounding, of elements or of block scales
 SECOND_COINS = 3  # of elements under the second candidate scale of 4/6
 
+# Seven pass all of TestU01's BigCrush (section 4 of the paper), and rounding draws millions of
+# words. Signs are few; the customary ten keep the fixed ones of runs in progress.
+ROUNDS = {SIGNS: 10, COINS: 7, SECOND_COINS: 7}
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -25,12 +28,12 @@ _LOW = 0xFFFFFFFF
 Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor]) -> Counter:
-    """Ten rounds of Philox. All values are int64 tensors holding unsigned 32-bit words; shapes
+def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor], rounds: int) -> Counter:
+    """Philox of so many rounds. All values are int64 tensors holding unsigned 32-bit words; shapes
     broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         # int64 products wrap modulo 2^64, so that their bits are those of the unsigned product.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         high0, high1 = (product0 >> 32) & _LOW, (product1 >> 32) & _LOW
@@ -52,5 +55,17 @@ def words(seed: torch.Tensor, count: int, *, stream: int, purpose: int) -> torch
     index = torch.arange((count + 3) // 4, device=seed.device)
     constant = torch.full_like
     counter = (index & _LOW, index >> 32, constant(seed, stream), constant(seed, purpose))
-    blocks = philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW))
+    blocks = philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW), ROUNDS[purpose])
     return torch.stack(blocks, dim=1).flatten()[:count]
+
+
+def element_bits(seed: torch.Tensor, count: int, *, stream: int, purpose: int) -> torch.Tensor:
+    """22 random bits for each of `count` elements: int64 [count].
+
+    A word serves two elements. Bits 31 to 10 are those of the first one. The second one has the
+    same of the word with its halves swapped. So each element's bits are uniform, and two elements
+    share only bits that weigh less than 2^-16 in one of them.
+    """
+    halves = words(seed, (count + 1) // 2, stream=stream, purpose=purpose)
+    second = ((halves & 0xFFFF) << 6) | (halves >> 26)
+    return torch.stack([halves >> 10, second], dim=1).flatten()[:count]

@@ -33,8 +33,9 @@ def quantize_tiles(
         tiles: fp32 [outer, size, lanes], size a multiple of the block.
         tiling: where they came from; the result lies along its rows.
         factor: what the tiles have still to be multiplied by: the norm of a rotation, and the
-            global scale of a source that was quantized before. MS-EDEN, whose codes do not depend
-            on it, applies it to its block scales, one for 16 elements.
+            global scale of a source that was quantized before. One number a block is multiplied by
+            it instead: of MS-EDEN, whose codes do not depend on it, the raw scale; of others what
+            the elements are multiplied by. Only QuEST squares the elements themselves.
         amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it;
             without one it is found: that of the finite blocks.
         seed, stream: where the coins of a stochastic scheme come from.
@@ -45,8 +46,8 @@ def quantize_tiles(
         width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8],
         one bit an element, else None.
     """
-    if scheme.rounding != "ms_eden" and not (isinstance(factor, float) and factor == 1.0):
-        tiles = tiles.mul_(factor)
+    if scheme.rounding == "quest":
+        tiles, factor = tiles.mul_(factor), 1.0
     outer, size, lanes = tiles.shape
     shape = (outer * (size // scheme.width), scheme.width, lanes)
     blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, stream, shares)

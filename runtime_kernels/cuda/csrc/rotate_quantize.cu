@@ -96,7 +96,7 @@ Q2_INLINE u32 larger_bits(u32 x, float y) {
   return __float_as_uint(fmaxf(__uint_as_float(x), y));
 }
 
-// first: index of the first coin's Philox block, for each member of group 0; step: from there to
+// first: index of the first Philox block of random bits, for each member of group 0; step: from there to
 // group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one. x becomes what the
 // codes stand for, in kUnit.
 template <bool kAcross>
@@ -149,9 +149,10 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
   }
 }
 
-// Philox block of the first coin of a block of 16 (plan.py refuses operands too large for 32 bits).
-Q2_INLINE u32 coins_at(const Output& out, int row, int block) {
-  return 4 * ((u32)row * out.blocks + block);
+// First Philox block of the elements of a block of 16, which takes two (plan.py refuses operands too
+// large for 32 bits).
+Q2_INLINE u32 random_at(const Output& out, int row, int block) {
+  return 2 * ((u32)row * out.blocks + block);
 }
 
 // Codes, scales and masks that quantize_along_rows made.
@@ -275,9 +276,9 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
       for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
     }
   }
-  u32 coins = coins_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * side);
+  u32 random = random_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * side);
   Results made;
-  round_groups<false>(x, common, out, coins, coins + 16, 4, made, extent);
+  round_groups<false>(x, common, out, random, random + 8, 2, made, extent);
   if constexpr (kRule == AMAX) return;
   if constexpr (kValues) store_values_of_rows(p, out, tile, rows, x, made, common);
   if constexpr (kCodes || kWorths) store_along_rows(p, out, tile, rows, made);
@@ -341,7 +342,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
       second = col + column_at(place_of_column(pair, 1));
   int block = tile.row / kBlock + quarter;
   Results made;
-  round_groups<true>(x, common, out, coins_at(out, first, block), coins_at(out, second, block), 16,
+  round_groups<true>(x, common, out, random_at(out, first, block), random_at(out, second, block), 8,
                      made, extent, share_of(rows));
   if constexpr (kRule == AMAX) return;
   if constexpr (kValues) store_values_of_cols(out, tile, first, second, x, made, common);

@@ -56,7 +56,7 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_sch
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.ops.table import SPECS, SPLIT_SCALES, QuantizerCall
 
-_MOST_COINS = 1 << 34  # Philox blocks of four are counted in 32 bits
+_MOST_RANDOM = 1 << 35  # Philox blocks of eight elements are counted in 32 bits
 # Of a thread block, up to which a launch less is worth it: where blockIdx.y says which operand, up
 # to 3.5% more instructions are issued, of some 7 us a tile, and a launch takes 3 us of the device.
 _FEW_TILES = 16
@@ -167,10 +167,10 @@ def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
     outputs = [codes, scales, Output((), torch.float32)]
     if spec.masked:
         outputs.append(Output((rows, width // 8), torch.uint8))
-    if spec.rounding == "sr" and rows * width > _MOST_COINS:
+    if spec.rounding == "sr" and rows * width > _MOST_RANDOM:
         raise ValueError(
-            f"{spec.name} of {rows} x {width} numbers: the CUDA kernels draw coins for at most "
-            "2^34 numbers of one operand; quantize it in parts."
+            f"{spec.name} of {rows} x {width} numbers: the CUDA kernels draw random bits for at "
+            "most 2^35 elements of one operand; quantize it in parts."
         )
     worths = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
     return _Side(direction, rows, width // 16, tuple(outputs), worths)

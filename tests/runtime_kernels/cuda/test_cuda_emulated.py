@@ -20,8 +20,8 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_sc
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from tests.support import emulation
 from tests.support import quantizer_calls as calls
-from tests.support.emulation.coins import close_to_their_coins
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
+from tests.support.emulation.random_bits import close_to_their_random_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -230,8 +230,8 @@ def test_rounding_next_to_the_grid(scheme) -> None:
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
-def test_stochastic_rounding_between_close_coins() -> None:
-    x = close_to_their_coins(SEEDS[0], 8, 64)
+def test_stochastic_rounding_next_to_random_bits() -> None:
+    x = close_to_their_random_bits(SEEDS[0], 8, 64)
     assert_agrees(calls.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 

@@ -20,7 +20,7 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import doctor
 from tests.support import quantizer_calls as made
-from tests.support.emulation.coins import close_to_their_coins
+from tests.support.emulation.random_bits import close_to_their_random_bits
 
 assert runtime_kernels  # importing it registers the ops
 q2 = torch.ops.q2
@@ -153,9 +153,9 @@ def test_quantize(scheme) -> None:
     agree(made.plain(x, amax, SEEDS[0], scheme, 2))
 
 
-def test_stochastic_rounding_between_close_coins() -> None:
-    """See close_to_their_coins."""
-    x = close_to_their_coins(SEEDS[0], 64, 256)
+def test_stochastic_rounding_next_to_random_bits() -> None:
+    """See close_to_their_random_bits."""
+    x = close_to_their_random_bits(SEEDS[0], 64, 256)
     agree(made.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 

@@ -28,8 +28,8 @@ from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
 from tests.support import quantizer_calls as calls
-from tests.support.emulation.coins import close_to_their_coins
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
+from tests.support.emulation.random_bits import close_to_their_random_bits
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
@@ -216,8 +216,7 @@ def test_zeros_in_rows_of_no_group() -> None:
 
 
 def test_random_bits_close_to_their_fractions() -> None:
-    """The kernel rounds those again with all bits."""
-    x = close_to_their_coins(SEEDS[0], 8, 64)
+    x = close_to_their_random_bits(SEEDS[0], 8, 64)
     agree(calls.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
 
 

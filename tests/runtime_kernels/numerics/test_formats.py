@@ -75,7 +75,29 @@ def test_stochastic_rounding_leaves_grid_points_alone():
     x = E4M3.float().repeat(2)
     assert torch.equal(formats.stochastic_e4m3(x, coins).double(), E4M3.repeat(2))
     codes = torch.cat([E2M1, -E2M1]).float()
-    assert torch.equal(formats.stochastic_round(codes, torch.zeros(16).long(), 1, 0), codes)
+    for random in (0, 2**22 - 1):
+        assert torch.equal(formats.stochastic_e2m1(codes, torch.tensor(random)), codes)
+
+
+@pytest.mark.parametrize(
+    "x", [2.0**-24, 0.3, 0.49999997, 0.5 + 2.0**-22, 0.9999999, 1.2, 1.9999999, 2.7, 3.1, 5.3, 5.99]
+)
+def test_e2m1_stochastic_is_unbiased_over_all_its_random_bits(x):
+    """The mean is x within the 2^-23 of a step that a fraction of 22 bits leaves; from 1 on, where
+    an fp32 has no more bits, it is x."""
+    x = torch.tensor(x).float()
+    below, above = neighbors(x, E2M1)
+    for sign in (1, -1):
+        rounded = formats.stochastic_e2m1(sign * x.expand(2**22), torch.arange(2**22)).double()
+        assert ((rounded == sign * below) | (rounded == sign * above)).all()
+        error = (sign * rounded.mean() - x.double()).abs()
+        assert error <= (2.0**-23 * (above - below) if x < 1 else 0)
+
+
+def test_e2m1_stochastic_saturates():
+    x = torch.tensor([6.0, 6.5, 8.0, 1e30])
+    for random in (0, 2**22 - 1):
+        assert formats.stochastic_e2m1(-x, torch.tensor(random)).tolist() == [-6.0] * 4
 
 
 def test_stochastic_rounding_uses_all_32_bits_of_a_coin():

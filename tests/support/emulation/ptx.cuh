@@ -35,6 +35,9 @@ Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
 Q2_INLINE u64 mul_wide(u32 x, u32 y) {
   return (u64)x * y;
 }
+Q2_INLINE float within(float x, float limit) {
+  return copysignf(fminf(fabsf(x), limit), x);
+}
 // One ulp off to either side by a hash of x: a kernel must not depend on how good the approximation
 // is.
 Q2_INLINE float approximate_reciprocal(float x) {

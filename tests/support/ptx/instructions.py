@@ -204,6 +204,13 @@ def _singles() -> None:
                 floats.larger(a, b, n, k)
             )
             _define(f"{name}{ending}.f32", "f32", ("f32", "f32"), chosen)
+    # The smaller magnitude, with the product of the signs.
+    _define(
+        "min.xorsign.abs.f32",
+        "f32",
+        ("f32", "f32"),
+        lambda a, b: np.copysign(floats.larger(np.abs(a), np.abs(b), False, True), a * np.sign(b)),
+    )
 
 
 def _single(name: str, count: int, compute: Callable) -> None:

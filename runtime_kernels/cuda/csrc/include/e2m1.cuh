@@ -123,53 +123,29 @@ Q2_INLINE void with_signs(const Pair (&rounded)[16], Pair (&x)[16]) {
   }
 }
 
-// One magnitude a <= 6 to the grid point below or above it, times kUnit: up when coin < fraction of
-// a step * 2^32, as integers.
-//
-// d is 1 below 1 and else 0, so that b = a + d is in [1, 8), where a step of the grid weighs as much
-// as the first mantissa bit. The other 22 bits are the fraction, rounded down; those of ~coin, added
-// to them, carry into the first when the fraction is the larger. When they make 2^22 - 1, the 22 bits
-// are equal, and below 1 it is the bits that b lost that decide: `closest` shows it.
-Q2_INLINE float stochastic(float a, u32 coin, u32& closest) {
-  float d = a < 1.0f ? 1.0f : 0.0f;
-  constexpr u32 kScaled = Q2_HW_FP4 ? 0 : 6u << 23;  // kUnit, in the exponent
-  u32 sum = __float_as_uint(__fadd_rz(a, d)) + (0x3FFFFFu - kScaled) - (coin >> 10);
-  closest = max(closest, sum & 0x3FFFFFu);
-  return __fmaf_rn(d, -kUnit, __uint_as_float(sum & 0xFFC00000u));
-}
-// The same with all bits, and more instructions.
-Q2_INLINE float stochastic(float a, u32 coin) {
-  float d = a < 1.0f ? 1.0f : 0.0f;
-  u32 below = __float_as_uint(__fadd_rz(a, d)) & 0xFFC00000u;
-  float fraction = (a - (__uint_as_float(below) - d)) *
-                   __uint_as_float((160u << 23) - ((below & 0x7F800000u) - (127u << 23)));
-  return (__uint_as_float(below + (coin < (u32)fraction ? 0x400000u : 0)) - d) * kUnit;
+// x / scale * 2^-126 to the point of the grid below or above it, with its sign. There .5 falls on an
+// fp32 subnormal and 1 on the smallest normal, so that the bits from the 22nd on are the code of the
+// point below, and those under them the fraction of a step, to the nearest 2^-22. 22 random bits, the
+// upper ones of a word, carry into the code as often as the fraction says.
+Q2_INLINE float stochastic(float scaled, u32 random) {
+  return __uint_as_float((__float_as_uint(scaled) + (random >> 10)) & 0xFFC00000u);
 }
 
-// A magnitude, clipped if that is needed.
-Q2_INLINE float within_6(float magnitude) {
-  return kClips ? fminf(magnitude, 6.0f) : magnitude;
+// The word whose upper 22 bits are those of element i of eight (numerics/philox.py, element_bits).
+Q2_INLINE u32 random_of(const uint4 (&drawn)[1], int i) {
+  u32 word = coin(drawn, i / 2);
+  return i % 2 ? __byte_perm(word, 0, 0x1032) : word;
 }
 
-// Codes of eight magnitudes with the signs of others, and the rounded magnitudes in kUnit; coins:
-// Philox block first and the next.
-Q2_INLINE u32 stochastic_eight(const float (&a)[8], const float (&sign)[8], u64 seed, u32 first,
-                               u32 stream, float (&rounded)[8]) {
-  uint4 coins[2];
-  philox(seed, first, stream, COINS, coins);
-  u32 closest = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) rounded[i] = stochastic(a[i], coin(coins, i), closest);
-  if (closest == 0x3FFFFFu) {  // for one in 2^19
-#pragma unroll
-    for (int i = 0; i < 8; ++i) rounded[i] = stochastic(a[i], coin(coins, i));
-  }
+// Codes of eight numbers on the grid, in kUnit.
+Q2_INLINE u32 codes_of(const float (&x)[8]) {
 #if Q2_HW_FP4
-  float with_sign[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) with_sign[i] = copysignf(rounded[i], sign[i]);
-  return to_e2m1x8(with_sign);
+  return to_e2m1x8(x);
+#elif Q2_HW_FP8
+  u32 even = to_e4m3x4(x[0], x[2], x[4], x[6]), odd = to_e4m3x4(x[1], x[3], x[5], x[7]);
+  u32 signs = (odd & ~0x08080808u) | ((even >> 4) & 0x08080808u);
+  return ((odd * 4) & ~0x0F0F0F0Fu) | ((even >> 2) & 0x0F0F0F0Fu) | (signs & 0x88888888u);
 #else
-  return pack_codes(rounded, sign);
+  return pack_codes(x, x);
 #endif
 }

@@ -17,6 +17,10 @@
 // 2^n, which ptxas does not know: multiply-adds have a pipe with more room than shifts and sums have.
 __constant__ u32 power_of_two[13] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
 
+// 0, which ptxas does not know: what is added times this waits for it. It would make many Philox blocks
+// at once, and spill registers.
+__constant__ u32 zero = 0;
+
 Q2_INLINE Pair from_bf16x2(u32 word) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
 }
@@ -145,9 +149,9 @@ Q2_INLINE u32 block_largest(u32 value) {
   return value;
 }
 
-// Philox4x32-10 (numerics/philox.py): key = the seed, counter = (index, stream, purpose).
+// Philox4x32 (numerics/philox.py): key = the seed, counter = (index, stream, purpose).
 
-enum Purpose { SIGNS = 1, COINS = 2 };
+enum Purpose { SIGNS = 1, COINS = 2 };  // of 10 and of 7 rounds
 
 // Blocks first, first + 1, ... of one stream: their rounds share a key schedule.
 template <int n, typename Index>
@@ -161,7 +165,7 @@ Q2_INLINE void philox(u64 seed, Index first, u32 stream, Purpose purpose, uint4 
     c[i] = {(u32)index, (u32)(index >> 32), stream, (u32)purpose};
   }
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < (purpose == SIGNS ? 10 : 7); ++round) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       u64 product0 = product(c[i].x, 0xD2511F53u), product1 = product(c[i].z, 0xCD9E8D57u);

@@ -115,6 +115,17 @@ Q2_INLINE float min_or_nan(float x, float y) {
   return z;
 }
 
+// x, or the limit with the sign of x where that is smaller.
+Q2_INLINE float within(float x, float limit) {
+#if __CUDA_ARCH__ >= 860
+  float z;
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(limit));
+  return z;
+#else
+  return copysignf(fminf(fabsf(x), limit), x);
+#endif
+}
+
 // Words of two 16-bit floats, the first in the lower half.
 
 Q2_INLINE Pair from_f16x2(u32 word) {

@@ -11,8 +11,9 @@
 //
 // A block that is not finite gets a scale or a worth of NaN, and any codes (numerics/blocks.py).
 //
-// round is to the nearest, ties to even, or stochastic: coin i of element i of the padded result,
-// row-major. All but MS_EDEN and AMAX round x = u * factor, where u was rotated without its norm.
+// round is to the nearest, ties to even, or stochastic: random bits i of element i of the padded result,
+// row-major. x = u * factor, where u was rotated without its norm: the factor goes to the scale, or to
+// what u is multiplied by; QuEST's squares are of x.
 //
 // The bits are the reference's for blocks of zeros and those whose largest |u| is within
 // [2^-96, 2^120): what x is multiplied by and what it becomes is then far from fp32's subnormals.
@@ -30,8 +31,6 @@ constexpr double kVmax = Q2_HEADROOM ? 6.0 * (16.0 / 17.0) : 6.0;
 enum Select { ONE_SCALE, BY_SQUARES, BY_MAGNITUDES };
 constexpr Select kSelect = (Select)Q2_SELECT;
 constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
-// The factor is a power of two: it may as well go to the scale.
-constexpr bool kFolds = !kScaled && (kSize == 1 || kSize == 16 || kSize == 64);
 constexpr float kHuge = 3.402823466e38f;
 
 // What the numbers of one direction have in common.
@@ -78,6 +77,13 @@ Q2_INLINE BlockScale block_scale(float largest, const Common& common, const doub
     u32 stored = p >= 0x1p-126f ? __float_as_uint(p) : 0;
     return {largest <= kHuge ? stored : 0x7FC00000u, reciprocal(fmaxf(p, 0x1p-126f))};
   }
+}
+
+// What u is multiplied by. Of a block of zeros the product may be too large.
+Q2_INLINE Pair times_factor(const BlockScale& first, const BlockScale& second,
+                            const Common& common) {
+  Pair inverse = mul({first.inverse, second.inverse}, both(common.factor));
+  return kScaled ? Pair{fminf(inverse.a, kHuge), fminf(inverse.b, kHuge)} : inverse;
 }
 
 Q2_INLINE Pair largest_of_block(const Pair (&x)[16]) {
@@ -133,15 +139,14 @@ Q2_INLINE bool takes_four(BlockScale six, BlockScale four, float error_six, floa
 
 // Two blocks by the one of their two scales each that has the smaller error; `scales` come as the
 // first. What they have been rounded to is kept, since to round again takes more.
-Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common, Pair folded,
+Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common, Pair inverse,
                                BlockScale (&scales)[2], u32 (&codes)[2][2]) {
   BlockScale fours[2] = {block_scale(largest.a, common, kVmax / 1.5),
                          block_scale(largest.b, common, kVmax / 1.5)};
   Pair rounded[16], by_fours[16];
   u32 codes_by_fours[2][2];
-  Pair six = errors_of(x, mul({scales[0].inverse, scales[1].inverse}, folded), rounded, codes);
-  Pair four = errors_of(x, mul({fours[0].inverse, fours[1].inverse}, folded), by_fours,
-                        codes_by_fours);
+  Pair six = errors_of(x, inverse, rounded, codes);
+  Pair four = errors_of(x, times_factor(fours[0], fours[1], common), by_fours, codes_by_fours);
   bool takes[2] = {takes_four(scales[0], fours[0], six.a, four.a),
                    takes_four(scales[1], fours[1], six.b, four.b)};
 #pragma unroll
@@ -169,28 +174,38 @@ Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2])
   with_signs(rounded, x);
 }
 
-// first: Philox blocks of the coins of the two blocks.
+// first: Philox blocks of the random bits of the two blocks.
 Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& out,
                                     const u32 (&first)[2], u32 (&codes)[2][2]) {
   u64 seed = *out.seed;
 #pragma unroll
-  for (int member = 0; member < 2; ++member) {
+  for (int half = 0; half < 2; ++half) {
+    Pair y[8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float a[8], sign[8], rounded[8];
+    for (int i = 0; i < 8; ++i) {
+      Pair v = mul(x[8 * half + i], inverse);
+      if constexpr (kClips && !Q2_HW_FP4) v = {within(v.a, 6.0f), within(v.b, 6.0f)};
+      y[i] = mul(v, both(0x1p-126f));
+    }
+#pragma unroll
+    for (int member = 0; member < 2; ++member) {
+      uint4 drawn[1];
+      u32 index = first[member] + half + (half ? codes[member][0] * zero : 0);
+      philox(seed, index, out.stream, COINS, drawn);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        Pair v = x[8 * half + i];
-        sign[i] = member ? v.b : v.a;
-        a[i] = within_6(fabsf(sign[i]) * (member ? inverse.b : inverse.a));
+        float& v = member ? y[i].b : y[i].a;
+        v = stochastic(v, random_of(drawn, i));
       }
-      codes[member][half] =
-          stochastic_eight(a, sign, seed, first[member] + 2 * half, out.stream, rounded);
+    }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        Pair& v = x[8 * half + i];
-        (member ? v.b : v.a) = copysignf(rounded[i], sign[i]);
-      }
+    for (int i = 0; i < 8; ++i) x[8 * half + i] = y[i] = mul(y[i], both(0x1p126f * kUnit));
+#pragma unroll
+    for (int member = 0; member < 2; ++member) {
+      float eight[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) eight[i] = member ? y[i].b : y[i].a;
+      codes[member][half] = codes_of(eight);
     }
   }
 }
@@ -200,16 +215,11 @@ Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& o
 Q2_INLINE uint2 round_blocks(Pair (&x)[16], Pair largest, const Common& common, const Output& out,
                              const u32 (&first)[2], u32 (&codes)[2][2]) {
   largest = mul(largest, both(common.factor));
-  Pair folded = both(kFolds ? common.factor : 1.0f);
-  if constexpr (!kFolds) {
-#pragma unroll
-    for (Pair& v : x) v = mul(v, both(common.factor));
-  }
   BlockScale scales[2] = {block_scale(largest.a, common), block_scale(largest.b, common)};
-  Pair inverse = mul({scales[0].inverse, scales[1].inverse}, folded);
+  Pair inverse = times_factor(scales[0], scales[1], common);
   if constexpr (kStochastic) round_stochastically(x, inverse, out, first, codes);
   else if constexpr (kSelect == ONE_SCALE) round_to_nearest(x, inverse, codes);
-  else round_by_errors(x, largest, common, folded, scales, codes);
+  else round_by_errors(x, largest, common, inverse, scales, codes);
   return {scales[0].stored, scales[1].stored};
 }
 
