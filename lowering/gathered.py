@@ -2,7 +2,7 @@
 """The lowering of `q2::gather_rows`: loops over its codes and its scales, for readers of codes.
 
 A GEMM of bf16 tensor cores reads numbers, and these are made of the codes that were not gathered
-and gathered then (emulated_gemm.py); where all readers are such, nothing is made here.
+and gathered then (gemm.py); where all readers are such, nothing is made here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.blocks import reinterpreted
 from q2compile.lowering.gemm_operands import reads_ungathered
+from q2compile.lowering.inductor_kernels.blocks import reinterpreted
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
 

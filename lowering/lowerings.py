@@ -16,15 +16,10 @@ import torch
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import (
-    emulated_gemm,
-    fused_halves,
-    fused_launches,
-    gathered,
-    launches,
-    quantize,
-)
+from q2compile.lowering import gathered, gemm, launches
+from q2compile.lowering.inductor_kernels import quantize
 from q2compile.lowering.member import OpCall
+from q2compile.lowering.prologue import fused_halves, fused_launches
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     GATHER_ROWS,
@@ -49,8 +44,8 @@ LOWERINGS: dict[str, tuple[Step, ...]] = {
         launches.launch,  # our kernel reads its operand, or the reference does
     ),
     REQUANTIZE: (launches.launch,),
-    GEMM: (emulated_gemm.product, emulated_gemm.with_alpha, launches.launch),
-    GROUPED_GEMM: (emulated_gemm.grouped_product, launches.launch),
+    GEMM: (gemm.product, gemm.with_alpha, launches.launch),
+    GROUPED_GEMM: (gemm.grouped_product, launches.launch),
     GATHER_ROWS: (gathered.gather_rows,),
     SPLIT_SCALES: (launches.launch,),
     DEQUANTIZE: (launches.launch,),

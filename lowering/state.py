@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.member import Member
-from q2compile.lowering.producers import Found
+from q2compile.lowering.prologue.producers import Found
 from q2compile.runtime_kernels.ops.launch_groups import LAUNCH_GROUP, adjacent_quantizers
 from q2compile.runtime_kernels.ops.table import quantizer_of
 

@@ -148,8 +148,8 @@ class Config:
                     bf16 parameters whose codes follow from their scales, the scales, half a bit a
                     parameter (see `passes.joint.keep_weights`)
     fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
-                    expression and expected to pay (see `lowering.fused_launches`); "auto": on GPUs
-                    of compute capability 9.x, where that was measured
+                    expression and expected to pay (`lowering.prologue`); "auto": on GPUs of
+                    compute capability 9.x, where that was measured
                     (`examples/benchmarks/quantizers.py`), without telemetry, whose recorded steps
                     read it; False: they read it
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the

@@ -25,10 +25,10 @@ Names, and the rows that each makes:
         silu_mul_quest          quartet's forward: silu(g) * u, rowwise with a trust mask
     dbias           dy rowwise and columnwise with dbias, over dbias by Inductor's sum
 
-Prologues are fused wherever that is possible, whatever lowering/fusion_rule.py says. `expected` is
-the ratio that the rule expects, one for each kernel; `fuses` is whether it would fuse all of them.
-`differ` counts results that are not equal in both; of dbias it is the largest difference over the
-largest sum.
+Prologues are fused wherever that is possible, whatever lowering/prologue/fusion_rule.py says.
+`expected` is the ratio that the rule expects, one for each kernel; `fuses` is whether it would
+fuse all of them. `differ` counts results that are not equal in both; of dbias it is the largest
+difference over the largest sum.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torch.nn.functional import rms_norm, silu
 from workloads import GPU, INPUTS, Step, kernels_of
 
 from q2compile import lowering
-from q2compile.lowering import fusion_rule
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_host, calls_of_quantizers, step_of

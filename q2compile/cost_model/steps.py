@@ -435,8 +435,9 @@ def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch |
 
 
 def _fuses(recipe: Recipe, operand: Operand) -> bool:
-    """Whether a forward quantizer runs inside its producer (`lowering.support.beats_kernels`). It
-    does not where the same x is rotated for the backward by a kernel."""
+    """Whether a forward quantizer runs inside its producer (`beats_kernels` of
+    lowering/inductor_kernels/support.py). It does not where the same x is rotated
+    for the backward by a kernel."""
     spec = get_scheme(operand.scheme)
     reads_again = recipe.wgrad is not None and recipe.wgrad.b.source == "forward"
     nearest = spec.format == "nvfp4" and spec.rounding == "rtn" and operand.transform == "none"

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import q2compile.linear.dense
 import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
 from q2compile.config import Config
-from q2compile.lowering import selfcheck, support
+from q2compile.lowering.inductor_kernels import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from q2compile.config import Config
-from q2compile.lowering import selfcheck as loops
+from q2compile.lowering.inductor_kernels import selfcheck as loops
 from q2compile.runtime_kernels.cuda import checks, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
     CASES,

@@ -51,7 +51,7 @@ class OpSpec:
     """A quantizing op.
 
     source       the arguments that are what it quantizes
-    is_lowered   Inductor may make a kernel of its own of it (lowering/quantize.py)
+    is_lowered   Inductor may make a kernel of its own of it (lowering/inductor_kernels/quantize.py)
     is_fusable   a kernel of ours may compute its operand in the place of reading it
     """
 

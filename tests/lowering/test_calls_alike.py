@@ -14,7 +14,8 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import nn
 
-from q2compile.lowering import fusion_rule, launches
+from q2compile.lowering import launches
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.lowering.state import LoweringState
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from q2compile.lowering import fusion_rule
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
 from tests.support import quantizer_calls

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from q2compile.lowering import fusion_rule
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
 from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize

@@ -13,7 +13,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from q2compile import lowering
-from q2compile.lowering import fusion_rule
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.torch_internals.patches import patched

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm, silu
 
 import q2compile
 from q2compile import lowering
-from q2compile.lowering.support import beats_kernels, why_not_lowered
+from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.report import kernel_choice
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, get_scheme
@@ -143,7 +143,9 @@ def test_a_kernel_of_our_own_comes_first(monkeypatch) -> None:
     """Rotations and coins are loops only where nothing but the reference serves."""
     lower_on_cpu(monkeypatch)
     ours = next(k for k in registry.kernels("quantize") if k.name != registry.REFERENCE)
-    monkeypatch.setattr("q2compile.lowering.quantize.serving", lambda op, args: ours)
+    monkeypatch.setattr(
+        "q2compile.lowering.inductor_kernels.quantize.serving", lambda op, args: ours
+    )
     args = torch.randn(32, 64), torch.tensor(7), "nvfp4_sr_pow2", "rht16", False
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True, cpp_wrapper=False):
@@ -282,7 +284,9 @@ def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monke
     """As on a GPU that has no kernel of our own."""
     lowering.register()
     reference = next(k for k in registry.kernels("quantize") if k.name == registry.REFERENCE)
-    monkeypatch.setattr("q2compile.lowering.quantize.serving", lambda op, args: reference)
+    monkeypatch.setattr(
+        "q2compile.lowering.inductor_kernels.quantize.serving", lambda op, args: reference
+    )
     x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
     torch._dynamo.reset()
     args = x.cuda(), seed.cuda(), scheme, transform, transpose

@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-from q2compile.lowering import selfcheck
+from q2compile.lowering.inductor_kernels import selfcheck
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.ops.table import rowwise_call

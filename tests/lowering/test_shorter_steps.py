@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from q2compile.lowering.shorter_steps import contracted, shorter
+from q2compile.lowering.prologue.shorter_steps import contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 
 ONE, ZERO = ("constant", (1.0).hex(), "float"), ("constant", (0.0).hex(), "float")

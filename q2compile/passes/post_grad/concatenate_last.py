@@ -24,8 +24,8 @@ def concatenate_last_pass(graph: fx.Graph) -> int:
         q = quantize(dy, offs=...)             dy = cat([a, b], 1)
                                                q = quantize(dy, offs=...)
 
-    The lowering of such a `cat` has one loop write both parts (lowering/concatenated.py). Of a
-    `where` behind it that loop's results would be read and written once more.
+    The lowering of such a `cat` has one loop write both parts (lowering/prologue/concatenated.py).
+    Of a `where` behind it that loop's results would be read and written once more.
 
     Preconditions: nothing else reads c, and dy is read, through views, by rotating quantizers
     alone; neither mask nor number differs along the dimension of the concatenation.

@@ -19,7 +19,7 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
     """Marks every q2.quantize that rotates, masks or goes columnwise; with the option
     `fuse_rotations` alone. Whether each is fused with what makes
     its operand is decided when Inductor lowers it, which knows what is still an expression
-    (lowering/fused_launches.py), and noted in the one list that all marks hold.
+    (lowering/prologue/fused_launches.py), and noted in the one list that all marks hold.
 
     Two that are alike and read the same, the du and dg of a gated MLP, may be one kernel:
 

@@ -15,7 +15,7 @@ from torch import nn
 from q2compile.compiler import post_grad_passes
 from q2compile.config import Config
 from q2compile.errors import ConfigError
-from q2compile.lowering import fusion_rule
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad import fuse_rotations
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite

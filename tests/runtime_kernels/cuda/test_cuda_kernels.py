@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.lowering import selfcheck as loops
+from q2compile.lowering.inductor_kernels import selfcheck as loops
 from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers

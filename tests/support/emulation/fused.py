@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 
-from q2compile.lowering import fusion_rule
+from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from q2compile import lowering
-from q2compile.lowering import fp32, support
+from q2compile.lowering.inductor_kernels import fp32, support
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import (
     dequantize,

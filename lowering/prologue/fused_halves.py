@@ -21,9 +21,9 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V, ops
 from torch.fx.node import map_arg
 
-from q2compile.lowering.fused_launches import Asked, FusedLaunches, quantized, refuse
 from q2compile.lowering.member import OpCall
-from q2compile.lowering.producers import Found, NotProduced, producer_of
+from q2compile.lowering.prologue.fused_launches import Asked, FusedLaunches, quantized, refuse
+from q2compile.lowering.prologue.producers import Found, NotProduced, producer_of
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import TILE

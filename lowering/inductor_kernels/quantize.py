@@ -10,13 +10,14 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.fx.node import map_arg
 
-from q2compile.lowering import launches, mxfp4, nvfp4, selfcheck, support
-from q2compile.lowering.blocks import Blocks, PerBlock, largest_of_all
-from q2compile.lowering.fp32 import float_of
+from q2compile.lowering import launches
+from q2compile.lowering.inductor_kernels import mxfp4, nvfp4, selfcheck, support
+from q2compile.lowering.inductor_kernels.blocks import Blocks, PerBlock, largest_of_all
+from q2compile.lowering.inductor_kernels.fp32 import float_of
+from q2compile.lowering.inductor_kernels.reduction_blocks import ReducedBlocks
+from q2compile.lowering.inductor_kernels.register_blocks import Draws, HeldBlocks
+from q2compile.lowering.inductor_kernels.rounding import Quantized
 from q2compile.lowering.member import OpCall
-from q2compile.lowering.reduction_blocks import ReducedBlocks
-from q2compile.lowering.register_blocks import Draws, HeldBlocks
-from q2compile.lowering.rounding import Quantized
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 from q2compile.runtime_kernels.registry import REFERENCE, serving

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering import fp32
-from q2compile.lowering.blocks import Blocks, Index, PerBlock
-from q2compile.lowering.fp32 import Fp32, Value, integer, number
-from q2compile.lowering.rounding import Quantized, Rounding
+from q2compile.lowering.inductor_kernels import fp32
+from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
+from q2compile.lowering.inductor_kernels.rounding import Quantized, Rounding
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
 _LARGEST_BYTE = 253  # 2^126, whose reciprocal is normal

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowerings of `q2::gemm` and `q2::grouped_gemm` where bf16 tensor cores multiply for fp4 ones:
-torch's own product, which Inductor allocates, chooses a kernel for and fuses behind as for any
-other.
+"""Steps of the lowerings of `q2::gemm` and `q2::grouped_gemm`. Where bf16 tensor cores multiply for
+fp4 ones it is torch's own product, which Inductor allocates, chooses a kernel for and fuses behind
+as for any other.
 
     gemm(a.., b.., bias, ...)   ->   numbers of a @ numbers of bᵀ (+ bias)             scales fold
                                      (fp32 product * alpha + bias) to dtype            otherwise

@@ -16,10 +16,11 @@ from functools import partial
 import torch
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering import fp32, launches
-from q2compile.lowering.blocks import Blocks, Index, PerBlock
-from q2compile.lowering.fp32 import Fp32, Value, integer, number
-from q2compile.lowering.rounding import (
+from q2compile.lowering import launches
+from q2compile.lowering.inductor_kernels import fp32
+from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
+from q2compile.lowering.inductor_kernels.rounding import (
     ComparedScales,
     FourOverSix,
     Quantized,

@@ -22,7 +22,13 @@ from torch._inductor.lowering import fallback_handler, view
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.fp32 import Value, integer, is_finite, magnitude_bits, number
+from q2compile.lowering.inductor_kernels.fp32 import (
+    Value,
+    integer,
+    is_finite,
+    magnitude_bits,
+    number,
+)
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 

@@ -41,8 +41,8 @@ from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
-from q2compile.lowering.index_ways import COLUMN, ROW, NotProduced, Way, way_through
-from q2compile.lowering.shorter_steps import contracted, shorter
+from q2compile.lowering.prologue.index_ways import COLUMN, ROW, NotProduced, Way, way_through
+from q2compile.lowering.prologue.shorter_steps import contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.producer import (
     KIND_OF,
     OPERATIONS,

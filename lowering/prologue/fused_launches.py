@@ -30,7 +30,6 @@ from torch._inductor import ir
 from torch._inductor.lowering import view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering import fusion_rule
 from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.launches import (
     is_tensor,
@@ -40,7 +39,8 @@ from q2compile.lowering.launches import (
     wanted_outputs,
 )
 from q2compile.lowering.member import OpCall
-from q2compile.lowering.producers import (
+from q2compile.lowering.prologue import fusion_rule
+from q2compile.lowering.prologue.producers import (
     Found,
     NotProduced,
     is_expression,

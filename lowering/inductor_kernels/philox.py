@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering.fp32 import Value
+from q2compile.lowering.inductor_kernels.fp32 import Value
 from q2compile.runtime_kernels.numerics.philox import MULTIPLIERS, ROUNDS, WEYL
 
 _LOW = 0xFFFFFFFF

@@ -17,9 +17,9 @@ from torch._inductor import ir
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from q2compile.lowering.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
-from q2compile.lowering.fp32 import Value, integer, number, shifted_left
-from q2compile.lowering.philox import element_bits, philox4x32
+from q2compile.lowering.inductor_kernels.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
+from q2compile.lowering.inductor_kernels.fp32 import Value, integer, number, shifted_left
+from q2compile.lowering.inductor_kernels.philox import element_bits, philox4x32
 from q2compile.runtime_kernels.numerics.philox import COINS, SIGNS
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform

@@ -20,7 +20,7 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.fused_halves import in_the_quantizer
+from q2compile.lowering.prologue.fused_halves import in_the_quantizer
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.torch_internals.patches import replaces

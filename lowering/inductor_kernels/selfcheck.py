@@ -21,7 +21,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.lowering import register
-from q2compile.lowering.support import beats_kernels, why_not_lowered
+from q2compile.lowering.inductor_kernels.support import beats_kernels, why_not_lowered
 from q2compile.runtime_kernels.cuda import checks
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
@@ -54,7 +54,7 @@ def _request(device: torch.device, call: QuantizerCall) -> Request:
     how = call.scheme.name, call.transform.name, call.variant
     args = {name: arg if _is_plain(arg) else None for name, arg in call.args.items()}
     check = call.spec.name, LOOPS, device, *how
-    sources = (str(Path(__file__).parent),)
+    sources = (str(Path(__file__).parents[1]),)
     return Request(check, __name__, (device, call.replace(**args)), sources)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
-from q2compile.lowering.fp32 import Value, integer
+from q2compile.lowering.inductor_kernels.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
+from q2compile.lowering.inductor_kernels.fp32 import Value, integer
 
 
 class ReducedBlocks(Blocks):

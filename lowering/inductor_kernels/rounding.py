@@ -13,9 +13,9 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import ops
 
-from q2compile.lowering import fp32
-from q2compile.lowering.blocks import Blocks, Index, PerBlock
-from q2compile.lowering.fp32 import Fp32, Value, integer, number
+from q2compile.lowering.inductor_kernels import fp32
+from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
+from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.runtime_kernels.numerics.nvfp4 import ERROR_OFFSET
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
