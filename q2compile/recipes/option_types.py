@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, TypedDict
 
-RecipeName = Literal["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2", "bf16"]
+RecipeName = Literal[
+    "quartet2", "quartet2_search", "nvfp4", "quartet", "mxfp4", "tetrajet2", "bf16"
+]
 """The published recipes; ``q2compile recipes`` prints them."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every published recipe, on one screen (`recipe` has what they are made of)."""
+"""Every recipe, on one screen (`recipe` has what they are made of)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from q2compile.recipes.recipe import BF16, Recipe
 
 PAPERS = {
     "quartet2": "Quartet II, arXiv 2601.22813",
+    "quartet2_search": "Quartet II, with scale search (ours)",
     "nvfp4": "NVIDIA, arXiv 2509.25149",
     "quartet": "Quartet, arXiv 2505.14669",
     "mxfp4": '"Training LLMs with MXFP4", arXiv 2502.20586',
@@ -29,6 +30,16 @@ RECIPES = {
         Recipe.parse(
             "quartet2",
             fprop="nvfp4_46 @ nvfp4_46",
+            dgrad=f"{_EDEN} @ requantize>{_EDEN}",
+            wgrad=f"{_EDEN} @ requantize>{_EDEN}",
+        ),
+        # Ours: quartet2 with the best of five scales per block in fprop, where 4/6 has two. It has
+        # a tenth less of a gap (examples/pretraining/BRANCHED.md).
+        #   y  = Qsearch(x) Qsearch(w)ᵀ
+        #   dx, dw                                   as quartet2, from these codes
+        Recipe.parse(
+            "quartet2_search",
+            fprop="nvfp4_search @ nvfp4_search",
             dgrad=f"{_EDEN} @ requantize>{_EDEN}",
             wgrad=f"{_EDEN} @ requantize>{_EDEN}",
         ),

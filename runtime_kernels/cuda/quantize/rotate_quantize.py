@@ -2,6 +2,7 @@
 """Variants of rotate_quantize.cu: sources, schemes, rotations, directions."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -47,8 +48,6 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
         return f"settle_widened.cu folds global scales of nvfp4, not that of {scheme}"
     if spec.widened and Rule.of(spec) == Rule.MS_EDEN and not _settles(scheme, transform):
         return "widened.cuh draws the coins of scales of chunks of 128 with a power of two alone"
-    if spec.steps:
-        return f"rotate_quantize.cu compares two scales, scheme {scheme} compares {len(spec.steps)}"
     if spec.select is not None and spec.rounding != "rtn":
         return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
     if spec.masked and not masked:
@@ -92,6 +91,7 @@ def rotate_launch(
     # How far above the largest code a block's largest can come out, and what rounds that down.
     clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
+    clips = clips or any(step < 0 for step in spec.steps)
     widened = spec.widened and not amax
     threads, blocks_per_multiprocessor = thread_shape(spec, rows)
     operands = len(producer.results) if producer else 1
@@ -125,6 +125,7 @@ def rotate_launch(
         Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
         Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
         Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
+        Q2_STEPS=_packed(spec.steps) if rounds else 0,
         Q2_SWIZZLED=int(spec.swizzled and rule in SCALED_AT_ONCE),
         Q2_MASKED=int(spec.masked),
         Q2_GROUPED=int(grouped),
@@ -133,6 +134,11 @@ def rotate_launch(
         Q2_OPERANDS=operands,
         Q2_BATCH=0,
     )
+
+
+def _packed(steps: Sequence[int]) -> int:
+    """Steps of a scale search, all but the first, as rounding.cuh's kSteps; the first is 0."""
+    return sum((step + 8) << 4 * i for i, step in enumerate(steps[1:]))
 
 
 @functools.cache

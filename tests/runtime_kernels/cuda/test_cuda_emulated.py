@@ -194,10 +194,12 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
     "scheme, architecture",
     [
         *product(["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae_pow2"], [HOPPER, BLACKWELL]),
-        ("nvfp4_46", AMPERE),
+        *product(["nvfp4_search_pow2", "nvfp4_search"], [HOPPER, BLACKWELL]),
+        *(("nvfp4_46", AMPERE), ("nvfp4_search_pow2", AMPERE)),
+        *(("nvfp4_search_pow2" + form, HOPPER) for form in (SWIZZLED, WIDENED)),
     ],
 )
-def test_four_over_six(scheme) -> None:
+def test_several_scales(scheme) -> None:
     x = matrix(64, 200)
     x[40:] = torch.randn((24, 200), generator=torch.Generator().manual_seed(3)).bfloat16()
     x[50] *= 1e-37

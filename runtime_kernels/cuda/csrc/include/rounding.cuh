@@ -30,6 +30,11 @@ constexpr double kVmax = Q2_HEADROOM ? 6.0 * (16.0 / 17.0) : 6.0;
 // 4/6: of the scales that map a block's largest to 6 and to 4, the one with the smaller error.
 enum Select { ONE_SCALE, BY_SQUARES, BY_MAGNITUDES };
 constexpr Select kSelect = (Select)Q2_SELECT;
+// Scale search: e4m3 steps from the scale that maps a block's largest to 6, those other than 0 in the
+// order of the scheme; step + 8 in 4 bits each, the first in the lowest.
+constexpr u32 kSteps = Q2_STEPS;
+constexpr int kOthers = 1 + (kSteps > 0xF) + (kSteps > 0xFF) + (kSteps > 0xFFF);
+static_assert(kSteps <= 0xFFFF, "five scales at most");
 constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
 constexpr float kHuge = 3.402823466e38f;
 
@@ -128,36 +133,70 @@ Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
   return {(float)(int)(a - 16u * 0x44000000u), (float)(int)(b - 16u * 0x44000000u)};
 }
 
-Q2_INLINE bool takes_four(BlockScale six, BlockScale four, float error_six, float error_four) {
-  float ratio;
-  if constexpr (kRule == POW2) ratio = __uint_as_float(four.stored) * six.inverse;
-  else
-    ratio = __fdiv_rn(four.stored ? from_e4m3(four.stored) : 1.0f,
-                      six.stored ? from_e4m3(six.stored) : 1.0f);
-  return error_four * (kSelect == BY_SQUARES ? ratio * ratio : ratio) < error_six;
+// The scale `step` e4m3 steps above another: itself where there is none, and for a block of zeros.
+Q2_INLINE BlockScale stepped(BlockScale scale, int step, const Common& common) {
+  if constexpr (kRule == POW2) {
+    u32 stored = scale.stored + (u32)(step * (1 << 20));  // a step of 4 significant bits
+    bool exists = scale.stored && __uint_as_float(scale.stored) <= kHuge && stored >= 0x00800000u;
+    return exists ? BlockScale{stored, reciprocal(__uint_as_float(stored))} : scale;
+  } else {
+    u32 byte = scale.stored ? (u32)min(max((int)scale.stored + step, 1), 0x7E) : 0;
+    return {byte, fminf(divide(common.inverse_unit, byte ? from_e4m3(byte) : 1.0f), kHuge)};
+  }
 }
 
-// Two blocks by the one of their two scales each that has the smaller error; `scales` come as the
-// first. What they have been rounded to is kept, since to round again takes more.
+// The i-th scale that is compared with the first.
+Q2_INLINE BlockScale other_scale(int i, BlockScale first, float largest, const Common& common) {
+  if constexpr (kSteps) return stepped(first, (int)(kSteps >> 4 * i & 15) - 8, common);
+  else return block_scale(largest, common, kVmax / 1.5);
+}
+
+// An error in units of `scale`, in those of `first`.
+Q2_INLINE float error_in(BlockScale first, BlockScale scale, float error) {
+  float ratio;
+  if constexpr (kRule == POW2) ratio = __uint_as_float(scale.stored) * first.inverse;
+  else
+    ratio = __fdiv_rn(scale.stored ? from_e4m3(scale.stored) : 1.0f,
+                      first.stored ? from_e4m3(first.stored) : 1.0f);
+  return error * (kSelect == BY_SQUARES ? ratio * ratio : ratio);
+}
+
+// Two blocks by the one of their scales each that has the smallest error, the first of them in a tie;
+// `scales` come as the first. What they have been rounded to is kept, since to round again takes more.
 Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common, Pair inverse,
                                BlockScale (&scales)[2], u32 (&codes)[2][2]) {
-  BlockScale fours[2] = {block_scale(largest.a, common, kVmax / 1.5),
-                         block_scale(largest.b, common, kVmax / 1.5)};
-  Pair rounded[16], by_fours[16];
-  u32 codes_by_fours[2][2];
-  Pair six = errors_of(x, inverse, rounded, codes);
-  Pair four = errors_of(x, times_factor(fours[0], fours[1], common), by_fours, codes_by_fours);
-  bool takes[2] = {takes_four(scales[0], fours[0], six.a, four.a),
-                   takes_four(scales[1], fours[1], six.b, four.b)};
+  const BlockScale first[2] = {scales[0], scales[1]};
+  BlockScale others[kOthers][2];
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
-    rounded[i] = {takes[0] ? by_fours[i].a : rounded[i].a, takes[1] ? by_fours[i].b : rounded[i].b};
+  for (int i = 0; i < kOthers; ++i) {
+    others[i][0] = other_scale(i, first[0], largest.a, common);
+    others[i][1] = other_scale(i, first[1], largest.b, common);
+  }
+  Pair rounded[16];
+  Pair least = errors_of(x, inverse, rounded, codes);
+  if constexpr (kSteps)  // under POW2 a scale times its reciprocal is not always 1
+    least = {error_in(first[0], first[0], least.a), error_in(first[1], first[1], least.b)};
 #pragma unroll
-  for (int member = 0; member < 2; ++member) {
-    if (takes[member]) scales[member] = fours[member];
+  for (int i = 0; i < kOthers; ++i) {
+    const BlockScale(&other)[2] = others[i];
+    Pair by_other[16];
+    u32 codes_by_other[2][2];
+    Pair errors =
+        errors_of(x, times_factor(other[0], other[1], common), by_other, codes_by_other);
+    errors = {error_in(first[0], other[0], errors.a), error_in(first[1], other[1], errors.b)};
+    bool takes[2] = {errors.a < least.a, errors.b < least.b};
+    least = {takes[0] ? errors.a : least.a, takes[1] ? errors.b : least.b};
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (takes[member]) codes[member][half] = codes_by_fours[member][half];
+    for (int j = 0; j < 16; ++j)
+      rounded[j] = {takes[0] ? by_other[j].a : rounded[j].a,
+                    takes[1] ? by_other[j].b : rounded[j].b};
+#pragma unroll
+    for (int member = 0; member < 2; ++member) {
+      if (takes[member]) scales[member] = other[member];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (takes[member]) codes[member][half] = codes_by_other[member][half];
+    }
   }
 #if !Q2_HW_FP4
   pack_block(rounded, x, codes);  // once, instead of both and a choice
