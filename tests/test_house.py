@@ -382,7 +382,7 @@ def empty_containers(path: Path) -> Iterator[str]:
             continue
         value = ast.unparse(node.value)
         if re.fullmatch(
-            r"\[\]|\{\}|(\w+\.)*\w*([Dd]ict|[Ss]et|[Ll]ist|Dictionary|Counter)\((\w*)\)", value
+            r"\[\]|\{\}|(\w+\.)*\w*(?i:dict|set|list|dictionary|counter)\((\w*)\)", value
         ):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from map(ast.unparse, targets)
