@@ -88,6 +88,7 @@ _KERNELS: dict[str, list[Kernel]] = {}
 _FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rejected for it
 _PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
+_EMULATED: list[Callable[[], list[str]]] = []
 _MOST_FAILURES = 4096  # of a program whose shapes never repeat
 _SAID: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and why at first
 
@@ -196,6 +197,16 @@ def prefer(
 def preferences() -> list[str]:
     """Where kernels are tried in another order than usual, and why, in words."""
     return [text for said in _REASONS for text in said()]
+
+
+def emulation(said: Callable[[], list[str]]) -> None:
+    """Has reports say what this returns: what is emulated, and why."""
+    _EMULATED.append(said)
+
+
+def emulated() -> list[str]:
+    """What is emulated here, or runs as a reference on a GPU, and why, in words."""
+    return [text for said in _EMULATED for text in said()]
 
 
 def _in_order(candidates: Sequence[Kernel], args: Sequence) -> Sequence[Kernel]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.limits import family_of
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX
 
 Value = Any  # torch has no type for ops values that survives its virtualized handlers
@@ -56,8 +56,7 @@ def magnitude_bits(x: Value) -> Value:
 
 def converts_e2m1(device: torch.device) -> bool:
     """Whether a CUDA device is known to have an instruction that rounds fp32 to e2m1: Blackwell."""
-    architecture = nvrtc.architecture(torch.cuda.get_device_capability(device))
-    return architecture is not None and dict(nvrtc.conversions(architecture))["Q2_HW_FP4"] == 1
+    return family_of(torch.cuda.get_device_capability(device)) is not None
 
 
 class Fp32:

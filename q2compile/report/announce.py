@@ -6,8 +6,9 @@ The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows to
 
     WARNING what q2compile failed on and left in bf16; what was asked for and does nothing; at exit,
             that torch.compile was given the backend and no graph came
-    INFO    a line for the first graph with matmuls to quantize that a process compiles; it is shown
-            even where nobody has configured logging: once, on stderr, by rank 0
+    INFO    a line for the first graph with matmuls to quantize that a process compiles, and one
+            for what is emulated on its GPU; they are shown even where nobody has configured
+            logging: once, on stderr, by rank 0
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
             pass did
 
@@ -28,6 +29,7 @@ from q2compile.config import Config
 from q2compile.passes.record import PassRecord
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row, shape_text
+from q2compile.runtime_kernels.registry import emulated
 from q2compile.torch_internals.dynamo import was_named
 from q2compile.torch_internals.ranks import process_rank
 
@@ -88,6 +90,9 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
     if first and process_rank() == 0:
         _show_if_unconfigured()
         LOG.info("%s", summary(rows))
+        on_gpu = any(row.device.startswith("cuda") for row in rows if row.taken)
+        for text in emulated() if on_gpu else ():
+            LOG.info("q2compile: %s", text)
     if not LOG.isEnabledFor(logging.DEBUG):
         return
     LOG.debug("%s: %s", title, summary(rows).removeprefix("q2compile: "))

@@ -14,7 +14,7 @@ from q2compile.report.page.document import report_page
 from q2compile.report.printable import one_line, printable
 from q2compile.report.row import COLUMNS, Row, cells
 from q2compile.report.run_facts import RunFacts
-from q2compile.runtime_kernels.registry import left_out, preferences
+from q2compile.runtime_kernels.registry import emulated, left_out, preferences
 
 if TYPE_CHECKING:
     from q2compile.report.model_coverage import Coverage
@@ -72,7 +72,8 @@ class Report:
             return self._closed[1]
         # The graphs of one function know the same models, and say the same of them.
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
-        said = [*left_out(), *preferences(), *known]
+        on_gpu = any(row.device.startswith("cuda") for row in self.rows)
+        said = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
         return [*self.faults, *said, *_predictions(self.rows)]
 
     def close(self) -> None:

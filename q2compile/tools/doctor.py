@@ -27,7 +27,7 @@ import torch
 
 from q2compile.config import Config
 from q2compile.lowering.inductor_kernels import selfcheck as loops
-from q2compile.runtime_kernels.cuda import checks, selfcheck
+from q2compile.runtime_kernels.cuda import checks, emulated, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
     CASES,
     FORMS_OF,
@@ -192,6 +192,9 @@ def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]
     target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
     name = torch.cuda.get_device_name(index)
     say(f"device    cuda:{index} {name}, {major}.{minor}, {target}")
+    said = emulated.of_device(index)
+    for text in said:
+        say(f"emulated  {text}")
     rows = list(device_rows(torch.device("cuda", index)))
     checked(rows, check, say)
     return {
@@ -199,6 +202,7 @@ def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]
         "name": name,
         "capability": f"{major}.{minor}",
         "target": target,
+        "emulated": said,
         "kernels": [row.as_line() for row in rows],
     }
 

@@ -7,6 +7,8 @@ gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
 dequantize.py, masked_unrotate.py, padded_ends.py, signs.py, transpose.py
 calls.py        what a call of an op launches; site.py, such a call in generated code
 selfcheck.py    a small tile through each kernel, against the reference
+checks.py       where and when self-checks run: check_child.py, check_process.py, check_results.py
+versions.py     of what compiles and runs kernels;  emulated.py  what is emulated, and why
 csrc/           the sources, without headers of CUDA's; include/ptx.cuh holds all their inline PTX
 
 Importing this registers the kernels; nothing of CUDA is loaded before the first call.
@@ -14,6 +16,7 @@ Importing this registers the kernels; nothing of CUDA is loaded before the first
 
 from q2compile.runtime_kernels.cuda import (
     dequantize,
+    emulated,
     gemm,
     masked_unrotate,
     padded_ends,
@@ -24,6 +27,7 @@ from q2compile.runtime_kernels.cuda import (
 
 __all__ = [
     "dequantize",
+    "emulated",
     "gemm",
     "masked_unrotate",
     "padded_ends",

@@ -21,7 +21,7 @@ from q2compile.config import CONFIG_FILE_VARIABLE, Config
 from q2compile.errors import StageError
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from tests.support import quantizer_calls
 from tests.support.warned import texts
 
@@ -112,7 +112,7 @@ def test_a_gpu_without_kernels_runs_the_reference_and_says_why(gpu):
         registry.select("quantize", arguments, "cuda")
 
 
-@pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("capability", limits.ARCHITECTURES)
 @pytest.mark.parametrize("wrong", [None, "1 of 9 codes differ from the reference"])
 def test_a_kernel_is_checked_once(gpu, monkeypatch, capability, wrong):
     checks = []
@@ -204,7 +204,7 @@ BUILD = """
 import sys, time
 from pathlib import Path
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 variant, started = swizzle_launch().variant, nvrtc.compile_variant
 def meet(*arguments):  # neither finds the other's file
     Path({folder!r}, "at-" + {me!r}).touch()

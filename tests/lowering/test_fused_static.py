@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.producer_source import cuda_source, instructions
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
@@ -119,7 +119,7 @@ def spills(code: disassemble.Code) -> int:
     return code.count("LDL") + code.count("STL")
 
 
-TARGETS = [("gated", each) for each in nvrtc.ARCHITECTURES.values()]
+TARGETS = [("gated", each) for each in limits.ARCHITECTURES.values()]
 
 
 @pytest.mark.parametrize(("name", "architecture"), [*TARGETS, ("swiglu", "sm_90a")])
@@ -150,7 +150,7 @@ def test_spills_no_more_than_its_sister(scheme, directions) -> None:
         assert spills(code_of(made, "sm_90a", scheme, directions)) <= 2 * sister
 
 
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES.values())
+@pytest.mark.parametrize("architecture", limits.ARCHITECTURES.values())
 @pytest.mark.parametrize("widened", ["", "@bf16"])
 def test_halves_of_rows_in_groups(widened, architecture) -> None:
     """Spill nothing, and one of both is rounded in no more instructions than a matrix that is read

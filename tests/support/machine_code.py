@@ -24,7 +24,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.masked_unrotate import unrotate_launch
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
@@ -46,7 +46,7 @@ FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
 INSTRUCTIONS_TOLERANCE, SPILLS_TOLERANCE = 1.02, 2
 
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89")  # and Ada, the last
-BLACKWELL = [a for a in nvrtc.ARCHITECTURES.values() if a not in (*AMPERE, "sm_90a")]
+BLACKWELL = [a for a in limits.ARCHITECTURES.values() if a not in (*AMPERE, "sm_90a")]
 BF16, FP16, FP32 = (SOURCES[d] for d in (torch.bfloat16, torch.float16, torch.float32))
 NVFP4, MXFP4 = SOURCES["nvfp4"], SOURCES["mxfp4"]
 ROW, COL, BOTH = (True, False), (False, True), (True, True)

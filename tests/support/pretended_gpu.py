@@ -11,7 +11,7 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import check_results, checked_cases, checks
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, remembered
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.jit.launch import unsupported
+from q2compile.runtime_kernels.cuda.jit.launch import target, unsupported
 from q2compile.runtime_kernels.ops.table import Variant
 
 
@@ -36,6 +36,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 def forget() -> None:
     """What is known of the GPUs of this process."""
     unsupported.cache_clear()
+    target.cache_clear()
     remembered.forget()
 
 

@@ -23,13 +23,13 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import empty
+from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp4
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
 
-_CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
 _UNIT = 16  # cuBLASLt wants multiples of it: columns, and bytes of codes in a row
 
 
@@ -37,14 +37,19 @@ def _refuses_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
-    if torch.cuda.get_device_capability(index) not in _CAPABILITIES:
-        return "fp4 tensor cores are those of compute capability 10.0, 10.3, 12.0 and 12.1"
+    if (why := unserved(index)) is not None:
+        return why
     if get_scheme(a_scheme).format != "nvfp4":
         return "cuBLASLt multiplies nvfp4, not mxfp4"
     wrong = two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
     return wrong or refusal(
         "gemm", CUBLASLT_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
     )
+
+
+def unserved(index: int) -> str | None:
+    """None where cuBLASLt may multiply codes, otherwise the reason in words."""
+    return why_no_fp4(torch.cuda.get_device_capability(index))
 
 
 def _prepare_fp4(

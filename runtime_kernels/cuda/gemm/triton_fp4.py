@@ -21,6 +21,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     without_contraction,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, multiprocessors
+from q2compile.runtime_kernels.cuda.jit.limits import why_no_dot_scaled
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -28,10 +29,6 @@ from q2compile.runtime_kernels.ops.gemm import checked
 from q2compile.runtime_kernels.ops.masked_unrotate import check_shape
 from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
-
-# The first Triton that makes fp4 tensor-core instructions of tl.dot_scaled. On 12.1 Triton 3.6
-# asserts for nvfp4 and widens mxfp4 to bf16.
-_DOT_SCALED = {(10, 0): (3, 6), (10, 3): (3, 6), (12, 0): (3, 6), (12, 1): (3, 8)}
 
 
 def _refuses_triton(
@@ -46,15 +43,7 @@ def _refuses_triton(
 
 def unserved(index: int) -> str | None:
     """None where tl.dot_scaled is fp4 tensor-core instructions, otherwise the reason in words."""
-    needed = _DOT_SCALED.get(torch.cuda.get_device_capability(index))
-    if needed is None:
-        return "tl.dot_scaled works on compute capability 10.0, 10.3, 12.0 and 12.1"
-    found = triton_version()
-    if found is None:
-        return "Triton is not installed"
-    if found < needed:
-        return f"tl.dot_scaled works here from Triton {needed[0]}.{needed[1]} on"
-    return None
+    return why_no_dot_scaled(torch.cuda.get_device_capability(index), triton_version())
 
 
 def _prepare_triton(

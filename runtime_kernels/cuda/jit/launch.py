@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.nvrtc import Variant
 
 _ADDRESS = struct.calcsize("@P")  # as long as an item of array("Q"), on its alignment
@@ -220,16 +220,32 @@ def _load(launch: Launch, index: int) -> _Loaded:
 
 
 @functools.cache
+def target(index: int) -> limits.Target:
+    """What kernels are compiled for on this device.
+
+    Raises:
+        ImportError: NVRTC is not installed.
+    """
+    return limits.target(torch.cuda.get_device_capability(index), nvrtc.version(), _driver_cuda())
+
+
 def architecture(index: int) -> str:
-    """The architecture that kernels are compiled for on this device. Call unsupported() first."""
-    found = nvrtc.architecture(torch.cuda.get_device_capability(index))
+    """Its name. Call unsupported() first."""
+    found = target(index).name
     assert found is not None
     return found
 
 
 def multiplies_codes(index: int) -> bool:
     """Whether the device has fp4 tensor cores, and so GEMMs that read codes."""
-    return dict(nvrtc.conversions(architecture(index)))["Q2_HW_FP4"] == 1
+    return limits.family_of(torch.cuda.get_device_capability(index)) is not None
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version of the driver; None where there is none."""
+    asked = getattr(torch._C, "_cuda_getDriverVersion", None)
+    version = asked() if asked and torch.cuda.is_available() else 0
+    return (version // 1000, version % 1000 // 10) if version else None
 
 
 @functools.cache
@@ -247,14 +263,12 @@ def unsupported(index: int) -> str | None:
 
 
 def _unsupported(capability: tuple[int, int]) -> str | None:
-    if nvrtc.architecture(capability) is None:
-        got = f"{capability[0]}.{capability[1]}"
-        return f"there are kernels for compute capability 8.0 and higher, not for {got}"
     try:
-        nvrtc.version()
+        version = nvrtc.version()
     except Exception as error:  # whatever is wrong with the installation, the references run
         return str(error)
-    return None
+    found = limits.target(capability, version, _driver_cuda())
+    return found.why if found.name is None else None
 
 
 def wait(index: int) -> bool:

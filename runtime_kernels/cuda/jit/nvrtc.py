@@ -22,39 +22,8 @@ from typing import Any
 SOURCES = Path(__file__).parents[1] / "csrc"
 HEADERS = SOURCES / "include"
 
-# The architecture for a compute capability. The suffix a is needed: plain sm_100 and sm_120 have no
-# fp4 conversions.
-ARCHITECTURES = {
-    (8, 0): "sm_80",
-    (8, 6): "sm_86",
-    (8, 7): "sm_87",
-    (8, 9): "sm_89",
-    (9, 0): "sm_90a",
-    (10, 0): "sm_100a",
-    (10, 3): "sm_103a",
-    (12, 0): "sm_120a",
-    (12, 1): "sm_121a",
-}
-# For a capability that is not among them: PTX of the highest of these that it includes, without the
-# instructions of one architecture alone (the fp4 conversions). The driver makes machine code of it.
-_VIRTUAL = {
-    (8, 0): "compute_80",
-    (9, 0): "compute_90",
-    (10, 0): "compute_100",
-    (12, 0): "compute_120",
-}
 # No contraction of a * b + c: every operation rounds by itself, as in the reference.
 _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
-
-
-def architecture(capability: tuple[int, int]) -> str | None:
-    """What kernels are compiled for on a device of this compute capability: an architecture, or for
-    one that is not known "compute_...", as PTX. None before 8.0, which has no asynchronous copies.
-    """
-    if capability in ARCHITECTURES:
-        return ARCHITECTURES[capability]
-    lower = [name for least, name in _VIRTUAL.items() if least <= capability]
-    return lower[-1] if lower else None
 
 
 class CompileError(RuntimeError):
@@ -83,7 +52,7 @@ def cubin(variant: Variant, architecture: str) -> bytes:
     """The variant's machine code, from the cache or compiled now; PTX for a virtual architecture.
 
     Args:
-        architecture: as architecture() gives it, like "sm_90a".
+        architecture: as limits.target() gives it, like "sm_90a".
 
     Raises:
         ImportError: cuda.bindings or NVRTC is not installed.
@@ -184,8 +153,8 @@ def version() -> tuple[int, int]:
 def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     """The defines that say which conversion instructions an architecture has; without them the
     sources make the same numbers by arithmetic (numbers.cuh)."""
-    number = int(architecture.partition("_")[2].rstrip("a"))
-    fp4 = number >= 100 and architecture.endswith("a")
+    number = int(architecture.partition("_")[2].rstrip("af"))
+    fp4 = number >= 100 and architecture.endswith(("a", "f"))
     return ("Q2_HW_FP8", int(number >= 89)), ("Q2_HW_FP4", int(fp4))
 
 

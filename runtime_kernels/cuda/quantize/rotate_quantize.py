@@ -8,6 +8,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
+from q2compile.runtime_kernels.cuda.jit.limits import SHARED_KIB
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
@@ -31,8 +32,6 @@ _BESIDES = 1024 + 864  # bytes of a thread block: what CUDA keeps of it, and sta
 _FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, where they are not needed
 _FACTORS = 8 * 256  # more of those, by scale (round_to_scales.cuh)
 _SEEN = 2 * 4 * 16 + 8  # and of scales (tensor_cores.cuh), and a seed
-# Shared memory of a multiprocessor in KiB, by compute capability (CUDA C++ Programming Guide).
-_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 # The parameter structs, for Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
 _SOURCE, _WALK = "PPP", "qiiiiiif"
@@ -192,7 +191,7 @@ def shared_memory(index: int) -> int:
     no CUDA."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
-    return 1024 * _KIB.get(torch.cuda.get_device_capability(index), 100)
+    return 1024 * SHARED_KIB.get(torch.cuda.get_device_capability(index), 100)
 
 
 def has_room_for_two(source: int, spec: Scheme, rows: bool, room: int) -> bool:

@@ -84,7 +84,7 @@ def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
     monkeypatch.setattr(doctor, "checked", lambda rows, check, say: say("a line"))
     assert doctor.main(["--json"]) == (state == "rejected")
     (device,) = json.loads(capsys.readouterr().out)["devices"]
-    assert device["capability"] == "12.0" and device["target"] == "kernels for sm_120a"
+    assert device["capability"] == "12.0" and device["target"] == "kernels for sm_120f"
     (line,) = device["kernels"]
     assert line == {
         "op": "gemm",

@@ -13,7 +13,7 @@ import torch
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.lowering.inductor_kernels import selfcheck as loops
 from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
-from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
+from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_call
@@ -436,12 +436,12 @@ def as_on_a_gpu_that_nobody_knows(monkeypatch) -> Iterator[None]:
         return launch.Bound(self, fresh[self], grid, values, slots)
 
     fresh: dict = {}
-    monkeypatch.setattr(nvrtc, "ARCHITECTURES", {})
+    monkeypatch.setattr(limits, "ARCHITECTURES", {})
     monkeypatch.setattr(launch.Launch, "bind", bind)
     monkeypatch.setattr(calls, "_READY", {})
-    launch.architecture.cache_clear()
+    launch.target.cache_clear()
     yield
-    launch.architecture.cache_clear()
+    launch.target.cache_clear()
 
 
 @pytest.mark.parametrize("of", OPS, ids=str)

@@ -19,11 +19,10 @@ from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, cuda_bf16, triton_fp4
-from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
+from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
-    _KIB,
     ROUNDED,
     not_served,
     several_launch,
@@ -78,7 +77,7 @@ def cache(request, tmp_path_factory) -> None:
 
 
 def test_every_architecture_is_compiled_for() -> None:
-    assert {architecture for _, architecture in CASES} == set(nvrtc.ARCHITECTURES.values())
+    assert {architecture for _, architecture in CASES} == set(limits.ARCHITECTURES.values())
 
 
 @pytest.mark.parametrize("name, architecture", CASES)
@@ -140,18 +139,6 @@ def test_hopper_has_no_fp4_and_uses_fp8() -> None:
     code = disassembled(HOT["rht_quantize_row"], "sm_90a")
     assert code.count("F2FP.SATFINITE.E2M1") == 0
     assert code.count("F2FP.SATFINITE.E4M3") == 64  # 64 magnitudes and 64 signs, two at a time
-
-
-@pytest.mark.parametrize(
-    "capability, architecture",
-    [
-        *[((7, 5), None), ((8, 8), "compute_80"), ((9, 1), "compute_90")],
-        *[((10, 1), "compute_100"), ((11, 0), "compute_100"), ((12, 2), "compute_120")],
-        *[((13, 0), "compute_120"), ((9, 0), "sm_90a"), ((12, 1), "sm_121a")],
-    ],
-)
-def test_what_is_compiled_for_a_gpu_that_nobody_knows(capability, architecture) -> None:
-    assert nvrtc.architecture(capability) == architecture
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90", "compute_100", "compute_120"])
@@ -230,7 +217,7 @@ def test_one_tile_at_a_time_spills_nothing(name, architecture) -> None:
         assert code.count("LDL") == code.count("STL") == 0
 
 
-@pytest.mark.parametrize("capability", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("capability", limits.ARCHITECTURES)
 def test_shared_memory_by_capability(capability, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
@@ -242,7 +229,7 @@ def test_shared_memory_by_capability(capability, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_shared_memory_of_this_gpu() -> None:
-    by_capability = 1024 * _KIB.get(torch.cuda.get_device_capability(), 100)
+    by_capability = 1024 * limits.SHARED_KIB.get(torch.cuda.get_device_capability(), 100)
     assert shared_memory(0) == by_capability
 
 

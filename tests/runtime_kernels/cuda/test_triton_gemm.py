@@ -23,10 +23,9 @@ from triton.compiler import ASTSource  # noqa: E402
 from q2compile.runtime_kernels.cuda.gemm import triton_grouped_kernel as grouped  # noqa: E402
 from q2compile.runtime_kernels.cuda.gemm import triton_kernel as gemm  # noqa: E402
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import (  # noqa: E402
-    _DOT_SCALED,
     triton_version,
 )
-from q2compile.runtime_kernels.cuda.jit import disassemble  # noqa: E402
+from q2compile.runtime_kernels.cuda.jit import disassemble, limits  # noqa: E402
 from q2compile.runtime_kernels.numerics.transforms import get_transform  # noqa: E402
 
 POINTERS = {
@@ -51,7 +50,7 @@ INSTRUCTIONS = {
 # Bytes of shared memory that a thread block may have.
 SHARED = {10: 227 * 1024, 12: 99 * 1024}
 CAPABILITIES = [
-    c for c in ((10, 0), (10, 3), (12, 0), (12, 1)) if triton_version() >= _DOT_SCALED[c]
+    c for c in ((10, 0), (10, 3), (12, 0), (12, 1)) if triton_version() >= limits.DOT_SCALED[c]
 ]
 
 

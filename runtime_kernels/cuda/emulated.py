@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is emulated on the GPUs of this process, or runs as a reference, and why: for the log, for
+reports and for `q2compile doctor`."""
+
+from __future__ import annotations
+
+import torch
+
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, triton_fp4
+from q2compile.runtime_kernels.cuda.jit import launch
+from q2compile.runtime_kernels.cuda.jit.limits import family_of
+from q2compile.runtime_kernels.kernel_states import why_disabled
+from q2compile.runtime_kernels.ops.table import GEMM
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4, TRITON_FP4, emulation
+
+
+def of_device(index: int) -> list[str]:
+    """In words, a sentence a thing."""
+    capability = torch.cuda.get_device_capability(index)
+    where = f"{torch.cuda.get_device_name(index)} ({capability[0]}.{capability[1]})"
+    said = []
+    if reason := launch.unsupported(index):
+        said.append(f"quantizers on {where} are Inductor's kernels or torch references: {reason}")
+    else:
+        target = launch.target(index)
+        if target.why and family_of(capability) is not None:
+            said.append(f"quantizers on {where} round to FP4 by arithmetic: {target.why}")
+        elif target.why:
+            said.append(f"quantizers on {where} are compiled for {target.name}: {target.why}")
+    triton = why_disabled(GEMM, TRITON_FP4) or triton_fp4.unserved(index)
+    cublaslt = why_disabled(GEMM, CUBLASLT_FP4) or cublaslt_fp4.unserved(index)
+    if cublaslt is not None and triton is not None:
+        reasons = {cublaslt: CUBLASLT_FP4}
+        reasons.setdefault(triton, TRITON_FP4)
+        words = [why if len(reasons) == 1 else f"{name}: {why}" for why, name in reasons.items()]
+        said.append(f"FP4 GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
+    elif triton is not None:
+        said.append(f"MXFP4 GEMMs on {where} are emulated in BF16: {triton}")
+    return said
+
+
+def _of_all() -> list[str]:
+    """A GPU like another is named once."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return list(dict.fromkeys(text for index in range(count) for text in of_device(index)))
+
+
+emulation(_of_all)

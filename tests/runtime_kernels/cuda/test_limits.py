@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GPU gets what: known ones, later ones of a known family, unknown ones, with old and new
+NVRTC and Triton. What is emulated is said once, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from q2compile.report.report import Report
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import checked_cases, emulated, selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import op_of
+from q2compile.runtime_kernels.cuda.gemm import triton_fp4
+from q2compile.runtime_kernels.cuda.jit import disassemble, launch, limits, nvrtc
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
+from q2compile.runtime_kernels.kernel_states import disable
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support.pretended_gpu import forget, on_gpu
+
+CUDA_12_8, CUDA_12_9, CUDA_13 = (12, 8), (12, 9), (13, 0)
+TARGETS = [
+    # What the families are for.
+    *[((10, 0), v, "sm_100f") for v in (CUDA_12_9, CUDA_13)],
+    *[((10, 3), v, "sm_100f") for v in (CUDA_12_9, CUDA_13)],
+    *[((10, 7), v, "sm_100f") for v in (CUDA_12_9, CUDA_13)],
+    *[(c, CUDA_13, "sm_120f") for c in ((12, 0), (12, 1), (12, 2), (12, 9))],
+    ((11, 0), CUDA_13, "sm_110f"),
+    # An NVRTC that knows no families: that of the GPU, else PTX without fp4 conversions.
+    *[((10, 0), CUDA_12_8, "sm_100a"), ((12, 0), CUDA_12_8, "sm_120a")],
+    *[((10, 3), CUDA_12_8, "compute_100"), ((12, 1), CUDA_12_8, "compute_120")],
+    *[((11, 0), CUDA_12_9, "compute_100"), ((10, 0), (12, 6), "compute_90")],
+    # GPUs without fp4 tensor cores, and ones that nobody knows.
+    *[((7, 5), CUDA_13, None), ((8, 8), CUDA_13, "compute_80"), ((9, 1), CUDA_13, "compute_90")],
+    *[((9, 0), v, "sm_90a") for v in (CUDA_12_8, CUDA_13)],
+    *[((10, 1), CUDA_13, "compute_100"), ((13, 0), CUDA_13, "compute_120")],
+]
+
+
+@pytest.mark.parametrize("capability, version, target", TARGETS)
+def test_what_is_compiled_for_each(capability, version, target) -> None:
+    found = limits.target(capability, version)
+    assert found.name == target
+    own = target is not None and not target.startswith("compute_")
+    assert (found.why is None) == own
+
+
+def test_ptx_only_where_the_driver_reads_it() -> None:
+    """Of a later NVRTC it reads none; machine code of one generation runs on its later GPUs."""
+    newer = (13, 2)
+    assert limits.target((8, 8), newer, CUDA_13).name == "sm_80"
+    assert limits.target((8, 8), newer, newer).name == "compute_80"
+    assert limits.target((10, 1), newer, CUDA_13).name == "sm_100"
+    found = limits.target((13, 0), newer, CUDA_13)
+    assert found.name is None
+    assert found.why == (
+        "compute capability 13.0 is not known here, and a driver of CUDA 13.0 reads no newer PTX"
+    )
+    assert limits.target((12, 0), newer, CUDA_13).name == "sm_120f"  # which is machine code
+    why = limits.target((10, 3), CUDA_12_8).why
+    assert why == "NVRTC 12.8 has no target for compute capability 10.3, NVRTC 12.9 has"
+
+
+@pytest.mark.parametrize(
+    "triton, capability, why",
+    [
+        *[((3, 6), c, None) for c in ((10, 0), (10, 3), (12, 0))],
+        *[((3, 6), (12, 1), "from Triton 3.8 on"), ((3, 8), (12, 1), None)],
+        *[((3, 6), (11, 0), "from Triton 3.7 on"), ((3, 7), (11, 0), None)],
+        *[((3, 7), (10, 7), "from Triton 3.8 on"), ((3, 9), (10, 7), None)],
+        *[(None, (10, 0), "not installed"), ((3, 9), (9, 0), "begin with compute capability 10.0")],
+        ((3, 9), (13, 0), "13.0 is not known to have fp4 tensor cores"),
+    ],
+)
+def test_where_triton_multiplies_codes(triton, capability, why) -> None:
+    found = limits.why_no_dot_scaled(capability, triton)
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize("capability", [(10, 7), (11, 0), (12, 2)])
+def test_later_gpus_of_a_family_have_all_kernels_after_their_checks(gpu, monkeypatch, capability):
+    gpu(capability)
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
+    for of, schemes in checked_cases.CHECKED.items():
+        for scheme in schemes:
+            served = registry.serving(op_of(of), on_gpu(of, scheme)).name
+            want = {"gemm": "cublaslt_fp4" if scheme.startswith("nvfp4") else "triton_fp4"}
+            want |= dict.fromkeys(("gemm_masked_unrotate", "grouped_gemm"), "triton_fp4")
+            assert served == want.get(of, "cuda"), (of, scheme)
+    assert emulated.of_device(0) == []
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (10, 7)])
+@pytest.mark.parametrize("version", [CUDA_12_8, CUDA_12_9, CUDA_13])
+def test_no_gpu_of_a_family_is_left_with_references(gpu, monkeypatch, capability, version):
+    """NVRTC 12.8 knows two of them; the quantizers of the others round by arithmetic."""
+    gpu(capability)
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    forget()
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: None)
+    args = on_gpu(checked_cases.BOTH, "nvfp4_ms_eden_pow2")
+    assert registry.serving("quantize", args).name == "cuda"
+    own = dict(nvrtc.conversions(launch.architecture(0)))["Q2_HW_FP4"]
+    said = [text for text in emulated.of_device(0) if "by arithmetic: NVRTC" in text]
+    assert len(said) == (not own)
+
+
+@pytest.mark.parametrize("family", sorted(limits.FAMILIES))
+def test_code_for_a_family_has_its_instructions(family) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", exc_type=ImportError)
+    target = limits.FAMILIES[family]
+    if nvrtc.version() < target.nvrtc:
+        pytest.skip(f"NVRTC {nvrtc.version()} has no {target.target}")
+    scheme, transform = get_scheme("nvfp4_ms_eden_pow2"), get_transform("rht128")
+    variant = rotate_launch(0, transform, scheme, True, False).variant
+    try:
+        codes = [
+            disassemble.disassemble(nvrtc.compile_variant(variant, name)[0])
+            for name in (target.target, target.target[:-1] + "a")
+        ]
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    counts = [code.count("F2FP.SATFINITE.E2M1") for code in codes]
+    assert counts[0] == counts[1] > 0
+
+
+# ---- what is said -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "capability, said",
+    [
+        ((9, 0), ["FP4 GEMMs on {} (9.0) are emulated in BF16: fp4 tensor cores begin with"]),
+        ((7, 5), ["quantizers on {} (7.5) are Inductor's kernels or torch", "FP4 GEMMs on {}"]),
+        ((13, 0), ["quantizers on {} (13.0) are compiled for compute_120: ", "FP4 GEMMs on {}"]),
+        ((12, 1), ["MXFP4 GEMMs on {} (12.1) are emulated in BF16: tl.dot_scaled works here"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:q2compile. none of its CUDA kernels")
+def test_what_is_emulated_is_said_with_the_reason(gpu, monkeypatch, capability, said) -> None:
+    gpu(capability)
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 6))
+    found = emulated.of_device(0)
+    assert len(found) == len(said)
+    for text, begin in zip(found, said, strict=True):
+        assert text.startswith(begin.format("a GPU that is not there"))
+
+
+def test_a_disabled_kernel_is_a_reason(gpu, monkeypatch) -> None:
+    gpu((12, 0))
+    monkeypatch.setattr(triton_fp4, "triton_version", lambda: None)
+    disable(["cublaslt_fp4"], "option disable_kernels")
+    (text,) = emulated.of_device(0)
+    assert "cublaslt_fp4: disabled by option disable_kernels; triton_fp4: Triton is not" in text
+
+
+def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
+    """Of two GPUs alike once; those of a CPU say nothing."""
+    gpu((9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Report().notes == []
+    assert len(registry.emulated()) == 1 and "emulated in BF16" in registry.emulated()[0]
+    monkeypatch.setattr(Report, "rows", [type("Row", (), {"device": "cuda", "predicted": {}})])
+    assert Report().notes == registry.emulated()
