@@ -234,7 +234,7 @@ class Library:
 def library(monkeypatch):
     def put(**settings):
         made = Library(**settings)
-        monkeypatch.setattr(cublaslt, "_library", lambda: made)
+        monkeypatch.setattr(cublaslt, "library", lambda: made)
         monkeypatch.setattr(cublaslt, "_destroy", lambda descriptors: None)
         monkeypatch.setattr(cublaslt, "_PLANS", {})
         monkeypatch.setattr(cublaslt, "remembered_algorithm", lambda *at: None)
@@ -406,20 +406,23 @@ def test_order(gpu, monkeypatch, capability, triton, format_, op):
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)
     args = on_gpu(op, FORMATS[format_])
-    blackwell = capability in [(10, 0), (10, 3), (12, 0), (12, 1)]
-    by_triton = blackwell and triton is not None and (capability != (12, 1) or triton >= (3, 8))
+    blackwell = capability in [(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
+    first = {(11, 0): (3, 7), (12, 1): (3, 8)}.get(capability, (3, 6))
+    by_triton = blackwell and triton is not None and triton >= first
     want = "triton_fp4" if by_triton else "cuda_bf16"
     if blackwell and (op, format_) == ("gemm", "nvfp4"):
         want = "cublaslt_fp4"
     assert serving(op, args).name == want
     if not by_triton:
-        with pytest.raises(ValueError, match="dot_scaled works|not installed"):
+        with pytest.raises(ValueError, match="dot_scaled works|not installed|fp4 tensor cores"):
             select(op, args, "triton_fp4")
     if op == "gemm":
         unrotated = on_gpu("gemm_masked_unrotate", FORMATS[format_])
         served = serving("gemm_masked_unrotate", unrotated).name
         assert served == ("triton_fp4" if by_triton else "reference")
-        with pytest.raises(ValueError, match="without signs back, not rht32|dot_scaled|not inst"):
+        with pytest.raises(
+            ValueError, match="without signs back, not rht32|dot_scaled|not inst|fp4 tensor"
+        ):
             select("gemm_masked_unrotate", (*unrotated[:9], "rht32", BF16), "triton_fp4")
 
 
@@ -446,7 +449,7 @@ def test_one_grouped_gemm_that_fails_is_in_bf16_and_the_others_in_fp4(gpu, monke
 
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", disagreement)
     args = on_gpu("grouped_gemm", SCHEME)
-    with pytest.warns(KernelWarning, match="'triton_fp4' of q2::grouped_gemm is given up"):
+    with pytest.warns(KernelWarning, match="'triton_fp4' of q2::grouped_gemm on cuda:0 is rej"):
         names = {g: serving("grouped_gemm", (*args[:9], g, BF16)).name for g in GEMMS}
     assert names == {g: "cuda_bf16" if g == wrong else "triton_fp4" for g in GEMMS}
 
