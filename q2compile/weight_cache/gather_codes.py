@@ -27,13 +27,13 @@ def gather_codes(model: nn.Module) -> int:
         fully_shard(model)
         q2compile.gather_codes(model)
 
-    Under the recipes ``quartet2``, ``nvfp4``, ``tetrajet2`` and ``quartet`` the GEMMs of a layer
-    read Q(w), and none reads w. A rank quantizes its shard and sends 0.5625 bytes for each element,
-    where bf16 takes 2 and fp32 4 (``nvfp4``: 0.504, its blocks are 16x16; ``quartet``: 0.656, with
-    the trust mask). The gathered codes are inputs of the compiled graph. Nothing is quantized
-    twice, so losses, gradients and weights keep their bits: `q2compile.weight_cache.shard_codes`
-    has the argument. Each forward of the model has one more collective, a maximum of 16 bytes for
-    each weight; and one more for each further dimension of the mesh (HSDP, tensor parallel).
+    Under all recipes but ``mxfp4`` and ``bf16`` the GEMMs of a layer read Q(w), and none reads w. A
+    rank quantizes its shard and sends 0.5625 bytes for each element, where bf16 takes 2 and fp32 4
+    (``nvfp4``: 0.504, its blocks are 16x16; ``quartet``: 0.656, with the trust mask). The gathered
+    codes are inputs of the compiled graph. Nothing is quantized twice, so losses, gradients and
+    weights keep their bits: `q2compile.weight_cache.shard_codes` has the argument. Each forward of
+    the model has one more collective, a maximum of 16 bytes for each weight; and one more for each
+    further dimension of the mesh (HSDP, tensor parallel).
 
     Parameters, optimizers, ``state_dict`` and checkpoints stay those of FSDP2. After ``.to()`` or
     ``load_state_dict(assign=True)`` the next forward attaches again.
