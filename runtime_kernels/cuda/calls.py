@@ -243,10 +243,20 @@ class Launching:
 
     def __call__(self, *args: Any) -> Any:
         """What the op returns: tensors, or one alone."""
-        args = self.in_form(args)  # type: ignore[assignment]
+        return self._run(self.in_form(args), self.ready)
+
+    def planned_anew(self, *args: Any) -> Any:
+        """The same, as if it were the first call of its kind."""
+
+        def ready(args: Sequence[Any]) -> Ready:
+            return Ready(self.call(*args), tensors_of(args)[0].device.index)
+
+        return self._run(self.in_form(args), ready)
+
+    def _run(self, args: Sequence[Any], ready_for: Callable[[Sequence[Any]], Ready]) -> Any:
         operands = tensors_of(args)
         with on_device(operands[0].device.index):
-            ready = self.ready(args)
+            ready = ready_for(args)
             outputs = [empty(o.shape, o.strides, o.dtype) for o in ready.outputs]
             ready([*operands, *outputs])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

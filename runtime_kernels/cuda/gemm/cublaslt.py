@@ -227,10 +227,16 @@ def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
     Raises:
         LaunchError: cuBLASLt is not there, or has no algorithm for this, or fails.
     """
-    found = _PLANS.get(product)
-    if found is None:
-        found = plan(product)
-    found.run(a, b, alpha, bias, out)
+    planned(product).run(a, b, alpha, bias, out)
+
+
+def planned(product: Product) -> Plan:
+    """What a product runs by.
+
+    Raises:
+        LaunchError: as `run`.
+    """
+    return _PLANS.get(product) or plan(product)
 
 
 def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:

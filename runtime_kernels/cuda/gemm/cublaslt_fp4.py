@@ -11,8 +11,16 @@ import torch
 from torch.nn.functional import pad
 
 from q2compile.runtime_kernels.cuda.calls import on_device
+from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.gemm import swizzle
-from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product, ready, run
+from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product, planned, ready, run
+from q2compile.runtime_kernels.cuda.gemm.first_launch import (
+    Factor,
+    compare,
+    known,
+    needed,
+    request,
+)
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     aligned,
     finished,
@@ -28,6 +36,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
+from q2compile.runtime_kernels.ops.table import GEMM
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
 
 _UNIT = 16  # cuBLASLt wants multiples of it: columns, and bytes of codes in a row
@@ -91,14 +100,33 @@ def gemm_fp4(
     rows, columns = a_codes.shape[0], b_codes.shape[0]
     if 0 in (*a_codes.shape, columns):
         return without_contraction(a_codes, b_codes, bias, dtype)
+    product = product_of(a_codes, b_codes, bias, dtype)
     with on_device(a_codes.device.index):
+        first = _first(product, a_codes.device)
         out = _product(
-            product_of(a_codes, b_codes, bias, dtype),
+            product,
             (a_codes, swizzle.swizzled(a_scales, rows, a_spec), a_global),
             (b_codes, swizzle.swizzled(b_scales, columns, b_spec), b_global),
             bias if takes(bias, dtype) else None,
         )
-    return finished(out, None, None if takes(bias, dtype) else bias, dtype)
+        out = finished(out, None, None if takes(bias, dtype) else bias, dtype)
+        if first is not None:
+            a = Factor(a_codes, a_scales, a_global, a_spec)
+            compare(first, out, a, Factor(b_codes, b_scales, b_global, b_spec), bias)
+    return out
+
+
+def _first(product: Product, device: torch.device) -> Request | None:
+    """Of the first large product by an algorithm, which is compared.
+
+    Raises:
+        WrongError: it was wrong.
+    """
+    if not needed(product.rows, product.columns, product.k):
+        return None
+    which = planned(product).algorithm, product.dtype, product.bias
+    first = request(GEMM, CUBLASLT_FP4, device, *which)
+    return None if known(first) else first
 
 
 def _product(product: Product, a, b, bias: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import on_device
-from q2compile.runtime_kernels.cuda.gemm import swizzle
+from q2compile.runtime_kernels.cuda.gemm import first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     ALIGNMENT,
     aligned,
@@ -135,8 +135,24 @@ def _gemm(
     asked = form(bias, a_scheme, b_scheme, dtype), transform
     variant = tile, a_spec.width, asked, width % tile.k
     op = GEMM if mask is None else GEMM_MASKED_UNROTATE
+    first = None
+    if first_launch.needed(rows, columns, 2 * width):
+        first = first_launch.request(op, TRITON_FP4, a_codes.device, *variant)
+        first = None if first_launch.known(first) else first
     with compiling(op, a_codes.device, variant), on_device(index):
-        return gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
+        out = gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
+    if first is not None:
+
+        def finish(rows_of_product, picked, begin, end):
+            part = mask[picked, begin // 8 : end // 8].contiguous()
+            return torch.ops.q2.masked_unrotate(rows_of_product, part, transform)
+
+        factors = (
+            first_launch.Factor(a_codes, a_scales, a_global, a_spec),
+            first_launch.Factor(b_codes, b_scales, b_global, b_spec),
+        )
+        first_launch.compare(first, out, *factors, bias, finish if mask is not None else None)
+    return out
 
 
 # What Triton says of a variant each time, after seconds.

@@ -14,7 +14,9 @@ import sys
 import threading
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -284,10 +286,29 @@ def wait(index: int) -> bool:
     return True
 
 
-@functools.cache
+_ONE_MULTIPROCESSOR: ContextVar[bool] = ContextVar("q2compile_one_multiprocessor", default=False)
+
+
 def multiprocessors(index: int) -> int:
-    """Multiprocessors of a CUDA device."""
+    """Multiprocessors of a CUDA device, or those that grids are planned for."""
+    return 1 if _ONE_MULTIPROCESSOR.get() else all_multiprocessors(index)
+
+
+@functools.cache
+def all_multiprocessors(index: int) -> int:
+    """Of a CUDA device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@contextmanager
+def on_one_multiprocessor() -> Iterator[None]:
+    """Grids are planned as for a device with one, so that each thread block has several tiles of
+    small operands to work on."""
+    token = _ONE_MULTIPROCESSOR.set(True)
+    try:
+        yield
+    finally:
+        _ONE_MULTIPROCESSOR.reset(token)
 
 
 def _checked(result: tuple, launch: Launch):

@@ -81,7 +81,7 @@ def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, h
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_training_goes_on_with_the_right_numbers(monkeypatch, folder, how) -> None:
+def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder, how) -> None:
     model, x = Mlp(), torch.randn(32, 64)
 
     def step():
@@ -96,14 +96,13 @@ def test_training_goes_on_with_the_right_numbers(monkeypatch, folder, how) -> No
 
     want = step()
     refuses = lambda *args: checks.refusal(request(how, folder))  # noqa: E731
-    broken = Kernel("gemm", "broken", "cpu", lambda *args: 1 / 0, refuses, registry._nothing)
-    monkeypatch.setitem(registry._KERNELS, "gemm", [broken, *registry._KERNELS["gemm"]])
+    calls = candidate("gemm", ZeroDivisionError(), refuses=refuses)
     for _ in range(2):
         with pytest.warns(KernelWarning) as caught:
             assert all(map(torch.equal, step(), want))
         assert len(texts(caught, KernelWarning)) == 1
         new_process(monkeypatch)
-    assert runs(folder) == [how]
+    assert runs(folder) == [how] and calls == []
 
 
 @pytest.mark.parametrize("how", ["trap", "illegal", "hang"])

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first large GEMM of each algorithm or specialization, compared with a BF16 GEMM.
+
+Self-checks are small, and cuBLASLt has other algorithms for large products, Triton other tiles. So
+the first time that a GEMM of 2^30 FLOPs or more runs with one, 128 rows of its result, from all
+over the matrix, are compared on the device with the same rows by a BF16 GEMM of the dequantized
+operands. That is done once, its result is kept on disk (check_results.py), and one that is wrong is
+rejected: the call raises, and the next kernel serves it. Nothing is compared while a CUDA graph is
+captured; the run before has done so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from q2compile.runtime_kernels.cuda import check_results
+from q2compile.runtime_kernels.cuda.check_results import Request, Result
+from q2compile.runtime_kernels.cuda.checked_cases import GEMM_ERROR
+from q2compile.runtime_kernels.kernel_states import rejected
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.ops.gemm import alpha_of
+
+FLOPS = 2**30
+ROWS = 128
+_COLUMNS = 512  # of b that are dequantized at once, some 100 MiB where a row is long
+_CHUNK = 128  # columns that are compared as one
+# Of a chunk of a row, whose few numbers add up to more or less than what is usual.
+_OF_CHUNK = 4.0
+# A chunk that is smaller than this share of the usual one is compared with that one.
+_SMALL = 2.0**-6
+
+
+class WrongError(RuntimeError):
+    """A GEMM's first large result is wrong."""
+
+
+class Factor(NamedTuple):
+    """An operand; of b without a global scale, a has the product of both."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: Any
+    spec: Scheme
+
+
+# What comes behind the rounded product: from rows of it, their numbers, and its columns from one to
+# another, to the result.
+Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+_RESULTS: dict[tuple, Result] = {}
+
+
+def needed(m: int, n: int, k: int) -> bool:
+    """Whether a product is large enough."""
+    return 2 * m * n * k >= FLOPS
+
+
+def known(what: Request) -> bool:
+    """Whether it was compared before, here or by an earlier process.
+
+    Raises:
+        WrongError: it was wrong.
+    """
+    found = _RESULTS.get(what.check)
+    if found is None:
+        found = check_results.kept(what)
+        if found is None:
+            return False
+        _RESULTS[what.check] = found
+    if found.reason is not None:
+        raise WrongError(found.reason.removeprefix(rejected("")))
+    return True
+
+
+def request(op: str, name: str, device: torch.device, *which: Hashable) -> Request:
+    """which: the algorithm or the specialization, and the types of bias and result."""
+    return Request((op, name, device, "first launch", *which), __name__, ())
+
+
+def compare(
+    what: Request,
+    out: torch.Tensor,
+    a: Factor,
+    b: Factor,
+    bias: torch.Tensor | None,
+    finish: Finish | None = None,
+) -> None:
+    """Compares rows of a result with what a BF16 GEMM makes of them, and keeps what it finds. Where
+    there is no memory for that, nothing.
+
+    Raises:
+        WrongError: they differ.
+    """
+    if out.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    start = time.perf_counter()
+    try:
+        with torch.no_grad():
+            worst = _worst(out, a, b, bias, finish)
+    except torch.OutOfMemoryError:
+        return
+    limit = GEMM_ERROR[out.dtype]
+    reason = None
+    if not worst <= 1:
+        reason = (
+            f"its first large result, {out.shape[0]} x {out.shape[1]} in {out.dtype}, differs from "
+            f"a BF16 GEMM's by {worst:.1e} times the {limit:.1e} that rounding explains"
+        )
+    result = Result(reason and rejected(reason), time.perf_counter() - start)
+    _RESULTS[what.check] = result
+    check_results.keep(what, result)
+    if reason is not None:
+        raise WrongError(reason)
+
+
+def _worst(
+    out: torch.Tensor, a: Factor, b: Factor, bias: torch.Tensor | None, finish: Finish | None
+) -> float:
+    """The largest error of the whole and of any chunk, over what rounding explains."""
+    rows, columns = out.shape
+    picked = torch.linspace(0, rows - 1, min(ROWS, rows), device=out.device).round().long()
+    a_rows = _values(_rows_of(a, picked))
+    alpha, dtype = alpha_of(a.global_scale, b.global_scale), out.dtype
+    errors: list[torch.Tensor] = []
+    sizes: list[torch.Tensor] = []
+    for begin in range(0, columns, _COLUMNS):
+        end = min(begin + _COLUMNS, columns)
+        part = torch.arange(begin, end, device=out.device)
+        want = _product(a_rows, _values(_rows_of(b, part))) * alpha
+        if bias is not None:
+            want += bias[begin:end]
+        want = want.to(dtype)
+        if finish is not None:
+            want = finish(want, picked, begin, end)
+        got = out[picked, begin:end].float()
+        want = want.float()
+        difference = (got - want).nan_to_num_(0, 0, 0)
+        # What is not finite in one has to be so in the other.
+        difference += (got.isfinite() != want.isfinite()) * 1e30
+        for each, into in ((difference, errors), (want.nan_to_num(0, 0, 0), sizes)):
+            padded = torch.nn.functional.pad(each, (0, -each.shape[1] % _CHUNK))
+            into.append(padded.unflatten(1, (-1, _CHUNK)).square().sum(2))
+    error, size = torch.cat(errors, 1), torch.cat(sizes, 1)
+    usual = size.mean()
+    limit = GEMM_ERROR[dtype]
+    whole = error.sum() / (limit**2 * size.sum()).clamp_min(1e-30)
+    chunk = error / ((_OF_CHUNK * limit) ** 2 * size.clamp_min(_SMALL**2 * usual)).clamp_min(1e-30)
+    return float(torch.maximum(whole, chunk.max()).sqrt())
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return a.float() @ b.float().t()
+
+
+def _rows_of(factor: Factor, rows: torch.Tensor) -> Factor:
+    """Those rows of an operand, with scales that are not swizzled and one a row."""
+    codes, scales, unit, spec = factor
+    if spec.swizzled:
+        scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // spec.width)
+    # A scale has no index on every device.
+    picked = scales.view(torch.uint8)[rows // spec.block[0]].view(scales.dtype)
+    return Factor(codes[rows], picked, unit, spec)
+
+
+def _values(factor: Factor) -> torch.Tensor:
+    """code * scale in bf16, which is exact."""
+    codes, scales, _, spec = factor
+    values = decode_e2m1(codes)
+    return (values * scales.float().repeat_interleave(spec.width, 1)).to(torch.bfloat16)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in training is what was checked: thread blocks with several tiles, and the algorithms
+of large GEMMs. Faults that small self-checks do not see are found, and training has the right
+numbers."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import calls, check_results, checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swizzle
+from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
+from q2compile.runtime_kernels.cuda.jit import launch
+from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
+from q2compile.runtime_kernels.numerics.formats import decode_e2m1
+from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
+from q2compile.runtime_kernels.registry import Kernel, KernelWarning
+from tests.support import emulation
+from tests.support.small_model import Mlp, quantized
+from tests.support.warned import texts
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+CPU = torch.device("cpu")
+SCHEME = "nvfp4_46_pow2"
+
+
+# ---- several tiles for each thread block ---------------------------------------------------------
+
+
+def emulated_disagreement(monkeypatch, run) -> str | None:
+    """Of a quantizer, launched by `run` on a device with more multiprocessors than tiles."""
+    emulation.serve(monkeypatch, "sm_90a", run)
+
+    def poisoned(size, stride, dtype):
+        bytes_ = torch.full((*size, dtype.itemsize), 77, dtype=torch.uint8)
+        return bytes_.view(dtype).view(size)
+
+    monkeypatch.setattr(calls, "empty", poisoned)
+    monkeypatch.setattr(launch, "all_multiprocessors", lambda index: 132)
+    for module in (plan, quantizers):
+        monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
+    own = Kernel("quantize", "emulated", "cpu", quantizers.quantize, registry._nothing, None)
+    monkeypatch.setitem(registry._KERNELS, "quantize", [own, *registry._KERNELS["quantize"]])
+    what = "quantize", "emulated", CPU, "nvfp4_ms_eden_pow2"
+    return selfcheck.disagreement(*what, checked_cases.COLUMNWISE)
+
+
+TILES = 28  # where their number is among the parameters of rotate_quantize.cu
+
+
+def test_wrong_bits_in_the_second_tile_are_found(monkeypatch) -> None:
+    """Of a thread block: with one tile for each there is nothing wrong."""
+    grids = []
+
+    def run(launched, architecture, grid, *values):
+        values = list(values)
+        if launched.variant.file == "rotate_quantize.cu":
+            grids.append((grid[0], values[TILES]))
+            values[TILES] = min(values[TILES], grid[0])  # no second one is worked on
+        emulation.emulate(launched, architecture, grid, *values)
+
+    found = emulated_disagreement(monkeypatch, run)
+    assert found is not None and found.endswith("with several tiles for each thread block")
+    assert any(blocks == tiles > 1 for blocks, tiles in grids)
+    assert any(2 * blocks <= tiles for blocks, tiles in grids)
+
+
+def test_right_bits_in_all_tiles_agree(monkeypatch) -> None:
+    assert emulated_disagreement(monkeypatch, emulation.emulate) is None
+
+
+# ---- the first large GEMM of an algorithm --------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(first_launch, "_RESULTS", {})
+
+
+def factors(m, n, k, schemes=(SCHEME, SCHEME)) -> list[Factor]:
+    found = []
+    for rows, scheme in zip((m, n), schemes, strict=True):
+        spec = get_scheme(scheme)
+        x = torch.randn(rows, k)
+        amax = x.abs().amax() if spec.takes_amax else None
+        made = torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
+        found.append(Factor(*made, spec))
+    return found
+
+
+def product(a: Factor, b: Factor, bias, dtype) -> torch.Tensor:
+    operands = (*a[:3], *b[:3], bias, a.spec.name, b.spec.name, dtype)
+    return torch.ops.q2.gemm(*operands)
+
+
+def request(*which):
+    return first_launch.request("gemm", "cublaslt_fp4", CPU, *which)
+
+
+SCHEMES = [
+    *[(SCHEME, SCHEME), (SCHEME + SWIZZLED, SCHEME + SWIZZLED), ("nvfp4_46", "nvfp4_16x16_pow2")],
+    ("mxfp4_rtn34", "mxfp4_rtn34"),
+]
+
+
+@pytest.mark.parametrize("schemes", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_right_products_pass(schemes, dtype) -> None:
+    """Of any scheme, with and without a bias; rows of zeros, and what is not finite."""
+    a, b = factors(300, 600, 192, schemes)
+    a.codes[10:200] = 0
+    for i, bias in enumerate((None, torch.randn(600).to(dtype))):
+        out = product(a, b, bias, dtype)
+        first_launch.compare(request(i), out, a, b, bias)
+        assert first_launch.known(request(i))
+
+
+FAULTS = {
+    "a tile": lambda out: out[128:256, 256:384].zero_(),
+    "a tile from elsewhere": lambda out: out[:128, 128:256].copy_(out[:128, :128].clone()),
+    "the last rows": lambda out: out[256:].mul_(1.1),
+    "alpha": lambda out: out.mul_(2),
+    "a NaN": lambda out: out[0].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_products_are_rejected_for_good(monkeypatch, fault) -> None:
+    """By the next process, too; another algorithm is none the worse."""
+    a, b = factors(300, 512, 256)
+    out = product(a, b, None, torch.bfloat16)
+    FAULTS[fault](out)
+    with pytest.raises(WrongError, match="its first large result, 300 x 512 in torch.bfloat16"):
+        first_launch.compare(request(1), out, a, b, None)
+    for _ in range(2):
+        with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
+            first_launch.known(request(1))
+        monkeypatch.setattr(first_launch, "_RESULTS", {})
+    assert not first_launch.known(request(2))
+
+
+def test_an_unrotated_product(monkeypatch) -> None:
+    a, b = factors(256, 512, 128, ("mxfp4_rtn", "mxfp4_rtn"))
+    mask = torch.randint(0, 256, (256, 64), dtype=torch.uint8)
+    plain = product(a, b, None, torch.bfloat16)
+    out = torch.ops.q2.masked_unrotate(plain, mask, "h32")
+
+    def finish(rows, picked, begin, end):
+        part = mask[picked, begin // 8 : end // 8].contiguous()
+        return torch.ops.q2.masked_unrotate(rows, part, "h32")
+
+    first_launch.compare(request(1), out, a, b, None, finish)
+    with pytest.raises(WrongError):
+        first_launch.compare(request(2), plain, a, b, None, finish)
+
+
+def test_large_products_alone() -> None:
+    assert first_launch.needed(8192, 1024, 64) and not first_launch.needed(8192, 1023, 64)
+
+
+def test_without_memory_it_is_compared_the_next_time(monkeypatch) -> None:
+    def worst(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(first_launch, "_worst", worst)
+    a, b = factors(16, 16, 32)
+    first_launch.compare(request(1), product(a, b, None, torch.bfloat16), a, b, None)
+    assert not first_launch.known(request(1))
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_nothing_is_compared_in_a_cuda_graph_capture(monkeypatch, capturing) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    compared = []
+    monkeypatch.setattr(first_launch, "_worst", lambda *args: compared.append(args) or 0.0)
+    result = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1))
+    first_launch.compare(request(1), result, None, None, None)
+    assert len(compared) == (not capturing) and first_launch.known(request(1)) == (not capturing)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wrong) -> None:
+    """cuBLASLt's kernel on a CPU, whose algorithm for large products is wrong in one tile. It runs
+    once, and no more after that, nor in the next process."""
+    ran = []
+
+    def operand(codes, scales, rows):
+        plain = unswizzle_32x4x4(scales, rows, codes.shape[1] // 8).float()
+        return decode_e2m1(codes) * plain.repeat_interleave(16, 1)
+
+    def run(asked, a, b, alpha, bias, out):
+        want = operand(*a, asked.rows) @ operand(*b, asked.columns).t() * alpha
+        want = want if bias is None else want + bias
+        ran.append(asked)
+        out.copy_(want)
+        if wrong:
+            out[:16, :16] = 3.0
+
+    monkeypatch.setattr(cublaslt_fp4, "run", run)
+    monkeypatch.setattr(cublaslt_fp4, "planned", lambda asked: SimpleNamespace(algorithm=(66, 7)))
+    monkeypatch.setattr(cublaslt_fp4, "on_device", lambda index: nullcontext())
+    monkeypatch.setattr(cublaslt_fp4, "empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]))
+    monkeypatch.setattr(swizzle, "swizzled", _swizzled)
+    monkeypatch.setattr(first_launch, "FLOPS", 1)
+    model, x = Mlp(), torch.randn(32, 64)
+    want = step(model, x)
+    own = {"function": cublaslt_fp4.gemm_fp4, "refuses": _other_formats}
+    candidate("gemm", None, "large", **own)
+    for attempt in range(2):
+        before = len(ran)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = step(model, x)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+        said = texts(caught, KernelWarning)
+        assert len(said) == wrong
+        if wrong:
+            assert "kernel 'large' of q2::gemm on cpu is rejected" in said[0]
+            assert "its first large result" in said[0]
+            first = {(p.dtype, p.bias) for p in ran}
+            assert first
+            assert len(ran) - before == (0 if attempt else len(first))
+        registry._SAID.clear()
+        monkeypatch.setattr(registry, "_FAILURES", {})
+        monkeypatch.setattr(first_launch, "_RESULTS", {})  # as in a new process
+    assert ran
+    kept = list(check_results.nvrtc.cache_dir().glob("gemm-*.checked"))
+    assert len(kept) == len({(p.dtype, p.bias) for p in ran})
+
+
+def _other_formats(*args) -> str | None:
+    return None if get_scheme(args[7]).format == "nvfp4" else "it is nvfp4's"
+
+
+def _swizzled(scales, rows, spec):
+    if spec.swizzled:
+        return scales
+    plain = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
+    return swizzle_32x4x4(plain.view(torch.float8_e4m3fn))
+
+
+def step(model, x) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    y = quantized(model)(x)
+    y.square().sum().backward()
+    results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    return results
