@@ -23,6 +23,8 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     MASKED,
     OF_FORMAT,
     ROWWISE,
+    Use,
+    used,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused
@@ -53,9 +55,9 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
             fused.begin(index, keywords, operands)
 
 
-def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant, str]]:
-    """The quantizers of a recipe, as variants with schemes, and the ops that are launched beside
-    them. codes: whether GEMMs read codes, with swizzled scales; else bf16 numbers.
+def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
+    """The quantizers of a recipe, as they are used, with schemes, and the ops that are launched
+    beside them. codes: whether GEMMs read codes, with swizzled scales; else bf16 numbers.
     """
     fprop = recipe.fprop
     for operand in (fprop.a, fprop.b) if fprop else ():
@@ -73,21 +75,21 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant, 
         if fprop and operand is fprop.b and not codes and _named(operand, codes) != scheme:
             yield ROWWISE, _named(operand, codes)  # of a large weight
     for variant, operand in _of_gradients(recipe):
-        yield variant, _named(operand, codes)
+        yield used(variant, operand.transform), _named(operand, codes)
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
         rotated = get_transform(gemm.b.transform).size > 1
         if gemm.b.source == "requantize":
             again = AGAIN._replace(rotated=rotated)
-            yield again, _named(gemm.b, codes)
+            yield used(again, gemm.b.transform), _named(gemm.b, codes)
             if gemm is recipe.dgrad and fprop and rounds_by_scales(get_scheme(fprop.b.scheme)):
                 # Of a weight: asked for as the joint graph names it, and then as passes do.
-                by_scales = again._replace(by_scales=True)
+                by_scales = used(again._replace(by_scales=True), gemm.b.transform)
                 yield by_scales, _named(gemm.b, codes, saved=True)
                 yield by_scales, _named(gemm.b, codes)
         elif gemm.b.source == "reuse":
             yield TRANSPOSE, gemm.b.scheme
         else:
-            columnwise = COLUMNWISE._replace(rotated=rotated)
+            columnwise = used(COLUMNWISE._replace(rotated=rotated), gemm.b.transform)
             yield columnwise, _named(gemm.b, codes)
             if gemm.b.source == "forward":
                 yield columnwise, _named(gemm.b, codes, saved=True)

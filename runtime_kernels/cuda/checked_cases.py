@@ -6,6 +6,7 @@ scheme; of a quantizer for a variant (ops/table.py).
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_sc
 from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
 
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
+_UNALIGNED = 261  # rows of which begin anywhere
 ROWS = (130, 1)
 _COLUMNS = 200  # of a product
 _PADDED = 224  # of one that is rotated back
@@ -59,10 +61,47 @@ RESULTS = {
 }
 
 
-def _matrix(rows: int, width: int = _WIDTH) -> torch.Tensor:
+class Use(NamedTuple):
+    """A variant of a quantizer as it is used, where that is not the usual way (`used`).
+
+    vectors: rows of its operand begin on 16 bytes.
+    """
+
+    variant: Variant
+    transform: str
+    dtype: torch.dtype = torch.bfloat16
+    vectors: bool = True
+
+    @property
+    def op(self) -> str:
+        return self.variant.op
+
+    def __str__(self) -> str:
+        unaligned = ", unaligned" * (not self.vectors)
+        return f"{self.variant}, {self.transform}, {self.dtype}{unaligned}"
+
+
+def used(
+    variant: Variant,
+    transform: str,
+    dtype: torch.dtype = torch.bfloat16,
+    vectors: bool = True,
+) -> Variant | Use:
+    """What is checked for a call: the variant alone stands for the usual transform, of bf16, in
+    rows that begin on 16 bytes."""
+    use = Use(variant, transform, dtype, vectors)
+    return variant if use == _usual(variant) else use
+
+
+def _usual(of: Variant | Use) -> Use:
+    """A variant as it is usually used."""
+    return Use(of, _rotation(of)) if isinstance(of, Variant) else of
+
+
+def _matrix(rows: int, width: int = _WIDTH, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(rows)
     x = torch.randn((rows, width), generator=generator, dtype=torch.float32, device="cpu")
-    return x.to(torch.bfloat16)
+    return x.to(dtype)
 
 
 def _quantized(scheme: str, rows: int, width: int = _WIDTH) -> tuple[torch.Tensor, ...]:
@@ -88,25 +127,28 @@ OF_FORMAT = {"nvfp4": _FORWARD, "mxfp4": "mxfp4_rtn"}
 _OF_GEMM = {"nvfp4": (_FORWARD, "nvfp4_46"), "mxfp4": ("mxfp4_rtn", "mxfp4_rtn34")}
 
 
-def _source(scheme: str, rows: int) -> tuple[str, tuple[torch.Tensor, ...]]:
+def _source(scheme: str, rows: int, width: int) -> tuple[str, tuple[torch.Tensor, ...]]:
     """A forward scheme of the same format, its scales swizzled where the scheme's are, and an
     operand in it."""
     spec = get_scheme(scheme)
     source = OF_FORMAT[spec.format] + (SWIZZLED if spec.swizzled else "")
-    return source, _quantized(source, rows)
+    return source, _quantized(source, rows, width)
 
 
-def _quantize(scheme: str, variant: Variant, rows: int) -> tuple:
+def _quantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
     """For dbias of so many rows that a thread adds up more than one tile."""
-    x = _matrix(8 * rows if variant.dbias else _IN_GROUPS if variant.grouped else rows)
+    variant, transform, dtype, vectors = _usual(of)
+    rows = 8 * rows if variant.dbias else _IN_GROUPS if variant.grouped else rows
+    x = _matrix(rows, _WIDTH if vectors else _UNALIGNED, dtype)
+    takes_amax = get_scheme(scheme).takes_amax and not (variant.rotated or variant.columnwise)
     call = QuantizerCall.named(
         QUANTIZE,
         x=x,
         scheme=scheme,
-        transform=_rotation(variant),
+        transform=transform,
         rowwise=variant.rowwise,
         columnwise=variant.columnwise,
-        amax=None if variant.rotated or variant.columnwise else _amax(scheme, rows),
+        amax=torch.ops.q2.amax(x) if takes_amax else None,
         rowwise_seed=_seed() if variant.rowwise and not variant.masked else None,
         columnwise_seed=_seed(variant.rowwise) if variant.columnwise else None,
         mask=variant.masked,
@@ -115,18 +157,19 @@ def _quantize(scheme: str, variant: Variant, rows: int) -> tuple:
     return _with_groups(call, variant)
 
 
-def _requantize(scheme: str, variant: Variant, rows: int) -> tuple:
-    rows = _IN_GROUPS if variant.grouped else rows
-    source, packed = _source(scheme, rows)
+def _requantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
+    variant, transform, _, vectors = _usual(of)
+    rows, width = _IN_GROUPS if variant.grouped else rows, _WIDTH if vectors else _UNALIGNED
+    source, packed = _source(scheme, rows, width)
     call = QuantizerCall.named(
         REQUANTIZE,
-        source=_matrix(rows) if variant.by_scales else packed[0],
+        source=_matrix(rows, width) if variant.by_scales else packed[0],
         scales=packed[1],
         global_scale=packed[2],
         source_scheme=source,
         scheme=scheme,
-        transform=_rotation(variant),
-        rows=_WIDTH,
+        transform=transform,
+        rows=width,
         columnwise_seed=_seed(),
         rng_offset=1,
         by_scales=variant.by_scales,
@@ -200,15 +243,15 @@ def _grouped_mm(scheme: str) -> tuple:
     return (_matrix(_IN_GROUPS), weights, _groups()[0])
 
 
-def op_of(of: str | Variant) -> str:
+def op_of(of: str | Variant | Use) -> str:
     """The op of what is checked."""
-    return of.op if isinstance(of, Variant) else of
+    return of if isinstance(of, str) else of.op
 
 
-def arguments_of(of: str | Variant, scheme: str, rows: int = ROWS[0]) -> tuple:
+def arguments_of(of: str | Variant | Use, scheme: str, rows: int = ROWS[0]) -> tuple:
     """The arguments of an op that has a CUDA kernel, or of a variant of a quantizer, on the CPU,
     for a scheme and rows of its operand."""
-    if isinstance(of, Variant):
+    if not isinstance(of, str):
         return (_requantize if of.op == REQUANTIZE else _quantize)(scheme, of, rows)
     return _ARGUMENTS[of](scheme, rows)
 

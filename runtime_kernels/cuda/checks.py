@@ -30,6 +30,7 @@ import torch
 from q2compile.runtime_kernels.cuda import check_results
 from q2compile.runtime_kernels.cuda.check_child import Checker, Unable
 from q2compile.runtime_kernels.cuda.check_results import UNENDED, Check, Request, Result
+from q2compile.runtime_kernels.cuda.checked_cases import Use
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.kernel_states import (
     DeviceLostError,
@@ -234,5 +235,5 @@ def _device_error(device: torch.device) -> Exception | None:
 def _warn(request: Request, result: Result) -> None:
     if result.reason is not None:
         op, name, device, *what = request.check
-        variants = (str(part) for part in what if isinstance(part, Variant))
+        variants = (str(part) for part in what if isinstance(part, Variant | Use))
         warn_of_failure(next(variants, op), name, device, result.reason)

@@ -29,6 +29,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     ROWS,
     Form,
     GroupedForm,
+    Use,
     arguments_of,
     op_of,
 )
@@ -48,12 +49,12 @@ from q2compile.runtime_kernels.ops.table import (
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
 
 # What a check is of, beside op and scheme.
-What = Form | GroupedForm | Variant | None
+What = Form | GroupedForm | Variant | Use | None
 
 
 def refusal(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
     """None when the kernel may be used with a scheme on this CUDA device, otherwise the reason in
-    words. what: the form of a GEMM, grouped or not; the variant of a quantizer.
+    words. what: the form of a GEMM, grouped or not; the variant of a quantizer and how it is used.
 
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
@@ -61,10 +62,10 @@ def refusal(op: str, name: str, index: int, scheme: str, what: What = None) -> s
     return unsupported(index) or checks.refusal(request_of(op, name, index, scheme, what))
 
 
-def begin(of: str | Variant, index: int, scheme: str) -> None:
+def begin(of: str | Variant | Use, index: int, scheme: str) -> None:
     """Has the self-check of an op's kernel CUDA run on this device, of a quantizer for a variant,
     if it is still to come, and threads compile what it launches."""
-    request = request_of(op_of(of), CUDA, index, scheme, of if isinstance(of, Variant) else None)
+    request = request_of(op_of(of), CUDA, index, scheme, None if isinstance(of, str) else of)
     if not checks.is_known(request):
         checks.begin(request, _compiled(request, of, index))
 
@@ -83,7 +84,7 @@ def request_of(op: str, name: str, index: int, scheme: str, what: What = None) -
     return Request((op, name, device, scheme, what), __name__, (op, name, device, scheme, *of))
 
 
-def _compiled(request: Request, of: str | Variant, index: int) -> list[Future]:
+def _compiled(request: Request, of: str | Variant | Use, index: int) -> list[Future]:
     """By threads, what a self-check launches."""
     op, _, device, scheme, _ = request.check
     launching = next(k.launching for k in kernels(op) if k.name == CUDA)
@@ -99,7 +100,7 @@ def disagreement(
     name: str,
     device: torch.device,
     scheme: str,
-    of: Sequence[Form | GroupedForm] | Variant | None = None,
+    of: Sequence[Form | GroupedForm] | Variant | Use | None = None,
 ) -> str | None:
     """Runs kernel `name` of an op on small inputs of a scheme: None when it agrees with the
     reference, otherwise how it differs.
@@ -113,8 +114,8 @@ def disagreement(
     with apart(device):
         if op == "grouped_mm":
             return _of_gemm(op, name, device, arguments_of(op, scheme))
-        if isinstance(of, Variant) or op not in CASES:
-            checked = of if isinstance(of, Variant) else op
+        if isinstance(of, Variant | Use) or op not in CASES:
+            checked = of if isinstance(of, Variant | Use) else op
             cases = [arguments_of(checked, scheme, rows) for rows in ROWS]
             differences = (_bits_of(op, name, device, arguments) for arguments in cases)
             return next(filter(None, differences), None)

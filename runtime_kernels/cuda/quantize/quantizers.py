@@ -15,6 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.runtime_kernels.cuda.calls import At, Call, Form, aligned, launching, tensors_of
+from q2compile.runtime_kernels.cuda.checked_cases import Use, used
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.plan import (
     Direction,
@@ -36,7 +37,7 @@ from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED
 from q2compile.runtime_kernels.ops import quantize as quantize_op
 from q2compile.runtime_kernels.ops import requantize as requantize_op
-from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
 from q2compile.runtime_kernels.registry import CUDA
 
 
@@ -64,8 +65,23 @@ def _refuses(call: QuantizerCall) -> str | None:
         # Whose self-check has a source with swizzled scales, too.
         scheme = scheme.with_form(SWIZZLED)
     return why_not(call) or refusal(
-        call.spec.name, CUDA, call.x.device.index, scheme.name, call.variant
+        call.spec.name, CUDA, call.x.device.index, scheme.name, _use(call)
     )
+
+
+def _use(call: QuantizerCall) -> Variant | Use:
+    """Of unaligned rows only where that is known: a size may be a symbol."""
+    x, known = call.x, statically_known_true
+    if call.spec.name == REQUANTIZE:
+        odd = known(x.shape[1] % 8 != 0) if call.by_scales else False
+        return used(call.variant, call.transform.name, vectors=not odd)
+    pitch = x.shape[1]  # of what is copied
+    if known(x.stride(1) == 1):
+        pitch = x.stride(0)
+    elif known(x.stride(0) == 1) and not _wants_rows(call):
+        pitch = x.stride(1)
+    vectors = not known(pitch * x.element_size() % 16 != 0)
+    return used(call.variant, call.transform.name, x.dtype, vectors)
 
 
 # ---- from a matrix ----

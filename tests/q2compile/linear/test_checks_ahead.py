@@ -18,6 +18,7 @@ from q2compile.linear.checks_ahead import begin_checks, checked_calls
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import checked_cases, checks, selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import Use
 from q2compile.runtime_kernels.cuda.jit import launch, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import fused, quantizers
 from q2compile.runtime_kernels.ops.table import Variant
@@ -38,7 +39,7 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
 
     def refusal(op, name, index, scheme, what=None):
         if name == CUDA:
-            found.add((what if isinstance(what, Variant) else op, scheme))
+            found.add((what if isinstance(what, Variant | Use) else op, scheme))
 
     for name, module in list(sys.modules.items()):
         theirs = name.startswith("q2compile.runtime_kernels.cuda.") and "fused" not in name
@@ -62,7 +63,7 @@ def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen
     large = {checked_cases.ROWWISE} if capability == 90 and recipe != "nvfp4" else set()
-    if recipe in ("quartet2", "tetrajet2"):
+    if recipe in ("quartet2", "quartet2_search", "tetrajet2"):
         large |= {checked_cases.AGAIN._replace(by_scales=True)}
     assert {op for op, _ in foreseen - found} == ({"split_scales"} if recipe == "nvfp4" else large)
 

@@ -23,6 +23,7 @@ from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import Kernel, KernelWarning
 from tests.support import emulation
+from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
 
@@ -256,3 +257,37 @@ def step(model, x) -> list[torch.Tensor]:
     results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
     model.zero_grad()
     return results
+
+
+# ---- the way a quantizer is used -----------------------------------------------------------------
+
+
+def test_transform_dtype_and_alignment_are_checked_apart(gpu, monkeypatch) -> None:
+    """The usual way is the variant alone; another one is another check, with operands like it."""
+    gpu((9, 0))
+    ran = []
+    monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what[4]))
+    variant = checked_cases.COLUMNWISE
+    ways = [
+        *[("rht128", torch.bfloat16, True), ("rht16", torch.bfloat16, True)],
+        *[("rht128", torch.float16, True), ("rht128", torch.float32, True)],
+        ("rht128", torch.bfloat16, False),
+    ]
+    for way in ways:
+        of = checked_cases.used(variant, *way)
+        args = on_gpu(of, "nvfp4_ms_eden_pow2")
+        assert [registry.serving("quantize", args).name for _ in range(2)] == ["cuda"] * 2
+    assert ran == [variant, *(checked_cases.Use(variant, *way) for way in ways[1:])]
+    assert str(ran[-1]) == "quantize columnwise rotated, rht128, torch.bfloat16, unaligned"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("vectors", [True, False])
+def test_operands_of_a_check_are_as_it_says(dtype, vectors) -> None:
+    of = checked_cases.used(checked_cases.ROWWISE, "none", dtype, vectors)
+    x, *_ = checked_cases.arguments_of(of, "nvfp4_46")
+    assert x.dtype == dtype and (x.stride(0) * x.element_size() % 16 == 0) == vectors
+    again = checked_cases.AGAIN._replace(by_scales=True)
+    of = checked_cases.used(again, "rht16", vectors=vectors)
+    x, *_ = args = checked_cases.arguments_of(of, "nvfp4_sr_pow2")
+    assert (x.shape[1] % 8 == 0) == vectors and len(registry.call_op("requantize", args)) == 3
