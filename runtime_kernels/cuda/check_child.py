@@ -193,6 +193,7 @@ class Checker:
             if self._unable is not None:
                 return self._unable
             began: list[Request] = []  # and not ended: those inside of others come last
+            fresh = self._child is None
             try:
                 if (unable := self._asked_once(request, began)) is not None:
                     return unable
@@ -201,10 +202,11 @@ class Checker:
                 self._reject(began[-1], f"its self-check did not end within {took:.0f} s")
             except _Gone:
                 how = self._drop()
-                if not began:  # it fails at something else than a kernel
-                    self._unable = Unable(f"the process of self-checks {how}")
-                else:
+                if began:
                     self._reject(began[-1], f"the process that ran its self-check {how}")
+                elif fresh:  # it fails at something else than a kernel
+                    self._unable = Unable(f"the process of self-checks {how}")
+                # Otherwise it ended after an earlier check, and a new child goes on.
         return self._found[request.check]
 
     def _asked_once(self, request: Request, began: list[Request]) -> Unable | None:

@@ -114,6 +114,22 @@ def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
     assert runs(folder) == sorted([how, f"inside {how}", f"inside {how}"])
 
 
+def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> None:
+    """As one does whose device was lost: nothing is checked in this process because of it."""
+    with caplog.at_level("INFO", logger="q2compile"):
+        assert checks.refusal(request("illegal", folder)).startswith(ENDS["illegal"])
+        if checks._CHECKER._child is not None:
+            checks._CHECKER._child._process.wait(60)
+        assert checks.refusal(request("right", folder)) is None
+        checks._CHECKER._child._process.kill()
+        checks._CHECKER._child._process.wait(60)
+        assert checks.refusal(request("wrong", folder)).startswith(ENDS["wrong"])
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("in a process of its own" in line for line in said) == 3
+    assert not any("in this process" in line for line in said)
+    assert runs(folder) == ["illegal", "right", "wrong"]
+
+
 def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> None:
     """Whose kernel the next one rejects without running it; where a process is still at it, no
     other one knows better."""
