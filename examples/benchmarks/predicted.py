@@ -212,6 +212,7 @@ def table(rows: Iterable[Compared]) -> str:
 
 
 BLACKWELLS = tuple(device for device in DATA_SHEETS if not device.emulates)
+RECIPES = ("quartet2", "tetrajet2", "nvfp4", "quartet", "mxfp4")
 GAINS = ((8192, 4096, 4096), (8192, 14336, 4096), (16384, 24576, 6144))
 COUNTED = Path(q2compile.__file__).parent / "cost_model" / "instructions.json"
 
@@ -237,10 +238,24 @@ def gains() -> str:
         "| recipe, T x N x K | " + " | ".join(device.name for device in BLACKWELLS) + " |",
         "|---" * (1 + len(BLACKWELLS)) + "|",
     ]
-    for recipe in ("quartet2", "tetrajet2", "nvfp4", "quartet", "mxfp4"):
-        for shape in GAINS if recipe == "quartet2" else GAINS[:1]:
+    for recipe in RECIPES:
+        for shape in GAINS:
             own = " | ".join(f"{_time(recipe, shape, device):.2f}" for device in BLACKWELLS)
             lines.append(f"| {recipe}, {' x '.join(map(str, shape))} | {own} |")
+    return "\n".join(lines)
+
+
+def quantizers() -> str:
+    """Predicted microseconds of the quantizers of a linear, as Markdown."""
+    lines = [
+        "| recipe | " + " | ".join(device.name for device in BLACKWELLS) + " |",
+        "|---" * (1 + len(BLACKWELLS)) + "|",
+    ]
+    for recipe in RECIPES:
+        steps = recipe_steps(resolve(recipe), Layer(*GAINS[0]), list(GEMMS))
+        own = [step for step in steps if step.quantizer is not None]
+        sums = (1e6 * sum(step.seconds(device) for step in own) for device in BLACKWELLS)
+        lines.append(f"| {recipe} | {' | '.join(f'{each:.0f}' for each in sums)} |")
     return "\n".join(lines)
 
 
@@ -299,6 +314,10 @@ Predicted time over BF16's, forward and backward of one linear:
 
 {gains}
 
+Predicted microseconds of all quantizers of the first of these linears:
+
+{quantizers}
+
 The authors of Quartet II report 4.2 times BF16's speed on an RTX 5090 and up to 2.5 times on a B200
 for the layers of a 22B model (16384 x 24576 x 6144), with GEMMs of their own.
 
@@ -319,6 +338,7 @@ def page() -> str:
         counted=counted["date"],
         rates=rates(),
         gains=gains(),
+        quantizers=quantizers(),
         step_table=table((*linears(), *steps(), *of_the_host())),
         missing=f"{names}." if names else "Every row that is predicted has been measured.",
     )

@@ -243,25 +243,26 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
   for (int group = 0; group < 2; ++group) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      u32 words[2][4];
+      u32 words[2][4], signs[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int piece = (group + 4 * half) * kPieces + i;  // but for the side
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
         uint4 m = kSigned ? ((const uint4*)masks.along_rows)[2 * side * kPieces + piece]
                           : uint4{0, 0, 0, 0};
-        words[half][0] = with_mask(v.x, m.x), words[half][1] = with_mask(v.y, m.y);
-        words[half][2] = with_mask(v.z, m.z), words[half][3] = with_mask(v.w, m.w);
+        words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
+        signs[half][0] = m.x, signs[half][1] = m.y, signs[half][2] = m.z, signs[half][3] = m.w;
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         Pair* to = x[group] + i * kPerPiece + j * kPerPiece / 4;
         if constexpr (kBytes == 2) {
-          Pair a = two_of(words[0][j]), b = two_of(words[1][j]);
+          Pair a = signed_two(words[0][j], signs[0][j]), b = signed_two(words[1][j], signs[1][j]);
           to[0] = {a.a, b.a};
           to[1] = {a.b, b.b};
         } else {
-          to[0] = {__uint_as_float(words[0][j]), __uint_as_float(words[1][j])};
+          to[0] = {__uint_as_float(words[0][j] ^ signs[0][j]),
+                   __uint_as_float(words[1][j] ^ signs[1][j])};
         }
       }
     }
@@ -273,7 +274,7 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
     if (kSize > 32) butterfly_across(x[group], 1);
     if (kSize > 64) {
 #pragma unroll
-      for (Pair& v : x[group]) v = {v.a + v.b, v.a - v.b};
+      for (Pair& v : x[group]) v = sum_and_difference(v);
     }
   }
   u32 random = random_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * side);
@@ -309,7 +310,7 @@ Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, 
         x[group][i] = two_of(first | second << 16);
       } else if constexpr (kBytes == 2) {
         u32 word = *(const u32*)at;
-        x[group][i] = kSignsMultiply ? signed_bf16x2(word, signs[i]) : two_of(word ^ signs[i]);
+        x[group][i] = kSignsMultiply ? signed_bf16x2(word, signs[i]) : signed_two(word, signs[i]);
       } else {
         uint2 two = *(const uint2*)at;
         x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
@@ -326,6 +327,15 @@ Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, 
   if (kSize > 64) butterfly_between(x);
 }
 
+// From two blocks element by element to the order of kNeighbors.
+Q2_INLINE void pair_neighbors(Pair (&x)[16]) {
+  Pair y[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) y[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) element(x, 0, i) = y[i].a, element(x, 1, i) = y[i].b;
+}
+
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
 Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
@@ -335,8 +345,10 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
   Pair x[2][16];
   // The vote tells the compiler that lanes agree: without it some variants spill registers.
   if constexpr (kMultiplied) rotated_by_products(shared, places.multiplied(), x);
-  if (!kMultiplied || !__all_sync(~0u, sums_are_exact(turn)))
+  if (!kMultiplied || !__all_sync(~0u, sums_are_exact(turn))) {
     rotated_in_order(p, masks, tile, shared, places, x);
+    if constexpr (kNeighbors) pair_neighbors(x[0]), pair_neighbors(x[1]);
+  }
   int col = tile.col + threadIdx.x / 32 * 16;
   int first = col + column_at(place_of_column(pair, 0)),
       second = col + column_at(place_of_column(pair, 1));

@@ -13,6 +13,8 @@ typedef unsigned long long u64;
 struct Pair {
   float a, b;
 };
+constexpr bool kPairs = Q2_HW_FP4;
+
 Q2_INLINE Pair both(float x) {
   return {x, x};
 }
@@ -32,6 +34,9 @@ Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
   return {__fmaf_rz(x.a, y.a, w.a), __fmaf_rz(x.b, y.b, w.b)};
 }
 
+Q2_INLINE Pair sum_and_difference(Pair x) {
+  return {x.a + x.b, x.a - x.b};
+}
 Q2_INLINE u64 mul_wide(u32 x, u32 y) {
   return (u64)x * y;
 }
@@ -175,6 +180,17 @@ Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
 Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
   float s = __uint_as_float(sign & 0xFFFF0000u);
   return {__uint_as_float(word << 16) * s, __uint_as_float(word & 0xFFFF0000u) * s};
+}
+
+Q2_INLINE Pair times_signs_bf16x2(u32 word, u32 signs) {
+  return mul({__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)},
+             {__uint_as_float(signs << 16), __uint_as_float(signs & 0xFFFF0000u)});
+}
+Q2_INLINE Pair times_signs_f16x2(u32 word, u32 signs) {
+  return mul(from_f16x2(word), from_f16x2(signs));
+}
+Q2_INLINE Pair f16x2_minus(u32 word, float a, float b) {
+  return sub(from_f16x2(word), {a, b});
 }
 
 Q2_INLINE float decode_e4m3(u32 byte) {

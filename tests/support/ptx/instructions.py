@@ -290,6 +290,21 @@ def _conversions() -> None:
     _define("cvt.rn.f16x2.e2m1x2", "b32", ("b8",), _from_small(E2M1))
     _define("cvt.rn.f16x2.e4m3x2", "b32", ("b16",), _from_small(E4M3))
     _define("cvt.f32.f16", "f32", ("b16",), lambda a: floats.to_f32(floats.f16_of(a)))
+    # Of 16-bit floats and fp32.
+    for t, of in (("f16", floats.f16_of), ("bf16", floats.bf16_of)):
+        single = lambda a, of=of: floats.to_f32(of(a))  # noqa: E731
+        _define(
+            f"fma.rn.f32.{t}",
+            "f32",
+            ("b16", "b16", "f32"),
+            lambda a, b, c, f=single: floats.fma32(f(a), f(b), c),
+        )
+        _define(
+            f"sub.f32.{t}",
+            "f32",
+            ("b16", "f32"),
+            lambda a, c, f=single: floats.canonical(f(a) - c),
+        )
     for t in ("u32", "s32"):
         # Out of range: the nearest that is in it; NaN: 0.
         low, high = np.iinfo(TYPES[t]).min, np.iinfo(TYPES[t]).max

@@ -6,7 +6,7 @@
 // below 16. Without fp4 conversions it is held as a magnitude times 2^-6 (kUnit), beside the numbers
 // whose signs count.
 #pragma once
-#include "numbers.cuh"
+#include "tile.cuh"
 
 constexpr float kUnit = Q2_HW_FP4 ? 1.0f : 0x1p-6f;
 constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
@@ -29,16 +29,13 @@ Q2_INLINE u32 round_eight(const float (&x)[8], float (&rounded)[8]) {
 Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&)[16], Pair (&rounded)[16],
                            u32 (&codes)[2][2]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int i = 0; i < 4; ++i) {
     float x[8], d[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = scaled[8 * half + i].a;
-    codes[0][half] = round_eight(x, d);
+    for (int j = 0; j < 8; ++j) x[j] = element(scaled, i % 2, i / 2 * 8 + j);
+    codes[i % 2][i / 2] = round_eight(x, d);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) rounded[8 * half + i].a = d[i], x[i] = scaled[8 * half + i].b;
-    codes[1][half] = round_eight(x, d);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) rounded[8 * half + i].b = d[i];
+    for (int j = 0; j < 8; ++j) element(rounded, i % 2, i / 2 * 8 + j) = d[j];
   }
 }
 #elif Q2_HW_FP8
@@ -80,14 +77,14 @@ Q2_INLINE u32 pack_codes(const float (&magnitude)[8], const float (&sign)[8]) {
 // The codes of 16 pairs of magnitudes on the e2m1 grid, with the signs of x.
 Q2_INLINE void pack_block(const Pair (&rounded)[16], const Pair (&x)[16], u32 (&codes)[2][2]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int i = 0; i < 4; ++i) {
     float magnitude[8], sign[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) magnitude[i] = rounded[8 * half + i].a, sign[i] = x[8 * half + i].a;
-    codes[0][half] = pack_codes(magnitude, sign);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) magnitude[i] = rounded[8 * half + i].b, sign[i] = x[8 * half + i].b;
-    codes[1][half] = pack_codes(magnitude, sign);
+    for (int j = 0; j < 8; ++j) {
+      magnitude[j] = element(rounded, i % 2, i / 2 * 8 + j);
+      sign[j] = element(x, i % 2, i / 2 * 8 + j);
+    }
+    codes[i % 2][i / 2] = pack_codes(magnitude, sign);
   }
 }
 
@@ -113,6 +110,35 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (
   pack_block(rounded, x, codes);
 }
 #endif
+
+// The same, and the differences of what is rounded and what it becomes, of either sign. Instructions of
+// Blackwell subtract fp32 from f16; the rounded values are then made where they leave (kValues) alone.
+Q2_INLINE void round_with_errors(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
+                                 Pair (&errors)[16], u32 (&codes)[2][2]) {
+  if constexpr (kValues || !Q2_HW_FP4) {
+    round_block(scaled, x, rounded, codes);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) errors[i] = sub(scaled[i], rounded[i]);
+    return;
+  }
+#if Q2_HW_FP4
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float y[8];
+    u32 words[4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = element(scaled, i % 2, i / 2 * 8 + j);
+    codes[i % 2][i / 2] = to_e2m1x8(y);
+    from_e2m1x8(codes[i % 2][i / 2], words);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      Pair two = f16x2_minus(words[j], y[2 * j], y[2 * j + 1]);
+      element(errors, i % 2, i / 2 * 8 + 2 * j) = two.a;
+      element(errors, i % 2, i / 2 * 8 + 2 * j + 1) = two.b;
+    }
+  }
+#endif
+}
 
 // x becomes its rounded values, in kUnit, with its own signs.
 Q2_INLINE void with_signs(const Pair (&rounded)[16], Pair (&x)[16]) {

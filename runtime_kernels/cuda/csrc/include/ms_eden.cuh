@@ -17,43 +17,60 @@ Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
   Pair sums[2] = {start, start};
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair& sum = sums[kMultiplied ? 0 : i % 2];
+    Pair& sum = sums[kNeighbors ? i / 8 : (kMultiplied ? 0 : i % 2)];
     sum = fma_toward_zero(x[i], y[i], sum);
   }
-  if (kMultiplied) return sub(sums[0], start);
-  return add(sub(sums[0], start), sub(sums[1], start));
+  if constexpr (kMultiplied && !kNeighbors) return sub(sums[0], start);
+#pragma unroll
+  for (Pair& sum : sums) sum = sub(sum, start);
+  if constexpr (kNeighbors) return {sums[0].a + sums[0].b, sums[1].a + sums[1].b};
+  else return add(sums[0], sums[1]);
 }
 
-// Two blocks of 16, one in each half of the pairs; x becomes what its codes stand for, in kUnit.
+// Two blocks of 16 (tile.cuh, kNeighbors); x becomes what its codes stand for, in kUnit.
 // codes[h]: eight bytes of half h. Returns p * S of each: what a code is worth, before the split
 // into block and global scale; NaN of a block that is not finite, whose sums are NaN.
 Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
-  Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
+  Pair largest = {fabsf(element(x, 0, 0)), fabsf(element(x, 1, 0))};
 #pragma unroll
   for (int i = 1; i < 16; ++i)
-    largest = {fmaxf(largest.a, fabsf(x[i].a)), fmaxf(largest.b, fabsf(x[i].b))};
+    largest = {fmaxf(largest.a, fabsf(element(x, 0, i))), fmaxf(largest.b, fabsf(element(x, 1, i)))};
   Pair pseudo = {keep_4_bits(largest.a * Q2_INVERSE_CLIP),
                  keep_4_bits(largest.b * Q2_INVERSE_CLIP)};
   // Blocks with a subnormal pseudo-scale count as zeros. NaN, which may be alone in its block, fails
   // the test too: it comes back with the sums, and Inf, whose reciprocal is NaN, with it.
   bool live_a = pseudo.a >= 0x1p-126f, live_b = pseudo.b >= 0x1p-126f;
   pseudo = {live_a ? pseudo.a : 0.0f, live_b ? pseudo.b : 0.0f};
-  Pair inverse = {live_a ? reciprocal(pseudo.a) : 1.0f, live_b ? reciprocal(pseudo.b) : 1.0f};
+  Pair inverse;
+  if constexpr (kPairs) {
+    Pair r = negative_reciprocals(pseudo);
+    inverse = {live_a ? -r.a : 1.0f, live_b ? -r.b : 1.0f};
+  } else {
+    inverse = {live_a ? reciprocal(pseudo.a) : 1.0f, live_b ? reciprocal(pseudo.b) : 1.0f};
+  }
 
   Pair scaled[16], rounded[16];
 #if Q2_HW_FP4
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = mul(x[i], inverse);
+  for (int i = 0; i < 16; ++i) scaled[i] = mul(x[i], of_pair(inverse, i));
 #else
   // The sums below only meet in a quotient, so the factor 2^-6 of both operands changes none of its
   // bits.
   inverse = mul(inverse, both(0x1p-6f));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = {fabsf(x[i].a) * inverse.a, fabsf(x[i].b) * inverse.b};
+  for (int i = 0; i < 16; ++i) {
+    Pair r = of_pair(inverse, i);
+    scaled[i] = {fabsf(x[i].a) * r.a, fabsf(x[i].b) * r.b};
+  }
 #endif
   round_block(scaled, x, rounded, codes);
   Pair projection = sum_of_products(scaled, rounded), square = sum_of_products(scaled, scaled);
   with_signs(rounded, x);
+  if constexpr (kPairs) {
+    Pair q = negative_quotients(square, projection);
+    return {pseudo.a * (projection.a == 0.0f ? 1.0f : -q.a),
+            pseudo.b * (projection.b == 0.0f ? 1.0f : -q.b)};
+  }
   return {pseudo.a * (projection.a == 0.0f ? 1.0f : divide(square.a, projection.a)),
           pseudo.b * (projection.b == 0.0f ? 1.0f : divide(square.b, projection.b))};
 }

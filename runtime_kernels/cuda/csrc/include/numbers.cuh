@@ -125,6 +125,19 @@ Q2_INLINE float divide(float a, float b) {
   return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
 }
 
+// Both for two at once, which sm_100 has instructions for. -1 / x instead of 1 / x: every difference is then
+// a product and a sum. b may be 0: anything then.
+Q2_INLINE Pair negative_reciprocals(Pair x) {
+  Pair r = {approximate_reciprocal(-x.a), approximate_reciprocal(-x.b)};
+  return fma(fma(x, r, both(1.0f)), r, r);
+}
+Q2_INLINE Pair negative_quotients(Pair a, Pair b) {
+  Pair r = negative_reciprocals(b);
+  Pair q = mul(a, r);
+  q = fma(fma(b, q, a), r, q);
+  return fma(fma(b, q, a), r, q);
+}
+
 // Where scale (row, block) lies in the layout of Blackwell's tensor cores, `across` tiles of 4 blocks
 // wide (numerics/swizzle.py). The four of a tile's row are one word.
 Q2_INLINE long long swizzled_at(u32 row, u32 block, u32 across) {

@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define Q2_INLINE __device__ __forceinline__
 
 // Two values that go through the same arithmetic. sm_100 has one instruction for both (FADD2,
-// FMUL2, FFMA2); the others two.
+// FMUL2, FFMA2: kPairs); the others two.
 struct Pair {
   float a, b;
 };
@@ -20,6 +20,12 @@ struct Pair {
 Q2_INLINE Pair both(float x) {
   return {x, x};
 }
+
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
 
 #if __CUDA_ARCH__ >= 1000
 Q2_INLINE u64 packed(Pair x) {
@@ -75,6 +81,15 @@ Q2_INLINE Pair fma_toward_zero(Pair x, Pair y, Pair w) {
   return {__fmaf_rz(x.a, y.a, w.a), __fmaf_rz(x.b, y.b, w.b)};
 }
 #endif
+
+// The sum and the difference of the two: one instruction on sm_100.
+Q2_INLINE Pair sum_and_difference(Pair x) {
+#if __CUDA_ARCH__ >= 1000
+  return fma(both(x.b), {1.0f, -1.0f}, both(x.a));
+#else
+  return {x.a + x.b, x.a - x.b};
+#endif
+}
 
 // One instruction, which C++ with numbers of 64 bits does not always become.
 Q2_INLINE u64 mul_wide(u32 x, u32 y) {
@@ -183,6 +198,47 @@ Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
       : "=r"(a), "=r"(b)
       : "r"(word), "r"(sign), "r"(zero_below_minus_zero));
   return {__uint_as_float(a), __uint_as_float(b)};
+}
+
+// Two bf16 (or f16) as fp32, each times one of `signs`, 1 or -1: from sm_100 on one instruction each. -0
+// is added, which keeps the sign of 0.
+Q2_INLINE Pair times_signs_bf16x2(u32 word, u32 signs) {
+#if __CUDA_ARCH__ >= 1000
+  Pair z;
+  asm("{ .reg .b16 l, h, m, n; mov.b32 {l, h}, %2; mov.b32 {m, n}, %3; fma.rn.f32.bf16 %0, l, m, "
+      "0f80000000; fma.rn.f32.bf16 %1, h, n, 0f80000000; }"
+      : "=f"(z.a), "=f"(z.b)
+      : "r"(word), "r"(signs));
+  return z;
+#else
+  return {__uint_as_float(word << 16) * __uint_as_float(signs << 16),
+          __uint_as_float(word & 0xFFFF0000u) * __uint_as_float(signs & 0xFFFF0000u)};
+#endif
+}
+Q2_INLINE Pair times_signs_f16x2(u32 word, u32 signs) {
+#if __CUDA_ARCH__ >= 1000
+  Pair z;
+  asm("{ .reg .b16 l, h, m, n; mov.b32 {l, h}, %2; mov.b32 {m, n}, %3; fma.rn.f32.f16 %0, l, m, "
+      "0f80000000; fma.rn.f32.f16 %1, h, n, 0f80000000; }"
+      : "=f"(z.a), "=f"(z.b)
+      : "r"(word), "r"(signs));
+  return z;
+#else
+  return mul(from_f16x2(word), from_f16x2(signs));
+#endif
+}
+
+// Two f16, less two fp32: from sm_100 on one instruction each.
+Q2_INLINE Pair f16x2_minus(u32 word, float a, float b) {
+#if __CUDA_ARCH__ >= 1000
+  Pair z;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; sub.f32.f16 %0, l, %3; sub.f32.f16 %1, h, %4; }"
+      : "=f"(z.a), "=f"(z.b)
+      : "r"(word), "f"(a), "f"(b));
+  return z;
+#else
+  return sub(from_f16x2(word), {a, b});
+#endif
 }
 
 // Of 8x8 matrices of f16 in shared memory, whose rows of 16 bytes lie where lanes 0 to 7 say, 8 to 15

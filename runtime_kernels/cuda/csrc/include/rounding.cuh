@@ -92,10 +92,11 @@ Q2_INLINE Pair times_factor(const BlockScale& first, const BlockScale& second,
 }
 
 Q2_INLINE Pair largest_of_block(const Pair (&x)[16]) {
-  Pair largest = {fabsf(x[0].a), fabsf(x[0].b)};
+  Pair largest = {fabsf(element(x, 0, 0)), fabsf(element(x, 1, 0))};
 #pragma unroll
   for (int i = 1; i < 16; ++i)
-    largest = {max_or_nan(largest.a, fabsf(x[i].a)), max_or_nan(largest.b, fabsf(x[i].b))};
+    largest = {max_or_nan(largest.a, fabsf(element(x, 0, i))),
+               max_or_nan(largest.b, fabsf(element(x, 1, i)))};
   return largest;
 }
 
@@ -113,24 +114,32 @@ Q2_INLINE Pair scaled_by(Pair x, Pair inverse) {
 Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
                          u32 (&codes)[2][2]) {
   constexpr float kStart = kSelect == BY_SQUARES ? 512.0f * kUnit * kUnit : 512.0f;
-  Pair scaled[16], squares = both(kStart);
-  u32 a = 0, b = 0;
+  Pair scaled[16], errors[16], squares[2] = {both(kStart), both(kStart)};
+  u32 magnitudes[2] = {0, 0};
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], inverse);
-  round_block(scaled, x, rounded, codes);
+  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], of_pair(inverse, i));
+  round_with_errors(scaled, x, rounded, errors, codes);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair error = sub(scaled[i], rounded[i]);
+    Pair error = errors[i];
     if constexpr (kSelect == BY_SQUARES) {
-      squares = fma(error, error, squares);
+      Pair& sum = squares[kNeighbors ? i / 8 : 0];
+      sum = fma(error, error, sum);
     } else {
       Pair fixed = fma({fabsf(error.a), fabsf(error.b)}, both(1.0f / kUnit), both(kStart));
-      a += __float_as_uint(fixed.a), b += __float_as_uint(fixed.b);
+      magnitudes[kNeighbors ? i / 8 : 0] += __float_as_uint(fixed.a);
+      magnitudes[kNeighbors ? i / 8 : 1] += __float_as_uint(fixed.b);
     }
   }
-  if constexpr (kSelect == BY_SQUARES) return sub(squares, both(kStart));
-  return {(float)(int)(a - 16u * 0x44000000u), (float)(int)(b - 16u * 0x44000000u)};
+  if constexpr (kSelect == BY_SQUARES) {
+    Pair first = sub(squares[0], both(kStart));
+    if constexpr (!kNeighbors) return first;
+    Pair second = sub(squares[1], both(kStart));
+    return {first.a + first.b, second.a + second.b};
+  }
+  return {(float)(int)(magnitudes[0] - 16u * 0x44000000u),
+          (float)(int)(magnitudes[1] - 16u * 0x44000000u)};
 }
 
 // The scale `step` e4m3 steps above another: itself where there is none, and for a block of zeros.
@@ -187,12 +196,11 @@ Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common
     bool takes[2] = {errors.a < least.a, errors.b < least.b};
     least = {takes[0] ? errors.a : least.a, takes[1] ? errors.b : least.b};
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
-      rounded[j] = {takes[0] ? by_other[j].a : rounded[j].a,
-                    takes[1] ? by_other[j].b : rounded[j].b};
-#pragma unroll
     for (int member = 0; member < 2; ++member) {
       if (takes[member]) scales[member] = other[member];
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        if (takes[member]) element(rounded, member, j) = element(by_other, member, j);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (takes[member]) codes[member][half] = codes_by_other[member][half];
@@ -208,7 +216,7 @@ Q2_INLINE void round_to_nearest(Pair (&x)[16], Pair inverse, u32 (&codes)[2][2])
   Pair scaled[16], rounded[16];
   inverse = mul(inverse, both(kUnit));
 #pragma unroll
-  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], inverse);
+  for (int i = 0; i < 16; ++i) scaled[i] = scaled_by(x[i], of_pair(inverse, i));
   round_block(scaled, x, rounded, codes);
   with_signs(rounded, x);
 }

@@ -115,7 +115,9 @@ Q2_INLINE void rotated_by_products(const u8* shared, u32 place, Pair (&x)[2][16]
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const Pair(&of)[2] = z[i / 8][i / 4 % 2][i % 4];
-    Pair* to = x[i / 8] + 8 * (i / 4 % 2) + 2 * (i % 4);
-    to[0] = {of[0].a, of[1].a}, to[1] = {of[0].b, of[1].b};
+    Pair(&to)[16] = x[i / 8];
+    int at = 8 * (i / 4 % 2) + 2 * (i % 4);
+    element(to, 0, at) = of[0].a, element(to, 0, at + 1) = of[0].b;
+    element(to, 1, at) = of[1].a, element(to, 1, at + 1) = of[1].b;
   }
 }

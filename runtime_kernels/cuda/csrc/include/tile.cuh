@@ -36,6 +36,22 @@ constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, wit
 // Rotated by tensor_cores.cuh: not with coins for each element, which were slower so, for want of registers.
 constexpr bool kMultiplied = kScaled && kSource != MXFP4 && kSize > 1 && !Q2_STOCHASTIC;
 
+// How two blocks of 16 lie in 16 pairs: element i of both in pair i; or neighbors in a pair, of one
+// block in the first eight pairs, as products come.
+constexpr bool kNeighbors = kMultiplied && kPairs;
+Q2_INLINE float& element(Pair (&x)[16], int member, int i) {
+  Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
+  return (kNeighbors ? i % 2 : member) ? v.b : v.a;
+}
+Q2_INLINE float element(const Pair (&x)[16], int member, int i) {
+  const Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
+  return (kNeighbors ? i % 2 : member) ? v.b : v.a;
+}
+// What pair i is multiplied by, of numbers that the two blocks have.
+Q2_INLINE Pair of_pair(Pair of_blocks, int i) {
+  return kNeighbors ? both(i < 8 ? of_blocks.a : of_blocks.b) : of_blocks;
+}
+
 constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
 constexpr int kTileCols = kThreads / 2;  // 16 columns a warp
@@ -55,6 +71,9 @@ constexpr Rule kRule = (Rule)Q2_RULE;
 // Signs are multiplied in: where all that comes of an infinity is NaN anyway.
 constexpr bool kSignsMultiply =
     kSource == BF16 && kSigned && kValues && kRule == MS_EDEN && !kSums && !Q2_HW_FP4;
+
+// Or as elements become fp32, by instructions of Blackwell.
+constexpr bool kMixed = Q2_HW_FP4 && kSigned && (kSource == BF16 || kSource == F16);
 
 #if Q2_PRODUCED
 #include "produced.cuh"
@@ -115,7 +134,8 @@ static_assert(!kSums || (kCols && !kScaled && !kGrouped), "columns are summed on
 static_assert(kOperands == 1 || (!kScaled && !kSums && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
-  // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply).
+  // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply) or as
+  // what elements are (kMixed), 1 and -1.
   u32 along_rows[kRows ? (kBytes == 2 ? 64 : 128) : 4];
   u32 along_cols[128];  // kSignsMultiply: in the upper half
 #if Q2_SUMS
@@ -131,6 +151,13 @@ Q2_INLINE u32 with_mask(u32 word, u32 mask) {
 Q2_INLINE Pair two_of(u32 word) {
   if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u);
   return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
+}
+
+// A word of elements, each with its sign.
+Q2_INLINE Pair signed_two(u32 word, u32 mask) {
+  if constexpr (kMixed && kSource == BF16) return times_signs_bf16x2(word, mask);
+  if constexpr (kMixed) return times_signs_f16x2(word, mask);
+  return two_of(with_mask(word, mask));
 }
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
@@ -171,12 +198,12 @@ Q2_INLINE Lane lane_along_cols() {
 }
 constexpr int kQuartersApart = kMultiplied ? 1 : 8;  // lanes
 // Where of the places of 16 columns those of a pair are, and which column lies at a place: in
-// expand_codes' order columns 4 apart are neighbors.
+// expand_codes' order columns 4 apart are neighbors, unless an instruction expands codes.
 constexpr Q2_INLINE int place_of_column(int pair, int member) {
   return kMultiplied ? pair + 8 * member : 2 * pair + member;
 }
 constexpr Q2_INLINE int column_at(int place) {
-  return kPacked ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
+  return kPacked && !Q2_HW_FP4 ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
 }
 
 // Of the matrices that tensor_cores.cuh multiplies.
@@ -312,19 +339,25 @@ Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& 
   }
 }
 
-// Eight codes of one scale, with the signs of their row: four words of two elements, columns i and
-// i + 4 (numbers.cuh, e2m1x8_to_f16x2).
+// Eight codes of one scale, with the signs of their row: four words of two elements, neighbors or columns
+// i and i + 4 (numbers.cuh, e2m1x8_to_f16x2).
 Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
+#if Q2_HW_FP4
+  constexpr u32 kSmaller = 0x20002000u;  // 2^-7
+  from_e2m1x8(codes, words);
+#else
+  constexpr u32 kSmaller = 0x58005800u;  // 2^7: the words are times 2^-14
   e2m1x8_to_f16x2(codes, words);
+#endif
   if constexpr (kSource == NVFP4) {
-    u32 factor = mul_f16x2(e4m3x2_to_f16x2(scale * 0x101u), 0x58005800u) ^ signs;  // 0x5800: 2^7
+    u32 factor = mul_f16x2(e4m3x2_to_f16x2(scale * 0x101u), kSmaller) ^ signs;
 #pragma unroll
     for (u32& word : words) word = mul_f16x2(word, factor);
   } else {
     Pair factor = both(__uint_as_float(__float_as_uint(from_e8m0(scale)) ^ (signs & 0x80000000u)));
 #pragma unroll
     for (u32& word : words) {
-      Pair two = mul(from_f16x2(mul_f16x2(word, 0x74007400u)), factor);  // 0x7400: 2^14
+      Pair two = mul(from_f16x2(Q2_HW_FP4 ? word : mul_f16x2(word, 0x74007400u)), factor);  // 2^14
       word = to_bf16x2(two.a, two.b);
     }
   }
@@ -360,6 +393,7 @@ Q2_INLINE u32 negative(uint4 random, int place) {
   return word >> (bit & 31) & 1;
 }
 
+constexpr u32 kOnes = kSource == F16 ? 0x3C003C00u : 0x3F803F80u;  // two
 constexpr u64 kFixedSignSeed = 0;  // numerics/transforms.py
 
 // No tensor has the fixed seed: made in a CUDA graph's warm-up it would lie in the graph's memory.
@@ -375,13 +409,14 @@ Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
     masks.along_rows[i] = kBytes == 2
                               ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
                               : negative(random, i) << 31;
-    if (kSignsMultiply) masks.along_rows[i] |= 0x3F803F80u;
+    if (kSignsMultiply || kMixed) masks.along_rows[i] |= kOnes;
   }
   if (kCols && i < 128) {
     uint4 random = sign_bits(sign_seed_of(of.along_cols));
     masks.along_cols[i] =
         kSignsMultiply ? 0x3F800000u | negative(random, i) << 31
                        : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+    if (kMixed) masks.along_cols[i] |= kOnes;
 #if Q2_SUMS
     masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
 #endif

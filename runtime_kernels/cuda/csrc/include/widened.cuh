@@ -57,7 +57,7 @@ struct Staged {
     return base + row % 8 * kStagedPitch + row / 8 * kStagedRowBytes + byte;
   }
 
-  // One block, which is one member of the pairs (kUnit), times its scale, as pieces `piece` and
+  // One of two blocks in pairs (kUnit), times its scale, as pieces `piece` and
   // piece + 1 from `at`.
   Q2_INLINE void put(u32 at, int piece, const Pair (&block)[16], int member, u32 stored,
                      u32 coin) const {
@@ -65,8 +65,8 @@ struct Staged {
     u32 two = to_bf16x2(scale, scale), words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const Pair &v = block[2 * i], &w = block[2 * i + 1];
-      words[i] = mul_bf16x2(member ? to_bf16x2(v.b, w.b) : to_bf16x2(v.a, w.a), two);
+      float low = element(block, member, 2 * i), high = element(block, member, 2 * i + 1);
+      words[i] = mul_bf16x2(to_bf16x2(low, high), two);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
