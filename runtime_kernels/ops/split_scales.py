@@ -22,6 +22,12 @@ from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
+def splits_scales(scheme: Scheme) -> bool:
+    """Whether its global scale is a power of two found after the codes, and its block scales are
+    rounded to nearest."""
+    return scheme.global_scale == "pow2" and scheme.rounding != "ms_eden"
+
+
 def checked(worth: torch.Tensor, scheme: str) -> Scheme:
     """The scheme by name.
 
@@ -35,7 +41,7 @@ def checked(worth: torch.Tensor, scheme: str) -> Scheme:
             "q2::split_scales takes float32 in two dimensions, one number a block; got "
             f"{worth.dtype} in {worth.dim()}."
         )
-    if spec.global_scale != "pow2" or spec.rounding == "ms_eden":
+    if not splits_scales(spec):
         raise ValueError(
             f"q2::split_scales: scheme {scheme} has no global scale that is a power of two found "
             "after the codes, with block scales rounded to nearest."

@@ -13,6 +13,7 @@ from torch import fx
 
 from q2compile.lowering import state
 from q2compile.lowering.state import lowering_state
+from q2compile.passes.post_grad import group_launches
 from q2compile.passes.post_grad.group_launches import group_launches_pass
 from q2compile.report.graph_text import lines_of
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
@@ -189,3 +190,20 @@ def test_only_its_own_outputs_are_a_quantizer_s() -> None:
     """getitem of another tuple is a reader like others."""
     b, first, second = quantizers(lambda b, x, w, qx: b.call(operator.getitem, [qx[0]], 0) and None)
     assert group_launches_pass(b.graph) == 0 and groups(first, second) == [0, 1]
+
+
+def test_no_check_is_asked_for_scales_that_split_scales_does_not_make(monkeypatch) -> None:
+    """Without the quantizing kernel MS-EDEN has no launch, and q2::split_scales is not asked."""
+    asked: list[str] = []
+
+    def only_split_scales(op: str, args: Any) -> Any:
+        asked.append(op)
+        return type("Served", (), {"launching": None, "name": "reference"})
+
+    monkeypatch.setattr(group_launches, "serving", only_split_scales)
+    b = Builder()
+    x = b.placeholder("arg0_1", 32, 64)
+    made = b.call(calls.one(x, b.placeholder("seed", dtype=torch.int64), EDEN, "rht128", False, 0))
+    b.done(b.outputs(made)[0])
+    assert group_launches_pass(b.graph) == 0 and groups(made) == [None]
+    assert asked == ["quantize"]
