@@ -46,7 +46,7 @@ class _Stderr(logging.Handler):
             print(self.format(record), file=sys.stderr)
 
 
-class _First:
+class First:
     """Whether a graph came in this process, and whether one had matmuls to quantize."""
 
     came = False
@@ -55,13 +55,13 @@ class _First:
 
 def graph_came() -> None:
     """The backend was called."""
-    _First.came = True
+    First.came = True
 
 
 def _say_that_no_graph_came() -> None:
     """A module compiled inside another torch.compile runs with the outer backend, and Dynamo tells
     the inner one nothing. At exit it is known."""
-    if not _First.came and was_named("quartet2") and process_rank() == 0:
+    if not First.came and was_named("quartet2") and process_rank() == 0:
         _show_if_unconfigured()
         LOG.warning(
             "q2compile: torch.compile was given backend='quartet2', and no graph came to it: "
@@ -85,8 +85,8 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
     """Of a graph that was rewritten."""
     if not any(row.has_parameter for row in rows):
         return
-    first = not _First.compiled and any(row.wanted for row in rows)
-    _First.compiled |= first
+    first = not First.compiled and any(row.wanted for row in rows)
+    First.compiled |= first
     if first and process_rank() == 0:
         _show_if_unconfigured()
         LOG.info("%s", summary(rows))

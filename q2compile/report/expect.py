@@ -19,7 +19,7 @@ _MOST = 5  # reasons in a message
 # What models look like of which a matmul was compiled in 4 bits: Dynamo runs the same graphs for a
 # model that is equal. Parameters are not kept, since torch.utils.swap_tensors refuses those that
 # have weak references.
-_taken_models: set[tuple[Any, ...]] = set()
+taken_models: set[tuple[Any, ...]] = set()
 _expected: Any = WeakIdKeyDictionary()  # model -> _Expected
 
 
@@ -62,7 +62,7 @@ def compiled(rows: Sequence[Row], held: Sequence[nn.Parameter], root: nn.Module 
     """A graph of ``root`` that holds these parameters was compiled."""
     taken = any(row.taken and row.has_parameter for row in rows)
     if taken and root is not None:
-        _taken_models.add(_likeness(root))
+        taken_models.add(_likeness(root))
     for model, expected in list(_expected.items()):
         holds = any(p is q for _, p in named_parameters(model) for q in held)
         if (taken and holds) or _is_taken(model):
@@ -105,9 +105,9 @@ class _Expected:
 
 
 def _is_taken(model: nn.Module) -> bool:
-    kinds = {kind for kind, _ in _taken_models}
+    kinds = {kind for kind, _ in taken_models}
     parts = (part for _, part in named_modules(model) if _kind(part) in kinds)
-    return any(_likeness(part) in _taken_models for part in parts)
+    return any(_likeness(part) in taken_models for part in parts)
 
 
 def _kind(model: nn.Module) -> str:

@@ -262,18 +262,18 @@ class Launching:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-_READY: dict[Hashable, Ready] = {}
+READY: dict[Hashable, Ready] = {}
 _HERE = nullcontext()
 
 
 def ready_once(key: Hashable, make: Callable[[], Ready]) -> Ready:
     """That of an earlier call of this key, or a new one."""
-    ready = _READY.get(key)
+    ready = READY.get(key)
     if ready is None:
         ready = make()
-        if len(_READY) >= _MOST_READY:
-            _READY.clear()
-        _READY[key] = ready
+        if len(READY) >= _MOST_READY:
+            READY.clear()
+        READY[key] = ready
     return ready
 
 

@@ -69,11 +69,12 @@ class FusedSite:
         """
         if _profiler._is_profiler_enabled:
             with record_function(self._name):
-                self._call(given)
+                self.enqueue(given)
         else:
-            self._call(given)
+            self.enqueue(given)
 
-    def _call(self, given: Sequence[Any]) -> None:
+    def enqueue(self, given: Sequence[Any]) -> None:
+        """As of a Site."""
         begin = self._inputs + len(self._producer.sizes)
         inputs, rest = given[: self._inputs], given[begin:]
         sizes = tuple(given[self._inputs : begin])

@@ -74,13 +74,14 @@ class Site:
         ready = self._ready
         if _profiler._is_profiler_enabled:
             with record_function(f"q2::{self.op}"):
-                self._call(given)
+                self.enqueue(given)
         elif ready is not None and not given[0].data_ptr() % ALIGNMENT:
-            ready(given)  # past _call, since each call of Python's costs a share of a launch
+            ready(given)  # past enqueue, since each call of Python's costs a share of a launch
         else:
-            self._call(given)
+            self.enqueue(given)
 
-    def _call(self, given: Sequence[Any]) -> None:
+    def enqueue(self, given: Sequence[Any]) -> None:
+        """The same, also where it is the first call, or operands are off 16 bytes."""
         if self._ready is not None and aligned(given[0]):
             self._ready(given)
             return
@@ -163,11 +164,12 @@ class Together:
         """
         if _profiler._is_profiler_enabled:
             with record_function(self._name):
-                self._call(given)
+                self.enqueue(given)
         else:
-            self._call(given)
+            self.enqueue(given)
 
-    def _call(self, given: Sequence[Any]) -> None:
+    def enqueue(self, given: Sequence[Any]) -> None:
+        """As of a Site."""
         first = self._first
         if self._ready is not None:
             for i in self._beginnings:  # a generator would cost twice as much

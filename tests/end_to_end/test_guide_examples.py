@@ -40,7 +40,7 @@ def eager(tmp_path, monkeypatch, fresh_compiler) -> None:
 @pytest.fixture
 def first_line(monkeypatch, caplog) -> Callable[[], str]:
     """What was said of the first graph that was compiled."""
-    monkeypatch.setattr(announce._First, "compiled", False)
+    monkeypatch.setattr(announce.First, "compiled", False)
     return lambda: next(text for text in caplog.messages if text.startswith("q2compile: "))
 
 

@@ -322,7 +322,7 @@ def folder(tmp_path, monkeypatch, fresh_compiler) -> Path:
     config = tmp_path / "config.json"
     config.write_text('{"inner": "eager"}')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(config))
-    monkeypatch.setattr(announce._First, "compiled", False)
+    monkeypatch.setattr(announce.First, "compiled", False)
     clock.restart()
     work = tmp_path / "work"
     work.mkdir()

@@ -70,11 +70,11 @@ def step(how: str, training: bool = True, **options: Any) -> list[Tensor]:
 @pytest.fixture
 def pretended(monkeypatch) -> Iterator[list[str]]:
     """The sources of the graphs that are compiled."""
-    calls = {site: site._call for site in (Site, Together)}
+    calls = {site: site.enqueue for site in (Site, Together)}
     lower_on_cpu(monkeypatch)
     serve_as_on(monkeypatch, 90)
     for site, call in calls.items():
-        monkeypatch.setattr(site, "_call", call)
+        monkeypatch.setattr(site, "enqueue", call)
     launches_on_cpu(monkeypatch, "sm_90a")
     sources: list[str] = []
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(sources.append))

@@ -44,11 +44,11 @@ def capability() -> int:
 def pretended(monkeypatch, capability) -> Iterator[list[str]]:
     """Generated code is that for an H200, and its sites launch in the emulation. The sources of the
     graphs that are compiled."""
-    calls = {site: site._call for site in (Site, Together)}
+    calls = {site: site.enqueue for site in (Site, Together)}
     sources = emulate(monkeypatch, capability)
     serve_as_on(monkeypatch, capability)
     for site, call in calls.items():
-        monkeypatch.setattr(site, "_call", call)
+        monkeypatch.setattr(site, "enqueue", call)
     launches_on_cpu(monkeypatch, "sm_90a" if capability == 90 else "sm_100a")
     with inductor_config.patch(INDUCTOR_OPTIONS):
         yield sources

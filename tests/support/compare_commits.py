@@ -236,7 +236,7 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
 # ---- in the process that compares ----------------------------------------------------------------
 
 
-def _checked_out(commit: str | None, folder: Path) -> Path:
+def checked_out(commit: str | None, folder: Path) -> Path:
     """A commit's files in ``folder``; the working tree, tracked files alone, for None."""
     folder.mkdir()
     if commit is None:
@@ -265,7 +265,7 @@ def _checked_out(commit: str | None, folder: Path) -> Path:
 
 def _dumps(commit: str | None, folder: Path, only: list[str]) -> dict[str, str]:
     """{file: text} of what a commit dumps."""
-    tree = _checked_out(commit, folder / "tree")
+    tree = checked_out(commit, folder / "tree")
     out = folder / "dumps"
     environment = {
         **os.environ,

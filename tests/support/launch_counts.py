@@ -40,7 +40,7 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
     def bind(launch, index, grid, values, slots):
         return lambda stream, addresses: found.update([launch.variant.file])
 
-    calls = {site: site._call for site in (Site, Together)}
+    calls = {site: site.enqueue for site in (Site, Together)}
     with (
         pytest.MonkeyPatch.context() as patch,
         inductor_config.patch(INDUCTOR_OPTIONS),
@@ -49,7 +49,7 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
         sources = emulate(patch, capability)
         serve_as_on(patch, capability)
         for site, call in calls.items():
-            patch.setattr(site, "_call", call)
+            patch.setattr(site, "enqueue", call)
         launches_on_cpu(patch, "sm_90a" if capability == HOPPER else "sm_100a")
         patch.setattr(Launch, "bind", bind)
         torch._dynamo.reset()

@@ -44,7 +44,7 @@ def step(monkeypatch, dump, **options) -> list[str]:
     """The sources of a step's graphs on an H200; nothing of ours is run, and Triton's are stubs."""
     sources = emulate(monkeypatch, 90)
     serve_as_on(monkeypatch, 90)
-    monkeypatch.setattr(FusedSite, "_call", lambda site, given: None)
+    monkeypatch.setattr(FusedSite, "enqueue", lambda site, given: None)
     torch._dynamo.reset()
     options = {"dump": str(dump), **options}
     with inductor_config.patch(INDUCTOR_OPTIONS):

@@ -90,6 +90,8 @@ def test_each_is_alone_where_more_stands_between(between) -> None:
     b, first, second = quantizers(between)
     assert group_launches_pass(b.graph) == 0
     assert groups(first, second) == [0, 1]
+    *_, gemm, _ = b.graph.nodes
+    assert gemm.meta[ALPHA_FROM] == 1  # before it one of the global scales is not known
 
 
 def test_what_ends_otherwise_is_in_no_group() -> None:

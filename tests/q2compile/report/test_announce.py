@@ -42,7 +42,7 @@ run()
 @pytest.fixture
 def run(monkeypatch):
     """A training step of a process that has compiled nothing yet, and configured nothing."""
-    monkeypatch.setattr(announce._First, "compiled", False)
+    monkeypatch.setattr(announce.First, "compiled", False)
     level, handlers = announce.LOG.level, list(announce.LOG.handlers)
     announce.LOG.setLevel(logging.NOTSET)
     announce.LOG.handlers.clear()
@@ -141,14 +141,14 @@ def test_names_that_were_left_are_counted_by_reason():
 def test_a_graph_without_weights_or_all_in_bf16_is_not_the_first(run, caplog):
     bf16 = {"inner": "eager", "recipe": "bf16"}
     torch.compile(nn.Linear(32, 32), backend="quartet2", options=bf16)(torch.randn(4, 32))
-    assert not announce._First.compiled and not caplog.messages
+    assert not announce.First.compiled and not caplog.messages
     scores = torch.compile(lambda x: x @ x.t(), backend="quartet2", options={"inner": "eager"})
     scores(torch.randn(32, 32))
-    assert not announce._First.compiled
+    assert not announce.First.compiled
     torch.compile(nn.Linear(32, 32), backend="quartet2", options={"inner": "eager"})(
         torch.randn(4, 32)
     )
-    assert announce._First.compiled
+    assert announce.First.compiled
     assert "q2compile: 1 of 1 matmuls in NVFP4 (quartet2)" in caplog.messages
 
 

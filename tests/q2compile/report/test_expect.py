@@ -19,7 +19,7 @@ OPTIONS = {"inner": "eager"}
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
-    monkeypatch.setattr(module, "_taken_models", set())
+    monkeypatch.setattr(module, "taken_models", set())
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

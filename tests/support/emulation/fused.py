@@ -60,7 +60,7 @@ def run_fused(
 
     always: whatever the rule thinks of it.  how: settings of Inductor.
     """
-    call = FusedSite._call
+    call = FusedSite.enqueue
     sources = emulate(monkeypatch, 90)
     serve_as_on(monkeypatch, 90)
     launches_on_cpu(monkeypatch, "sm_90a")
@@ -79,7 +79,7 @@ def run_fused(
         nonlocal notes
         notes = fusion_notes(graph)
 
-    monkeypatch.setattr(FusedSite, "_call", recorded)
+    monkeypatch.setattr(FusedSite, "enqueue", recorded)
     torch._dynamo.reset()
     settings = {**INDUCTOR_OPTIONS, "post_grad_custom_pre_pass": marked, **how}
     with inductor_config.patch(settings), patched():
