@@ -5,12 +5,14 @@ nor lowering. Importing this package registers the ops and their kernels.
 registry.py   ops, the kernels behind them, and how one is chosen
 numerics/     formats, layouts, rotations and rounding rules, in torch alone: the law
 ops/          an op a file: schema, fake and reference
+cpu/          kernels in C++ for CPUs
 cuda/         CUDA kernels and GEMMs behind some of the ops
 """
 
 # The references first, which stand behind the kernels: a later registration is tried first.
 from q2compile.runtime_kernels import ops  # isort: skip
+from q2compile.runtime_kernels import cpu  # isort: skip
 from q2compile.runtime_kernels import cuda  # isort: skip
 from q2compile.runtime_kernels.registry import warm_up  # isort: skip
 
-__all__ = ["cuda", "ops", "warm_up"]
+__all__ = ["cpu", "cuda", "ops", "warm_up"]

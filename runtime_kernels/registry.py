@@ -39,6 +39,7 @@ LIBRARY = torch.library.Library("q2", "DEF")
 # Names of kernels, as reports show them and `select` takes them.
 REFERENCE = "reference"
 CUDA = "cuda"
+CPP = "cpp"  # on a CPU
 LOOPS = "inductor"  # no kernel of the registry's: what Inductor makes of an op
 FUSED = "fused"  # CUDA kernels of quantizers that compute their operand, which generated code calls
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
@@ -191,11 +192,16 @@ def prefer(
     said: what is to be said of that in reports.
     """
     _PREFERRED[op] = choose
+    say_in_reports(said)
+
+
+def say_in_reports(said: Callable[[], list[str]]) -> None:
+    """Has reports say what a function returns, of how kernels are chosen on this machine."""
     _REASONS.append(said)
 
 
 def preferences() -> list[str]:
-    """Where kernels are tried in another order than usual, and why, in words."""
+    """Where kernels are tried in another order than usual, or are missing, and why, in words."""
     return [text for said in _REASONS for text in said()]
 
 

@@ -36,7 +36,8 @@ TOP_FILES = {
     "constraints.txt",
 }
 
-SHIPPED = (".py", ".cu", ".cuh", ".html", ".css", ".js", ".json", ".typed")  # of the packages
+# Of the packages.
+SHIPPED = (".py", ".cu", ".cuh", ".cpp", ".h", ".html", ".css", ".js", ".json", ".typed")
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".js", ".css", ".html", ".sh")
 MAX_FILE = 500
 MAX_FUNCTION = 80
@@ -82,9 +83,13 @@ MAY_IMPORT = {
     "runtime_kernels.registry": ["runtime_kernels.kernel_states"],
     "runtime_kernels.numerics": [],
     "runtime_kernels.ops": ["runtime_kernels.numerics", "runtime_kernels.registry"],
-    "runtime_kernels.cuda": ["runtime_kernels.kernel_states", "runtime_kernels.numerics"]
-    + ["runtime_kernels.ops", "runtime_kernels.registry"],
-    "runtime_kernels.cuda.jit": [],
+    "runtime_kernels.cache_folder": [],
+    "runtime_kernels.cpu": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
+    + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"]
+    + ["torch_internals.cpp_compiler"],
+    "runtime_kernels.cuda": ["runtime_kernels.cache_folder", "runtime_kernels.kernel_states"]
+    + ["runtime_kernels.numerics", "runtime_kernels.ops", "runtime_kernels.registry"],
+    "runtime_kernels.cuda.jit": ["runtime_kernels.cache_folder"],
 }
 # Torch's private modules that are imported outside of torch_internals/:
 # reason -> (folder or file, module).
@@ -104,6 +109,7 @@ PRIVATE_IMPORTS = {
         ("q2compile", "torch.utils._pytree"),
     ],
     "runtime_kernels imports nothing of the rest": [
+        ("runtime_kernels/cpu/selfcheck.py", "torch.utils._python_dispatch"),
         ("runtime_kernels/cuda", "torch.utils._python_dispatch"),
         ("runtime_kernels/cuda/selfcheck.py", "torch._subclasses.fake_tensor"),
     ],
@@ -155,7 +161,7 @@ def test_sources_name_their_license() -> None:
 def test_no_long_files() -> None:
     counts = {
         relative(p): len(p.read_text().splitlines())
-        for p in files(".py", ".cu", ".cuh", ".html", ".css", ".js")
+        for p in files(".py", ".cu", ".cuh", ".cpp", ".h", ".html", ".css", ".js")
     }
     assert len(counts) > 20
     assert {name: count for name, count in counts.items() if count > MAX_FILE} == {}
@@ -406,6 +412,7 @@ def test_no_second_registration() -> None:
 NAMES_QUANTIZERS = {
     "runtime_kernels/ops/table.py",
     "runtime_kernels/ops/__init__.py",  # modules
+    "runtime_kernels/cpu/__init__.py",  # a module
     "runtime_kernels/cuda/__init__.py",  # a folder
     "q2compile/__init__.py",  # the public function, as in tools/quantize.py
     "q2compile/tools/quantize.py",

@@ -6,7 +6,8 @@
     step            examples/train_llama.py in BF16 and with quartet2: a training step (forward,
                     backward, gradient clipping, AdamW), the compilation with empty and with warm
                     caches (the first step less a median one). One process per recipe and round,
-                    recipes in turn. On a CPU every op is emulated: this says nothing about GPUs
+                    recipes in turn. On a CPU every GEMM is emulated: this says nothing about GPUs.
+                    With Q2COMPILE_DISABLE_KERNELS=cpp by the torch references
     first_step      CPU seconds that one more layer of a Llama adds to the first step, by phase of
                     the compilation, for a GPU that need not be there (--capability 90: 9.0).
                     Graphs are captured, partitioned and lowered, and code is written; Triton's

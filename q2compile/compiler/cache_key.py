@@ -11,7 +11,7 @@ from typing import Any
 
 @cache
 def source_hash() -> str:
-    """SHA-256 over every .py and .cu file of the installed package, read once a process."""
+    """SHA-256 over every .py, .cu and .cpp file of the installed package, read once a process."""
     digest = hashlib.sha256()
     for package in ("q2compile", "q2compile.lowering", "q2compile.runtime_kernels"):
         _update(digest, files(package))
@@ -22,5 +22,5 @@ def _update(digest: Any, folder: Any) -> None:
     for entry in sorted(folder.iterdir(), key=lambda e: e.name):
         if entry.is_dir() and not entry.name.startswith((".", "__")):
             _update(digest, entry)
-        elif entry.name.endswith((".py", ".cu", ".cuh")):
+        elif entry.name.endswith((".py", ".cu", ".cuh", ".cpp", ".h")):
             digest.update(entry.name.encode() + b"\0" + entry.read_bytes())

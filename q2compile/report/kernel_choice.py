@@ -17,7 +17,7 @@ from q2compile.lowering.inductor_kernels import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import LOOPS, REFERENCE, bound, serving
+from q2compile.runtime_kernels.registry import CPP, LOOPS, REFERENCE, bound, serving
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
 
 
@@ -53,7 +53,7 @@ class _Recorder(TorchDispatchMode):
             return name
         if selfcheck.is_refused(device, call):
             return name
-        if name == REFERENCE:
+        if name in (CPP, REFERENCE):
             return LOOPS
         return f"{LOOPS} or {name}" if support.beats_kernels(call) else name
 

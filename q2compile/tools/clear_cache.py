@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Compiled kernels, results of self-checks and marks of those that never ended, the fastest GEMMs:
 # each named by a hash. The folder may be shared, by Q2COMPILE_CACHE_DIR, with files of others.
-_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|\d+\.checking)|gemm-[0-9a-f]{24}\.json")
+_OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|\d+\.checking|so)|gemm-[0-9a-f]{24}\.json")
 
 
 def clear_cache(folder: Path) -> str:

@@ -4,11 +4,11 @@
     q2compile doctor [--no-check] [--json]
     q2compile doctor --clear-cache
 
-The self-check sends small tiles through every CUDA kernel that serves the device, and through the
-loops that Inductor makes of quantizers, and compares them with the torch reference on the CPU:
-quantizers bit by bit, GEMMs to the rounding of the result. Every check runs anew, in a process of
-its own with a time limit, and its result is kept for training. The exit status is 1 when a kernel
-is rejected.
+The self-check sends small tiles through every kernel that serves the device, and through the loops
+that Inductor makes of quantizers, and compares them with the torch reference on the CPU: quantizers
+bit by bit, GEMMs on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run
+in a process of their own with a time limit, and their results are kept for training. The exit
+status is 1 when a kernel is rejected.
 """
 
 import argparse
@@ -27,6 +27,8 @@ import torch
 
 from q2compile.config import Config
 from q2compile.lowering.inductor_kernels import selfcheck as loops
+from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checks, emulated, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
     CASES,
@@ -129,16 +131,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if options.clear_cache:
-        print(f"cache     {clear_cache(nvrtc.cache_dir())}")
+        print(f"cache     {clear_cache(cache_dir())}")
         return 0
     Config().disable()  # raises for names in the environment that no kernel has
     say: Callable[..., None] = _nothing if options.json else print
     start = time.perf_counter()
     report: dict[str, Any] = {"versions": _versions(say), "cache": _cache(say), "devices": []}
-    if not torch.cuda.is_available():
-        say("device    none with CUDA: every op runs as its torch reference")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)  # the report says it
+        if not torch.cuda.is_available():
+            report["devices"].append(_cpu(not options.no_check, say))
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             report["devices"].append(_device(index, not options.no_check, say))
     report["seconds"] = round(time.perf_counter() - start, 1)
@@ -179,10 +181,21 @@ def _versions(say: Callable[..., None]) -> dict[str, str | None]:
 
 
 def _cache(say: Callable[..., None]) -> dict[str, Any]:
-    cubins = list(nvrtc.cache_dir().glob("*.cubin"))
+    cubins = list(cache_dir().glob("*.cubin"))
     size = sum(path.stat().st_size for path in cubins) / 1024
-    say(f"cubins    {len(cubins)} in {nvrtc.cache_dir()}, {size:.0f} KiB")
-    return {"folder": str(nvrtc.cache_dir()), "cubins": len(cubins), "kib": round(size)}
+    say(f"cubins    {len(cubins)} in {cache_dir()}, {size:.0f} KiB")
+    return {"folder": str(cache_dir()), "cubins": len(cubins), "kib": round(size)}
+
+
+def _cpu(check: bool, say: Callable[..., None]) -> dict[str, Any]:
+    """Prints this processor and its kernels."""
+    missing = build.why_missing()
+    vectors = torch.backends.cpu.get_cpu_capability()
+    target = f"no kernels: {missing}" if missing else f"kernels in C++ for {vectors}"
+    say(f"device    cpu, none with CUDA; {target}; the rest runs as its torch reference")
+    rows = [] if missing else list(device_rows(torch.device("cpu")))
+    checked(rows, check, say)
+    return {"device": "cpu", "name": vectors, "kernels": [row.as_line() for row in rows]}
 
 
 def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]:
@@ -232,7 +245,7 @@ def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
 
 def device_rows(device: torch.device) -> Iterator[Row]:
     """Of Inductor's loops, and of all kernels but the references."""
-    for scheme in LOOPS_CHECKED:
+    for scheme in LOOPS_CHECKED if device.type == "cuda" else ():
         yield Row(
             *(QUANTIZE, LOOPS, f"loops of {QUANTIZE}", scheme),
             asks=[partial(loops.refusal, device, rowwise_call(scheme))],
@@ -240,7 +253,8 @@ def device_rows(device: torch.device) -> Iterator[Row]:
         )
     for op in ops():
         for kernel in kernels(op):
-            for of, scheme in checked_of(op) if kernel.name != REFERENCE else ():
+            serves = kernel.name != REFERENCE and kernel.device_type in (None, device.type)
+            for of, scheme in checked_of(op) if serves else ():
                 yield kernel_row(kernel, device, of, scheme)
 
 
@@ -257,7 +271,7 @@ def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: 
     begins: list[Callable[[], None]] = []
     if kernel.name == CUDA and kernel.launching is not None and not forms:
         begins = [partial(selfcheck.begin, of, device.index, scheme)]
-    for form in forms:
+    for form in forms if device.type == "cuda" else ():
         what = op, kernel.name, device.index, scheme, form
         begins.append(partial(selfcheck.begin_gemm, *what))
     asks = [partial(ask, arguments) for arguments in calls]

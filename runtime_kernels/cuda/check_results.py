@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda.versions import versions
 from q2compile.runtime_kernels.kernel_states import rejected
 
@@ -149,7 +149,7 @@ def _path(request: Request) -> Path:
     sources = _hash(tuple(map(Path, request.sources)))
     for part in (op, name, *what, *named(device), *versions(), sources):
         key.update(f"{part}\0".encode())
-    return nvrtc.cache_dir() / f"{op}-{key.hexdigest()[:24]}.checked"
+    return cache_dir() / f"{op}-{key.hexdigest()[:24]}.checked"
 
 
 def _marker(request: Request, pid: int) -> Path:

@@ -16,6 +16,8 @@ scale that is a power of two only moves exponents: folded into the operands it l
 and nothing remains to be done after the product. Any other is applied to the fp32 result.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
@@ -92,17 +94,47 @@ def gemm(
     a_spec, b_spec = checked(
         a_codes, a_scales, a_global, b_codes, b_scales, b_global, a_scheme, b_scheme
     )
-    a = scaled_codes(a_codes, a_scales, a_spec)
-    b = scaled_codes(b_codes, b_scales, b_spec)
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    return product(*operands, bias, a_spec, b_spec, dtype, _of_codes)
+
+
+Dequantize = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, Scheme, torch.dtype], torch.Tensor
+]
+
+
+def product(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_global: torch.Tensor,
+    b_codes: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_global: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    a_spec: Scheme,
+    b_spec: Scheme,
+    dtype: torch.dtype,
+    dequantize: Dequantize,
+) -> torch.Tensor:
+    """The product by torch, of operands that ``dequantize`` makes of codes, scales, a global scale
+    or none, the scheme and the dtype."""
     bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
     if bf16 and a_spec.folds and b_spec.folds and b_global is not None:
-        a, b = a.mul_(a_global).to(dtype), b.mul_(b_global).to(dtype)
+        a = dequantize(a_codes, a_scales, a_global, a_spec, dtype)
+        b = dequantize(b_codes, b_scales, b_global, b_spec, dtype)
         # addmm adds the bias to the fp32 sums, before the one rounding.
         return a @ b.t() if bias is None else torch.addmm(bias, a, b.t())
+    a = dequantize(a_codes, a_scales, None, a_spec, torch.float32)
+    b = dequantize(b_codes, b_scales, None, b_spec, torch.float32)
     out = _mm_fp32(a, b).mul_(alpha_of(a_global, b_global))
     if bias is not None:
         out += bias
     return out.to(dtype)
+
+
+def _of_codes(codes, scales, global_scale, spec: Scheme, dtype: torch.dtype) -> torch.Tensor:
+    values = scaled_codes(codes, scales, spec)
+    return (values if global_scale is None else values.mul_(global_scale)).to(dtype)
 
 
 def alpha_of(a_global: torch.Tensor, b_global: torch.Tensor | None) -> torch.Tensor:

@@ -301,5 +301,5 @@ def test_the_report_names_the_loops(monkeypatch) -> None:
     kernel_choice.kernels_used.cache_clear()
     report = q2compile.explain(torch.nn.Linear(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16())
     (row,) = report.to_json()
-    assert row["kernels"]["fprop"] == "quantize rowwise: inductor, gemm: reference"
+    assert row["kernels"]["fprop"] == "quantize rowwise: inductor, gemm: cpp"
     kernel_choice.kernels_used.cache_clear()

@@ -20,12 +20,13 @@ from q2compile.tools.bench.report import FAULT, PASSED, UNSUPPORTED, Row
 def checks(bench: Bench) -> Iterator[Row]:
     """The self-check of every kernel, anew."""
     if not bench.on_gpu:
-        why = "no CUDA device: every op runs as its reference"
+        why = "no CUDA device: `q2compile doctor` checks the kernels of a CPU"
         yield Row("checks", "all", status=UNSUPPORTED, why=why)
         return
     for op in ops():
         for kernel in kernels(op):
-            for of, scheme in checked_of(op) if kernel.name != REFERENCE else ():
+            serves = kernel.name != REFERENCE and kernel.device_type in (None, bench.device.type)
+            for of, scheme in checked_of(op) if serves else ():
                 yield _check(bench, kernel, of, scheme)
 
 

@@ -2,11 +2,15 @@
 """Which kernel of q2::gemm was the fastest on a device, as `q2compile bench` measured it there, and
 which of cuBLASLt's algorithms.
 
-It is written down in gemm-HASH.json beside the cubins (jit/nvrtc.py has the folder); the hash, and
+It is written down in gemm-HASH.json beside the cubins (cache_folder.py); the hash, and
 the file again, are of what it holds for: name and compute capability of the device, torch, Triton,
 cuBLASLt, the driver and q2compile. A product takes what was the fastest at the nearest shape that
 was measured, no size more than four times as large or small; where nothing was, the usual order
 (gemm/__init__.py).
+It is written down in gemm-HASH.json beside the cubins (cache_folder.py); the hash, and
+the file again, are of what it holds for: name and compute capability of the device, torch, Triton
+and q2compile. A product takes what was the fastest at the nearest shape that was measured, no size
+more than four times as large or small; where nothing was, the usual order (gemm/__init__.py).
 
 Chosen is between the kernels on fp4 tensor cores alone. They read the same operands, so a graph
 that was compiled with one is right with the other, and they add up the same products in fp32 in
@@ -27,8 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import triton_version
-from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.versions import cublaslt_version, driver_version
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import (
@@ -83,7 +87,7 @@ def holds_for(index: int) -> dict[str, Any]:
 
 def path_for(held: dict[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-    return nvrtc.cache_dir() / f"gemm-{key[:24]}.json"
+    return cache_dir() / f"gemm-{key[:24]}.json"
 
 
 def remember(index: int, choices: Sequence[Choice], date: str) -> Path:

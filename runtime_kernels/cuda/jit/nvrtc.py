@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from q2compile.runtime_kernels.cache_folder import cache_dir
+
 SOURCES = Path(__file__).parents[1] / "csrc"
 HEADERS = SOURCES / "include"
 
@@ -156,13 +158,6 @@ def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     number = int(architecture.partition("_")[2].rstrip("af"))
     fp4 = number >= 100 and architecture.endswith(("a", "f"))
     return ("Q2_HW_FP8", int(number >= 89)), ("Q2_HW_FP4", int(fp4))
-
-
-def cache_dir() -> Path:
-    """Where cubins are kept."""
-    if folder := os.environ.get("Q2COMPILE_CACHE_DIR"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "q2compile"
 
 
 def _options(variant: Variant, architecture: str) -> tuple[str, ...]:

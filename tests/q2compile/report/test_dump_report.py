@@ -129,12 +129,11 @@ def test_json_is_a_list_of_rows_and_equals_the_files(tmp_path):
 def test_kernels_are_named():
     row = explained().rows[0]
     assert row.kernels == {
-        "fprop": "quantize rowwise: reference, gemm: reference",
-        "dgrad": ("quantize rowwise: reference, requantize columnwise: reference, gemm: reference"),
+        "fprop": "quantize rowwise: cpp, gemm: cpp",
+        "dgrad": "quantize rowwise: cpp, requantize columnwise: cpp, gemm: cpp",
         # its few rows are one group
         "wgrad": (
-            "quantize columnwise grouped: reference, requantize columnwise grouped: reference, "
-            "gemm: reference"
+            "quantize columnwise grouped: cpp, requantize columnwise grouped: cpp, gemm: cpp"
         ),
     }
 

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for CPUs, in C++ with vectors, behind the quantizing ops and the dequantizing GEMM.
+Imports ops, numerics, the registry, and from torch_internals which compiler Inductor uses.
+
+build.py       csrc/ -> a library, compiled once by that compiler
+kernels.py     the entry points of the library
+quantize.py, dequantize.py, masked_unrotate.py
+selfcheck.py   a small matrix through each kernel, against the reference
+
+Importing this registers the kernels; nothing is compiled or loaded before the first call. Where
+there is no compiler, the references run.
+"""
+
+from q2compile.runtime_kernels.cpu import build, dequantize, masked_unrotate, quantize
+from q2compile.runtime_kernels.registry import say_in_reports
+
+say_in_reports(build.reasons)
+
+__all__ = ["build", "dequantize", "masked_unrotate", "quantize"]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""csrc/kernels.cpp as a library of this machine: compiled once, kept in the cache folder, loaded at
+the first use.
+
+The file is named by a hash of the sources, the options, torch's version, and the vectors that torch
+found this processor to have: machines of several kinds may share a folder. The sources include no
+header of torch's, so any C++17 compiler that Inductor accepts will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.torch_internals.cpp_compiler import cpp_compiler
+
+SOURCES = Path(__file__).parent / "csrc"
+ENTRY = "kernels.cpp"
+LOG = logging.getLogger("q2compile")
+# No contraction of a * b + c: every operation rounds by itself, as in the reference.
+_OPTIONS = ("-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fopenmp", "-w")
+_EXACT = ("-ffp-contract=off", "-fno-math-errno")
+_VECTORS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2"),
+    "AVX2": ("-mavx2",),
+}
+_TIMEOUT = 300  # seconds; it takes three
+
+
+class BuildError(RuntimeError):
+    """There is no library; the message says why."""
+
+
+@functools.cache
+def why_missing() -> str | None:
+    """None when the library can be had, otherwise the reason in words, which is logged once."""
+    try:
+        library()
+    except BuildError as error:
+        LOG.warning("CPU kernels are left out, their references run instead, slower: %s", error)
+        return str(error)
+    return None
+
+
+def reasons() -> list[str]:
+    """For reports: why the kernels are missing, if that was asked and they are."""
+    if not why_missing.cache_info().currsize or why_missing() is None:
+        return []
+    return [f"CPU kernels are left out, their references run instead, slower: {why_missing()}"]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, from the cache or compiled now.
+
+    Raises:
+        BuildError: no compiler was found; it failed; what it made can't be loaded.
+    """
+    if sys.byteorder != "little" or sys.platform == "win32":
+        raise BuildError(f"they are not written for {platform.machine()} on {sys.platform}.")
+    path = library_path()
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # a broken file: made again
+            path.unlink(missing_ok=True)
+    compiler = _compiler()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _built(compiler, path)
+    except OSError:  # the folder can't be written: a compilation for each process
+        with tempfile.TemporaryDirectory() as folder:
+            return _built(compiler, Path(folder) / path.name)
+
+
+def _compiler() -> str:
+    try:
+        return cpp_compiler()
+    except Exception as error:  # of several types, by torch's version
+        text = " ".join(str(error).split())
+        raise BuildError(
+            f"Inductor finds no C++ compiler ({text}). Install g++, or name one in $CXX."
+        ) from error
+
+
+def library_path() -> Path:
+    """Where the library is kept."""
+    key = hashlib.sha256()
+    for part in (*options(), torch.__version__, platform.machine()):
+        key.update(f"{part}\0".encode())
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            key.update(source.name.encode() + b"\0" + source.read_bytes())
+    return cache_dir() / f"cpu-{key.hexdigest()[:24]}.so"
+
+
+def options() -> tuple[str, ...]:
+    """How it is compiled on this processor."""
+    return *_OPTIONS, *_EXACT, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
+
+
+def _built(compiler: str, path: Path) -> ctypes.CDLL:
+    """Compiles to a file beside ``path``, loads that, and moves it: all or nothing, also with
+    several processes."""
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [compiler, *options(), str(SOURCES / ENTRY), "-o", name],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines()
+            raise BuildError(f"{compiler} failed: {' '.join(lines[:3])[:500]}")
+        loaded = ctypes.CDLL(name)
+        os.replace(name, path)
+        return loaded
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler} did not end within {_TIMEOUT} s.") from error
+    finally:
+        Path(name).unlink(missing_ok=True)

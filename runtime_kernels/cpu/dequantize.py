@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q2::dequantize and the GEMM that begins with it: csrc/dequantize.h, then torch's own product of
+the operands, as in the references."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import torch
+
+from q2compile.runtime_kernels.cpu import kernels, selfcheck
+from q2compile.runtime_kernels.numerics.layout import ceil_div
+from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
+from q2compile.runtime_kernels.ops import gemm as gemm_op
+from q2compile.runtime_kernels.ops.argument_checks import check_quantized
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM
+from q2compile.runtime_kernels.registry import CPP, kernel
+
+
+def plain_scales(scales: torch.Tensor, rows: int, blocks: int, scheme: Scheme) -> torch.Tensor:
+    """Scales of a quantized matrix, contiguous and not swizzled."""
+    if scheme.swizzled:
+        return unswizzle_32x4x4(scales, rows, blocks)
+    return scales.contiguous()
+
+
+def dequantized(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    scheme: Scheme,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The first columns of a quantized matrix, which is not dequantized yet."""
+    rows, width = codes.shape[0], 2 * codes.shape[1]
+    codes = codes.contiguous()
+    scales = plain_scales(scales, rows, ceil_div(width, scheme.width), scheme)
+    out = codes.new_empty((rows, columns), dtype=dtype)
+    parts = codes.data_ptr(), scales.data_ptr(), kernels.pointer(global_scale), out.data_ptr()
+    how = kernels.TYPES[dtype], scheme.format == "mxfp4", scheme.block[0]
+    kernels.entry("q2_dequantize")(byref(kernels.Quantized(*parts, rows, width, columns, *how)))
+    return out
+
+
+def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
+    if dtype not in kernels.TYPES:
+        return f"it writes bfloat16, float16 and float32, not {dtype}"
+    if get_scheme(scheme).widened:
+        return "there is nothing to be done"
+    return selfcheck.rejected_of(DEQUANTIZE, scheme)
+
+
+@kernel(DEQUANTIZE, CPP, device_type="cpu", refuses=_no_dequantize)
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    scheme: str,
+    cols: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ops/dequantize.py."""
+    check_quantized("dequantize", codes, scales, global_scale)
+    return dequantized(codes, scales, global_scale, get_scheme(scheme), cols, dtype)
+
+
+def _no_gemm(*args: Any) -> str | None:
+    a_scheme, b_scheme = args[7:9]
+    if get_scheme(a_scheme).widened or get_scheme(b_scheme).widened:
+        return "operands that are dequantized already need nothing but torch's product"
+    return selfcheck.rejected_of(GEMM, a_scheme)
+
+
+@kernel(GEMM, CPP, device_type="cpu", refuses=_no_gemm)
+def gemm(
+    a_codes: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_global: torch.Tensor,
+    b_codes: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_global: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    a_scheme: str,
+    b_scheme: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See ops/gemm.py, whose product this is."""
+    operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
+    specs = gemm_op.checked(*operands, a_scheme, b_scheme)
+    return gemm_op.product(*operands, bias, *specs, dtype, of_codes)
+
+
+def of_codes(codes, scales, global_scale, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
+    """A whole operand, for the product."""
+    return dequantized(codes, scales, global_scale, scheme, 2 * codes.shape[1], dtype)

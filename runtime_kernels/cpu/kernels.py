@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry points of csrc/kernels.cpp, each with the struct that it takes: the same fields in the
+same order as in C++, where they are described."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from q2compile.runtime_kernels.cpu.build import library
+from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
+
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+MATRIX, CODES, BY_SCALES = range(3)  # what a quantizer reads
+STEPS = 8  # candidates of a scale search, at most
+
+
+def _fields(**kinds: Any) -> list[tuple[str, Any]]:
+    """Fields of a struct, from the names of each kind of field in its order."""
+    return [(name, kind) for names, kind in kinds.values() for name in names.split()]
+
+
+class Operand(ctypes.Structure):
+    """operand.h"""
+
+    _fields_ = _fields(
+        a=("x", c_void_p),
+        b=("rows columns row_stride column_stride", c_int64),
+        c=("type source", c_int32),
+        d=("source_scales source_global", c_void_p),
+        e=("scales_across", c_int64),
+        f=("source_is_mx source_height", c_int32),
+        g=("columnwise rounding selection exact height chunk rotated signs", c_int32),
+        h=("positive_zeros", c_int32),
+        i=("rng_offset", c_uint32),
+        j=("vmax vmax_four inverse_vmax inverse_vmax_four cap amax_divisor", c_float),
+        k=("shrink unit_of_mx factor", c_float),
+        m=("steps", c_int32 * STEPS),
+        n=("step_count", c_int32),
+        o=("seed sign_seed factor_tensor amax shares codes scales global_scale mask", c_void_p),
+    )
+
+
+class Quantized(ctypes.Structure):
+    """dequantize.h"""
+
+    _fields_ = _fields(
+        a=("codes scales global_scale out", c_void_p),
+        b=("rows width columns", c_int64),
+        c=("type is_mx height", c_int32),
+    )
+
+
+class Masked(ctypes.Structure):
+    """dequantize.h"""
+
+    _fields_ = _fields(
+        a=("grad mask out", c_void_p),
+        b=("rows width", c_int64),
+        c=("type rotated signs", c_int32),
+        d=("norm", c_float),
+        e=("sign_seed", c_void_p),
+    )
+
+
+class Summed(ctypes.Structure):
+    """column_sums.h"""
+
+    _fields_ = _fields(
+        a=("x out", c_void_p),
+        b=("rows columns row_stride column_stride", c_int64),
+        c=("type out_type", c_int32),
+    )
+
+
+_STRUCTS = {
+    "q2_quantize": Operand,
+    "q2_dequantize": Quantized,
+    "q2_masked_unrotate": Masked,
+    "q2_column_sums": Summed,
+}
+
+
+@cache
+def entry(name: str) -> Callable[[Any], None]:
+    """A function of the library, which takes a reference to its struct (ctypes.byref)."""
+    function = getattr(library(), name)
+    function.argtypes, function.restype = [ctypes.POINTER(_STRUCTS[name])], None
+    called: Callable[[Any], None] = function
+    return called
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+_FIXED_SEED = c_int64(FIXED_SIGN_SEED)
+
+
+def sign_seed(transform: Transform, seed: torch.Tensor | None) -> int | None:
+    """The address of the seed of a transform's signs."""
+    if transform.signs == "none":
+        return None
+    return ctypes.addressof(_FIXED_SEED) if transform.signs == "fixed" else pointer(seed)

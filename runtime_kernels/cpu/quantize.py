@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q2::quantize and q2::requantize in C++ (csrc/quantize.h): the bits of the references.
+
+An operand in a form that a GEMM reads is made without it first: swizzled scales and dequantized
+operands are copies. Rows in groups are laid out by the reference's own function before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import byref
+from functools import cache
+from typing import Any
+
+import torch
+
+from q2compile.runtime_kernels.cpu import kernels, selfcheck
+from q2compile.runtime_kernels.cpu.dequantize import dequantized, plain_scales
+from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, spreads
+from q2compile.runtime_kernels.numerics.layout import ceil_div, empty_quantized
+from q2compile.runtime_kernels.numerics.schemes import Scheme
+from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
+from q2compile.runtime_kernels.numerics.transforms import Transform
+from q2compile.runtime_kernels.ops import quantize as op
+from q2compile.runtime_kernels.ops import requantize as requantize_op
+from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall
+from q2compile.runtime_kernels.registry import CPP, kernel
+
+_ROUNDINGS = {("nvfp4", "rtn"): 0, ("nvfp4", "sr"): 1, ("nvfp4", "ms_eden"): 2}
+_ROUNDINGS |= {("mxfp4", "rtn"): 3, ("mxfp4", "sr"): 4, ("mxfp4", "quest"): 5}
+_SELECTIONS = {None: 0, "mse": 1, "mae": 2}
+_SEARCH = 3
+
+
+# All that is left to the references: the reason, and whether it is of a call.
+UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
+    "statistics are computed beside the same call without them": lambda call: call.recorded,
+    "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
+    "a source has codes and scales": lambda call: (
+        call.source_scheme is not None and call.source_scheme.widened
+    ),
+}
+
+
+def _unsupported(call: QuantizerCall) -> str | None:
+    """Why the kernels do not serve a call, else None."""
+    for reason, holds in UNSUPPORTED.items():
+        if holds(call):
+            return reason
+    return selfcheck.rejected(call)
+
+
+@cache
+def _operand(
+    scheme: Scheme, transform: Transform, columnwise: bool, again: bool
+) -> kernels.Operand:
+    """What does not depend on tensors. again: of a requantization."""
+    vmax, four = scheme.vmax, scheme.vmax / 1.5
+    made = kernels.Operand(
+        source_height=1,
+        columnwise=columnwise,
+        rounding=_ROUNDINGS[scheme.format, scheme.rounding],
+        selection=_SEARCH if scheme.steps else _SELECTIONS[scheme.select],
+        exact=scheme.global_scale == "exact",
+        height=scheme.block[0],
+        chunk=max(scheme.width, transform.size),
+        rotated=transform.size,
+        signs=transform.signs != "none",
+        positive_zeros=again,
+        vmax=vmax,
+        vmax_four=four,
+        inverse_vmax=1.0 / vmax,
+        inverse_vmax_four=1.0 / four,
+        cap=scheme.cap,
+        amax_divisor=vmax * scheme.cap,
+        shrink=scheme.shrink,
+        unit_of_mx=1.0 / scheme.shrink,
+        factor=transform.norm,
+        step_count=len(scheme.steps),
+    )
+    made.steps[: len(scheme.steps)] = scheme.steps
+    return made
+
+
+class _Maker:
+    """Makes operands of one source, with the rounding of one call."""
+
+    def __init__(self, call: QuantizerCall) -> None:
+        self.call, self.transform = call, call.transform
+        self.asked = call.scheme
+        self.scheme = self.asked.with_form("") if self.asked.form else self.asked
+        self.again = call.spec.name == REQUANTIZE
+
+    def of_matrix(self, x: torch.Tensor, columnwise: bool, seed, **more: Any) -> list[torch.Tensor]:
+        """Of a matrix of any strides. more: fields of the operand."""
+        operand = self._new(columnwise)
+        operand.type = kernels.TYPES[x.dtype]
+        operand.row_stride, operand.column_stride = x.stride()
+        return self._run(operand, x, *x.shape, seed, more)
+
+    def of_source(self, by_scales: bool, seed) -> list[torch.Tensor]:
+        """Of codes and scales, or of a matrix by scales that are given."""
+        x, scales, unit = (self.call.args[name] for name in self.call.spec.source)
+        scheme, columns = self.call.source_scheme, self.call.args["rows"]
+        assert scheme is not None
+        operand = self._new(columnwise=True)
+        if by_scales:
+            operand.type, operand.source = kernels.TYPES[x.dtype], kernels.BY_SCALES
+            width = columns = x.shape[1]
+        else:
+            operand.source, width = kernels.CODES, 2 * x.shape[1]
+        operand.row_stride, operand.column_stride = x.stride()
+        scales = plain_scales(scales, x.shape[0], ceil_div(width, scheme.width), scheme)
+        operand.source_scales, operand.scales_across = scales.data_ptr(), scales.shape[1]
+        operand.source_is_mx, operand.source_height = scheme.format == "mxfp4", scheme.block[0]
+        operand.source_global = unit.data_ptr()
+        more = {"factor_tensor": unit.data_ptr()}
+        return self._run(operand, x, x.shape[0], columns, seed, more)
+
+    def _new(self, columnwise: bool) -> kernels.Operand:
+        fixed = _operand(self.scheme, self.transform, columnwise, self.again)
+        operand: kernels.Operand = kernels.Operand.from_buffer_copy(fixed)
+        operand.rng_offset = self.call.args["rng_offset"]
+        return operand
+
+    def _run(
+        self, operand: kernels.Operand, x: torch.Tensor, rows: int, columns: int, seed, more: dict
+    ) -> list[torch.Tensor]:
+        operand.x, operand.rows, operand.columns = x.data_ptr(), rows, columns
+        size = (columns, rows) if operand.columnwise else (rows, columns)
+        made = list(empty_quantized(x, *size, self.scheme, self.transform))
+        operand.codes, operand.scales, operand.global_scale = (part.data_ptr() for part in made)
+        if self.call.masked:
+            made.append(x.new_empty((size[0], made[0].shape[1] // 4), dtype=torch.uint8))
+            operand.mask = made[3].data_ptr()
+        operand.seed = kernels.pointer(seed)
+        operand.sign_seed = kernels.sign_seed(self.transform, seed)
+        for name, value in more.items():
+            setattr(operand, name, value)
+        kernels.entry("q2_quantize")(byref(operand))
+        return made
+
+    def in_form(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Codes and scales in the form that was asked for."""
+        codes, scales, unit, *mask = parts
+        if self.asked.swizzled:
+            scales = swizzle_32x4x4(scales).view(-1, 512)
+        elif self.asked.widened:
+            folds = self.scheme.folds
+            width = 2 * codes.shape[1]
+            codes = dequantized(codes, scales, unit if folds else None, self.scheme, width)
+            scales = scales.new_empty((0, 0))
+            unit = torch.where(unit.isnan(), unit, 1.0) if folds else unit
+        return [codes, scales, unit, *mask]
+
+
+@kernel(
+    QUANTIZE,
+    CPP,
+    device_type="cpu",
+    refuses=lambda *args: _unsupported(QuantizerCall.of(QUANTIZE, args)),
+)
+def quantize(*args: Any) -> list[torch.Tensor]:
+    """See ops/quantize.py."""
+    call = op.checked(QuantizerCall.of(QUANTIZE, args))
+    maker, made = _Maker(call), []
+    amax = kernels.pointer(call.args["amax"])
+    for columnwise, seed, _ in call.operands:
+        if columnwise and call.grouped:
+            made += _in_groups(maker, call.x, seed)
+        else:
+            made += maker.in_form(maker.of_matrix(call.x, columnwise, seed, amax=amax))
+    if call.dbias is not None:
+        made.append(_column_sums(call.x, call.dbias))
+    return made
+
+
+@kernel(
+    REQUANTIZE,
+    CPP,
+    device_type="cpu",
+    refuses=lambda *args: _unsupported(QuantizerCall.of(REQUANTIZE, args)),
+)
+def requantize(*args: Any) -> list[torch.Tensor]:
+    """See ops/requantize.py."""
+    call = requantize_op.checked(QuantizerCall.of(REQUANTIZE, args))
+    maker, seed = _Maker(call), call.args["columnwise_seed"]
+    if not call.grouped:
+        return maker.in_form(maker.of_source(call.by_scales, seed))
+    codes, scales, unit = (call.args[name] for name in call.spec.source)
+    scheme, columns = call.source_scheme, call.args["rows"]
+    assert scheme is not None
+    x = dequantized(codes, scales, None, scheme, columns, torch.float32)
+    return _in_groups(maker, x, seed, factor_tensor=unit.data_ptr())
+
+
+def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.Tensor]:
+    """x columnwise, its rows in the groups of a call."""
+    ends = maker.call.args["offs"], maker.call.args["padded_offs"]
+    laid, shares = lay_out(x, *ends, spread=spreads(maker.scheme, maker.transform))
+    parts = maker.of_matrix(laid, True, seed, shares=kernels.pointer(shares), **more)
+    codes, *rest = maker.in_form(parts)
+    return [clear_tail(codes, ends[1]), *rest]
+
+
+def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """numerics/column_sums.py"""
+    out = x.new_empty((x.shape[1],), dtype=dtype)
+    summed = kernels.Summed(
+        *(x.data_ptr(), out.data_ptr()),
+        *(*x.shape, *x.stride()),
+        *(kernels.TYPES[x.dtype], kernels.TYPES[dtype]),
+    )
+    kernels.entry("q2_column_sums")(byref(summed))
+    return out

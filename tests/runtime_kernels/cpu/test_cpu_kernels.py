@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU kernels against the references: the same bits, for every scheme and transform."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import q2compile.runtime_kernels as runtime_kernels
+from q2compile.runtime_kernels.cpu import build, selfcheck
+from q2compile.runtime_kernels.cpu import kernels as ctypes_of
+from q2compile.runtime_kernels.cpu.quantize import UNSUPPORTED
+from q2compile.runtime_kernels.numerics.layout import pack_bits
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
+from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
+from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
+from q2compile.runtime_kernels.registry import (
+    CPP,
+    REFERENCE,
+    KernelWarning,
+    preferences,
+    select,
+    serving,
+)
+from tests.support import quantizer_calls as calls
+from tests.support.nonfinite import VALUES, assert_same, with_bad
+
+assert runtime_kernels  # importing it registers the ops
+q2 = torch.ops.q2
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((1, 1), (3, 16), (37, 152), (130, 264), (256, 128), (300, 17))
+SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
+FLAT = [s.name for s in SCHEMES.values() if s.block[0] == 1]
+SQUARE = [s.name for s in SCHEMES.values() if s.block[0] > 1]
+KINDS = ("normal", "wide", "tiny", "huge", "ties", "zeros")
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_scheme = pytest.mark.parametrize("scheme", FLAT)
+each_value = pytest.mark.parametrize("value", VALUES)
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> torch.Tensor:
+    """wide: magnitudes over many binades; tiny: subnormals of fp32 and 0; huge: near the largest of
+    the dtype; ties: numbers half way between codes."""
+    generator = torch.Generator().manual_seed(shape[0])
+    x = torch.randn(shape, generator=generator)
+    if kind == "wide":
+        x = x * torch.randn(shape, generator=generator).mul(12).exp2()
+    elif kind == "tiny":
+        x = x * torch.where(torch.rand(shape, generator=generator) < 0.5, 2.0**-126, 2.0**-135)
+    elif kind == "huge":
+        x = torch.finfo(dtype).max * (2 * torch.rand(shape, generator=generator) - 1)
+    elif kind == "ties":
+        x = torch.randint(-24, 25, shape, generator=generator) / 4
+    elif kind == "zeros":
+        x = x * (torch.rand(shape, generator=generator) < 0.1)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def both(op: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The C++ kernel's, asked for by name so that nothing serves in its place; the reference's."""
+    got, want = select(op, args, CPP)(*args), select(op, args, REFERENCE)(*args)
+    return ([got], [want]) if isinstance(want, torch.Tensor) else (got, want)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def agree(op: str, args: tuple) -> None:
+    got, want = both(op, args)
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous(), i
+        wrong = bits(a) != bits(b)
+        if b.dtype in DTYPES:  # any NaN is as good as another
+            wrong &= ~(a.isnan() & b.isnan())
+        assert not wrong.any(), f"output {i}: {int(wrong.sum())} of {b.numel()} differ"
+
+
+def agree_call(call: QuantizerCall) -> None:
+    agree(call.spec.name, call.positional)
+
+
+def quantized(scheme: str, x: torch.Tensor) -> list[torch.Tensor]:
+    """By the reference."""
+    call = rowwise_call(scheme, x)
+    if call.scheme.stochastic:
+        call = call.replace(rowwise_seed=SEEDS[1])
+    return select("quantize", call.positional, REFERENCE)(*call.positional)
+
+
+@each_dtype
+@pytest.mark.parametrize("scheme", [*FLAT, *SQUARE])
+def test_quantize(scheme: str, dtype: torch.dtype) -> None:
+    for index, kind in enumerate(KINDS):
+        x = matrix(SHAPES[(index + len(scheme)) % len(SHAPES)], dtype, kind)
+        agree_call(calls.plain(x, None, SEEDS[0], scheme, 5))
+        if get_scheme(scheme).takes_amax:
+            agree_call(calls.plain(x, q2.amax(x), SEEDS[0], scheme, 5))
+
+
+@each_dtype
+@each_scheme
+def test_rotations_and_directions(scheme: str, dtype: torch.dtype) -> None:
+    for index, transform in enumerate(TRANSFORMS):
+        shape, kind = SHAPES[(index + len(scheme)) % len(SHAPES)], KINDS[index % len(KINDS)]
+        x = matrix(shape, dtype, kind) / 256  # which a rotation does not take to Inf
+        agree_call(calls.both(x, *SEEDS, scheme, transform, 3))
+        agree_call(calls.one(x, SEEDS[1], scheme, transform, True, 2**31 + 7))
+
+
+@each_scheme
+def test_an_amax_that_is_not_the_largest(scheme: str) -> None:
+    if not get_scheme(scheme).takes_amax:
+        pytest.skip("takes no amax")
+    for amax in (0.0, 1e-30, 0.01, 1.0, 1e30):
+        x = matrix((37, 152), torch.bfloat16, "wide")
+        agree_call(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme, 5))
+
+
+@each_scheme
+def test_strides_and_empty_operands(scheme: str) -> None:
+    base = matrix((64, 96), torch.bfloat16)
+    strided = base.t(), base[:, 1::2], base[3:, 5:], base[:1].expand(20, 96)
+    for x in (*strided, base[:0], base[:, :0]):
+        for transform in ("none", "rht32"):
+            agree_call(calls.both(x, *SEEDS, scheme, transform, 1))
+
+
+@pytest.mark.parametrize("form", [SWIZZLED, WIDENED])
+@each_scheme
+def test_forms(scheme: str, form: str) -> None:
+    for dtype, transform in zip(DTYPES, ("none", "rht16", "rht128"), strict=True):
+        agree_call(calls.both(matrix((150, 90), dtype), *SEEDS, scheme + form, transform, 3))
+
+
+@each_dtype
+@each_scheme
+def test_dbias(scheme: str, dtype: torch.dtype) -> None:
+    for shape, out in zip(((1, 5), (300, 40), (2500, 20)), DTYPES, strict=True):
+        x = matrix(shape, dtype, "wide")
+        agree_call(calls.both(x, *SEEDS, scheme, "none", 3, dbias=out))
+
+
+@pytest.mark.parametrize("form", ["", WIDENED])
+@pytest.mark.parametrize("transform", ["none", "rht32", "rht128"])
+@each_scheme
+def test_groups(scheme: str, transform: str, form: str) -> None:
+    offs = torch.tensor([3, 140, 140, 180], dtype=torch.int32)
+    ends = {"offs": offs, "padded_offs": q2.padded_ends(offs)}
+    x = matrix((200, 72), torch.bfloat16)
+    agree_call(calls.both(x, *SEEDS, scheme + form, transform, 3, **ends))
+    codes, scales, unit = quantized("nvfp4_46_pow2", x)
+    agree_call(again("nvfp4_46_pow2", (codes, scales, unit), scheme + form, transform, 72, **ends))
+
+
+@each_dtype
+@pytest.mark.parametrize("transform", ["h32", "none", "rht32_fixed", "rht128_fixed"])
+def test_masks(transform: str, dtype: torch.dtype) -> None:
+    for shape, kind in zip(SHAPES, KINDS, strict=True):
+        x = matrix(shape, dtype, kind) / 64  # which a rotation does not take to Inf
+        call = calls.masked(x, "mxfp4_quest", transform)
+        agree_call(call)
+        mask = select("quantize", call.positional, REFERENCE)(*call.positional)[3]
+        grad = matrix((shape[0], 8 * mask.shape[1]), dtype, kind)
+        agree("masked_unrotate", (grad, mask, transform))
+
+
+@each_dtype
+def test_masked_unrotate_of_any_width(dtype: torch.dtype) -> None:
+    for rows, width in ((1, 8), (3, 24), (5, 40), (0, 32)):
+        mask = pack_bits((matrix((rows, width), torch.float32) > 0).t()[None])[0].t().contiguous()
+        agree("masked_unrotate", (matrix((rows, width), dtype), mask, "none"))
+
+
+def again(source_scheme: str, source, scheme: str, transform: str, rows: int, **more: Any):
+    named = dict(zip(("source", "scales", "global_scale"), source, strict=True))
+    how = {"source_scheme": source_scheme, "scheme": scheme, "transform": transform}
+    more = {"columnwise_seed": SEEDS[0], "rng_offset": 9, **more}
+    return QuantizerCall.named("requantize", **named, **how, rows=rows, **more)
+
+
+@each_scheme
+def test_requantize(scheme: str) -> None:
+    sources = (*SCHEMES, "nvfp4_46_pow2" + SWIZZLED, "mxfp4_rtn" + SWIZZLED)
+    for index, source in list(enumerate(sources))[FLAT.index(scheme) % 4 :: 4]:
+        shape, kind = SHAPES[index % len(SHAPES)], KINDS[index % len(KINDS)]
+        transform = list(TRANSFORMS)[(index + len(scheme)) % len(TRANSFORMS)]
+        parts = quantized(source, matrix(shape, torch.bfloat16, kind) / 256)
+        agree_call(again(source, parts, scheme, transform, shape[1]))
+
+
+@each_dtype
+@pytest.mark.parametrize("source", [s for s in FLAT if rounds_by_scales(SCHEMES[s])])
+def test_requantize_by_scales(source: str, dtype: torch.dtype) -> None:
+    for form in ("", SWIZZLED):
+        for shape, kind in zip(SHAPES, KINDS, strict=True):
+            x = matrix(shape, dtype, kind) / 256
+            _, *scales = quantized(source + form, x)
+            for scheme, transform in (("nvfp4_ms_eden_pow2", "rht128"), ("nvfp4", "none")):
+                parts = x, *scales
+                call = again(source + form, parts, scheme, transform, shape[1], by_scales=True)
+                agree_call(call)
+
+
+@each_dtype
+@pytest.mark.parametrize("scheme", [*SCHEMES, "nvfp4_46" + SWIZZLED])
+def test_dequantize(scheme: str, dtype: torch.dtype) -> None:
+    for shape, kind in zip(SHAPES, KINDS, strict=True):
+        codes, scales, unit = quantized(scheme, matrix(shape, torch.bfloat16, kind))
+        for columns in {shape[1], 2 * codes.shape[1], 1}:
+            agree("dequantize", (codes, scales, unit, scheme, columns, dtype))
+            agree("dequantize", (codes, scales, None, scheme, columns, dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "scheme", ["nvfp4_46_pow2", "nvfp4", "mxfp4_rtn", "mxfp4_sr", "nvfp4_16x16"]
+)
+def test_gemm(scheme: str, dtype: torch.dtype) -> None:
+    for m, n, k in ((1, 1, 16), (70, 33, 100), (0, 5, 16), (64, 128, 256)):
+        a, b = (quantized(scheme, matrix((rows, k), torch.bfloat16)) for rows in (m, n))
+        for bias in (None, matrix((n, 1), dtype)[:, 0], matrix((n, 1), torch.float32)[:, 0]):
+            agree("gemm", (*a, *b, bias, scheme, scheme, dtype))
+        if m:
+            product = a[2] * b[2]
+            agree("gemm", (*a[:2], product, *b[:2], None, None, scheme, scheme, dtype))
+
+
+@each_value
+@each_scheme
+def test_nonfinite(scheme: str, value: float) -> None:
+    x = with_bad(matrix((300, 200), torch.bfloat16), value)
+    for transform in ("none", "rht128"):
+        call = calls.both(x, *SEEDS, scheme, transform, 3)
+        assert_same(*both("quantize", call.positional), scheme)
+    parts = quantized("nvfp4_46_pow2", x)
+    call = again("nvfp4_46_pow2", parts, scheme, "rht128", 200)
+    assert_same(*both("requantize", call.positional), scheme)
+
+
+def test_threads_change_no_bits() -> None:
+    """Large enough for several threads, by any number of them."""
+    x = matrix((520, 640), torch.bfloat16)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            call = calls.both(x, *SEEDS, "nvfp4_ms_eden_pow2", "rht128", 3, dbias=torch.float32)
+            found.append(select("quantize", call.positional, CPP)(*call.positional))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found[0], other, strict=True))
+
+
+def test_serves_all_that_is_not_listed() -> None:
+    x = matrix((4, 32), torch.bfloat16)
+    for scheme in SCHEMES:
+        call = calls.plain(x, None, SEEDS[0], scheme)
+        assert serving("quantize", call.positional).name == CPP
+    parts = quantized("nvfp4_46_pow2", x)
+    left = (
+        call.replace(recorded=True),
+        calls.plain(x, None, None, "nvfp4_46_pow2", 1 << 32),
+        again("nvfp4_46_pow2" + WIDENED, parts, "nvfp4", "none", 32),
+    )
+    for other, reason in zip(left, UNSUPPORTED, strict=True):
+        op, args = other.spec.name, other.positional
+        assert serving(op, args).name == REFERENCE
+        with pytest.raises(ValueError, match=reason):
+            select(op, args, CPP)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is built or checked yet; and again afterwards."""
+    monkeypatch.setattr(selfcheck, "_RESULTS", {})
+    made = build.library, build.why_missing, ctypes_of.entry
+    for cached in made:
+        cached.cache_clear()
+    yield
+    for cached in made:
+        cached.cache_clear()
+
+
+def test_a_kernel_that_differs_is_rejected(fresh, monkeypatch) -> None:
+    call = calls.plain(matrix((4, 32), torch.bfloat16), None, None, "nvfp4_46_pow2")
+    entry = ctypes_of.entry
+
+    def wrong(name):
+        def call_wrongly(struct):
+            entry(name)(struct)
+            struct._obj.codes and ctypes.memset(struct._obj.codes, 0x11, 1)
+
+        return call_wrongly
+
+    monkeypatch.setattr(ctypes_of, "entry", wrong)
+    with pytest.warns(KernelWarning, match="'cpp' of q2::quantize on cpu is rejected: its self-ch"):
+        served = serving("quantize", call.positional)
+    assert served.name == REFERENCE
+    with pytest.raises(ValueError, match="rejected: its self-check failed: 1 of .* output 0"):
+        select("quantize", call.positional, CPP)
+
+
+def test_without_a_compiler_the_references_run(fresh, monkeypatch, tmp_path, caplog) -> None:
+    """Which is said once in the log, and in reports."""
+
+    def none():
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "cpp_compiler", none)
+    call = calls.plain(matrix((4, 32), torch.bfloat16), None, None, "nvfp4_46_pow2")
+    with caplog.at_level("WARNING", "q2compile"):
+        for _ in range(2):
+            assert serving("quantize", call.positional).name == REFERENCE
+    (said,) = [r.message for r in caplog.records if r.name == "q2compile"]
+    assert "Inductor finds no C++ compiler (No working C++ compiler found)" in said
+    assert said in preferences()
+    with pytest.raises(ValueError, match="no library of CPU kernels.*Install g"):
+        select("quantize", call.positional, CPP)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_is_compiled_once_and_a_broken_one_again(fresh, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    path = build.library_path()
+    path.write_bytes(b"no library")
+    assert build.library().q2_quantize and path.stat().st_size > 10_000
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "cpp_compiler", lambda: "/nowhere/g++")
+    assert build.library().q2_quantize, "from the cache"
+    assert list(tmp_path.iterdir()) == [path]
