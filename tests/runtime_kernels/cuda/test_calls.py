@@ -119,10 +119,10 @@ def test_more_coins_than_are_counted(monkeypatch) -> None:
         quantizer_call(0, BF16, spec, rotation, extents, along, 2, operand=(At(0), 0, 0))
 
     for scheme in (SR, EDEN):
-        call(scheme, 1 << 17)
-    call(EDEN, (1 << 17) + 1)
-    with pytest.raises(ValueError, match="at most 2.34 numbers"):
-        call(SR, (1 << 17) + 1)
+        call(scheme, 1 << 18)
+    call(EDEN, (1 << 18) + 1)
+    with pytest.raises(ValueError, match="at most 2.35 elements"):
+        call(SR, (1 << 18) + 1)
 
 
 def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
