@@ -96,7 +96,8 @@ class _Maker:
         operand = self._new(columnwise)
         operand.type = kernels.TYPES[x.dtype]
         operand.row_stride, operand.column_stride = x.stride()
-        return self._run(operand, x, *x.shape, seed, more)
+        rows, columns = x.shape
+        return self._run(operand, x, rows, columns, seed, more)
 
     def of_source(self, by_scales: bool, seed) -> list[torch.Tensor]:
         """Of codes and scales, or of a matrix by scales that are given."""
