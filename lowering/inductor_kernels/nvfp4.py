@@ -29,7 +29,7 @@ from q2compile.lowering.inductor_kernels.rounding import (
 )
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX, Scheme
 
-_NAN_BYTE = 0x7F  # of e4m3
+_NAN_BYTE, _NORMAL_BYTE = 0x7F, 8  # of e4m3
 _NORMAL = 8  # the least top bits of a normal fp32
 _NAN_TOP = 0x7FC  # the top bits of a NaN
 
@@ -81,8 +81,9 @@ class _Exact:
 
     def stepped(self, code: Value, step: int) -> Value:
         stepped = ops.minimum(ops.add(code, integer(step)), integer(_NAN_BYTE - 1))
-        stepped = ops.maximum(stepped, integer(1))
-        return ops.where(ops.eq(code, integer(0)), code, stepped)
+        least = integer(_NORMAL_BYTE if step < 0 else 1)
+        there = ops.logical_and(ops.ge(code, least), ops.lt(code, integer(_NAN_BYTE - 1)))
+        return ops.where(there, stepped, code)
 
     def reciprocal(self, code: Value) -> Value:
         quotient = self.fp.div(self.inverse([]), self._value(code))

@@ -42,7 +42,7 @@ _LAST_BIT = 2.0**38  # as much as that of an fp64 there
 _CUT = 2.0**-13  # what the products of MS-EDEN's sums are multiples of
 _LANES = 4096
 _CUT_BITS = 20  # of an fp32 with 4 significant bits: an e4m3 step counts from there on
-_LARGEST_BYTE = 0x7E  # of e4m3: 448
+_LARGEST_BYTE, _NORMAL_BYTE = 0x7E, 8  # of e4m3: 448, and the least normal number
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -106,14 +106,17 @@ def _scale_search(
 
 
 def _stepped(scale: torch.Tensor, step: int, unit: torch.Tensor | None) -> torch.Tensor:
-    """The scale so many steps up. Where there is none, or the scale is 0: the scale itself without
-    a global scale (a step ends at the least normal fp32), the nearest one that there is with one.
+    """The scale so many steps up. Without a global scale: the scale itself where it is 0, or a step
+    ends below the least normal fp32. With one: at most 448; and the scale itself where it is 0, is
+    saturated, or is a subnormal under which a step down would put elements far over 6. So a block's
+    errors are small enough for an exact sum, or all the same.
     """
     if unit is None:
         stepped = (scale.view(torch.int32) + (step << _CUT_BITS)).view(torch.float32)
         return torch.where((scale > 0) & (stepped >= _TINY), stepped, scale)
     byte = nearest_e4m3(scale).view(torch.uint8).to(torch.int32)
-    stepped = torch.where(byte == 0, 0, (byte + step).clamp(1, _LARGEST_BYTE)).to(torch.uint8)
+    stays = (byte == 0) | (byte == _LARGEST_BYTE) | (step < 0) & (byte < _NORMAL_BYTE)
+    stepped = torch.where(stays, byte, (byte + step).clamp(max=_LARGEST_BYTE)).to(torch.uint8)
     return stepped.view(torch.float8_e4m3fn).to(torch.float32)
 
 

@@ -152,8 +152,8 @@ inline F stepped(const Context& c, const F& scale, int step) {
     alignas(64) int32_t bytes[LANES];
     store(bytes, encode_e4m3(nearest_e4m3(scale)));
     for (int i = 0; i < LANES; i++) {
-        int32_t byte = bytes[i] + step;
-        byte = bytes[i] == 0 ? 0 : byte < 1 ? 1 : byte > 0x7E ? 0x7E : byte;
+        int32_t byte = bytes[i];
+        if (byte != 0 && byte < 0x7E && (step > 0 || byte >= 8)) byte = byte + step > 0x7E ? 0x7E : byte + step;
         scales[i] = decode_e4m3((uint8_t)byte);
     }
     return load(scales);

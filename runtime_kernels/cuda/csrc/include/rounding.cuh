@@ -142,15 +142,17 @@ Q2_INLINE Pair errors_of(const Pair (&x)[16], Pair inverse, Pair (&rounded)[16],
           (float)(int)(magnitudes[1] - 16u * 0x44000000u)};
 }
 
-// The scale `step` e4m3 steps above another: itself where there is none, and for a block of zeros.
+// The scale `step` e4m3 steps above another (nvfp4.py, _stepped).
 Q2_INLINE BlockScale stepped(BlockScale scale, int step, const Common& common) {
   if constexpr (kRule == POW2) {
     u32 stored = scale.stored + (u32)(step * (1 << 20));  // a step of 4 significant bits
     bool exists = scale.stored && __uint_as_float(scale.stored) <= kHuge && stored >= 0x00800000u;
     return exists ? BlockScale{stored, reciprocal(__uint_as_float(stored))} : scale;
   } else {
-    u32 byte = scale.stored ? (u32)min(max((int)scale.stored + step, 1), 0x7E) : 0;
-    return {byte, fminf(divide(common.inverse_unit, byte ? from_e4m3(byte) : 1.0f), kHuge)};
+    u32 byte = scale.stored;
+    if (byte == 0 || byte >= 0x7E || (step < 0 && byte < 8)) return scale;
+    byte = (u32)min((int)byte + step, 0x7E);
+    return {byte, fminf(divide(common.inverse_unit, from_e4m3(byte)), kHuge)};
   }
 }
 
