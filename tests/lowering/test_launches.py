@@ -249,7 +249,7 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) 
     with pytest.warns(KernelWarning, match="INVALID_IMAGE") as caught:
         got = step(rows(100))
     assert all(map(torch.equal, got, want))
-    said = set(re.findall(r"of q2::(\w+) is", " ".join(texts(caught, KernelWarning))))
+    said = set(re.findall(r"of q2::(\w+) on cpu is", " ".join(texts(caught, KernelWarning))))
     assert said == {"quantize", "requantize"}
     tried = len(refused)
     with warnings.catch_warnings():

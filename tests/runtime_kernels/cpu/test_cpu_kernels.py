@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from q2compile.runtime_kernels.registry import (
     CPP,
     REFERENCE,
     KernelWarning,
+    left_out,
     preferences,
     select,
     serving,
@@ -291,6 +293,26 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for cached in made:
         cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "given", "message"),
+    [
+        ("nvfp4_5", {}, "unknown quantization scheme 'nvfp4_5'"),
+        ("nvfp4_pow2", {"amax": torch.tensor(1.0)}, "takes no amax"),
+        ("nvfp4_sr_pow2", {}, "draws random numbers: give it a seed"),
+        ("nvfp4_pow2", {"rowwise": False}, "makes nothing: set rowwise, columnwise or both"),
+    ],
+)
+def test_a_wrong_call_is_no_fault_of_the_kernel(fresh, scheme, given, message) -> None:
+    """The caller gets the error, and nothing is rejected."""
+    x = matrix((4, 32), torch.bfloat16)
+    given, before = {"rowwise": True, "columnwise": False, **given}, left_out()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=message):
+            torch.ops.q2.quantize(x, scheme=scheme, **given)
+    assert left_out() == before
 
 
 def test_a_kernel_that_differs_is_rejected(fresh, monkeypatch) -> None:
