@@ -164,7 +164,7 @@ def _source(gemm: fx.Node, first: int, at: int) -> _Source:
         codes, scales, _ = lowering_state().ungathered[gather]
     scheme = str(gemm.args[at])
     spec = get_scheme(scheme)
-    if spec.widened:
+    if spec.dequantized:
         lowering_state().dequantized[node] = codes
         return _Source(node, ())
     cols = 2 * codes.get_size()[1]

@@ -45,7 +45,9 @@ def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
         return False
     for first, at in OPERANDS:
         spec = get_scheme(str(reader.args[at]))
-        unread = reader.args[first + 1 : first + (3 if spec.folds else 2)] if spec.widened else ()
+        unread = (
+            reader.args[first + 1 : first + (3 if spec.folds else 2)] if spec.dequantized else ()
+        )
         if output in reader.args[first : first + 3] and output not in unread:
             return False
     return output is not reader.args[6]

@@ -318,7 +318,7 @@ def moe_left_out(args: Namespace) -> list[Row]:
 # ---- options and passes --------------------------------------------------------------------------
 
 OPTIONS_LAYERS = 4
-PASSES = ("share_operands", "pair_directions", "share_rotations", "widen_operands")
+PASSES = ("share_operands", "pair_directions", "share_rotations", "dequantize_operands")
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {
         "quartet2": {},

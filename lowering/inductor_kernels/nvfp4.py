@@ -109,14 +109,14 @@ def quantize_pow2(blocks: Blocks, scheme: Scheme) -> Quantized:
     rounding = _rounding(blocks, scheme, _Pow2(Fp32(blocks.device), largest))
     codes = blocks.pack(rounding.code)
 
-    def worth(place: Index) -> Value:
+    def raw_scale(place: Index) -> Value:
         """The pseudo-scale; NaN for a poisoned block."""
         top = _Pow2.normal_or_zero(rounding.scale(place))
         top = ops.where(fp32.is_finite(largest(place)), top, integer(_NAN_TOP))
         return fp32.from_top_bits(top)
 
-    worths = blocks.per_block(torch.float32, worth)
-    return codes, *_split_scales(worths, scheme.name)
+    raw_scales = blocks.per_block(torch.float32, raw_scale)
+    return codes, *_split_scales(raw_scales, scheme.name)
 
 
 _split_scales = partial(launches.launches_of, torch.ops.q2.split_scales.default)

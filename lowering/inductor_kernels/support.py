@@ -18,14 +18,14 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
         return f"there are none for {call.label}"
     if call.masked or call.dbias is not None:
         return f"they have one operand and nothing else, not {call.label}"
-    if scheme.widened:
+    if scheme.dequantized:
         return f"{scheme.name} has numbers instead of codes"
     if scheme.masked:
         return f"{scheme.name} has a trust mask"
     if scheme.rounding == "ms_eden":
         return f"{scheme.name} corrects its scales by sums of fp32 in a fixed order"
     if scheme.stochastic and scheme.select:
-        return f"{scheme.name} draws coins for two candidates"
+        return f"{scheme.name} draws random bits for two candidates"
     if transform.size > LARGEST_CHUNK:
         return (
             f"the chunks of {transform.size} of {transform.name} are too long for the registers of "

@@ -63,10 +63,10 @@ _CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
 MARGIN = 0.95  # how far the rule may be wrong in the worse direction
 # Q, of one direction and of two.
 _QUANTIZER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
-_WIDENING = 6.0  # instructions a direction
+_DEQUANTIZING = 6.0  # instructions a direction
 _MASK = 15.0  # of a trust mask
 _LARGEST = 17.0  # A, a direction
-_WRITTEN, _WRITTEN_WIDENED = 0.75, 2.25  # bytes an element and direction
+_WRITTEN, _WRITTEN_DEQUANTIZED = 0.75, 2.25  # bytes an element and direction
 _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its way
 
 
@@ -96,8 +96,8 @@ def expected(
     # Where the kernel of another operand does most of it, what Inductor does longer is that one's.
     count, apart = len(producer.results), instructions(producer, by_inductor=not shared)
     rounded = _QUANTIZER.get(spec.rounding, _QUANTIZER["sr"])[directions - 1]
-    rounded += _WIDENING * directions * spec.widened + _MASK * spec.masked
-    written = directions * (_WRITTEN_WIDENED if spec.widened else _WRITTEN)
+    rounded += _DEQUANTIZING * directions * spec.dequantized + _MASK * spec.masked
+    written = directions * (_WRITTEN_DEQUANTIZED if spec.dequantized else _WRITTEN)
     own_read = 0.0 if shared else read
     unfused = max(apart / rate, own_read + count * size)
     unfused += count * max(rounded / rate, size + written)

@@ -18,10 +18,10 @@ import torch
 MEMORY_SHARE = 0.83
 # Of what other kernels reach of it, transpose.cu: its loads and stores are pieces of 8 rows.
 TURNING_REACH = 0.65
-# Of the issue slots that the loop over tiles of a quantizer fills: with coins less, since 64-bit
-# products take two slots and their results are waited for. What leaves the least error over the
-# rows of kernels.json, at both shapes.
-ISSUE_SHARE, ISSUE_SHARE_OF_COINS = 0.69, 0.58
+# Of the issue slots that the loop over tiles of a quantizer fills: with random bits less, since
+# 64-bit products take two slots and their results are waited for. What leaves the least error over
+# the rows of kernels.json, at both shapes.
+ISSUE_SHARE, ISSUE_SHARE_OF_RANDOM_BITS = 0.69, 0.58
 # What is constant in a launch: from the end of one kernel's work to the start of the next one's,
 # its ramp and its tail. Half of what calls of two launches in kernels.json take beyond what grows
 # with the tensor (7 to 9 us).
@@ -211,7 +211,7 @@ ASSUMPTIONS = (
     "predicted, not measured: peaks by data sheet, and what published large GEMMs reach of them: "
     + "; ".join(map(_described, DEVICES))
     + f"; a quantizer reaches {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the "
-    f"issue slots ({ISSUE_SHARE_OF_COINS:.0%} with stochastic rounding); "
+    f"issue slots ({ISSUE_SHARE_OF_RANDOM_BITS:.0%} with stochastic rounding); "
     f"{LAUNCH_SECONDS * 1e6:.0f} us a launch; forward quantizers fused; of the host "
     f"{HOST_CALL * 1e6:.0f} us a call of two launches, where that is longer"
 )

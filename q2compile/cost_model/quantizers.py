@@ -19,7 +19,7 @@ import torch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, several_launch
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 HIGH = 16  # bits of a number in high precision
@@ -46,7 +46,7 @@ def written_bits(scheme: str) -> Fraction:
     """Bits an element that one direction writes, codes or bf16 numbers and a trust mask, and what
     it reads again for its scales."""
     spec = get_scheme(scheme)
-    made = (Fraction(HIGH) if spec.widened else packed_bits(scheme)) + spec.masked
+    made = (Fraction(HIGH) if spec.dequantized else packed_bits(scheme)) + spec.masked
     return made + scales_after(spec) * Fraction(2 * 32, spec.block[0] * spec.block[1])
 
 
@@ -104,7 +104,7 @@ class Quantizer:
         a twentieth; swizzled scales change none.
         """
         spec = self.spec
-        scheme = spec.with_form(spec.form if spec.widened else "").name
+        scheme = spec.with_form(spec.form if spec.dequantized else "").name
         source = self.source if self.source == BF16 else get_scheme(self.source).format
         for name in (scheme, _pow2(scheme)):
             key = self.kind, name, self.transform, source
@@ -128,7 +128,7 @@ def _launches(call: Quantizer) -> tuple[Launch, ...]:
 
 
 def _pow2(scheme: str) -> str:
-    name, at, ending = scheme.partition(WIDENED)
+    name, at, ending = scheme.partition(DEQUANTIZED)
     return f"{name}_pow2{at}{ending}"
 
 

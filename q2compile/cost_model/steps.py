@@ -38,7 +38,7 @@ from q2compile.cost_model.devices import (
     HOST_LAUNCH,
     HOST_TORCH,
     ISSUE_SHARE,
-    ISSUE_SHARE_OF_COINS,
+    ISSUE_SHARE_OF_RANDOM_BITS,
     LAUNCH_SECONDS,
     MEMORY_SHARE,
     TURNING_REACH,
@@ -49,7 +49,7 @@ from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 # Launches of what is no quantizer of one kernel; a test counts them in generated code.
@@ -93,8 +93,8 @@ class Step:
             self.bits / (bandwidth * self.reach),
         ]
         if self.quantizer is not None:
-            coins = self.quantizer.spec.rounding == "sr"
-            share = ISSUE_SHARE_OF_COINS if coins else ISSUE_SHARE
+            draws = self.quantizer.spec.rounding == "sr"
+            share = ISSUE_SHARE_OF_RANDOM_BITS if draws else ISSUE_SHARE
             issued = self.elements * self.quantizer.instructions(device.architecture)
             times.append(issued / (device.issue * share))
         own = float(max(times)) + float(self.bits_before / bandwidth)
@@ -296,7 +296,7 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
     if layer.emulated:
         folds = layer.grouped or all(get_scheme(o.scheme).folds for o in operands.values())
         product = _plain_gemm(layer, name) if folds else _fp32_gemm(layer, name, fuses=not masked)
-        return [*_widened(layer, name, operands), product]
+        return [*_dequantized(layer, name, operands), product]
     nvfp4 = get_scheme(gemm.a.scheme).format == "nvfp4"
     ahead = _ALPHA if nvfp4 and not aligned and not layer.grouped else 0
     # Scales of 16x16 blocks are expanded for cuBLASLt; q2::transpose writes one for each row.
@@ -326,7 +326,7 @@ def _read_bits(operand: Operand) -> Fraction:
     return TURNED_BITS if operand.source == "reuse" else packed_bits(operand.scheme)
 
 
-def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
+def _dequantized(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
     """Codes made bf16 numbers for a GEMM of those, by one launch, or one for each."""
     packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
     specs = {role: get_scheme(o.scheme) for role, o in packed.items()}
@@ -344,7 +344,7 @@ def _widened(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step
 
 
 def _leaves_numbers(layer: Layer, name: str, operand: Operand) -> bool:
-    """Whether an operand's quantizer writes bf16 numbers (`passes.widen_operands`)."""
+    """Whether an operand's quantizer writes bf16 numbers (`passes.dequantize_operands`)."""
     return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
 
 
@@ -378,7 +378,7 @@ def quantizing(
 
 
 def _both_directions(layer: Layer, operand: Operand) -> Step:
-    scheme = operand.scheme + (WIDENED if layer.emulated else "")
+    scheme = operand.scheme + (DEQUANTIZED if layer.emulated else "")
     made = Quantizer("both", scheme, operand.transform)
     last = _last_launch(layer, scheme, operand.transform)
     return quantizing("dgrad", "quantize dy both ways", made, layer.elements("dy"), last=last)
@@ -405,7 +405,7 @@ def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Oper
         step = Step(name, f"quantize {role}", bits, launches=launches, by=FUSED, last=last)
         return [replace(step, shared_by=users)]
     kind = "row" if name == "fprop" or (name, role) == ("dgrad", "dy") else "col"
-    scheme = operand.scheme + (WIDENED if _leaves_numbers(layer, name, operand) else "")
+    scheme = operand.scheme + (DEQUANTIZED if _leaves_numbers(layer, name, operand) else "")
     last = _last_launch(layer, scheme, operand.transform)
     if operand.source == "requantize":
         assert recipe.fprop is not None

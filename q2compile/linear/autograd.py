@@ -37,8 +37,8 @@ class Kept(NamedTuple):
     rows: int
 
 
-def coins_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
-    """The seed, where quantizing the operand draws coins or signs."""
+def seed_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
+    """The seed, where quantizing the operand draws random bits or signs."""
     draws = SCHEMES[operand.scheme].stochastic or TRANSFORMS[operand.transform].seeded
     return seed if draws else None
 
@@ -54,7 +54,7 @@ def _quantize(
 ) -> list[Tensor]:
     """x [R, C] quantized along C, or columnwise along R, from the high-precision tensor. more: what
     q2::quantize takes besides."""
-    scheme, coins = SCHEMES[operand.scheme], coins_of(operand, seed)
+    scheme, own_seed = SCHEMES[operand.scheme], seed_of(operand, seed)
     if operand.transform == "none" and not columnwise and scheme.takes_amax:
         more["amax"] = torch.ops.q2.amax(x)
     return torch.ops.q2.quantize(
@@ -63,8 +63,8 @@ def _quantize(
         transform=operand.transform,
         rowwise=not columnwise,
         columnwise=columnwise,
-        rowwise_seed=None if columnwise else coins,
-        columnwise_seed=coins if columnwise else None,
+        rowwise_seed=None if columnwise else own_seed,
+        columnwise_seed=own_seed if columnwise else None,
         rng_offset=rng_offset,
         **more,
     )
@@ -261,8 +261,8 @@ def _backward_gemm(
     # included; the mask and the rotation of fprop's other operand lead back.
     size = TRANSFORMS[forward.transform].size
     rows = -(-columns // size) * size
-    coins = coins_of(gemm.b, seed)
-    b = product.again(gemm_name, Kept(saved.codes(name), forward.scheme, rows), gemm.b, coins)
+    own_seed = seed_of(gemm.b, seed)
+    b = product.again(gemm_name, Kept(saved.codes(name), forward.scheme, rows), gemm.b, own_seed)
     grad = product.gemm(gemm_name, gemm, a, b, None, dtype)
     if f"{other}.mask" not in saved:
         return grad

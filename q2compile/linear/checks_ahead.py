@@ -29,7 +29,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, GEMM, SPLIT_SCALES, TRANSPOSE, Variant
@@ -152,9 +152,9 @@ def _of_gradients(recipe: Recipe) -> Iterator[tuple[Variant, Operand]]:
 
 def _named(operand: Operand, codes: bool, saved: bool = False) -> str:
     """The scheme as passes name it for what reads the operand (`swizzle_scales`,
-    `widen_operands`). saved: for another graph as well, as codes."""
+    `dequantize_operands`). saved: for another graph as well, as codes."""
     scheme = get_scheme(operand.scheme)
     if codes:
         return scheme.with_form(SWIZZLED if scheme.block[0] == 1 else "").name
-    widened = scheme.with_form(WIDENED).name
-    return scheme.name if saved or not_served(widened, operand.transform) else widened
+    dequantized = scheme.with_form(DEQUANTIZED).name
+    return scheme.name if saved or not_served(dequantized, operand.transform) else dequantized

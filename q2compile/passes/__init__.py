@@ -34,6 +34,7 @@ from q2compile.passes.joint.own_seeds import own_seeds_pass
 from q2compile.passes.joint.quantize_shards import quantize_shards_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
+from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.passes.post_grad.gather_quantizers import gather_quantizers_pass
 from q2compile.passes.post_grad.group_launches import group_launches_pass
@@ -49,7 +50,6 @@ from q2compile.passes.post_grad.sum_columns import sum_columns_pass
 from q2compile.passes.post_grad.swizzle_scales import swizzle_saved_scales_pass, swizzle_scales_pass
 from q2compile.passes.post_grad.tabulate import tabulate_pass
 from q2compile.passes.post_grad.unrotate_in_gemm import unrotate_in_gemm_pass
-from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 
 Kind = Literal["joint", "post_grad"]
 
@@ -143,7 +143,7 @@ PASSES: tuple[Pass, ...] = (
     _post_grad("share_rotations", share_rotations_pass),  # after it: a pair has one rng offset
     # After those: they name schemes that those do not know. No GEMM is a case for both.
     _post_grad("swizzle_scales", swizzle_scales_pass),
-    _post_grad("widen_operands", widen_operands_pass),
+    _post_grad("dequantize_operands", dequantize_operands_pass),
     _post_grad("unrotate_in_gemm", unrotate_in_gemm_pass),  # those two look for gemm nodes
     _post_grad("part_directions", part_directions_pass),  # looks at sizes, which those change
     # After all that rewrite the quantizers that it replaces.

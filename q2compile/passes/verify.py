@@ -72,7 +72,7 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
                 )
         if a.seed is not None and a.stream == b.stream:
             raise GraphSpecError(
-                f"{when}: the operands of {gemm.name} draw the same coins, stream {a.stream}"
+                f"{when}: the operands of {gemm.name} draw the same random bits, stream {a.stream}"
             )
     for rotated, partner in ((a, b), (b, a)):
         drawn_here = isinstance(rotated.seed, fx.Node) and rotated.seed.op != "placeholder"

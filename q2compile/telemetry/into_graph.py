@@ -242,7 +242,7 @@ def _add_statistics(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[f
         if key not in found:
             if quantizer_of(maker) is not None:
                 found[key] = _recorded_output(graph, maker, use.which)
-            elif maker.op == "placeholder" and not get_scheme(use.scheme).widened:
+            elif maker.op == "placeholder" and not get_scheme(use.scheme).dequantized:
                 args = (*use.parts, use.scheme)
                 op = torch.ops.q2.statistics_of_codes.default
                 found[key] = _call(graph, op, args, use.parts[-1])

@@ -52,7 +52,7 @@ class QuantizedTensor:
     scheme, transform: names in SCHEMES and TRANSFORMS.
     shape: of the tensor that was quantized.
     transpose: codes lie along the first dimension of that matrix instead of the last.
-    seed: int64 0-dim, the one that signs and coins came from; None where nothing was drawn.
+    seed: int64 0-dim, the one that signs and random bits came from; None where nothing was drawn.
     """
 
     codes: Tensor
@@ -115,9 +115,10 @@ def quantize(
             its global scale.
         transform: a name in TRANSFORMS, applied along the same dimension before rounding.
         transpose: blocks lie along the first dimension of a matrix, and rows are its columns.
-        seed: of the signs and coins, where any are drawn: an int of 64 bits, or an int64 scalar on
+        seed: of the signs and random bits, where any are drawn: an int of 64 bits, or an int64
+        scalar on
             x's device. By default one is drawn from the default generator of x's device.
-        stream: tells apart tensors that share a seed: equal signs, different coins.
+        stream: tells apart tensors that share a seed: equal signs, different random bits.
         amax: float32 scalar to use as max |x|, for schemes with an exact global scale (tensors
             that share a scale). By default it is measured.
 
@@ -134,7 +135,7 @@ def quantize(
     if transpose and x.dim() != 2:
         raise ValueError(f"quantize with transpose takes a matrix, got {x.dim()} dimensions.")
     matrix = x.detach().reshape(_matrix_shape(x.shape))
-    coins = _seed(seed, matrix) if spec.stochastic or rotation.seeded else None
+    own_seed = _seed(seed, matrix) if spec.stochastic or rotation.seeded else None
     measures = transpose or rotation.size > 1
     if measures and amax is not None:
         raise ValueError(
@@ -148,14 +149,14 @@ def quantize(
         rowwise=not transpose,
         columnwise=transpose,
         amax=None if measures else _amax(amax, spec, matrix),
-        rowwise_seed=None if transpose else coins,
-        columnwise_seed=coins if transpose else None,
+        rowwise_seed=None if transpose else own_seed,
+        columnwise_seed=own_seed if transpose else None,
         rng_offset=stream,
-        mask=spec.masked and not transpose and coins is None,
+        mask=spec.masked and not transpose and own_seed is None,
     )
     codes, scales, global_scale, *masks = parts
     mask = masks[0] if masks else None
-    how = scheme, transform, x.shape, transpose, coins
+    how = scheme, transform, x.shape, transpose, own_seed
     return QuantizedTensor(codes, scales, global_scale, mask, *how)
 
 

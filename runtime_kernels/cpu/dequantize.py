@@ -48,7 +48,7 @@ def dequantized(
 def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     if dtype not in kernels.TYPES:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
-    if get_scheme(scheme).widened:
+    if get_scheme(scheme).dequantized:
         return "there is nothing to be done"
     return selfcheck.rejected_of(DEQUANTIZE, scheme)
 
@@ -69,7 +69,7 @@ def dequantize(
 
 def _no_gemm(*args: Any) -> str | None:
     a_scheme, b_scheme = args[7:9]
-    if get_scheme(a_scheme).widened or get_scheme(b_scheme).widened:
+    if get_scheme(a_scheme).dequantized or get_scheme(b_scheme).dequantized:
         return "operands that are dequantized already need nothing but torch's product"
     return selfcheck.rejected_of(GEMM, a_scheme)
 

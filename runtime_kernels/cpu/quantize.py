@@ -37,7 +37,7 @@ UNSUPPORTED: dict[str, Callable[[QuantizerCall], bool]] = {
     "statistics are computed beside the same call without them": lambda call: call.recorded,
     "rng_offset has 32 bits here": lambda call: not 0 <= call.args["rng_offset"] < 1 << 32,
     "a source has codes and scales": lambda call: (
-        call.source_scheme is not None and call.source_scheme.widened
+        call.source_scheme is not None and call.source_scheme.dequantized
     ),
 }
 
@@ -146,7 +146,7 @@ class _Maker:
         codes, scales, unit, *mask = parts
         if self.asked.swizzled:
             scales = swizzle_32x4x4(scales).view(-1, 512)
-        elif self.asked.widened:
+        elif self.asked.dequantized:
             folds = self.scheme.folds
             width = 2 * codes.shape[1]
             codes = dequantized(codes, scales, unit if folds else None, self.scheme, width)

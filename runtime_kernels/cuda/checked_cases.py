@@ -12,7 +12,7 @@ import torch
 
 from q2compile.runtime_kernels.numerics.groups import padded_rows
 from q2compile.runtime_kernels.numerics.layout import pack_bits
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
 
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
@@ -285,7 +285,7 @@ _GROUPED = (
 _SUMMED = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34")
 )
-_WIDENED = ("nvfp4_ms_eden_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED)
+_DEQUANTIZED = ("nvfp4_ms_eden_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED)
 ROWWISE = Variant(QUANTIZE, rowwise=True, columnwise=False, rotated=False)
 MASKED = ROWWISE._replace(rotated=True, masked=True)
 _ROWWISE_ROTATED = ROWWISE._replace(rotated=True)
@@ -296,24 +296,25 @@ AGAIN = COLUMNWISE._replace(op=REQUANTIZE)
 CHECKED: dict[str | Variant, tuple[str, ...]] = {
     ROWWISE: (
         *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
-        *("nvfp4_46_pow2" + WIDENED, "nvfp4_sr_pow2" + WIDENED),
+        *("nvfp4_46_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED),
     ),
-    _ROWWISE_ROTATED: _ROTATED + _WIDENED,
-    COLUMNWISE: _ROTATED + _WIDENED,
-    BOTH: _ROTATED + _WIDENED,
-    COLUMNWISE._replace(dbias=True): _SUMMED + _WIDENED,
-    BOTH._replace(dbias=True): _SUMMED + _WIDENED,
+    _ROWWISE_ROTATED: _ROTATED + _DEQUANTIZED,
+    COLUMNWISE: _ROTATED + _DEQUANTIZED,
+    BOTH: _ROTATED + _DEQUANTIZED,
+    COLUMNWISE._replace(dbias=True): _SUMMED + _DEQUANTIZED,
+    BOTH._replace(dbias=True): _SUMMED + _DEQUANTIZED,
     COLUMNWISE._replace(grouped=True): _GROUPED,
     BOTH._replace(grouped=True): _GROUPED,
     MASKED: _with_swizzled("mxfp4_quest"),
     AGAIN: (
-        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34") + _WIDENED
+        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34")
+        + _DEQUANTIZED
     ),
     AGAIN._replace(by_scales=True): (
-        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2") + _WIDENED
+        _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2") + _DEQUANTIZED
     ),
     AGAIN._replace(grouped=True): (
-        ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _WIDENED
+        ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _DEQUANTIZED
     ),
     "masked_unrotate": ("mxfp4_quest",),
     "dequantize": tuple(OF_FORMAT.values()),

@@ -7,5 +7,5 @@ formats.py                    rounding to e2m1, e4m3, e8m0
 nvfp4.py, mxfp4.py            the rounding rules of the two formats, on blocks.py
 quantize_tiles.py             tiles to codes;  scaled_codes.py  codes to numbers
 groups.py                     rows of experts, each padded to whole chunks
-philox.py                     coins and signs
+philox.py                     random bits and signs
 """

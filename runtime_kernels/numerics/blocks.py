@@ -57,7 +57,7 @@ class Rounded(NamedTuple):
 @dataclass(frozen=True)
 class Blocks:
     """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what they have still to be
-    multiplied by (quantize_tiles.py); seed, stream: of the coins; shares: of MS-EDEN with
+    multiplied by (quantize_tiles.py); seed, stream: of the random bits; shares: of MS-EDEN with
     copies of rows (groups.py), fp32 [n / 8], one for the blocks of a chunk."""
 
     x: torch.Tensor
@@ -101,7 +101,7 @@ class Blocks:
         tiles = self.tiling.cut(random.t() if self.tiling.transpose else random, random.dtype)
         return stochastic_e2m1(scaled, tiles.view(scaled.shape))
 
-    def coins(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def random_bits(self, shape: tuple[int, ...]) -> torch.Tensor:
         """32 random bits for each scale of a row-major matrix, as int64: word i for scale i."""
         assert self.seed is not None, "the op checks that a stochastic scheme has a seed"
         words = philox.words(self.seed, math.prod(shape), stream=self.stream, purpose=philox.COINS)

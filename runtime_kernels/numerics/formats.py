@@ -49,12 +49,13 @@ def stochastic_e2m1(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     return _values(((position + random) >> 22).to(torch.uint8)).copysign_(x)
 
 
-def stochastic_e4m3(x: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+def stochastic_e4m3(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     """Non-negative fp32 -> float8_e4m3fn by stochastic rounding, also in the subnormals; saturates
     at 448.
 
     Args:
-        coins: int64 words in [0, 2^32), same shape. Up when coin < fraction of a step * 2^32, both
+        random_bits: int64 words in [0, 2^32), same shape. Up when they are < fraction of a step *
+        2^32, both
             as integers.
     """
     x = x.clamp(max=E4M3_MAX)
@@ -62,7 +63,7 @@ def stochastic_e4m3(x: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     position = x.div_(step)  # exact: the step is a power of two
     below = position.floor()
     fraction = position.sub_(below).mul_(2.0**32).to(torch.int64)
-    return below.add_(coins < fraction).mul_(step).to(torch.float8_e4m3fn)
+    return below.add_(random_bits < fraction).mul_(step).to(torch.float8_e4m3fn)
 
 
 def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:

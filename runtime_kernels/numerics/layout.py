@@ -36,8 +36,8 @@ def padded(contraction, scheme: Scheme, transform: Transform):
 
 def scales_shape(rows, blocks, scheme: Scheme) -> tuple:
     """Of `blocks` scales a row: [rows / rows of a block, blocks], or swizzled one tile a row; none
-    where the codes are widened."""
-    if scheme.widened:
+    where the codes are dequantized."""
+    if scheme.dequantized:
         return 0, 0
     if scheme.swizzled:
         return ceil_div(rows, 128) * ceil_div(blocks, 4), 512
@@ -51,9 +51,9 @@ def empty_quantized(
     what the fakes return."""
     width = padded(contraction, scheme, transform)
     scale_dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu
-    codes = (rows, width) if scheme.widened else (rows, width // 2)
+    codes = (rows, width) if scheme.dequantized else (rows, width // 2)
     return (
-        x.new_empty(codes, dtype=torch.bfloat16 if scheme.widened else torch.uint8),
+        x.new_empty(codes, dtype=torch.bfloat16 if scheme.dequantized else torch.uint8),
         x.new_empty(scales_shape(rows, width // scheme.width, scheme), dtype=scale_dtype),
         x.new_empty((), dtype=torch.float32),
     )

@@ -166,7 +166,7 @@ def _ms_eden(blocks: Blocks) -> Rounded:
     else:
         unit = pow2_global_scale(corrected, scheme.cap)
     scales = blocks.join_scales(corrected) / unit
-    return Rounded(values, stochastic_e4m3(scales, blocks.coins(tuple(scales.shape))), unit)
+    return Rounded(values, stochastic_e4m3(scales, blocks.random_bits(tuple(scales.shape))), unit)
 
 
 def _sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

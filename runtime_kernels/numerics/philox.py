@@ -7,9 +7,9 @@ cipher turns a 128-bit counter and a 64-bit key into four 32-bit words:
     key     = (seed low, seed high)
     counter = (index low, index high, stream, purpose)
 
-A word needs no state, so a kernel that walks the tensor in any order draws the same coins. Word i
-of a stream is word i % 4 of the block whose index is i // 4. `stream` keeps the operands of one
-GEMM apart under a shared seed, `purpose` keeps coins apart from signs.
+A word needs no state, so a kernel that walks the tensor in any order draws the same random bits.
+Word i of a stream is word i % 4 of the block whose index is i // 4. `stream` keeps the operands of
+one GEMM apart under a shared seed, `purpose` keeps random bits apart from signs.
 """
 
 import torch

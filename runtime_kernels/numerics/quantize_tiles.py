@@ -9,7 +9,7 @@ from q2compile.runtime_kernels.numerics.blocks import Blocks, largest_of, poison
 from q2compile.runtime_kernels.numerics.formats import encode_e2m1
 from q2compile.runtime_kernels.numerics.layout import Tiling, pack, pack_bits
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, Scheme, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import Transform, hadamard, signs_of
 
@@ -38,13 +38,13 @@ def quantize_tiles(
             the elements are multiplied by. Only QuEST squares the elements themselves.
         amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it;
             without one it is found: that of the finite blocks.
-        seed, stream: where the coins of a stochastic scheme come from.
+        seed, stream: where the random bits of a stochastic scheme come from.
         shares: what MS-EDEN multiplies the rows of each chunk by besides (groups.py).
 
     Returns:
-        codes uint8 [rows, Kp/2], or widened bf16 [rows, Kp]; scales [rows / rows of a block, Kp /
-        width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows, Kp/8],
-        one bit an element, else None.
+        codes uint8 [rows, Kp/2], or dequantized bf16 [rows, Kp]; scales [rows / rows of a block,
+        Kp / width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows,
+        Kp/8], one bit an element, else None.
     """
     if scheme.rounding == "quest":
         tiles, factor = tiles.mul_(factor), 1.0
@@ -58,17 +58,17 @@ def quantize_tiles(
     mask = None if rounded.trusted is None else blocks.join(pack_bits(rounded.trusted))
     scales, global_scale = rounded.scales, rounded.global_scale
     poison(scales, blocks.join_scales(blocks.poisoned))
-    if scheme.widened:
-        codes, scales, global_scale = _widened(codes, scales, global_scale, scheme)
+    if scheme.dequantized:
+        codes, scales, global_scale = _dequantized(codes, scales, global_scale, scheme)
     elif scheme.swizzled:
         scales = swizzle_32x4x4(scales).view(-1, 512)
     return codes, scales, global_scale, mask
 
 
-def _widened(codes, scales, global_scale, scheme: Scheme) -> Quantized:
-    """The bf16 numbers of a scheme that ends in WIDENED, no scales, and the global scale that has
-    still to be applied."""
-    values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(WIDENED)))
+def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
+    """The bf16 numbers of a scheme that ends in DEQUANTIZED, no scales, and the global scale that
+    has still to be applied."""
+    values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(DEQUANTIZED)))
     if scheme.folds:
         values = values.mul_(global_scale)
         global_scale = torch.where(global_scale.isnan(), global_scale, 1.0)

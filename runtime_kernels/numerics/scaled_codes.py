@@ -11,8 +11,9 @@ from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
 
 def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """e2m1(code) * scale, exact in fp32 and in bf16: fp32 [M, Kp]. Widened codes are it already."""
-    if scheme.widened:
+    """e2m1(code) * scale, exact in fp32 and in bf16: fp32 [M, Kp]. Dequantized codes are it
+    already."""
+    if scheme.dequantized:
         return codes.float()
     values = decode_e2m1(codes)
     rows, width = values.shape

@@ -62,11 +62,11 @@ class Scheme:
     swizzled: bool = False  # scales lie as Blackwell's tensor cores read them (swizzle.py)
     # There are no codes but bf16 [M, Kp], code * scale, times the global scale where that folds
     # (and is then given as 1); no scales either. What a bf16 GEMM reads.
-    widened: bool = False
+    dequantized: bool = False
 
     @property
     def stochastic(self) -> bool:
-        """Draws coins, so needs a seed."""
+        """Draws random bits, so needs a seed."""
         return self.rounding in ("sr", "ms_eden")
 
     @property
@@ -92,8 +92,8 @@ class Scheme:
 
     @property
     def form(self) -> str:
-        """SWIZZLED, WIDENED or nothing: the end of the name."""
-        return SWIZZLED * self.swizzled or WIDENED * self.widened
+        """SWIZZLED, DEQUANTIZED or nothing: the end of the name."""
+        return SWIZZLED * self.swizzled or DEQUANTIZED * self.dequantized
 
     def with_form(self, form: str) -> "Scheme":
         """The same scheme in another form, or in none.
@@ -154,26 +154,26 @@ SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 # At the end of a scheme's name: the same as GEMMs read it, for an operand that only they read.
 # Swizzled scales are read by requantizations, too; schemes whose blocks have one row can have them.
-SWIZZLED, WIDENED = "@32x4x4", "@bf16"
+SWIZZLED, DEQUANTIZED = "@32x4x4", "@bf16"
 
 
 @cache
 def _as_read(name: str, ending: str) -> Scheme:
-    swizzled, widened = ending == SWIZZLED, ending == WIDENED
-    return replace(SCHEMES[name], name=name + ending, swizzled=swizzled, widened=widened)
+    swizzled, dequantized = ending == SWIZZLED, ending == DEQUANTIZED
+    return replace(SCHEMES[name], name=name + ending, swizzled=swizzled, dequantized=dequantized)
 
 
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name, with SWIZZLED, WIDENED or nothing at its end.
+    """The scheme of that name, with SWIZZLED, DEQUANTIZED or nothing at its end.
 
     Raises:
         ValueError: no such scheme; the message names the nearest one and all of them.
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    for ending in (SWIZZLED, WIDENED):
+    for ending in (SWIZZLED, DEQUANTIZED):
         plain = SCHEMES.get(name.removesuffix(ending)) if name.endswith(ending) else None
-        if plain is not None and (ending == WIDENED or plain.block[0] == 1):
+        if plain is not None and (ending == DEQUANTIZED or plain.block[0] == 1):
             return _as_read(plain.name, ending)
     raise unknown_scheme(name)
 

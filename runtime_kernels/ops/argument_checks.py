@@ -22,7 +22,7 @@ def check_operand(op: str, x: torch.Tensor) -> None:
 
 
 def check_seed(op: str, seed: torch.Tensor | None, scheme: Scheme, transform: Transform) -> None:
-    """A seed must be there when coins or signs are drawn; one that nothing uses is ignored.
+    """A seed must be there when random bits or signs are drawn; one that nothing uses is ignored.
 
     Raises:
         ValueError: it is missing, or not an int64 scalar.
@@ -59,15 +59,15 @@ def check_quantized(
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
     *,
-    widened: bool = False,
+    dequantized: bool = False,
 ) -> None:
-    """A quantized operand must be uint8 codes [M, Kp/2] (widened: bf16 [M, Kp]), 8-bit scales (2-D)
-    and an fp32 scalar, where an op has it.
+    """A quantized operand must be uint8 codes [M, Kp/2] (dequantized: bf16 [M, Kp]), 8-bit scales
+    (2-D) and an fp32 scalar, where an op has it.
 
     Raises:
         ValueError: it is not.
     """
-    dtype, name = (torch.bfloat16, "bfloat16") if widened else (torch.uint8, "uint8")
+    dtype, name = (torch.bfloat16, "bfloat16") if dequantized else (torch.uint8, "uint8")
     if codes.dtype != dtype or codes.dim() != 2 or scales.dim() != 2:
         raise ValueError(
             f"q2::{op}: a quantized operand has {name} codes and 8-bit scales in two dimensions, "

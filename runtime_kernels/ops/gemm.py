@@ -5,13 +5,13 @@
     a_scheme, b_scheme, dtype) -> [M, N]
 
 An operand whose scheme ends in @bf16 has bf16 [M, Kp] for codes and no scales (schemes.py,
-widened).
+dequantized).
 out = (sum_k a*b) * (a_global * b_global) + bias, accumulated in fp32 and rounded to dtype once.
 Without b_global, a_global is the product of both.
 
-The reference is one ordinary product of widened operands. An operand without its global scale, code
-* scale, has at most 6 significant bits, so it is exact in bf16 (8 bits), and the product on any
-bf16 tensor core with fp32 accumulation is the 4-bit GEMM up to the order of the sums. A global
+The reference is one ordinary product of dequantized operands. An operand without its global scale,
+code * scale, has at most 6 significant bits, so it is exact in bf16 (8 bits), and the product on
+any bf16 tensor core with fp32 accumulation is the 4-bit GEMM up to the order of the sums. A global
 scale that is a power of two only moves exponents: folded into the operands it leaves them exact,
 and nothing remains to be done after the product. Any other is applied to the fp32 result.
 """
@@ -35,8 +35,8 @@ def schemes_of(
         ValueError: one is unknown; an operand is no quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
-    check_quantized("gemm", a_codes, a_scales, a_global, widened=specs[0].widened)
-    check_quantized("gemm", b_codes, b_scales, b_global, widened=specs[1].widened)
+    check_quantized("gemm", a_codes, a_scales, a_global, dequantized=specs[0].dequantized)
+    check_quantized("gemm", b_codes, b_scales, b_global, dequantized=specs[1].dequantized)
     return specs
 
 
@@ -60,7 +60,7 @@ def checked(
 
 
 def _contraction(codes: torch.Tensor, spec: Scheme) -> int:
-    return codes.shape[1] * (1 if spec.widened else 2)
+    return codes.shape[1] * (1 if spec.dequantized else 2)
 
 
 def fake(a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype):

@@ -16,9 +16,9 @@ E weights w [E, N, K] lie in one matrix, and so do their gradients; ``gemm`` say
 (padded_ends), and where N is, each weight's whole blocks. Rows of no group, from offs[E - 1] on,
 give zero.
 
-The reference is one grouped product of widened operands. Code * scale is exact in bf16, and so is a
-global scale that is a power of two on top. Any other is applied to the result, which bf16 has by
-then rounded once more: torch has no grouped product of bf16 operands that returns its fp32 sums.
+The reference is one grouped product of dequantized operands. Code * scale is exact in bf16, and so
+is a global scale that is a power of two on top. Any other is applied to the result, which bf16 has
+by then rounded once more: torch has no grouped product of bf16 operands that returns its fp32 sums.
 Results of another dtype are computed in fp32.
 """
 
@@ -38,13 +38,13 @@ def checked(
         ValueError: one is unknown; an operand is no quantized matrix of its scheme.
     """
     specs = get_scheme(a_scheme), get_scheme(b_scheme)
-    check_quantized("grouped_gemm", a_codes, a_scales, a_global, widened=specs[0].widened)
-    check_quantized("grouped_gemm", b_codes, b_scales, b_global, widened=specs[1].widened)
+    check_quantized("grouped_gemm", a_codes, a_scales, a_global, dequantized=specs[0].dequantized)
+    check_quantized("grouped_gemm", b_codes, b_scales, b_global, dequantized=specs[1].dequantized)
     return specs
 
 
 def as_grouped(b: torch.Tensor, gemm: str, groups: int) -> torch.Tensor:
-    """The second operand, widened, as grouped_mm takes it."""
+    """The second operand, dequantized, as grouped_mm takes it."""
     if gemm == "fprop":
         return b.unflatten(0, (groups, -1)).transpose(1, 2)
     return b.unflatten(1, (groups, -1)).permute(1, 2, 0) if gemm == "dgrad" else b.t()
@@ -105,8 +105,8 @@ def grouped_gemm(
     a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
     folds = a_spec.folds and b_spec.folds
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    a = _widened(a_codes, a_scales, a_global if folds else None, a_spec, wide)
-    b = _widened(b_codes, b_scales, b_global if folds else None, b_spec, wide)
+    a = _dequantized(a_codes, a_scales, a_global if folds else None, a_spec, wide)
+    b = _dequantized(b_codes, b_scales, b_global if folds else None, b_spec, wide)
     out = torch.ops.q2.grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
@@ -119,16 +119,16 @@ def factor_of(a_global: torch.Tensor, b_global: torch.Tensor) -> torch.Tensor:
     return (a_global * b_global).reshape(1)
 
 
-def _widened(
+def _dequantized(
     codes: torch.Tensor,
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
     spec: Scheme,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """code * scale, and times the global scale if it is given: [M, Kp]. Widened codes have that
+    """code * scale, and times the global scale if it is given: [M, Kp]. Dequantized codes have that
     factored in already."""
-    if spec.widened:
+    if spec.dequantized:
         return codes.to(dtype)
     if global_scale is None:
         global_scale = torch.ones((), dtype=torch.float32, device=codes.device)

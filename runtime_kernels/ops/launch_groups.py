@@ -52,7 +52,7 @@ def global_scales(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """Of a quantizer's outputs those that a GEMM multiplies, with their places: none of a
     dequantized operand's."""
     call = quantizer_of(node)
-    if call is None or call.scheme.widened:
+    if call is None or call.scheme.dequantized:
         return []
     places = [operand.first + _GLOBAL_SCALE for operand in call.operands]
     found = [(user.args[1], user) for user in node.users if user.target is operator.getitem]

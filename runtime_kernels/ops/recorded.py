@@ -90,7 +90,9 @@ def _plain(call: QuantizerCall) -> QuantizerCall:
 def _looked_at(call: QuantizerCall) -> QuantizerCall:
     """The call that makes codes and scales to look at."""
     plain = _plain(call)
-    return plain.replace(scheme=call.scheme.with_form("").name) if call.scheme.widened else plain
+    return (
+        plain.replace(scheme=call.scheme.with_form("").name) if call.scheme.dequantized else plain
+    )
 
 
 Rows = Callable[[Sample | None], torch.Tensor]  # of an operand before rotation, [..., K]

@@ -47,7 +47,7 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 def rounds_by_scales(scheme: Scheme) -> bool:
     """Whether the codes of a scheme follow from its scales: to the nearest, in blocks of one row,
     with a power of two as global scale, so that a scale is what the codes were rounded with."""
-    plain = scheme.format == "nvfp4" and scheme.rounding == "rtn" and not scheme.widened
+    plain = scheme.format == "nvfp4" and scheme.rounding == "rtn" and not scheme.dequantized
     return plain and scheme.global_scale == "pow2" and scheme.block[0] == 1
 
 

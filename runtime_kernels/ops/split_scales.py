@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::split_scales: what the codes of each block are worth, split into an e4m3 scale for the block
+"""q2::split_scales: the raw scale of each block, split into an e4m3 scale for the block
 and a power of two for the tensor.
 
-    split_scales(worth fp32 [R, B], scheme) -> scales e4m3 [R, B], global_scale fp32 0-dim
+    split_scales(raw scale fp32 [R, B], scheme) -> scales e4m3 [R, B], global_scale fp32 0-dim
 
 With a swizzled scheme the scales lie as the fp4 GEMM reads them (swizzle.py), [tiles, 512].
 
 The last step of a quantizer whose scheme has the global scale "pow2" and rounds its scales to
-nearest, for loops that Inductor made of the rest (q2compile.lowering). A poisoned block's worth is
-NaN, and so is its scale; the global scale is that of the others (numerics/blocks.py).
+nearest, for loops that Inductor made of the rest (q2compile.lowering). A poisoned block's raw
+scale is NaN, and so is its scale; the global scale is that of the others (numerics/blocks.py).
 """
 
 import torch
@@ -28,18 +28,18 @@ def splits_scales(scheme: Scheme) -> bool:
     return scheme.global_scale == "pow2" and scheme.rounding != "ms_eden"
 
 
-def checked(worth: torch.Tensor, scheme: str) -> Scheme:
+def checked(raw_scale: torch.Tensor, scheme: str) -> Scheme:
     """The scheme by name.
 
     Raises:
-        ValueError: worth is not an fp32 matrix; the scheme is unknown, or splits its scales
+        ValueError: raw scale is not an fp32 matrix; the scheme is unknown, or splits its scales
             otherwise.
     """
     spec = get_scheme(scheme)
-    if worth.dtype != torch.float32 or worth.dim() != 2:
+    if raw_scale.dtype != torch.float32 or raw_scale.dim() != 2:
         raise ValueError(
             "q2::split_scales takes float32 in two dimensions, one number a block; got "
-            f"{worth.dtype} in {worth.dim()}."
+            f"{raw_scale.dtype} in {raw_scale.dim()}."
         )
     if not splits_scales(spec):
         raise ValueError(
@@ -49,20 +49,20 @@ def checked(worth: torch.Tensor, scheme: str) -> Scheme:
     return spec
 
 
-def fake(worth, scheme):
-    spec = checked(worth, scheme)
-    shape = scales_shape(*worth.shape, spec) if spec.swizzled else worth.shape
-    return worth.new_empty(shape, dtype=torch.float8_e4m3fn), worth.new_empty(())
+def fake(raw_scale, scheme):
+    spec = checked(raw_scale, scheme)
+    shape = scales_shape(*raw_scale.shape, spec) if spec.swizzled else raw_scale.shape
+    return raw_scale.new_empty(shape, dtype=torch.float8_e4m3fn), raw_scale.new_empty(())
 
 
-define("split_scales(Tensor worth, str scheme) -> (Tensor, Tensor)", fake=fake)
+define("split_scales(Tensor raw_scale, str scheme) -> (Tensor, Tensor)", fake=fake)
 
 
 @kernel("split_scales", REFERENCE)
-def split_scales(worth: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+def split_scales(raw_scale: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
-    spec = checked(worth, scheme)
-    poisoned = worth.isnan()
-    unit = pow2_global_scale(torch.where(poisoned, 0.0, worth), spec.cap)
-    scales = poison(nearest_e4m3(worth / unit), poisoned)
+    spec = checked(raw_scale, scheme)
+    poisoned = raw_scale.isnan()
+    unit = pow2_global_scale(torch.where(poisoned, 0.0, raw_scale), spec.cap)
+    scales = poison(nearest_e4m3(raw_scale / unit), poisoned)
     return swizzle_32x4x4(scales).view(-1, 512) if spec.swizzled else scales, unit

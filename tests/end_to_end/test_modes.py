@@ -21,11 +21,11 @@ GPU = torch.device("cuda")
 RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2"]
 # Gradients of one input with other coins: 0.994 (quartet2, nvfp4) to 0.982 (mxfp4) on an H200.
 OTHER_COINS = 0.95
-# With the same coins, where only the order of sums differs: 1 to seven digits.
+# With the same random bits, where only the order of sums differs: 1 to seven digits.
 SAME_COINS = 0.9999
-# With the same coins, where a searched GEMM of Triton's has what follows it as its epilogue: that
-# sees fp32 sums, which are no longer rounded to bf16, and one code in a hundred or so comes out
-# otherwise. 0.99985 on an H200.
+# With the same random bits, where a searched GEMM of Triton's has what follows it as its epilogue:
+# that sees fp32 sums, which are no longer rounded to bf16, and one code in a hundred or so comes
+# out otherwise. 0.99985 on an H200.
 FUSED_EPILOGUES = 0.999
 
 
@@ -98,10 +98,10 @@ def test_modes_agree(mode, bound) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_widened_operands_change_no_bit(recipe) -> None:
+def test_dequantized_operands_change_no_bit(recipe) -> None:
     """Rows of x from 1e-12 to 1. For subnormal scales see test_cuda_kernels.py."""
     x = inputs() * torch.logspace(-12, 0, 512, device=GPU, dtype=torch.bfloat16)[:, None]
-    plain = compiled_mlp(recipe=recipe, leave_out=["widen_operands"])
+    plain = compiled_mlp(recipe=recipe, leave_out=["dequantize_operands"])
     own = [gradient(*mlp, x, seed=1) for mlp in (compiled_mlp(recipe=recipe), plain)]
     assert torch.equal(*own) and own[0].any()
 

@@ -151,12 +151,12 @@ def test_spills_no_more_than_its_sister(scheme, directions) -> None:
 
 
 @pytest.mark.parametrize("architecture", limits.ARCHITECTURES.values())
-@pytest.mark.parametrize("widened", ["", "@bf16"])
-def test_halves_of_rows_in_groups(widened, architecture) -> None:
+@pytest.mark.parametrize("dequantized", ["", "@bf16"])
+def test_halves_of_rows_in_groups(dequantized, architecture) -> None:
     """Spill nothing, and one of both is rounded in no more instructions than a matrix that is read
     (test_cuda_static.py), its mask and signs being those of the other. NVRTC 13.2, that of torch
     2.15, spills up to 29 loads and stores for 10.x, of some 5000 instructions."""
-    code = code_of(HALVES, architecture, "nvfp4_ms_eden_pow2" + widened, (True, True))
+    code = code_of(HALVES, architecture, "nvfp4_ms_eden_pow2" + dequantized, (True, True))
     newer = nvrtc.version() >= (13, 2) and architecture in ("sm_100a", "sm_103a")
     assert spills(code) <= (29 if newer else 0)
     # Three inputs: four rows at a time, in whole tiles and in a group's last; for the first tile
@@ -164,21 +164,21 @@ def test_halves_of_rows_in_groups(widened, architecture) -> None:
     assert code.count("LDG.E.128") == 2 * 3 * (4 + 4)
     if architecture == "sm_90a":
         of_half = sorted((end + 1 - first for first, end in code.loops), reverse=True)[1]
-        assert of_half <= (3600 if widened else 3100)
+        assert of_half <= (3600 if dequantized else 3100)
 
 
-@pytest.mark.parametrize("widened", ["", "@bf16"])
-def test_two_operands_share_the_code_that_quantizes(widened) -> None:
+@pytest.mark.parametrize("dequantized", ["", "@bf16"])
+def test_two_operands_share_the_code_that_quantizes(dequantized) -> None:
     """From about 4000 instructions on warps wait for them (KERNEL_LOG.md). A tile's loop has one of
     both operands in it, and is no longer than that of one operand but for what computes du."""
-    scheme = "nvfp4_ms_eden_pow2" + widened
+    scheme = "nvfp4_ms_eden_pow2" + dequantized
     one, two = (
         sorted((end + 1 - first for first, end in code.loops), reverse=True)
         for code in (code_of(made, "sm_90a", scheme, (True, True)) for made in (SWIGLU, GATED))
     )
     tile, operand = two[:2]
     assert tile <= one[0] + 8 * 4 * 5 + 50  # du: 3 instructions an element and its store, 32 a time
-    assert operand <= (3800 if widened else 3100)
+    assert operand <= (3800 if dequantized else 3100)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -289,7 +289,10 @@ def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> 
     monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
     monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
     step_of("quartet2")(rows(100))
-    forward, backward = ["rotate_quantize", "align_scales"], ["rotate_quantize", "settle_widened"]
+    forward, backward = (
+        ["rotate_quantize", "align_scales"],
+        ["rotate_quantize", "finalize_dequantized"],
+    )
     assert asked == [(1, 2 * [forward]), (1, 2 * [["dequantize"]]), (1, 3 * [backward])]
 
 

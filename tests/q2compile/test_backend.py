@@ -154,8 +154,8 @@ def test_an_inference_graph_shares_quantizations_too(tmp_path):
 
 
 def test_salts_keep_equal_layers_apart(tmp_path):
-    """Trap: two equal layers that receive the same gradient drew the same coins, because CSE merges
-    seeds with equal arguments. Here both get dy itself."""
+    """Trap: two equal layers that receive the same gradient drew the same random bits, because CSE
+    merges seeds with equal arguments. Here both get dy itself."""
 
     class Twins(nn.Module):
         def __init__(self):

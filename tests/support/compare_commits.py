@@ -3,7 +3,7 @@
 two commits, compared file by file.
 
     python tests/support/compare_commits.py HEAD~3            against the working tree
-    python tests/support/compare_commits.py HEAD~3 HEAD --rename @bf16=@widened
+    python tests/support/compare_commits.py HEAD~3 HEAD --rename @bf16=@dequantized
     python tests/support/compare_commits.py HEAD~3 --only '90_*' --only cpu_telemetry
 
 Each commit is checked out into a temporary folder and imported from there, in a process of its own

@@ -36,12 +36,12 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     several_launch,
 )
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
 # What a count may exceed the recorded one by. The same NVRTC makes the same code of the same source
-# on every machine, so this is room for changes that are not worth a new file: 0.2 of the 9
+# on every machine, so this is room for changes that are not raw scale a new file: 0.2 of the 9
 # instructions per element of the shortest kernel; where there are spills, 2 of 3000 instructions.
 INSTRUCTIONS_TOLERANCE, SPILLS_TOLERANCE = 1.02, 2
 
@@ -102,16 +102,16 @@ OTHERS = {
     "unaligned": rotate(BF16, "rht128", EDEN, BOTH, vectors=False),
     "no signs": rotate(BF16, "h32", EDEN, BOTH),
     "no rotation": rotate(NVFP4, "none", EDEN, COL),
-    "values both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH),
-    "values requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL),
-    "values by scales": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL),
-    "values by scales unaligned": rotate(ROUNDED, "rht128", EDEN + WIDENED, COL, vectors=False),
-    "values groups both": rotate(BF16, "rht128", EDEN + WIDENED, BOTH, grouped=True),
-    "values groups requantize": rotate(NVFP4, "rht128", EDEN + WIDENED, COL, grouped=True),
-    "values sr both": rotate(BF16, "rht128", SR + WIDENED, BOTH),
-    "values sr requantize": rotate(NVFP4, "rht128", SR + WIDENED, COL),
-    "values mx requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34" + WIDENED, COL),
-    "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + WIDENED, BOTH),
+    "values both": rotate(BF16, "rht128", EDEN + DEQUANTIZED, BOTH),
+    "values requantize": rotate(NVFP4, "rht128", EDEN + DEQUANTIZED, COL),
+    "values by scales": rotate(ROUNDED, "rht128", EDEN + DEQUANTIZED, COL),
+    "values by scales unaligned": rotate(ROUNDED, "rht128", EDEN + DEQUANTIZED, COL, vectors=False),
+    "values groups both": rotate(BF16, "rht128", EDEN + DEQUANTIZED, BOTH, grouped=True),
+    "values groups requantize": rotate(NVFP4, "rht128", EDEN + DEQUANTIZED, COL, grouped=True),
+    "values sr both": rotate(BF16, "rht128", SR + DEQUANTIZED, BOTH),
+    "values sr requantize": rotate(NVFP4, "rht128", SR + DEQUANTIZED, COL),
+    "values mx requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34" + DEQUANTIZED, COL),
+    "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + DEQUANTIZED, BOTH),
     "align eden": align(EDEN, True),
     "align eden exact": align("nvfp4_ms_eden", False),
     "align sr": align(SR, False),
@@ -121,8 +121,8 @@ OTHERS = {
     "quartet requantize swizzled": rotate(
         SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
     ),
-    "settle eden": align(EDEN + WIDENED, True),
-    "settle sr": align(SR + WIDENED, False),
+    "settle eden": align(EDEN + DEQUANTIZED, True),
+    "settle sr": align(SR + DEQUANTIZED, False),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
@@ -185,7 +185,7 @@ DBIAS_CASES = [
 def dbias_scheme(recipe: str, architecture: str) -> str:
     """Dequantized operands where GEMMs are emulated, codes on a Blackwell."""
     ending = "" if recipe == "quartet2" and architecture in BLACKWELL else SWIZZLED
-    return DBIAS[recipe][0] + (ending if architecture in BLACKWELL else WIDENED)
+    return DBIAS[recipe][0] + (ending if architecture in BLACKWELL else DEQUANTIZED)
 
 
 def dbias(recipe: str, architecture: str) -> Launch:

@@ -237,7 +237,7 @@ class _Site:
         given = iter(buffers)
         outputs = [next(given) if wanted else None for wanted in self.wanted]
         codes = [o for o in outputs[: 3 * self.operands : 3] if o is not None]
-        numbers = sum(output.numel() * (1 if spec.widened else 2) for output in codes)
+        numbers = sum(output.numel() * (1 if spec.dequantized else 2) for output in codes)
         return numbers // 4 if Rule.of(spec) in SCALED_AFTERWARDS else 0
 
     def __call__(self, *given: torch.Tensor) -> None:

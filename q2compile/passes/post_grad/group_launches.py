@@ -93,7 +93,7 @@ def _is_launched(call: QuantizerCall) -> bool:
     if serving(call.spec.name, args).launching is not None:
         return True
     scheme = call.scheme
-    if not call.spec.is_lowered or scheme.widened or not splits_scales(scheme):
+    if not call.spec.is_lowered or scheme.dequantized or not splits_scales(scheme):
         return False
     raw_scales = call.x.meta["val"].new_empty((1, 1), dtype=torch.float32)
     return serving(SPLIT_SCALES, (raw_scales, scheme.name)).launching is not None

@@ -27,15 +27,16 @@ def share_rotations_pass(graph: fx.Graph) -> int:
     a and c may be made rowwise, too; the row direction then has the rng_offset 2 as well, under its
     own seed. And b may be quantize of a high-precision x.
 
-    Sound, though the coins are others: each gradient has the distribution it had. In every GEMM
-    both operands have the signs of one seed, drawn in this step, and coins of two streams, so the
-    pair (c, b) is distributed as (c, d) was, and so are the mean and the variance of its product.
-    The gradients keep coins of their own, since no two of them have the same stream. What is new is
-    that the errors of the weight gradients correlate, by x's part of them and as far as dy and dz
-    are alike (equal signs rotate equal gradients to equal codes), just as they do between the rows
-    of one wide linear that computes q, k and v together. Nothing multiplies them: a weight gradient
-    leaves the graph. That is not so for dgrad, where a weight used twice in a row would meet its
-    own error in a product, E[W̃ W̃] ≠ W W; so dgrads keep their own seeds.
+    Sound, though the random bits are others: each gradient has the distribution it had. In every
+    GEMM both operands have the signs of one seed, drawn in this step, and random bits of two
+    streams, so the pair (c, b) is distributed as (c, d) was, and so are the mean and the variance
+    of its product. The gradients keep random bits of their own, since no two of them have the same
+    stream. What is new is that the errors of the weight gradients correlate, by x's part of them
+    and as far as dy and dz are alike (equal signs rotate equal gradients to equal codes), just as
+    they do between the rows of one wide linear that computes q, k and v together. Nothing
+    multiplies them: a weight gradient leaves the graph. That is not so for dgrad, where a weight
+    used twice in a row would meet its own error in a product, E[W̃ W̃] ≠ W W; so dgrads keep their
+    own seeds.
 
     Preconditions: gemms whose first operand is a gradient rotated along its columns and whose
     second are equal but for the seed; the shared seed stands before the other gradients' ops

@@ -29,10 +29,11 @@ def sum_columns_pass(graph: fx.Graph) -> int:
         b = sum(dy, [0], dtype=float32)                     b = c[6]
         b = convert_element_type(b, bf16)
 
-    Preconditions: a quantizer along columns, which draws signs or coins (one that draws nothing may
-    be loops, and fuse with what makes dy), reads the very node that is summed; dy does not lie in
-    columns; the CUDA kernel serves the op with sums, which that of an exact global scale and that
-    of groups of rows do not; and whatever reads the sums stands behind the quantizer.
+    Preconditions: a quantizer along columns, which draws signs or random bits (one that draws
+    nothing may be loops, and fuse with what makes dy), reads the very node that is summed; dy does
+    not lie in columns; the CUDA kernel serves the op with sums, which that of an exact global
+    scale and that of groups of rows do not; and whatever reads the sums stands behind the
+    quantizer.
 
     The same sums in fp32 in another order (numerics/column_sums.py), rounded once, to the last of
     the types that they are cast to: Inductor's loops, too, drop the roundings between two casts.

@@ -14,7 +14,7 @@ from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits
 from q2compile.cost_model.steps import Step, quantizing, turning
 from q2compile.runtime_kernels.cuda.calls import At
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     QUANTIZE,
@@ -37,8 +37,8 @@ CASES = {
     "rht_quantize_both": Quantizer("both", EDEN, "rht128"),
     "requantize": Quantizer("requantize", EDEN, "rht128", "nvfp4_46_pow2"),
     # as the emulated GEMM reads them
-    "rht_quantize_both_bf16": Quantizer("both", EDEN + WIDENED, "rht128"),
-    "requantize_bf16": Quantizer("requantize", EDEN + WIDENED, "rht128", "nvfp4_46_pow2"),
+    "rht_quantize_both_bf16": Quantizer("both", EDEN + DEQUANTIZED, "rht128"),
+    "requantize_bf16": Quantizer("requantize", EDEN + DEQUANTIZED, "rht128", "nvfp4_46_pow2"),
     # the other recipes
     "tetrajet2_both": Quantizer("both", SR, "rht128"),
     "tetrajet2_requantize": Quantizer("requantize", SR, "rht128", "nvfp4_pow2"),
@@ -55,18 +55,18 @@ CASES = {
     "quantize_rtn": Quantizer("row", "nvfp4_pow2"),
     "quartet_forward": Quantizer("row", "mxfp4_quest", "h32"),
     # as the emulated GEMM reads those of the other recipes
-    "tetrajet2_both_bf16": Quantizer("both", SR + WIDENED, "rht128"),
-    "tetrajet2_requantize_bf16": Quantizer("requantize", SR + WIDENED, "rht128", "nvfp4_pow2"),
-    "nvfp4_dgrad_row_bf16": Quantizer("row", SR + WIDENED),
-    "nvfp4_wgrad_col_bf16": Quantizer("col", SR + WIDENED, "rht16"),
-    "mxfp4_both_bf16": Quantizer("both", "mxfp4_sr" + WIDENED, "rht64"),
-    "mxfp4_col_bf16": Quantizer("col", "mxfp4_sr" + WIDENED, "rht64"),
-    "quartet_both_bf16": Quantizer("both", "mxfp4_rtn34" + WIDENED, "rht32"),
+    "tetrajet2_both_bf16": Quantizer("both", SR + DEQUANTIZED, "rht128"),
+    "tetrajet2_requantize_bf16": Quantizer("requantize", SR + DEQUANTIZED, "rht128", "nvfp4_pow2"),
+    "nvfp4_dgrad_row_bf16": Quantizer("row", SR + DEQUANTIZED),
+    "nvfp4_wgrad_col_bf16": Quantizer("col", SR + DEQUANTIZED, "rht16"),
+    "mxfp4_both_bf16": Quantizer("both", "mxfp4_sr" + DEQUANTIZED, "rht64"),
+    "mxfp4_col_bf16": Quantizer("col", "mxfp4_sr" + DEQUANTIZED, "rht64"),
+    "quartet_both_bf16": Quantizer("both", "mxfp4_rtn34" + DEQUANTIZED, "rht32"),
     "quartet_requantize_bf16": Quantizer(
-        "requantize", "mxfp4_rtn34" + WIDENED, "rht32", "mxfp4_rtn"
+        "requantize", "mxfp4_rtn34" + DEQUANTIZED, "rht32", "mxfp4_rtn"
     ),
 }
-DEQUANTIZED, TURNED = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
+FORWARD_SCHEME, SQUARE_SCHEME = "nvfp4_46_pow2", "nvfp4_16x16_pow2"
 OTHERS = (DEQUANTIZE, TRANSPOSE)
 
 
@@ -116,9 +116,9 @@ def calls_of_quantizers(
 
     def arguments(name: str, i: int) -> tuple[str, tuple[Any, ...]]:
         if name == DEQUANTIZE:
-            return name, (*of(DEQUANTIZED)[i], DEQUANTIZED, cols, torch.bfloat16)
+            return name, (*of(FORWARD_SCHEME)[i], FORWARD_SCHEME, cols, torch.bfloat16)
         if name == TRANSPOSE:
-            return name, (*of(TURNED)[i][:2], TURNED, cols, True)
+            return name, (*of(SQUARE_SCHEME)[i][:2], SQUARE_SCHEME, cols, True)
         case = CASES[name]
         source = of(case.source)[i] if case.kind == REQUANTIZE else None
         call = call_of(case, xs[i], seeds, source)
@@ -137,9 +137,9 @@ def calls_of_quantizers(
 def step_of(name: str, elements: int) -> Step:
     """What the cost model makes of one of CASES or OTHERS, of so many elements."""
     if name == DEQUANTIZE:
-        return Step("", name, (packed_bits(DEQUANTIZED) + HIGH) * elements)
+        return Step("", name, (packed_bits(FORWARD_SCHEME) + HIGH) * elements)
     if name == TRANSPOSE:
-        return turning("", name, TURNED, elements)
+        return turning("", name, SQUARE_SCHEME, elements)
     return quantizing("", name, CASES[name], elements)
 
 
@@ -148,9 +148,9 @@ def calls_of_host(device: torch.device) -> dict[str, Call]:
     copy for comparison, on a small matrix."""
     x = torch.randn(256, 256, device=device).bfloat16()
     y, seed = torch.empty_like(x), torch.tensor(1, device=device)
-    packed = rowwise_call(DEQUANTIZED, x)()
+    packed = rowwise_call(FORWARD_SCHEME, x)()
     how: dict[str, Any] = {"scheme": EDEN, "transform": "rht128"}
-    again = {"source_scheme": DEQUANTIZED, "rows": 256, "columnwise_seed": seed}
+    again = {"source_scheme": FORWARD_SCHEME, "rows": 256, "columnwise_seed": seed}
     both = {"rowwise": True, "columnwise": True, "rowwise_seed": seed, "columnwise_seed": seed}
     row = {"rowwise": True, "columnwise": False, "rowwise_seed": seed}
     field = At(0)
@@ -164,6 +164,6 @@ def calls_of_host(device: torch.device) -> dict[str, Call]:
         "host_rht_quantize_both": lambda: torch.ops.q2.quantize(x, **how, **both),
         "host_requantize": lambda: torch.ops.q2.requantize(*packed, **how, **again),
         "host_dequantize": lambda: torch.ops.q2.dequantize(
-            *packed, DEQUANTIZED, 256, torch.bfloat16
+            *packed, FORWARD_SCHEME, 256, torch.bfloat16
         ),
     }

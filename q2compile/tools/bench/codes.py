@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.quantizers import Quantizer
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import REQUANTIZE, QuantizerCall, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select, serving
 from q2compile.tools.bench.cases import CASES, call_of
@@ -41,7 +41,7 @@ _EMPTY = 61  # every so many rows one is zeros
 
 def cases() -> dict[str, Quantizer]:
     """Every quantizer of the recipes that makes codes, with its scales in rows and swizzled."""
-    found = {name: case for name, case in CASES.items() if not case.scheme.endswith(WIDENED)}
+    found = {name: case for name, case in CASES.items() if not case.scheme.endswith(DEQUANTIZED)}
     found["quantize_16x16"] = Quantizer("row", "nvfp4_16x16_pow2")
     swizzled = {
         f"{name}{SWIZZLED}": replace(

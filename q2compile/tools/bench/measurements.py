@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.cuda.gemm import cublaslt
 from q2compile.runtime_kernels.cuda.gemm.cublaslt_fp4 import product_of
 from q2compile.runtime_kernels.cuda.gemm.remembered import CANDIDATES, Choice
 from q2compile.runtime_kernels.cuda.selfcheck import GEMM_ERROR
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.registry import (
     CUBLASLT_FP4,
     CUDA_BF16,
@@ -51,7 +51,7 @@ def quantizers(bench: Bench) -> Iterator[Row]:
     """Each quantizer, beside a copy of its operand in bf16."""
     names = [*OTHERS, *CASES]
     if not bench.on_gpu:  # bf16 operands are what kernels write for emulated GEMMs
-        names = [n for n in names if n not in CASES or not CASES[n].scheme.endswith(WIDENED)]
+        names = [n for n in names if n not in CASES or not CASES[n].scheme.endswith(DEQUANTIZED)]
     rows, cols = bench.sizes.matrix
     inputs = bench.inputs(2 * rows * cols)
     calls = calls_of_quantizers(bench.device, rows, cols, inputs, [_COPY, *names])
@@ -175,8 +175,8 @@ def _predicted_product(
     steps = recipe_steps(resolve(_RECIPE_OF[format]), layer, ["fprop"])
     asked = [s for s in steps if s.what == "gemm"]
     # By a launch of their own: no quantizer is there whose last one could.
-    widened = [s for s in steps if s.what.startswith("dequantize")]
-    asked += [replace(s, launches=int(i == 0)) for i, s in enumerate(widened)]
+    dequantized = [s for s in steps if s.what.startswith("dequantize")]
+    asked += [replace(s, launches=int(i == 0)) for i, s in enumerate(dequantized)]
     # Called by itself, cuBLASLt's has the product of the global scales ahead of it.
     alone = LAUNCH_SECONDS * (format == "nvfp4" and name == CUBLASLT_FP4)
     return 1e6 * (sum(step.seconds(sheet) for step in asked) + alone)

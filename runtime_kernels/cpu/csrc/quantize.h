@@ -8,7 +8,7 @@
 
 namespace q2 {
 
-constexpr int64_t ALONE = 1 << 14;  // elements that a thread is worth starting for
+constexpr int64_t ALONE = 1 << 14;  // elements that pay for starting a thread
 
 // The largest of what threads found, NaN if one is.
 struct Largest {

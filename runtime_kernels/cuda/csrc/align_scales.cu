@@ -3,25 +3,25 @@
 // instead of sixteen: the second phase of MS-EDEN (post-hoc range alignment) and of schemes whose
 // global scale is a power of two; and the global scale alone of mxfp4.
 //
-//   worth    fp32 [n]: what a code of block i is worth, before `factor`;
+//   raw_scale  fp32 [n]: the block scale of block i before `factor` and the global scale;
 //            Q2_INTERLEAVED: the order within eight is 0 4 1 5 2 6 3 7
-//   largest  u32 [parts]: bits of the largest worth of each thread block of phase 1, but for NaN
+//   largest  u32 [parts]: bits of the largest raw scale of each thread block of phase 1, but for NaN
 //   out      scales e4m3 [n], global_scale fp32
 //
 //   factor = norm of the rotation, times the global scale of the source where there is one (MS-EDEN;
 //            the other schemes applied it in phase 1)
-//   g      = max(worth) * factor / 256                                    Q2_POW2 = 0
-//            the smallest 2^k with max(worth) * factor / 2^k <= cap       Q2_POW2 = 1
-//   scale  = SR_e4m3(worth * factor / g), in the subnormals too; coin i is word i % 4 of Philox
-//            block i / 4 (Q2_STOCHASTIC = 1, cap 256), or the nearest (0, cap 448)
+//   g      = max(raw_scale) * factor / 256                                    Q2_POW2 = 0
+//            the smallest 2^k with max(raw_scale) * factor / 2^k <= cap       Q2_POW2 = 1
+//   scale  = SR_e4m3(raw_scale * factor / g), in the subnormals too; random bits i are word i % 4 of
+//            Philox block i / 4 (Q2_STOCHASTIC = 1, cap 256), or the nearest (0, cap 448)
 //
-// All zeros: g = 1. A worth of NaN, of a poisoned block (numerics/blocks.py): a scale of NaN. factor NaN,
-// or max(worth) * factor Inf: g and all scales NaN. One launch serves up to kMostSides sides (blockIdx.y): both
-// directions of a matrix, and the operands of a GEMM, of whose global scales it writes the product,
-// too. A thread makes eight scales; its coins, which need nothing of phase 1, are drawn while that is
-// still running. Bytes a block: 4 read, 1 written.
+// All zeros: g = 1. A raw scale of NaN, of a poisoned block (numerics/blocks.py): a scale of NaN.
+// factor NaN, or max(raw_scale) * factor Inf: g and all scales NaN. One launch serves up to kMostSides
+// sides (blockIdx.y): both directions of a matrix, and the operands of a GEMM, of whose global scales
+// it writes the product, too. A thread makes eight scales; its random bits, which need nothing of phase
+// 1, are drawn while that is still running. Bytes a block: 4 read, 1 written.
 //
-// Q2_MX: there are no worths (n = 0), nothing is read of `largest`, and g is `norm`.
+// Q2_MX: there are no raw scales (n = 0), nothing is read of `largest`, and g is `norm`.
 // Q2_SWIZZLED: the scales of rows of `blocks` in the 32x4x4 layout (numerics/swizzle.py), with
 // zeros for the rows and blocks that fill the last tiles. A thread has eight blocks of one row then.
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
@@ -41,8 +41,8 @@ struct Params {
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
 // Four scales of consecutive blocks as four bytes.
-Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 coins) {
-  u32 drawn[4] = {coins.x, coins.y, coins.z, coins.w}, bytes = 0;
+Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 random_bits) {
+  u32 drawn[4] = {random_bits.x, random_bits.y, random_bits.z, random_bits.w}, bytes = 0;
   if (min_or_nan(min_or_nan(x[0], x[1]), min_or_nan(x[2], x[3])) >= 0x1p-6f) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) bytes |= stochastic_normal(x[j], drawn[j]) << (8 * j);
@@ -75,7 +75,7 @@ Q2_INLINE Octet octet_at(const Side& side, long long index) {
 #endif
 }
 
-// Drops the first `n` < 4 of twelve coins.
+// Drops the first `n` < 4 of twelve random bits.
 Q2_INLINE void drop_first(int n, uint4 (&c)[3]) {
 #pragma unroll
   for (int q = 0; q < 3; ++q) {
@@ -89,22 +89,22 @@ Q2_INLINE void drop_first(int n, uint4 (&c)[3]) {
   }
 }
 
-// The coins of an octet, which need not begin where a Philox block does.
-Q2_INLINE void draw(const Side& side, const Octet& octet, uint4 (&coins)[2]) {
+// The random bits of an octet, which need not begin where a Philox block does.
+Q2_INLINE void draw(const Side& side, const Octet& octet, uint4 (&random_bits)[2]) {
   if constexpr (kRagged) {
     uint4 drawn[3];
     philox(*side.seed, (u64)octet.i / 4, side.stream, COINS, drawn);
     drop_first((int)octet.i & 3, drawn);
-    coins[0] = drawn[0], coins[1] = drawn[1];
+    random_bits[0] = drawn[0], random_bits[1] = drawn[1];
   } else {
-    philox(*side.seed, (u64)octet.i / 4, side.stream, COINS, coins);
+    philox(*side.seed, (u64)octet.i / 4, side.stream, COINS, random_bits);
   }
 }
 
 Q2_INLINE void load_eight(const Side& side, const Octet& octet, float (&x)[8]) {
   long long i = octet.i;
   if (octet.n == 8 && (!kRagged || i % 4 == 0)) {
-    float4 v0 = *(const float4*)(side.worth + i), v1 = *(const float4*)(side.worth + i + 4);
+    float4 v0 = *(const float4*)(side.raw_scale + i), v1 = *(const float4*)(side.raw_scale + i + 4);
 #if Q2_INTERLEAVED
     x[0] = v0.x, x[4] = v0.y, x[1] = v0.z, x[5] = v0.w;
     x[2] = v1.x, x[6] = v1.y, x[3] = v1.z, x[7] = v1.w;
@@ -114,7 +114,7 @@ Q2_INLINE void load_eight(const Side& side, const Octet& octet, float (&x)[8]) {
 #endif
   } else {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = j < octet.n ? side.worth[i + j] : 0.0f;
+    for (int j = 0; j < 8; ++j) x[j] = j < octet.n ? side.raw_scale[i + j] : 0.0f;
   }
 }
 
@@ -144,25 +144,25 @@ Q2_INLINE void write_global_scales(const Params& p, const Side& side, float glob
 
 // The scales of an octet.
 Q2_INLINE void make_eight(const Side& side, const Octet& octet, float factor, float global_scale,
-                          [[maybe_unused]] const uint4 (&coins)[2]) {
+                          [[maybe_unused]] const uint4 (&random_bits)[2]) {
   float x[8];
   u32 bytes[2];
   load_eight(side, octet, x);
   [[maybe_unused]] float inverse = __frcp_rn(global_scale);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    float worth = x[j] * factor;
+    float raw_scale = x[j] * factor;
 #if Q2_POW2
-    x[j] = worth * inverse;  // exact, as the quotient would be
+    x[j] = raw_scale * inverse;  // exact, as the quotient would be
 #else
-    x[j] = __fdiv_rn(worth, global_scale);
+    x[j] = __fdiv_rn(raw_scale, global_scale);
 #endif
     x[j] = min_or_nan(x[j], 448.0f);
   }
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     float quad[4] = {x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]};
-    if constexpr (Q2_STOCHASTIC) bytes[q] = stochastic_e4m3x4(quad, coins[q]);
+    if constexpr (Q2_STOCHASTIC) bytes[q] = stochastic_e4m3x4(quad, random_bits[q]);
     else bytes[q] = to_e4m3x4(quad[0], quad[1], quad[2], quad[3]);
   }
 #if Q2_SWIZZLED
@@ -191,11 +191,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Side& side = p.sides[blockIdx.y];
 #endif
   Octet octet = octet_at(side, blockIdx.x * (long long)kThreads + threadIdx.x);
-  [[maybe_unused]] uint4 coins[2];
-  if constexpr (Q2_STOCHASTIC) draw(side, octet, coins);
+  [[maybe_unused]] uint4 random_bits[2];
+  if constexpr (Q2_STOCHASTIC) draw(side, octet, random_bits);
   await_previous_kernel();  // up to here nothing of phase 1 was read
   float factor = factor_of(side), global_scale = global_scale_of(side, factor);
   if (blockIdx.x == 0) write_global_scales(p, side, global_scale);
   if (Q2_SWIZZLED ? octet.row < octet.rows : octet.n > 0)
-    make_eight(side, octet, factor, global_scale, coins);
+    make_eight(side, octet, factor, global_scale, random_bits);
 }

@@ -27,7 +27,7 @@ struct Params {
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in masked_unrotate.py");
 
-Q2_INLINE Pair widened(u32 word) {
+Q2_INLINE Pair dequantized(u32 word) {
   return kType == BF16 ? from_bf16x2(word) : from_f16x2(word);
 }
 Q2_INLINE u32 narrowed(const float* x) {
@@ -41,7 +41,7 @@ Q2_INLINE void load_piece(uint4 piece, float* x) {
     if constexpr (kType == F32) {
       x[i] = __uint_as_float(words[i]);
     } else {
-      Pair two = widened(words[i]);
+      Pair two = dequantized(words[i]);
       x[2 * i] = two.a, x[2 * i + 1] = two.b;
     }
   }

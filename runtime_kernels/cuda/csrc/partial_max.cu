@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The largest of numbers that are not negative, by parts, but for NaN: what align_scales.cu wants to know
-// of its worths.
+// of its raw scales.
 //
-//   worth    fp32 [n], 16-byte aligned
+//   raw_scale fp32 [n], 16-byte aligned
 //   largest  u32, one a thread block: bits of the largest it saw, or 0
 //
 // Bytes a number: 4 read.
@@ -12,7 +12,7 @@
 constexpr int kThreads = 256;
 
 struct Params {
-  const float* worth;
+  const float* raw_scale;
   u32* largest;
   long long count;
 };
@@ -26,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) partial_max(const __grid_
 #pragma unroll 4
   for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; 4 * i < p.count; i += stride) {
     if (4 * i + 4 <= p.count) {
-      float4 four = ((const float4*)p.worth)[i];
+      float4 four = ((const float4*)p.raw_scale)[i];
       own = fmaxf(own, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
     } else {
-      for (long long j = 4 * i; j < p.count; ++j) own = fmaxf(own, p.worth[j]);
+      for (long long j = 4 * i; j < p.count; ++j) own = fmaxf(own, p.raw_scale[j]);
     }
   }
   u32 value = __reduce_max_sync(~0u, __float_as_uint(own));

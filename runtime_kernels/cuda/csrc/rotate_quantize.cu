@@ -7,11 +7,11 @@
 //               scales, nvfp4 or mxfp4 (requantize); or bf16 with such scales (by_scales)
 //   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
 //   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
-//   scales      worths, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
+//   scales      raw scales, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
 //               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (numerics/swizzle.py),
 //               with zeros to the end of the last tiles, which the tiles of x cover
 //   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
-//   largest     u32, one a thread block: bits of the largest worth it made (AMAX: of the largest
+//   largest     u32, one a thread block: bits of the largest raw scale it made (AMAX: of the largest
 //               rotated number of a finite block; MX: not written). NaN, of poisoned blocks, is left out
 //               (numerics/blocks.py)
 //   sums        Q2_SUMS: fp32 [ceil(M/128), K in whole tiles], of the columns of 128 rows each
@@ -21,8 +21,8 @@
 //   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
 //   Q2_HALVES    or the halves of one, of whole tiles each
 //   Q2_BATCH     of several matrices, which blockIdx.y counts, each by thread blocks of its own
-//   Q2_WIDENED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
-//               scales (widened.cuh); after `largest` the smallest worths that are not 0, less 1
+//   Q2_DEQUANTIZED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
+//               scales (dequantized.cuh); after `largest` the smallest raw scales that are not 0, less 1
 //
 // Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
 // later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
@@ -47,7 +47,7 @@
 #include "tail.cuh"
 #include "tensor_cores.cuh"
 #include "tile_sums.cuh"
-#include "widened.cuh"
+#include "dequantized.cuh"
 
 extern __shared__ __align__(16) u8 shared_tiles[];
 
@@ -106,10 +106,10 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
   if constexpr (kRule == MS_EDEN) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      Pair worth = ms_eden(x[group], results.codes[group]);
-      if constexpr (kAcross && kSpread) worth = mul(worth, both(share));
-      results.stored[group][0] = __float_as_uint(worth.a);
-      results.stored[group][1] = __float_as_uint(worth.b);
+      Pair raw_scale = ms_eden(x[group], results.codes[group]);
+      if constexpr (kAcross && kSpread) raw_scale = mul(raw_scale, both(share));
+      results.stored[group][0] = __float_as_uint(raw_scale.a);
+      results.stored[group][1] = __float_as_uint(raw_scale.b);
     }
   } else {
     Pair most[2] = {largest_of_block(x[0]), largest_of_block(x[1])};
@@ -139,12 +139,12 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
       results.stored[group][0] = stored.x, results.stored[group][1] = stored.y;
     }
   }
-  if constexpr (kWorths) {
+  if constexpr (kRawScales) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      u32 worth = results.stored[i / 2][i % 2];
-      extent.largest = larger_bits(extent.largest, __uint_as_float(worth));
-      extent.smallest = min(extent.smallest, worth - 1);  // NaN is above all
+      u32 raw_scale = results.stored[i / 2][i % 2];
+      extent.largest = larger_bits(extent.largest, __uint_as_float(raw_scale));
+      extent.smallest = min(extent.smallest, raw_scale - 1);  // NaN is above all
     }
   }
 }
@@ -172,8 +172,8 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
   } else {
     // Blocks of a row in fours, so that whole sectors are written.
     bool fours = out.blocks % 4 == 0;
-    if constexpr (kWorths) {
-      if (fours) store_four_worths(target, made);
+    if constexpr (kRawScales) {
+      if (fours) store_four_raw_scales(target, made);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -193,21 +193,21 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
   }
 }
 
-// Q2_WIDENED: what quantize_along_rows has rounded.
+// Q2_DEQUANTIZED: what quantize_along_rows has rounded.
 Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile tile,
                                     const Rows& rows, const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
   int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;
   Staged staged(shared_tiles, out, common);
-  u32 coins[2][2] = {};
+  u32 random_bits[2][2] = {};
   if constexpr (kRule == MS_EDEN)
-    coins_along_row(staged, row_of_result(out, rows, row), block, coins);
+    random_bits_along_row(staged, row_of_result(out, rows, row), block, random_bits);
   u32 at = staged.place(row % kStagedRows, 64 * side);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, half = i % 2;
     staged.put(at, 8 * half + 2 * group, x[group], half, made.stored[group][half],
-               coins[group][half]);
+               random_bits[group][half]);
   }
   staged.store_rows(rows, row / kStagedRows * kStagedRows, block);
 }
@@ -219,13 +219,13 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
   auto [pair, quarter] = lane_along_cols();
   int warp = threadIdx.x / 32, block = tile.row / kBlock;
   Staged staged(shared_tiles, out, common);
-  u32 coins[2][2] = {};
-  if constexpr (kRule == MS_EDEN) coins_along_cols(staged, first, second, block, coins);
+  u32 random_bits[2][2] = {};
+  if constexpr (kRule == MS_EDEN) random_bits_along_cols(staged, first, second, block, random_bits);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, column = i % 2;
     u32 at = staged.place(pair + 8 * column, 32 * quarter);
-    staged.put(at, 8 * group, x[group], column, made.stored[group][column], coins[group][column]);
+    staged.put(at, 8 * group, x[group], column, made.stored[group][column], random_bits[group][column]);
   }
   staged.store_cols(tile.col + kStagedRows * warp, block);
 }
@@ -282,7 +282,7 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
   round_groups<false>(x, common, out, random, random + 8, 2, made, extent);
   if constexpr (kRule == AMAX) return;
   if constexpr (kValues) store_values_of_rows(p, out, tile, rows, x, made, common);
-  if constexpr (kCodes || kWorths) store_along_rows(p, out, tile, rows, made);
+  if constexpr (kCodes || kRawScales) store_along_rows(p, out, tile, rows, made);
 }
 
 // The elements that a lane has along columns, rotated in the reference's order.
@@ -358,7 +358,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
                      made, extent, share_of(rows));
   if constexpr (kRule == AMAX) return;
   if constexpr (kValues) store_values_of_cols(out, tile, first, second, x, made, common);
-  if constexpr (kValues && !kWorths) return;
+  if constexpr (kValues && !kRawScales) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
     Target target = target_at(out, column ? second : first, tile.row / kBlock);

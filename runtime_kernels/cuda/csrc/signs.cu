@@ -23,5 +23,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) signs(const __grid_consta
   if (j >= p.size) return;
   uint4 block[1];
   philox(*p.seed, 0u, 0, SIGNS, block);
-  p.out[j] = coin(block, j / 32) >> (j % 32) & 1 ? -1.0f : 1.0f;
+  p.out[j] = word_of(block, j / 32) >> (j % 32) & 1 ? -1.0f : 1.0f;
 }

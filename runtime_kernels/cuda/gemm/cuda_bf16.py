@@ -32,7 +32,7 @@ def _prepare_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> None:
     for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
-        if not get_scheme(scheme).widened:
+        if not get_scheme(scheme).dequantized:
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
@@ -47,8 +47,8 @@ def gemm_bf16(
     if 0 in (*a_codes.shape, *b_codes.shape):
         return without_contraction(a_codes, b_codes, bias, dtype)
     folds = a_spec.folds and b_spec.folds and b_global is not None
-    a = widened(a_codes, a_scales, a_global if folds else None, a_spec)
-    b = widened(b_codes, b_scales, b_global if folds else None, b_spec)
+    a = dequantized(a_codes, a_scales, a_global if folds else None, a_spec)
+    b = dequantized(b_codes, b_scales, b_global if folds else None, b_spec)
     if folds and dtype == torch.bfloat16:
         if bias is None:
             return a @ b.t()
@@ -58,13 +58,13 @@ def gemm_bf16(
     return finished(out, None if folds else alpha_of(a_global, b_global), bias, dtype)
 
 
-def widened(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
+def dequantized(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
     """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact.
 
     Swizzled scales are those of operands that were made for a kernel on fp4 tensor cores, which has
     failed since.
     """
-    if spec.widened:
+    if spec.dequantized:
         return codes
     rows, width = codes.shape[0], 2 * codes.shape[1]
     if spec.swizzled:

@@ -9,7 +9,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda.calls import load
 from q2compile.runtime_kernels.cuda.dequantize import launches
-from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
+from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
 from q2compile.runtime_kernels.cuda.selfcheck import refusal
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -33,7 +33,7 @@ def _prepare(
 ) -> None:
     zero_rows_launch().warm_up(a_codes.device.index)
     for codes, scheme in ((a_codes, a_scheme), (b_codes, b_scheme)):
-        if not get_scheme(scheme).widened:
+        if not get_scheme(scheme).dequantized:
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
@@ -45,8 +45,8 @@ def grouped_gemm_bf16(
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
     a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
     folds = a_spec.folds and b_spec.folds
-    a = widened(a_codes, a_scales, a_global if folds else None, a_spec)
-    b = widened(b_codes, b_scales, b_global if folds else None, b_spec)
+    a = dequantized(a_codes, a_scales, a_global if folds else None, a_spec)
+    b = dequantized(b_codes, b_scales, b_global if folds else None, b_spec)
     out = grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)

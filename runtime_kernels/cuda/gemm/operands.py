@@ -16,8 +16,8 @@ def two_formats(a_scheme: str, b_scheme: str) -> str | None:
 
 
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
-    widened = get_scheme(a_scheme).widened or get_scheme(b_scheme).widened
-    return "it reads codes, not the bf16 numbers that they stand for" if widened else None
+    dequantized = get_scheme(a_scheme).dequantized or get_scheme(b_scheme).dequantized
+    return "it reads codes, not the bf16 numbers that they stand for" if dequantized else None
 
 
 def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.dtype) -> Form:

@@ -169,7 +169,7 @@ def chosen(args: Sequence[Any]) -> str | None:
         return None
     a, b, scheme = args[0], args[3], get_scheme(args[7])
     sizes = a.shape[0], b.shape[0], a.shape[1]
-    if scheme.widened or not all(type(size) is int and size > 0 for size in sizes):
+    if scheme.dequantized or not all(type(size) is int and size > 0 for size in sizes):
         return None
     m, n, half = sizes
     nearest = _nearest(device.index, scheme.format, m, n, 2 * half)

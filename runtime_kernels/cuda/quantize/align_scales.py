@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of align_scales.cu and settle_widened.cu, which end what rotate_quantize.cu began; and
-how one launch of them ends several calls at once."""
+"""Variants of align_scales.cu and finalize_dequantized.cu, which end what rotate_quantize.cu
+began; and how one launch of them ends several calls at once."""
 
 import functools
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Address = At | int  # 0: there is no such tensor
 class Side(NamedTuple):
     """One direction of one operand: scales.cuh has the same struct."""
 
-    worths: Address
+    raw_scales: Address
     largest: Address
     seed: Address
     scales: Address
@@ -31,7 +31,7 @@ class Side(NamedTuple):
     source_global: Address
     other: Address
     product: Address
-    of_worths: int
+    of_raw_scales: int
     stream: int
     parts: int
     norm: float
@@ -52,7 +52,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Alignment(Ending):
-    """The last step of a call of a quantizer, of align_scales.cu or settle_widened.cu.
+    """The last step of a call of a quantizer, of align_scales.cu or finalize_dequantized.cu.
 
     thread_blocks: for each side, and for each of the sums.
     sums: of columns, that it adds up as well; summing: the launch that is taken in the place of the
@@ -73,12 +73,12 @@ class Alignment(Ending):
 
 
 def align_launch(spec: Scheme, interleaved: bool, sums: bool = False) -> Launch:
-    """align_scales.cu, or for numbers instead of codes settle_widened.cu. interleaved: of chunks of
-    128. sums: which adds up sums of columns, too."""
+    """align_scales.cu, or for numbers instead of codes finalize_dequantized.cu. interleaved: of
+    chunks of 128. sums: which adds up sums of columns, too."""
     rule = Rule.of(spec)
-    if spec.widened and rule in SCALED_AFTERWARDS:
+    if spec.dequantized and rule in SCALED_AFTERWARDS:
         return _align_launch(
-            "settle_widened.cu",
+            "finalize_dequantized.cu",
             Q2_POW2=1,
             Q2_STOCHASTIC=int(rule == Rule.MS_EDEN),
             Q2_MX=0,

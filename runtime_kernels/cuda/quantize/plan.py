@@ -7,7 +7,7 @@ whose global scale is the tensor's exact one needs that largest first: there rot
 over the operand twice.
 
     rule      launches, in order
-    MS_EDEN   codes and worths; scales and global scale from the worths
+    MS_EDEN   codes and raw scales; scales and global scale from the raw scales
     POW2      the same
     MX        codes and scales; global scale
     EXACT     AMAX; codes, scales and global scale. No AMAX where the caller has it.
@@ -15,8 +15,9 @@ over the operand twice.
 The second launch also adds up the sums of columns that the first has left, where they are asked
 for.
 
-A scheme that ends in @bf16 is widened: numbers instead of codes and scales. What is made of worths
-then is numbers again, those whose scales turn out to be e4m3 subnormals (settle_widened.cu).
+A scheme that ends in @bf16 is dequantized: numbers instead of codes and scales. What is made of
+raw scales then is numbers again, those whose scales turn out to be e4m3 subnormals
+(finalize_dequantized.cu).
 """
 
 import functools
@@ -57,7 +58,7 @@ from q2compile.runtime_kernels.numerics.transforms import Transform, get_transfo
 from q2compile.runtime_kernels.ops.table import SPECS, SPLIT_SCALES, QuantizerCall
 
 _MOST_RANDOM = 1 << 35  # Philox blocks of eight elements are counted in 32 bits
-# Of a thread block, up to which a launch less is worth it: where blockIdx.y says which operand, up
+# Of a thread block, up to which a launch less pays off: where blockIdx.y says which operand, up
 # to 3.5% more instructions are issued, of some 7 us a tile, and a launch takes 3 us of the device.
 _FEW_TILES = 16
 
@@ -87,8 +88,9 @@ class Summed(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """Along rows or along columns: the seed of its signs and coins, their stream, and the number of
-    its first output among the tensors of the call: codes, scales, global scale, mask if any."""
+    """Along rows or along columns: the seed of its signs and random bits, their stream, and the
+    number of its first output among the tensors of the call: codes, scales, global scale, mask if
+    any."""
 
     seed: Address
     stream: int
@@ -154,13 +156,13 @@ class _Side(NamedTuple):
     rows: int
     blocks: int  # of 16, a row
     outputs: tuple[Output, ...]
-    worths: int  # numbers in the workspace that rotate_quantize.cu leaves for align_scales.cu
+    raw_scales: int  # numbers in the workspace that rotate_quantize.cu leaves for align_scales.cu
 
 
 def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
     """width: of the contraction, padding included."""
     codes = Output((rows, width), torch.bfloat16)
-    if not spec.widened:
+    if not spec.dequantized:
         codes = Output((rows, width // 2), torch.uint8)
     dtype = torch.float8_e8m0fnu if spec.format == "mxfp4" else torch.float8_e4m3fn
     scales = Output(scales_shape(rows, width // spec.width, spec), dtype)
@@ -172,8 +174,8 @@ def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
             f"{spec.name} of {rows} x {width} numbers: the CUDA kernels draw random bits for at "
             "most 2^35 elements of one operand; quantize it in parts."
         )
-    worths = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
-    return _Side(direction, rows, width // 16, tuple(outputs), worths)
+    raw_scales = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
+    return _Side(direction, rows, width // 16, tuple(outputs), raw_scales)
 
 
 def quantizer_call(
@@ -286,11 +288,11 @@ class _Fields:
     ) -> None:
         self._index, self._spec = index, spec
         self._present = [side for side in sides if side]
-        room = sum(ceil_div(side.worths, 4) * 4 for side in self._present)
-        # Of each side the largest, and with settle_widened.cu the smallest.
-        extents = parts * (2 if room and spec.widened else 1)
+        room = sum(ceil_div(side.raw_scales, 4) * 4 for side in self._present)
+        # Of each side the largest, and with finalize_dequantized.cu the smallest.
+        extents = parts * (2 if room and spec.dequantized else 1)
         self.workspace_bytes = 4 * (room + extents * len(self._present))
-        worths, largest = workspace, workspace + 4 * room
+        raw_scales, largest = workspace, workspace + 4 * room
         self.outputs: tuple[Any, ...] = ()
         self._ends: list[Side] = []
         for side in sides:
@@ -300,26 +302,43 @@ class _Fields:
             seed, stream, first = side.direction
             codes, scales, unit = (At(first + i) for i in range(3))
             signs = 0 if fixed_signs else seed  # the kernel has the fixed seed
-            made = worths if room else scales
+            made = raw_scales if room else scales
             self.outputs += (codes, made, amax or largest, unit, signs, seed)
             self.outputs += (side.rows, side.blocks, stream, 1 if amax else parts)
-            settled = codes if spec.widened else scales
+            finalized = codes if spec.dequantized else scales
             self._ends.append(
                 Side(
-                    *(worths, largest, seed, settled, unit, 0, 0, 0, side.worths, stream, parts),
+                    *(
+                        raw_scales,
+                        largest,
+                        seed,
+                        finalized,
+                        unit,
+                        0,
+                        0,
+                        0,
+                        side.raw_scales,
+                        stream,
+                        parts,
+                    ),
                     norm=1.0,
                     blocks=max(1, side.blocks),
                     partner=-1,
                 )
             )
-            worths, largest = worths + 4 * ceil_div(side.worths, 4) * 4, largest + 4 * extents
+            raw_scales, largest = (
+                raw_scales + 4 * ceil_div(side.raw_scales, 4) * 4,
+                largest + 4 * extents,
+            )
         self.mask = (At(self._present[0].direction.first + 3),) if spec.masked else ()
 
     def alignment(self, launch: Launch, source_global: Address, factor: float) -> Alignment:
-        """By align_scales.cu or settle_widened.cu."""
-        sizes = [(side.rows, side.blocks) if side.worths else (0, 0) for side in self._present]
+        """By align_scales.cu or finalize_dequantized.cu."""
+        sizes = [(side.rows, side.blocks) if side.raw_scales else (0, 0) for side in self._present]
         made_by = thread_blocks_of(self._spec, *sizes)
-        if self._spec.widened:  # thread blocks of settle_widened.cu stay, or mostly leave at once
+        if (
+            self._spec.dequantized
+        ):  # thread blocks of finalize_dequantized.cu stay, or mostly leave at once
             made_by = min(made_by, 4 * multiprocessors(self._index))
         sides = (s._replace(source_global=source_global, norm=factor) for s in self._ends)
         return Alignment(launch, tuple(sides), made_by)

@@ -25,7 +25,7 @@ ROUNDED, ROUNDED_SWIZZLED = 7, 8
 _FP32 = SOURCES[torch.float32]
 TILE = 128
 _FILE = "rotate_quantize.cu"
-_STAGED = 8 * (2 * 256 + 16) - 16  # bytes of a warp (widened.cuh)
+_STAGED = 8 * (2 * 256 + 16) - 16  # bytes of a warp (dequantized.cuh)
 _SIGNS = 4 * TILE  # more of those, where columns are summed
 _MASKS = 8 * TILE  # and of another operand
 _BESIDES = 1024 + 864  # bytes of a thread block: what CUDA keeps of it, and static variables
@@ -43,12 +43,12 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
     """None when rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for the
     op with a trust mask."""
     spec = get_scheme(scheme)
-    if spec.widened and spec.folds and Rule.of(spec) not in SCALED_AFTERWARDS:
-        return f"settle_widened.cu folds global scales of nvfp4, not that of {scheme}"
-    if spec.widened and Rule.of(spec) == Rule.MS_EDEN and not _settles(scheme, transform):
-        return "widened.cuh draws the coins of scales of chunks of 128 with a power of two alone"
+    if spec.dequantized and spec.folds and Rule.of(spec) not in SCALED_AFTERWARDS:
+        return f"finalize_dequantized.cu folds global scales of nvfp4, not that of {scheme}"
+    if spec.dequantized and Rule.of(spec) == Rule.MS_EDEN and not _finalizes(scheme, transform):
+        return "dequantized.cuh rounds scales of chunks of 128 only under a power of two"
     if spec.select is not None and spec.rounding != "rtn":
-        return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws coins"
+        return f"rotate_quantize.cu rounds 4/6 to nearest only, scheme {scheme} draws random bits"
     if spec.masked and not masked:
         return f"scheme {scheme} wants a trust mask, which q2::quantize writes with mask=True"
     if spec.block[0] != 1:
@@ -56,7 +56,7 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
     return None
 
 
-def _settles(scheme: str, transform: str) -> bool:
+def _finalizes(scheme: str, transform: str) -> bool:
     return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
 
 
@@ -91,11 +91,11 @@ def rotate_launch(
     clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
     clips = clips or any(step < 0 for step in spec.steps)
-    widened = spec.widened and not amax
+    dequantized = spec.dequantized and not amax
     threads, blocks_per_multiprocessor = thread_shape(spec, rows)
     operands = len(producer.results) if producer else 1
     tile = operands * _tile_bytes(source, threads)
-    staged = _staged_bytes(widened, threads)
+    staged = _staged_bytes(dequantized, threads)
     besides = staged + sums * _SIGNS - (not rows) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
     rounded = source in (ROUNDED, ROUNDED_SWIZZLED)
     scaled = rounded or source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
@@ -117,7 +117,7 @@ def rotate_launch(
         Q2_ROWS=int(rows),
         Q2_COLS=int(cols),
         Q2_VECTORS=int(vectors),
-        Q2_WIDENED=int(widened),
+        Q2_DEQUANTIZED=int(dequantized),
         Q2_RULE=int(rule),
         Q2_STOCHASTIC=int(stochastic),
         Q2_CLIPS=int(clips),
@@ -170,7 +170,7 @@ def several_launch(one: Launch) -> Launch | None:
 
     None for other kernels than rotate_quantize.cu; for an operand that is computed, or whose
     largest is needed first; and where registers would be spilled, since a struct that is chosen
-    takes some: of both directions with MX or with sums, and along rows of numbers with coins,
+    takes some: of both directions with MX or with sums, and along rows of numbers with random bits,
     which wait for their scales.
     """
     if one.variant.file != _FILE or one.variant.headers:
@@ -178,7 +178,7 @@ def several_launch(one: Launch) -> Launch | None:
     defines = {name: value for name, value in one.variant.defines if name != "Q2_PARAMS_BYTES"}
     rule, rows = defines["Q2_RULE"], defines["Q2_ROWS"]
     spills = defines["Q2_COLS"] and (rule == Rule.MX or defines["Q2_SUMS"])
-    spills = spills or (defines["Q2_STOCHASTIC"] and defines["Q2_WIDENED"])
+    spills = spills or (defines["Q2_STOCHASTIC"] and defines["Q2_DEQUANTIZED"])
     if rule in (Rule.EXACT, Rule.AMAX) or (rows and spills):
         return None
     defines["Q2_BATCH"] = MOST_SIDES
@@ -197,7 +197,7 @@ def shared_memory(index: int) -> int:
 def has_room_for_two(source: int, spec: Scheme, rows: bool, room: int) -> bool:
     """Whether as many thread blocks fit on a multiprocessor with tiles of two operands each."""
     threads, blocks = thread_shape(spec, rows)
-    bytes_ = 2 * _tile_bytes(source, threads) + _staged_bytes(spec.widened, threads)
+    bytes_ = 2 * _tile_bytes(source, threads) + _staged_bytes(spec.dequantized, threads)
     return blocks * (bytes_ + _BESIDES + _MASKS) <= room
 
 
@@ -205,8 +205,8 @@ def _tile_bytes(source: int, threads: int) -> int:
     return TILE * (threads // 2) * (4 if source == _FP32 else 2)
 
 
-def _staged_bytes(widened: bool, threads: int) -> int:
-    return widened * threads // 32 * _STAGED
+def _staged_bytes(dequantized: bool, threads: int) -> int:
+    return dequantized * threads // 32 * _STAGED
 
 
 def stages_in(room: int, blocks: int, tile: int, staged: int) -> int:
@@ -222,8 +222,8 @@ def thread_shape(spec: Scheme, rows: bool) -> tuple[int, int]:
     """Threads of a thread block, and thread blocks on a multiprocessor at once.
 
     A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor;
-    with coins beside them it needs more, and along columns alone fewer threads are as fast. A tile
-    has half as many columns as a block has threads; along rows it must hold a chunk of 128.
+    with random bits beside them it needs more, and along columns alone fewer threads are as fast.
+    A tile has half as many columns as a block has threads; along rows it must hold a chunk of 128.
     """
     if rows:
         return 256, 2

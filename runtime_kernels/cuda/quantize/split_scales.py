@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::split_scales on CUDA: the largest worth by parts (partial_max.cu), then align_scales.cu."""
+"""q2::split_scales on CUDA: the largest raw scale by parts (partial_max.cu), then
+align_scales.cu."""
 
 import functools
 
@@ -30,25 +31,25 @@ def partial_max_launch() -> Launch:
 
 @launching(
     "split_scales",
-    refuses=lambda worth, scheme: refusal("split_scales", CUDA, worth.device.index, scheme),
-    launches=lambda worth, scheme: [
+    refuses=lambda raw_scale, scheme: refusal("split_scales", CUDA, raw_scale.device.index, scheme),
+    launches=lambda raw_scale, scheme: [
         partial_max_launch(),
         align_launch(get_scheme(scheme), interleaved=False),
     ],
     forms={0: Form.CONTIGUOUS},
 )
-def split_scales(worth: torch.Tensor, scheme: str) -> Call:
+def split_scales(raw_scale: torch.Tensor, scheme: str) -> Call:
     """See ops/split_scales.py."""
-    spec = checked(worth, scheme)
-    rows, blocks = worth.shape
+    spec = checked(raw_scale, scheme)
+    rows, blocks = raw_scale.shape
     count = rows * blocks
-    most = 8 * multiprocessors(worth.device.index)
+    most = 8 * multiprocessors(raw_scale.device.index)
     parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), most))
     shape = scales_shape(rows, blocks, spec) if spec.swizzled else (rows, blocks)
     outputs = Output(shape, torch.float8_e4m3fn), Output((), torch.float32)
-    worths, scales, global_scale, largest = map(At, range(4))
+    raw_scales, scales, global_scale, largest = map(At, range(4))
     side = Side(
-        *(worths, largest, 0, scales, global_scale, 0, 0, 0, count, 0, parts),
+        *(raw_scales, largest, 0, scales, global_scale, 0, 0, 0, count, 0, parts),
         norm=1.0,
         blocks=max(1, blocks),
         partner=-1,
@@ -56,5 +57,5 @@ def split_scales(worth: torch.Tensor, scheme: str) -> Call:
     ending = Alignment(
         align_launch(spec, interleaved=False), (side,), thread_blocks_of(spec, (rows, blocks))
     )
-    first = Step(partial_max_launch(), (parts, 1), (worths, largest, count))
+    first = Step(partial_max_launch(), (parts, 1), (raw_scales, largest, count))
     return Call(1, outputs, 4 * parts, (first, ending.step), ending)

@@ -174,7 +174,7 @@ def test_replicas_stay_equal_though_their_coins_differ(
 
 
 def test_ddp_and_fsdp_give_the_same_gradients(data_parallel: dict[str, Ranks]) -> None:
-    """The same graph, once compiled for each, on the same parts with the same coins."""
+    """The same graph, once compiled for each, on the same parts with the same random bits."""
     ddp, fsdp = data_parallel["ddp"][0], data_parallel["fsdp"][0]
     for name, gradient in ddp.gradients.items():
         assert relative_error(fsdp.gradients[name], gradient) < FP32_SUMS, name

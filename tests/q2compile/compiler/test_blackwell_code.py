@@ -65,7 +65,8 @@ def test_a_bias_adds_no_kernel(recipe, capability) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("recipe", ["quartet2", "quartet", "tetrajet2", "mxfp4"])
 def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability) -> None:
-    """No alpha is applied outside of them, nothing is padded, cut, widened or swizzled apart."""
+    """No alpha is applied outside of them, nothing is padded, cut, dequantized or swizzled
+    apart."""
     gemms = [
         gemm for source in sources(recipe, False, capability) for gemm in _GEMM.findall(source)
     ]
@@ -131,7 +132,7 @@ def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capabi
 
 
 @pytest.mark.parametrize("capability", [101, 110, 130])
-def test_a_gpu_that_nobody_knows_has_operands_widened(capability) -> None:
+def test_a_gpu_that_nobody_knows_has_operands_dequantized(capability) -> None:
     """GEMMs are those of bf16; quantizers are kernels, or Inductor's loops."""
     forward, backward = sources("quartet2", False, capability)
     assert all(not s.endswith("@32x4x4") for s in re.findall(r"'(\S+)'", forward + backward))

@@ -10,7 +10,7 @@ launches ahead of the product has the name of its .cu file.
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
 recompute_weights in test_joint_passes.py, of the two for swizzled scales in test_swizzle_scales.py,
-of gather_codes in test_gather_codes.py, of widen_operands in test_widen_operands.py, of
+of gather_codes in test_gather_codes.py, of dequantize_operands in test_dequantize_operands.py, of
 sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
 test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py;
@@ -38,14 +38,14 @@ from torch.utils.checkpoint import checkpoint
 
 from q2compile.passes import live_bytes, passes_over
 from q2compile.runtime_kernels.cuda.gemm import cuda_bf16, swizzle
-from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import widened
+from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 HOPPER, BLACKWELL = 90, 100
 # What q2.gemm launches there for each operand whose scheme does not end so; see the second test.
-BEFORE_A_GEMM = {HOPPER: ("dequantize.cu", WIDENED), BLACKWELL: ("swizzle_scales.cu", SWIZZLED)}
+BEFORE_A_GEMM = {HOPPER: ("dequantize.cu", DEQUANTIZED), BLACKWELL: ("swizzle_scales.cu", SWIZZLED)}
 WIDTH = 64
 
 
@@ -167,7 +167,7 @@ ROWS = [
     _pass("pair_directions"),
     _pass("share_rotations"),
     _pass("swizzle_scales", capability=BLACKWELL),
-    _pass("widen_operands"),
+    _pass("dequantize_operands"),
     _pass("unrotate_in_gemm", "quartet", capability=BLACKWELL),
     _pass("part_directions", small=0),
     _pass("sum_columns", model=Biased),
@@ -236,8 +236,8 @@ def test_what_a_gemm_launches_before_it(monkeypatch: pytest.MonkeyPatch) -> None
     scheme = "nvfp4_ms_eden_pow2"
     for name in (scheme, scheme + SWIZZLED):
         swizzled(scales, 128, get_scheme(name))
-    for name in (scheme, scheme + WIDENED):
-        widened(codes, scales, None, get_scheme(name))
+    for name in (scheme, scheme + DEQUANTIZED):
+        dequantized(codes, scales, None, get_scheme(name))
     assert launches == ["swizzle_scales.cu", "dequantize.cu"]
 
 
@@ -328,7 +328,7 @@ swizzle_scales (post-grad)
   backward  swizzle_scales.cu 14 -> 0, aten.randint 1, inputs 18, q2.gemm 7, q2.quantize 4,
             q2.requantize 5, triton 2
 
-widen_operands (post-grad)
+dequantize_operands (post-grad)
   forward   inputs 5, mm 4, q2.dequantize 6, q2.quantize 5, q2.split_scales 1, triton 2
   backward  q2.dequantize 12 -> 0, aten.randint 1, inputs 18, mm 7, q2.quantize 4,
             q2.requantize 5, triton 2

@@ -99,7 +99,7 @@ def test_equal_layers_need_one_check(begun):
         # and numbers
         "rotate_quantize.cu": 6,
         "align_scales.cu": 3,  # theirs and that of loops
-        "settle_widened.cu": 4,
+        "finalize_dequantized.cu": 4,
         "partial_max.cu": 1,
         "dequantize.cu": 1,
     }

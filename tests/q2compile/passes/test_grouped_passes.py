@@ -13,11 +13,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from q2compile.passes.graph_queries import q2_nodes
+from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_rotations import share_rotations_pass
-from q2compile.passes.post_grad.widen_operands import widen_operands_pass
 from q2compile.passes.verify import check_spec
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.ops.table import quantizers
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, q2
@@ -129,7 +129,7 @@ def test_stacks_that_share_x_rotate_it_once() -> None:
     assert all(grad.isfinite().all() for grad in result(gm))
 
 
-def test_operands_are_widened_for_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_dequantized_for_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def serving(op, args):
         return SimpleNamespace(name="cuda_bf16" if op == "grouped_gemm" else "cuda")
 
@@ -138,9 +138,9 @@ def test_operands_are_widened_for_grouped_products(monkeypatch: pytest.MonkeyPat
     pair_directions_pass(gm.graph)
     before = result(gm)
     # Both directions of two gradients, and of the codes w for dgrad and x for wgrad.
-    assert widen_operands_pass(gm.graph) == 2 + 2 + 2
+    assert dequantize_operands_pass(gm.graph) == 2 + 2 + 2
     for gemm in q2_nodes(gm.graph, "grouped_gemm"):
-        assert gemm.args[7:9] == (EDEN + WIDENED,) * 2
+        assert gemm.args[7:9] == (EDEN + DEQUANTIZED,) * 2
         assert gemm.args[0].meta["val"].dtype == gemm.args[3].meta["val"].dtype == torch.bfloat16
     check_spec(gm.graph, "backward", "test")
     for got, want in zip(result(gm), before, strict=True):

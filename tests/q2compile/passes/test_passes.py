@@ -254,7 +254,7 @@ def test_uuid_follows_sources_and_options(monkeypatch):
     assert plain != PostGradPasses(Config(disable_passes=["merge_seeds"])).uuid()
     first = ["gather_scattered", "gather_codes", "share_operands", "quantize_shards"]
     first += ["merge_seeds", "pair_directions", "share_rotations"]
-    forms = ["swizzle_scales", "widen_operands", "unrotate_in_gemm"]
+    forms = ["swizzle_scales", "dequantize_operands", "unrotate_in_gemm"]
     last = ["part_directions", "sum_columns", "gather_quantizers", "concatenate_last", "tabulate"]
     assert [row.name for row in passes_over("post_grad")] == [
         *first,
@@ -332,7 +332,7 @@ class TestSpec:
         dy = b.placeholder("tangents_1", 16, 64)
         seed = b.call(q2.seed.default, dy, 0)
         gm = b.done(dgrad(b, dy, codes, seed, seed, streams=(0, 0)))
-        with pytest.raises(GraphSpecError, match="the same coins"):
+        with pytest.raises(GraphSpecError, match="the same random bits"):
             check_spec(gm.graph, "backward", "here")
 
     def test_an_operand_pieced_together(self):

@@ -13,7 +13,7 @@ RECIPES = [name for name in RECIPES if name != "bf16"]
 
 
 def run(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, global_scale="pow2"):
-    """y, dx and dw, with the same coins at every call."""
+    """y, dx and dw, with the same random bits at every call."""
     torch.manual_seed(5)
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = linear(*leaves, resolve(recipe, global_scale))

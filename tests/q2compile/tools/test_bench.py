@@ -54,7 +54,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler, in_process) -> None:
     assert states == [(group, when) for group in GROUPS for when in ("before", "after")]
     rows = [line for line in lines if line["kind"] == "row"]
     names = {row["name"] for row in rows}
-    assert {name for name, case in CASES.items() if not case.spec.widened} <= names
+    assert {name for name, case in CASES.items() if not case.spec.dequantized} <= names
     assert not any(name.endswith("_bf16") for name in names)
     assert {"nvfp4 reference", "mxfp4 reference", "dequantize", "nvfp4 wgrad reference"} <= names
     begun = {line["name"] for line in lines if line["kind"] == "begun"}
@@ -131,7 +131,7 @@ def test_a_group_that_fails_is_a_row_and_a_status(
     assert "FAULT     linear: all: RuntimeError: no kernel image" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.spec.widened])
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.spec.dequantized])
 def test_a_case_is_the_call_that_the_cost_model_means(name) -> None:
     """Codes for each direction, along rows or columns, and a mask where there is one."""
     case, (rows, cols) = CASES[name], (128, 256)

@@ -68,9 +68,9 @@ def test_calls_that_differ_ask_again(asked) -> None:
         both(torch.empty(256, 128, dtype=torch.bfloat16))
         both(torch.empty(128, 256).t())
         assert asked == {SCHEME: 8}
-        widened = both(torch.empty(256, 128), SCHEME + "@bf16")
+        dequantized = both(torch.empty(256, 128), SCHEME + "@bf16")
     assert asked == {SCHEME: 8, SCHEME + "@bf16": 2}
-    assert widened[0].dtype == torch.bfloat16
+    assert dequantized[0].dtype == torch.bfloat16
 
 
 def test_errors_are_raised_each_time(asked) -> None:

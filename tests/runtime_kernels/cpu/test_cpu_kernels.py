@@ -16,7 +16,7 @@ from q2compile.runtime_kernels.cpu import build, selfcheck
 from q2compile.runtime_kernels.cpu import kernels as ctypes_of
 from q2compile.runtime_kernels.cpu.quantize import UNSUPPORTED
 from q2compile.runtime_kernels.numerics.layout import pack_bits
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
@@ -137,7 +137,7 @@ def test_strides_and_empty_operands(scheme: str) -> None:
             agree_call(calls.both(x, *SEEDS, scheme, transform, 1))
 
 
-@pytest.mark.parametrize("form", [SWIZZLED, WIDENED])
+@pytest.mark.parametrize("form", [SWIZZLED, DEQUANTIZED])
 @each_scheme
 def test_forms(scheme: str, form: str) -> None:
     for dtype, transform in zip(DTYPES, ("none", "rht16", "rht128"), strict=True):
@@ -152,7 +152,7 @@ def test_dbias(scheme: str, dtype: torch.dtype) -> None:
         agree_call(calls.both(x, *SEEDS, scheme, "none", 3, dbias=out))
 
 
-@pytest.mark.parametrize("form", ["", WIDENED])
+@pytest.mark.parametrize("form", ["", DEQUANTIZED])
 @pytest.mark.parametrize("transform", ["none", "rht32", "rht128"])
 @each_scheme
 def test_groups(scheme: str, transform: str, form: str) -> None:
@@ -274,7 +274,7 @@ def test_serves_all_that_is_not_listed() -> None:
     left = (
         call.replace(recorded=True),
         calls.plain(x, None, None, "nvfp4_46_pow2", 1 << 32),
-        again("nvfp4_46_pow2" + WIDENED, parts, "nvfp4", "none", 32),
+        again("nvfp4_46_pow2" + DEQUANTIZED, parts, "nvfp4", "none", 32),
     )
     for other, reason in zip(left, UNSUPPORTED, strict=True):
         op, args = other.spec.name, other.positional

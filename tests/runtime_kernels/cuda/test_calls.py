@@ -134,9 +134,9 @@ def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
         *((Direction(At(1), 0, 2), None), 2),
         operand=(At(0), 0, 0),
     )
-    # Behind the operand's three: codes, worths, largest, global scale, and both seeds.
-    signs, coins = call.steps[0].values[7:9]
-    assert signs == 0 and coins == At(1)
+    # Behind the operand's three: codes, raw scales, largest, global scale, and both seeds.
+    signs, random_bits = call.steps[0].values[7:9]
+    assert signs == 0 and random_bits == At(1)
     source = Path(plan.__file__).parents[1] / "csrc" / "include" / "tile.cuh"
     fixed = re.search(r"kFixedSignSeed = (\d+);", source.read_text())
     assert fixed and int(fixed.group(1)) == FIXED_SIGN_SEED

@@ -16,7 +16,7 @@ from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, signs
 from q2compile.runtime_kernels.cuda import transpose as turn
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from tests.support import emulation
 from tests.support import quantizer_calls as calls
@@ -196,7 +196,7 @@ def test_small_numbers_of_other_schemes(scheme) -> None:
         *product(["nvfp4_46_pow2", "nvfp4_46", "nvfp4_46_mae_pow2"], [HOPPER, BLACKWELL]),
         *product(["nvfp4_search_pow2", "nvfp4_search"], [HOPPER, BLACKWELL]),
         *(("nvfp4_46", AMPERE), ("nvfp4_search_pow2", AMPERE)),
-        *(("nvfp4_search_pow2" + form, HOPPER) for form in (SWIZZLED, WIDENED)),
+        *(("nvfp4_search_pow2" + form, HOPPER) for form in (SWIZZLED, DEQUANTIZED)),
     ],
 )
 def test_several_scales(scheme) -> None:
@@ -377,7 +377,7 @@ def test_masked_unrotate(dtype) -> None:
         assert_same_bits((masked_unrotate.masked_unrotate(*args),), (q2.masked_unrotate(*args),))
 
 
-WIDENED_CASES = [
+DEQUANTIZED_CASES = [
     (POW2, "rht128"),
     ("nvfp4_sr_pow2", "rht16"),
     ("nvfp4_46_pow2", "none"),
@@ -388,11 +388,11 @@ WIDENED_CASES = [
 
 @pytest.mark.parametrize(
     "scheme, transform, architecture",
-    [*((*case, HOPPER) for case in WIDENED_CASES), (*WIDENED_CASES[0], AMPERE)],
+    [*((*case, HOPPER) for case in DEQUANTIZED_CASES), (*DEQUANTIZED_CASES[0], AMPERE)],
 )
 @pytest.mark.parametrize("shape", [(300, 200), (33, 517)])
 def test_values_instead_of_codes(scheme, transform, shape) -> None:
-    assert_agrees(calls.both(matrix(*shape), *SEEDS, scheme + WIDENED, transform, 3))
+    assert_agrees(calls.both(matrix(*shape), *SEEDS, scheme + DEQUANTIZED, transform, 3))
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -403,7 +403,7 @@ def test_values_of_subnormal_scales(scheme, transpose) -> None:
     transform = "rht128" if scheme == POW2 else "none"
     sizes = torch.logspace(-38, -3, 144)
     x = matrix(144, 144, torch.float32) * (sizes if transpose else sizes[:, None])
-    args = (x, SEEDS[0], scheme + WIDENED, transform, transpose, 0)
+    args = (x, SEEDS[0], scheme + DEQUANTIZED, transform, transpose, 0)
     got, want = calls.launched(calls.one(*args)), calls.one(*args)()
     assert_same_bits(got, want)
     plain = q2.quantize(
@@ -422,7 +422,9 @@ def test_values_of_subnormal_scales(scheme, transpose) -> None:
 def test_values_of_a_requantized_operand() -> None:
     x = matrix(145, 200)
     packed = calls.plain(x, None, None, "nvfp4_46_pow2")()
-    assert_agrees(calls.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 200, 1))
+    assert_agrees(
+        calls.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + DEQUANTIZED, "rht128", 200, 1)
+    )
 
 
 CONVERSIONS = """

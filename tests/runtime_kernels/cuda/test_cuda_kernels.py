@@ -15,7 +15,7 @@ from q2compile.lowering.inductor_kernels import selfcheck as loops
 from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.jit import launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
 from q2compile.tools import doctor
@@ -124,7 +124,9 @@ def test_other_schemes(scheme, transform) -> None:
 def test_values_instead_of_codes(scheme, transform, kind) -> None:
     for shape in ((520, 392), (129, 4097)):
         agree(
-            made.both(matrix(shape, torch.bfloat16, kind), *SEEDS, scheme + WIDENED, transform, 1)
+            made.both(
+                matrix(shape, torch.bfloat16, kind), *SEEDS, scheme + DEQUANTIZED, transform, 1
+            )
         )
 
 
@@ -134,13 +136,13 @@ def test_values_of_subnormal_scales(scheme, transform, transpose) -> None:
     """Rows of the result from 1e-38 to 1e-3."""
     sizes = torch.logspace(-38, -3, 520)
     x = matrix((520, 520), torch.float32) * (sizes if transpose else sizes[:, None])
-    agree(made.one(x, SEEDS[0], scheme + WIDENED, transform, transpose, 0))
+    agree(made.one(x, SEEDS[0], scheme + DEQUANTIZED, transform, transpose, 0))
 
 
 def test_values_of_a_requantized_operand() -> None:
     x = matrix((3000, 4100), torch.bfloat16, "outliers")
     packed = made.plain(x, None, None, "nvfp4_46_pow2")()
-    agree(made.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + WIDENED, "rht128", 4100, 1))
+    agree(made.again(*packed, SEEDS[0], "nvfp4_46_pow2", POW2 + DEQUANTIZED, "rht128", 4100, 1))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ def test_without_conversion_instructions(of, scheme, as_on_ampere) -> None:
 def test_ms_eden_without_conversion_instructions(as_on_ampere) -> None:
     for kind in ("outliers", "tiny", "ties", "zeros"):
         x = matrix((520, 392), torch.bfloat16, kind)
-        for scheme in (EXACT, POW2 + WIDENED):
+        for scheme in (EXACT, POW2 + DEQUANTIZED):
             agree(made.both(x, *SEEDS, scheme, "rht128", 0))
 
 

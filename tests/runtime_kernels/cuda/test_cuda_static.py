@@ -28,7 +28,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     several_launch,
     shared_memory,
 )
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
 from q2compile.tools import doctor
 from tests.support import machine_code, quantizer_calls
@@ -172,13 +172,13 @@ OCCUPANCY = {
     "fprop": ((BF16, "none", "nvfp4_46_pow2", ROW), (2, 2), (1, 2)),
     "wgrad": ((BF16, "rht16", SR, COL), (2, 3), (1, 3)),
     "mxfp4 both": ((BF16, "rht64", "mxfp4_sr", BOTH), (2, 2), (1, 2)),
-    # One tile of fp32 is as large as two of 16 bits, and numbers that leave widened are staged.
+    # One tile of fp32 is as large as two of 16 bits, and numbers that leave dequantized are staged.
     "float32 row": ((FP32, "rht128", EDEN, ROW), (1, 2), (1, 1)),
     "float32 col": ((FP32, "rht128", EDEN, COL), (1, 4), (1, 2)),
-    "values both": ((BF16, "rht128", EDEN + WIDENED, BOTH), (2, 2), (2, 1)),
-    "values col": ((NVFP4, "rht128", EDEN + WIDENED, COL), (2, 4), (1, 2)),
+    "values both": ((BF16, "rht128", EDEN + DEQUANTIZED, BOTH), (2, 2), (2, 1)),
+    "values col": ((NVFP4, "rht128", EDEN + DEQUANTIZED, COL), (2, 4), (1, 2)),
     "by scales": ((ROUNDED, "rht128", EDEN, COL), (2, 4), (1, 4)),
-    "values by scales": ((ROUNDED, "rht128", EDEN + WIDENED, COL), (2, 4), (1, 2)),
+    "values by scales": ((ROUNDED, "rht128", EDEN + DEQUANTIZED, COL), (2, 4), (1, 2)),
 }
 
 
@@ -195,7 +195,7 @@ def test_thread_blocks_at_once(name, room) -> None:
     kind, large, small = OCCUPANCY[name]
     stages, blocks = small if room == SMALL else large
     launch = rotate(*kind, room=room)
-    values = get_scheme(kind[2]).widened
+    values = get_scheme(kind[2]).dequantized
     architecture = "sm_90a" if room == LARGE else "sm_89" if values else "sm_120a"
     _, log = nvrtc.compile_variant(launch.variant, architecture, ("--ptxas-options=-v",))
     registers = int(re.search(r"Used (\d+) registers", log)[1])
@@ -284,7 +284,11 @@ def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
 
 @pytest.mark.parametrize(
     "scheme, reason",
-    [("nvfp4_sr_46", "draws coins"), ("mxfp4_quest", "trust mask"), ("nvfp4_16x16", "square")],
+    [
+        ("nvfp4_sr_46", "draws random bits"),
+        ("mxfp4_quest", "trust mask"),
+        ("nvfp4_16x16", "square"),
+    ],
 )
 def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
     why = quantizers.why_not(quantizer_calls.one(None, None, scheme, "rht128", False))

@@ -25,7 +25,7 @@ from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
 from q2compile.runtime_kernels.registry import KernelWarning, select, serving
 from tests.support.pretended_gpu import on_gpu
@@ -168,7 +168,7 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
         args = (*a, *b, None, swizzled, swizzled, BF16)
         assert torch.equal(cuda_bf16.gemm_bf16(*args), torch.ops.q2.gemm(*args))
     else:  # torch has no product with an fp32 result on a CPU
-        got = cuda_bf16.widened(*a[:2], None, get_scheme(swizzled)).float()
+        got = cuda_bf16.dequantized(*a[:2], None, get_scheme(swizzled)).float()
         assert torch.equal(got, scaled_codes(*a[:2], get_scheme(swizzled)))
     assert set(read) == {scheme}
 
@@ -432,7 +432,7 @@ def test_groups_that_triton_does_not_multiply(gpu, monkeypatch, format_):
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
     args = on_gpu("grouped_gemm", FORMATS[format_])
     for schemes, why in (
-        ((FORMATS[format_] + WIDENED,) * 2, "it reads codes"),
+        ((FORMATS[format_] + DEQUANTIZED,) * 2, "it reads codes"),
         ((FORMATS[format_] + SWIZZLED,) * 2, "plain scales"),
         (tuple(FORMATS.values()), "one operand is nvfp4, one mxfp4"),
     ):

@@ -11,7 +11,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda import padded_ends
 from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 
@@ -50,7 +50,13 @@ def routed(routing: str) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     "scheme, architecture",
-    [(POW2, AMPERE), (POW2, HOPPER), (POW2, BLACKWELL), (EXACT, HOPPER), (POW2 + WIDENED, HOPPER)],
+    [
+        (POW2, AMPERE),
+        (POW2, HOPPER),
+        (POW2, BLACKWELL),
+        (EXACT, HOPPER),
+        (POW2 + DEQUANTIZED, HOPPER),
+    ],
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_ms_eden(routing, scheme) -> None:
@@ -68,7 +74,7 @@ def test_ms_eden(routing, scheme) -> None:
     [
         *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2")),
         *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), (POW2, "none")),
-        *(("nvfp4_sr_pow2" + WIDENED, "rht16"), (POW2 + SWIZZLED, "rht128")),
+        *(("nvfp4_sr_pow2" + DEQUANTIZED, "rht16"), (POW2 + SWIZZLED, "rht128")),
     ],
 )
 def test_other_schemes(scheme, transform) -> None:
@@ -80,7 +86,7 @@ def test_other_schemes(scheme, transform) -> None:
 @pytest.mark.parametrize(
     "scheme, transform",
     [
-        *((s, "rht128") for s in ("nvfp4_pow2", "nvfp4_sr", "mxfp4_rtn34", POW2 + WIDENED)),
+        *((s, "rht128") for s in ("nvfp4_pow2", "nvfp4_sr", "mxfp4_rtn34", POW2 + DEQUANTIZED)),
         *(("nvfp4_sr_pow2", "rht16"), ("nvfp4", "rht32"), ("mxfp4_sr", "rht16")),
     ],
 )
@@ -123,7 +129,7 @@ def test_other_strides(x) -> None:
     "source, scheme, transform, architecture",
     [
         ("nvfp4_46_pow2", POW2, "rht128", HOPPER),
-        ("nvfp4_46_pow2", POW2 + WIDENED, "rht128", HOPPER),
+        ("nvfp4_46_pow2", POW2 + DEQUANTIZED, "rht128", HOPPER),
         ("nvfp4_46_pow2", POW2, "rht128", BLACKWELL),
         ("nvfp4_46", EXACT, "rht128", HOPPER),
         ("nvfp4_pow2", "nvfp4_sr_pow2", "rht128", HOPPER),
@@ -144,7 +150,7 @@ def test_values_of_subnormal_scales() -> None:
     """Copies too: columns from 1e-38 to 1e-3."""
     rows, groups = routed("every filling")
     x = matrix(rows, 144, torch.float32) * torch.logspace(-38, -3, 144)
-    args = (x, *groups, SEEDS[0], POW2 + WIDENED, "rht128", 0)
+    args = (x, *groups, SEEDS[0], POW2 + DEQUANTIZED, "rht128", 0)
     assert_agrees(calls.grouped(*args))
 
 

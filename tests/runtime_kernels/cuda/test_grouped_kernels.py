@@ -10,7 +10,7 @@ import torch
 import q2compile.linear.experts
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.recipes.resolve import resolve
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, kernels, select
 from tests.support import quantizer_calls
@@ -51,7 +51,7 @@ def same_bits(call: QuantizerCall) -> None:
         assert wrong == 0, f"result {i}: {wrong} of {b.numel()} bytes differ"
 
 
-@pytest.mark.parametrize("scheme", [POW2, EXACT, POW2 + WIDENED])
+@pytest.mark.parametrize("scheme", [POW2, EXACT, POW2 + DEQUANTIZED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [128, 392, 517])
 def test_ms_eden(columns, dtype, scheme) -> None:
@@ -66,7 +66,7 @@ def test_ms_eden(columns, dtype, scheme) -> None:
     [
         *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),
         *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("nvfp4_sr_pow2", "rht128")),
-        *((POW2, "none"), ("nvfp4_sr_pow2" + WIDENED, "rht16")),
+        *((POW2, "none"), ("nvfp4_sr_pow2" + DEQUANTIZED, "rht16")),
     ],
 )
 def test_other_schemes(scheme, transform) -> None:
@@ -80,7 +80,7 @@ def test_other_schemes(scheme, transform) -> None:
     "source, scheme, transform",
     [
         ("nvfp4_46_pow2", POW2, "rht128"),
-        ("nvfp4_46_pow2", POW2 + WIDENED, "rht128"),
+        ("nvfp4_46_pow2", POW2 + DEQUANTIZED, "rht128"),
         ("nvfp4_46", EXACT, "rht128"),
         ("nvfp4_16x16_pow2", "nvfp4_sr_pow2", "rht16"),
         ("mxfp4_rtn", "mxfp4_rtn34", "rht32"),

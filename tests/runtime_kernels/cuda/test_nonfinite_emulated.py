@@ -12,7 +12,7 @@ import torch
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda import transpose as turn
 from q2compile.runtime_kernels.cuda.quantize import split_scales as split
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
 from tests.support.nonfinite import VALUES, assert_same, with_bad
@@ -38,13 +38,13 @@ def on_cpu(architecture, monkeypatch) -> None:
 
 
 ROTATED = [
-    *((scheme, "rht128") for scheme in (EDEN, EXACT_EDEN, EDEN + WIDENED, EDEN + SWIZZLED)),
+    *((scheme, "rht128") for scheme in (EDEN, EXACT_EDEN, EDEN + DEQUANTIZED, EDEN + SWIZZLED)),
     *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),
-    *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2" + WIDENED, "nvfp4_sr" + WIDENED)),
-    *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_sr" + WIDENED, "rht64")),
+    *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2" + DEQUANTIZED, "nvfp4_sr" + DEQUANTIZED)),
+    *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_sr" + DEQUANTIZED, "rht64")),
     *(("nvfp4" + SWIZZLED, "rht16"), ("mxfp4_rtn34" + SWIZZLED, "rht32")),
     *((scheme, "none") for scheme in ("nvfp4_46_pow2", "nvfp4_sr", "mxfp4_rtn", EDEN)),
-    ("nvfp4_46_pow2" + WIDENED, "none"),
+    ("nvfp4_46_pow2" + DEQUANTIZED, "none"),
 ]
 
 
@@ -76,7 +76,7 @@ def test_other_dtypes(dtype, transpose) -> None:
         *((s, HOPPER) for s in ("nvfp4_search_pow2", "nvfp4_search")),
         *(("nvfp4_46_pow2", other) for other in (AMPERE, BLACKWELL)),
         *(("nvfp4", other) for other in (AMPERE, BLACKWELL)),
-        *((s + WIDENED, HOPPER) for s in ("nvfp4_pow2", "nvfp4", "mxfp4_rtn")),
+        *((s + DEQUANTIZED, HOPPER) for s in ("nvfp4_pow2", "nvfp4", "mxfp4_rtn")),
         *((s + SWIZZLED, HOPPER) for s in ("nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn34")),
     ],
 )
@@ -105,7 +105,7 @@ def test_requantize(source) -> None:
     x = with_bad(matrix(300, 200), torch.nan)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
     packed = calls.plain(x, amax, None, source, 0)()
-    for scheme, transform in ((EDEN, "rht128"), ("nvfp4", "rht64"), (EDEN + WIDENED, "rht128")):
+    for scheme, transform in ((EDEN, "rht128"), ("nvfp4", "rht64"), (EDEN + DEQUANTIZED, "rht128")):
         args = (*packed, SEEDS[0], source, scheme, transform, 200, 1)
         assert_same(calls.launched(calls.again(*args)), calls.again(*args)(), scheme)
 
@@ -115,14 +115,23 @@ def test_requantize(source) -> None:
 def test_requantize_by_scales(source, value) -> None:
     x = with_bad(matrix(300, 200), value)
     scales = calls.plain(x, None, None, source, 0)()[1:]
-    for scheme, transform in ((EDEN, "rht128"), ("nvfp4_pow2", "none"), (EDEN + WIDENED, "rht128")):
+    for scheme, transform in (
+        (EDEN, "rht128"),
+        ("nvfp4_pow2", "none"),
+        (EDEN + DEQUANTIZED, "rht128"),
+    ):
         args = (x, *scales, SEEDS[0], source, scheme, transform, 1)
         assert_same(calls.launched(calls.by_scales(*args)), calls.by_scales(*args)(), scheme)
 
 
 @pytest.mark.parametrize(
     ("scheme", "transform"),
-    [(EDEN, "rht128"), (EDEN + WIDENED, "rht128"), ("nvfp4_sr", "rht16"), ("mxfp4_sr", "rht64")],
+    [
+        (EDEN, "rht128"),
+        (EDEN + DEQUANTIZED, "rht128"),
+        ("nvfp4_sr", "rht16"),
+        ("mxfp4_sr", "rht64"),
+    ],
 )
 def test_groups(scheme, transform) -> None:
     """Of groups that are filled with copies, too, and rows of no group, whose poison is along rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
 from tests.support import quantizer_calls as calls
@@ -40,9 +40,9 @@ def matrix(value: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("scheme", "transform"),
     [
-        *((EDEN + form, "rht128") for form in ("", WIDENED, SWIZZLED)),
-        *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_sr" + WIDENED)),
-        *((scheme, "rht64") for scheme in ("mxfp4_sr", "mxfp4_sr" + WIDENED)),
+        *((EDEN + form, "rht128") for form in ("", DEQUANTIZED, SWIZZLED)),
+        *((scheme, "rht16") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_sr" + DEQUANTIZED)),
+        *((scheme, "rht64") for scheme in ("mxfp4_sr", "mxfp4_sr" + DEQUANTIZED)),
         *((scheme, "none") for scheme in ("nvfp4_ms_eden", FORWARD)),
     ],
 )
@@ -51,7 +51,7 @@ def test_both_directions(scheme, transform, value) -> None:
 
 
 @each_value
-@pytest.mark.parametrize("scheme", [FORWARD, "mxfp4_rtn34", FORWARD + WIDENED, "nvfp4"])
+@pytest.mark.parametrize("scheme", [FORWARD, "mxfp4_rtn34", FORWARD + DEQUANTIZED, "nvfp4"])
 def test_quantize(scheme, value) -> None:
     x = matrix(value)
     agree(calls.plain(x, q2.amax(x) if scheme == "nvfp4" else None, None, scheme))
@@ -63,7 +63,7 @@ def test_quantize_masked(value) -> None:
 
 
 @each_value
-@pytest.mark.parametrize("scheme", [EDEN, EDEN + WIDENED])
+@pytest.mark.parametrize("scheme", [EDEN, EDEN + DEQUANTIZED])
 @pytest.mark.parametrize("source", [FORWARD, FORWARD + SWIZZLED])
 def test_requantize(source, scheme, value) -> None:
     x = matrix(value)
@@ -74,7 +74,7 @@ def test_requantize(source, scheme, value) -> None:
 
 
 @each_value
-@pytest.mark.parametrize("scheme", [EDEN, EDEN + WIDENED])
+@pytest.mark.parametrize("scheme", [EDEN, EDEN + DEQUANTIZED])
 def test_groups(scheme, value) -> None:
     offs = torch.tensor([3, 20, 20, 170, 230, 290], dtype=torch.int32)
     groups = offs, q2.padded_ends(offs)

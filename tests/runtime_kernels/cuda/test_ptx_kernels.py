@@ -23,7 +23,7 @@ from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers, split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import together
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
@@ -62,7 +62,7 @@ def amax_of(x: torch.Tensor, scheme: str) -> torch.Tensor | None:
         (EDEN, "rht128", torch.bfloat16),
         (EDEN + SWIZZLED, "rht128", torch.float16),
         (EXACT_EDEN, "rht128", torch.float32),
-        (EDEN + WIDENED, "rht128", torch.bfloat16),
+        (EDEN + DEQUANTIZED, "rht128", torch.bfloat16),
         ("nvfp4_sr_pow2" + SWIZZLED, "rht128", torch.bfloat16),
         ("nvfp4_sr", "rht16", torch.bfloat16),
         ("nvfp4_pow2", "rht16", torch.float16),

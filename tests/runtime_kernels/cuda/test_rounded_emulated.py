@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_agrees, assert_same_bits, launches_on_cpu, matrix
 
@@ -56,7 +56,7 @@ def test_shapes(shape) -> None:
 
 
 @pytest.mark.parametrize("room", [228 * 1024, 100 * 1024])
-@pytest.mark.parametrize("scheme", [EDEN + WIDENED, "nvfp4_sr_pow2", "nvfp4_sr"])
+@pytest.mark.parametrize("scheme", [EDEN + DEQUANTIZED, "nvfp4_sr_pow2", "nvfp4_sr"])
 def test_other_schemes(scheme) -> None:
     """Of several tiles for each thread block, and where one alone has room."""
     agree(matrix(300, 700), "nvfp4_pow2", scheme)

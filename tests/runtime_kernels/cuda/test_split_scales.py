@@ -19,8 +19,8 @@ ON_CUDA = (*SCHEMES, "nvfp4_16x16_pow2", *(scheme + SWIZZLED for scheme in SCHEM
 
 
 def test_by_hand() -> None:
-    worth = torch.tensor([[1.0, 448.0, 480.0], [0.0, 2.0**-9, 3 * 2.0**-11]])
-    scales, unit = torch.ops.q2.split_scales(worth, "nvfp4_pow2")
+    raw_scale = torch.tensor([[1.0, 448.0, 480.0], [0.0, 2.0**-9, 3 * 2.0**-11]])
+    scales, unit = torch.ops.q2.split_scales(raw_scale, "nvfp4_pow2")
     assert unit == 2.0  # 480 is beyond e4m3's 448
     # 2^-10 and .75 * 2^-10 lie between 0 and e4m3's smallest, 2^-9: a tie goes to even, zero
     assert scales.float().tolist() == [[0.5, 224.0, 240.0], [0.0, 0.0, 0.0]]
@@ -39,12 +39,12 @@ def test_the_quantizer_s_own(scheme: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (300, 41)])
 def test_swizzled(shape) -> None:
     """The same scales in other places, as the fake says."""
-    worth = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    plain, unit = torch.ops.q2.split_scales(worth, "nvfp4_pow2")
-    scales, same_unit = torch.ops.q2.split_scales(worth, "nvfp4_pow2" + SWIZZLED)
+    raw_scale = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    plain, unit = torch.ops.q2.split_scales(raw_scale, "nvfp4_pow2")
+    scales, same_unit = torch.ops.q2.split_scales(raw_scale, "nvfp4_pow2" + SWIZZLED)
     assert torch.equal(scales.view(torch.uint8).flatten(), swizzle_32x4x4(plain).view(torch.uint8))
     assert unit == same_unit
-    fake = torch.ops.q2.split_scales(worth.to("meta"), "nvfp4_pow2" + SWIZZLED)
+    fake = torch.ops.q2.split_scales(raw_scale.to("meta"), "nvfp4_pow2" + SWIZZLED)
     assert fake[0].shape == scales.shape
 
 
@@ -57,15 +57,15 @@ def test_poison(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("worth", "words"),
+    ("raw_scale", "words"),
     [
         (torch.ones(4, 4, dtype=torch.bfloat16), "takes float32"),
         (torch.ones(4), "two dimensions"),
     ],
 )
-def test_refused_operands(worth: torch.Tensor, words: str) -> None:
+def test_refused_operands(raw_scale: torch.Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        torch.ops.q2.split_scales(worth, "nvfp4_pow2")
+        torch.ops.q2.split_scales(raw_scale, "nvfp4_pow2")
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_ms_eden_pow2", "mxfp4_rtn"])
@@ -80,9 +80,9 @@ def test_refused_schemes(scheme: str) -> None:
 def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     generator = torch.Generator().manual_seed(1)
-    worth = torch.randn(shape, generator=generator).mul(4).exp()
-    got = on_cuda.split_scales(worth, scheme)
-    want = torch.ops.q2.split_scales(worth, scheme)
+    raw_scale = torch.randn(shape, generator=generator).mul(4).exp()
+    got = on_cuda.split_scales(raw_scale, scheme)
+    want = torch.ops.q2.split_scales(raw_scale, scheme)
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and got[1] == want[1]
 
 
@@ -90,8 +90,8 @@ def test_cuda_source_on_a_cpu(scheme, shape, monkeypatch) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (300, 41), (8192, 256)])
 @pytest.mark.parametrize("scheme", ON_CUDA)
 def test_on_a_gpu(scheme, shape) -> None:
-    worth = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(4).exp()
-    got = torch.ops.q2.split_scales(worth.cuda(), scheme)
-    want = torch.ops.q2.split_scales(worth, scheme)
+    raw_scale = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(4).exp()
+    got = torch.ops.q2.split_scales(raw_scale.cuda(), scheme)
+    want = torch.ops.q2.split_scales(raw_scale, scheme)
     assert torch.equal(got[0].cpu().view(torch.uint8), want[0].view(torch.uint8))
     assert got[1].item() == want[1].item()

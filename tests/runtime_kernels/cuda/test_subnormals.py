@@ -21,7 +21,7 @@ from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
 from tests.support import quantizer_calls as calls
@@ -172,14 +172,14 @@ def test_emulated_kernels(scheme, transform, architecture, monkeypatch) -> None:
 @emulated
 @pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4_46_pow2", "nvfp4", "mxfp4_sr"])
 def test_emulated_kernels_that_dequantize(scheme, monkeypatch) -> None:
-    """On a Hopper: scales and products of subnormals, fixed up by settle_widened.cu."""
+    """On a Hopper: scales and products of subnormals, fixed up by finalize_dequantized.cu."""
     launches_on_cpu(monkeypatch, HOPPER)
     transform = "rht128" if get_scheme(scheme).rounding == "ms_eden" else "none"
     for x in operands(torch.float32):
         if get_scheme(scheme).takes_amax:
-            call = calls.plain(x, q2.amax(x), SEEDS[0], scheme + WIDENED)
+            call = calls.plain(x, q2.amax(x), SEEDS[0], scheme + DEQUANTIZED)
         else:
-            call = calls.one(x, SEEDS[0], scheme + WIDENED, transform, False, 1)
+            call = calls.one(x, SEEDS[0], scheme + DEQUANTIZED, transform, False, 1)
         assert_same_bits(calls.launched(call), call())
 
 

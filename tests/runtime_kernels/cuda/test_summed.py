@@ -11,7 +11,7 @@ import torch
 
 from q2compile.runtime_kernels.cuda import checked_cases
 from q2compile.runtime_kernels.numerics.column_sums import STRANDS, TILE, column_sums
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import select
 from tests.support import quantizer_calls as calls
@@ -62,8 +62,8 @@ def test_of_quartet2(shape) -> None:
         *[("nvfp4_sr_pow2", "rht16"), ("nvfp4_sr_pow2", "rht128"), ("nvfp4_pow2", "none")],
         *[("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("nvfp4_ms_eden", "rht128")],
         *[(EDEN + SWIZZLED, "rht128"), ("mxfp4_sr" + SWIZZLED, "rht64")],
-        *[(EDEN + WIDENED, "rht128"), ("nvfp4_sr_pow2" + WIDENED, "rht16")],
-        *[("mxfp4_rtn34" + WIDENED, "rht32"), ("nvfp4_sr_pow2", "rht16_fixed")],
+        *[(EDEN + DEQUANTIZED, "rht128"), ("nvfp4_sr_pow2" + DEQUANTIZED, "rht16")],
+        *[("mxfp4_rtn34" + DEQUANTIZED, "rht32"), ("nvfp4_sr_pow2", "rht16_fixed")],
     ],
 )
 def test_of_every_rule(scheme, transform) -> None:

@@ -13,7 +13,7 @@ from q2compile.cost_model.quantizers import BF16, SUMMING, counted
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from tests.support import machine_code
 from tests.support.machine_code import (
     BLACKWELL,
@@ -64,14 +64,14 @@ def test_instructions_more_an_element(recipe, architecture) -> None:
     more = counts - counted()[key][architecture] * newer
     swizzling = 2.4 * (scheme.endswith(SWIZZLED) and scheme.startswith("mxfp4"))
     # The loop of quartet's numbers is scheduled otherwise, 3.3 more of 40.6.
-    otherwise = 1.6 * (recipe == "quartet" and scheme.endswith(WIDENED))
+    otherwise = 1.6 * (recipe == "quartet" and scheme.endswith(DEQUANTIZED))
     assert more <= SUMMING[architecture] + swizzling + otherwise + 0.5
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", *BLACKWELL])
 def test_the_last_launch_compiles_without_local_memory(architecture) -> None:
     """A static_assert in each source also holds its parameter struct to the launch's layout."""
-    schemes = [EDEN + WIDENED, "mxfp4_sr"]
+    schemes = [EDEN + DEQUANTIZED, "mxfp4_sr"]
     if architecture in BLACKWELL:
         schemes = [EDEN + SWIZZLED, SR + SWIZZLED, "mxfp4_sr" + SWIZZLED]
     for scheme in schemes:

@@ -15,7 +15,7 @@ from torch import Tensor
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform, signs_of
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, select
@@ -29,7 +29,13 @@ EDEN, RTN, SOURCE = "nvfp4_ms_eden_pow2", "nvfp4_pow2", "nvfp4_46_pow2"
 SEED = torch.tensor(-1234567890123456789)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 # Schemes and rotations: chunks of one, two, four and eight blocks.
-WAYS = [(EDEN, "rht128"), (EDEN + WIDENED, "rht128"), (RTN, "rht64"), (EDEN, "h32"), (RTN, "rht16")]
+WAYS = [
+    (EDEN, "rht128"),
+    (EDEN + DEQUANTIZED, "rht128"),
+    (RTN, "rht64"),
+    (EDEN, "h32"),
+    (RTN, "rht16"),
+]
 # Bytes of scales: the least and the largest. Products serve to a distance of 64, a factor of 2^8.
 FARTHEST = 64
 RANGES = [(1, 1), (1, 65), (1, 66), (40, 104), (40, 105), (20, 110), (60, 126), (8, 126)]

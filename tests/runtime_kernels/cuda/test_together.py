@@ -20,7 +20,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_laun
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import Product, together
 from q2compile.runtime_kernels.cuda.site import Site, Together
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, matrix
@@ -110,7 +110,7 @@ def test_matrices_are_dequantized_by_one_launch(shapes, scheme, emulated) -> Non
     assert_same_bits(run(members), [q2.dequantize(*args) for _, args in members])
 
 
-@pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, EDEN + WIDENED, "mxfp4_sr"])
+@pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, EDEN + DEQUANTIZED, "mxfp4_sr"])
 def test_sums_of_columns_among_others(scheme, emulated) -> None:
     """Whoever has some, the last launch is the one that adds them up."""
     kinds = [
@@ -138,7 +138,7 @@ def test_the_bits_are_those_of_the_calls_apart(scheme, emulated) -> None:
 
 @pytest.mark.parametrize("emulated", ["sm_90a"], indirect=True)
 def test_numbers_instead_of_codes(emulated) -> None:
-    members = [both(EDEN + WIDENED), again(EDEN + WIDENED)]
+    members = [both(EDEN + DEQUANTIZED), again(EDEN + DEQUANTIZED)]
     assert_same_bits(run(members), apart(members))
 
 
@@ -154,7 +154,7 @@ ALIKE = {
     "groups": [grouped(EDEN, *size) for size in SIZES],
 }
 # Of schemes of the backward: numbers leave, or codes with scales for the tensor cores.
-ENDINGS = {"sm_90a": WIDENED, "sm_100a": SWIZZLED}
+ENDINGS = {"sm_90a": DEQUANTIZED, "sm_100a": SWIZZLED}
 
 
 def ending_in(members: Members, ending: str) -> Members:
@@ -199,8 +199,8 @@ def test_other_launches_stay(emulated) -> None:
     "scheme, make, there",
     [
         *((scheme, both, scheme == EDEN) for scheme in (EDEN, "mxfp4_sr", "nvfp4_sr")),
-        *((scheme, summed, False) for scheme in (EDEN, SR + WIDENED)),
-        *((SR + WIDENED, make, make is again) for make in (both, again)),
+        *((scheme, summed, False) for scheme in (EDEN, SR + DEQUANTIZED)),
+        *((SR + DEQUANTIZED, make, make is again) for make in (both, again)),
     ],
 )
 def test_which_have_a_launch_for_several(scheme, make, there, emulated) -> None:
@@ -221,9 +221,9 @@ def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> N
 
 
 def test_scales_of_inductor_s_loops(emulated) -> None:
-    worth = matrix(40, 9, torch.float32).abs()
+    raw_scale = matrix(40, 9, torch.float32).abs()
     quantize = forward(RTN + SWIZZLED, 72, 144)
-    members = [(split_scales, (worth, RTN + SWIZZLED)), quantize]
+    members = [(split_scales, (raw_scale, RTN + SWIZZLED)), quantize]
     assert_same_bits(run(members), apart(members))
 
 

@@ -61,8 +61,8 @@ def test_e4m3_stochastic_is_unbiased_also_in_the_subnormals(scale):
     """Trap 4: steps under 2^-6 are all 2^-9, and zero is one of them."""
     x = torch.rand(200, generator=torch.Generator().manual_seed(1)) * scale
     draws = 4096
-    coins = philox.words(torch.tensor(5), draws * 200, stream=0, purpose=philox.COINS)
-    rounded = formats.stochastic_e4m3(x.expand(draws, -1), coins.view(draws, 200)).double()
+    random_bits = philox.words(torch.tensor(5), draws * 200, stream=0, purpose=philox.COINS)
+    rounded = formats.stochastic_e4m3(x.expand(draws, -1), random_bits.view(draws, 200)).double()
     below, above = neighbors(x, E4M3)
     assert ((rounded == below) | (rounded == above)).all()
     # 5 standard deviations of a mean of two-point draws
@@ -71,9 +71,9 @@ def test_e4m3_stochastic_is_unbiased_also_in_the_subnormals(scale):
 
 
 def test_stochastic_rounding_leaves_grid_points_alone():
-    coins = torch.tensor([0, 2**32 - 1]).repeat_interleave(127)
+    random_bits = torch.tensor([0, 2**32 - 1]).repeat_interleave(127)
     x = E4M3.float().repeat(2)
-    assert torch.equal(formats.stochastic_e4m3(x, coins).double(), E4M3.repeat(2))
+    assert torch.equal(formats.stochastic_e4m3(x, random_bits).double(), E4M3.repeat(2))
     codes = torch.cat([E2M1, -E2M1]).float()
     for random in (0, 2**22 - 1):
         assert torch.equal(formats.stochastic_e2m1(codes, torch.tensor(random)), codes)
@@ -101,10 +101,10 @@ def test_e2m1_stochastic_saturates():
 
 
 def test_stochastic_rounding_uses_all_32_bits_of_a_coin():
-    """x = 1 + 2^-20 goes up to 1.125 for the coins under 2^-17 * 2^32, and for no other."""
+    """x = 1 + 2^-20 goes up to 1.125 for the random bits under 2^-17 * 2^32, and for no other."""
     x = torch.tensor([1 + 2.0**-20]).expand(2)
-    coins = torch.tensor([2**15 - 1, 2**15])
-    assert formats.stochastic_e4m3(x, coins).float().tolist() == [1.125, 1.0]
+    random_bits = torch.tensor([2**15 - 1, 2**15])
+    assert formats.stochastic_e4m3(x, random_bits).float().tolist() == [1.125, 1.0]
 
 
 def test_keep_4_bits():

@@ -6,14 +6,14 @@ import torch
 
 from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS, get_transform
 from tests.support import quantizer_calls as calls
 from tests.support.nonfinite import VALUES, poisoned_elements, spread, with_bad
 
 q2 = torch.ops.q2
 ONE_ROW = [name for name, s in SCHEMES.items() if s.block[0] == 1]
-EVERY_FORM = [*SCHEMES, *(s + WIDENED for s in SCHEMES), *(s + SWIZZLED for s in ONE_ROW)]
+EVERY_FORM = [*SCHEMES, *(s + DEQUANTIZED for s in SCHEMES), *(s + SWIZZLED for s in ONE_ROW)]
 SEED = torch.tensor(11)
 
 

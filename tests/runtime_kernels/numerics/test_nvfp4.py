@@ -145,7 +145,7 @@ def test_ms_eden_projects_exactly_before_its_scales_are_rounded(monkeypatch):
     """<y, y_hat> = <y, y> in every block, y_hat = code * p * S; p * S is left unrounded."""
     unrounded = []
 
-    def remember(scales: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    def remember(scales: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
         unrounded.append(scales)
         return scales.to(torch.float8_e4m3fn)
 

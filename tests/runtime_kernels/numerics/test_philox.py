@@ -40,7 +40,7 @@ def test_words_are_32_uniform_bits():
     words = philox.words(torch.tensor(7), 1 << 16, stream=0, purpose=philox.COINS)
     assert words.min() >= 0 and words.max() < 2**32
     ones = ((words[:, None] >> torch.arange(32)) & 1).double().mean(0)
-    # 5 standard deviations of the mean of 2^16 fair coins
+    # 5 standard deviations of the mean of 2^16 fair random bits
     assert (ones - 0.5).abs().max() < 5 * 0.5 / 2**8
     assert words.unique().numel() > (1 << 16) - 10  # birthday: 0.5 collisions expected
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each scheme does to N(0,1): the papers' quadratic errors, bias, independent coins."""
+"""What each scheme does to N(0,1): the papers' quadratic errors, bias, independent random bits."""
 
 import functools
 import math
@@ -56,7 +56,7 @@ def test_a_power_of_two_costs_nothing(scheme):
 
 def error_of_mean(scheme: str, draws: int, x: torch.Tensor) -> float:
     """Relative quadratic error of the mean of independent draws: x is repeated as rows, and no two
-    rows share coins."""
+    rows share random bits."""
     estimate = quantize(x.repeat(draws, 1), scheme, seed=3).dequantize()
     return relative_error(estimate.view(draws, *x.shape).double().mean(0), x)
 
@@ -96,7 +96,8 @@ def test_ms_eden_is_unbiased_over_rotations():
 
 
 def test_ms_eden_without_new_signs_is_biased():
-    """One fixed rotation leaves the codes as they are: only the scales' coins are averaged."""
+    """One fixed rotation leaves the codes as they are: only the scales' random bits are
+    averaged."""
     x = gaussian(32, 256)
     one, many = (mean_over_rotations("nvfp4_ms_eden_pow2", "rht128_fixed", n, x) for n in (2, 128))
     assert one / many < 4
@@ -111,7 +112,7 @@ def test_coins_differ_by_row_by_stream_and_by_seed(scheme):
         return quantize(x, scheme, seed=seed, stream=stream).dequantize()
 
     first = rounded(1, 0)
-    assert not torch.equal(first[0], first[1]), "two rows drew the same coins"
+    assert not torch.equal(first[0], first[1]), "two rows drew the same random bits"
     assert torch.equal(first, rounded(1, 0))
     assert not torch.equal(first, rounded(2, 0))
     assert not torch.equal(first, rounded(1, 1))

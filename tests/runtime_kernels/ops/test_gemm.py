@@ -53,7 +53,7 @@ def test_the_product_of_the_global_scales_in_place_of_both(scheme, dtype):
     assert ((out.double() - result).abs() <= 1.01 * (fp32_error + rounding)).all()
 
 
-def test_widened_operands_are_exact_in_bf16():
+def test_dequantized_operands_are_exact_in_bf16():
     """Trap 12: every e2m1 x e4m3 product, times any power of two, has at most 8 bits."""
     codes = torch.arange(16, dtype=torch.uint8)
     values = q2.dequantize(

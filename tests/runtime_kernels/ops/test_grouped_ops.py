@@ -16,7 +16,7 @@ import q2compile.linear.experts  # noqa: F401  registers the ops
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.numerics.groups import lay_out, padded_ends, padded_rows
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.numerics.statistics import FIELDS, statistics
 from tests.support import quantizer_calls as calls
 from tests.support.oracle import relative_error
@@ -144,7 +144,8 @@ SIZES = [1, 2, 3, 5, 8, 9, 12, 16, 17, 32, 33, 64, 65, 128, 130, 137, 200]
 
 def test_the_mean_of_wgrad_is_the_gradient_of_the_quantized_forward() -> None:
     """Unbiased, for groups of any size: the error of a mean of n is 1/sqrt(n) of one draw's, up to
-    what so many elements vary: a few tokens' gradient, of low rank, hangs on K + N rows of coins.
+    what so many elements vary: a few tokens' gradient, of low rank, hangs on K + N rows of random
+    bits.
 
     Trap: with zeros after the tokens of a short chunk it is not so. Measured so, 400 draws: 2
     tokens in a chunk of 128 give a bias of 0.050 of the gradient, 4 0.056, 7 0.043, 12 0.013.
@@ -228,7 +229,7 @@ def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> Non
     assert got[2] == want[2]
 
 
-@pytest.mark.parametrize("ending", ["", WIDENED])
+@pytest.mark.parametrize("ending", ["", DEQUANTIZED])
 def test_what_is_recorded_of_groups(ending: str) -> None:
     """The outputs of the ops themselves, and the error of what was rounded: that of MS-EDEN on
     N(0,1), sqrt(9.4e-3), of requantized codes, whose zeros round to zero, a little more or less;
@@ -280,7 +281,7 @@ def test_cuda_gives_what_the_cpu_gives() -> None:
     (y, *grads), (y_cuda, *grads_cuda) = results
     torch.testing.assert_close(y_cuda, y, rtol=2**-7, atol=1e-3)  # neighbors in bf16
     for ours, reference in zip(grads_cuda, grads, strict=True):
-        assert relative_error(ours, reference) < 0.06  # other coins: twice 0.019, and some more
+        assert relative_error(ours, reference) < 0.06  # other random bits: twice 0.019 and more
         assert ours.isfinite().all()
 
 

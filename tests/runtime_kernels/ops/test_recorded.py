@@ -13,7 +13,7 @@ import q2compile
 from q2compile.runtime_kernels.numerics import constants
 from q2compile.runtime_kernels.numerics.layout import Tiling
 from q2compile.runtime_kernels.numerics.quantize_tiles import rotate_tiles
-from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.numerics.statistics import (
     CODES_SAMPLE,
     FIELDS,
@@ -108,7 +108,7 @@ def measured(x, scheme, options):
     }
 
 
-@pytest.mark.parametrize("ending", ["", SWIZZLED, WIDENED])
+@pytest.mark.parametrize("ending", ["", SWIZZLED, DEQUANTIZED])
 @pytest.mark.parametrize("op", calls())
 def test_outputs_and_statistics(op, ending):
     call, operands = calls(ending)[op]
@@ -225,7 +225,7 @@ def _reference(call):
     return next(k for k in kernels(call.spec.name) if k.name == REFERENCE)
 
 
-@pytest.mark.parametrize("form, ending", [(0, ""), (1, SWIZZLED), (2, WIDENED)])
+@pytest.mark.parametrize("form, ending", [(0, ""), (1, SWIZZLED), (2, DEQUANTIZED)])
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_how_much_is_launched(op, form, ending):
     """On a GPU launches are nearly all that statistics cost."""
@@ -236,7 +236,7 @@ def test_how_much_is_launched(op, form, ending):
     assert counted.number <= LAUNCHES[op][form]
 
 
-@pytest.mark.parametrize("ending", ["", SWIZZLED, WIDENED])
+@pytest.mark.parametrize("ending", ["", SWIZZLED, DEQUANTIZED])
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_what_is_launched_has_been_loaded(op, ending, monkeypatch):
     """All ops that a recorded op calls, in their forms: a call may stand in a capture."""

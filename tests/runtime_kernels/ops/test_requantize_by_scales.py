@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from q2compile.runtime_kernels.numerics.scaled_codes import rounded_to_scales, scaled_codes
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES, SWIZZLED, WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
 from tests.support import quantizer_calls as calls
 
@@ -22,7 +22,7 @@ def bits(parts):
 
 
 @pytest.mark.parametrize("source", [FORWARD, FORWARD + SWIZZLED, "nvfp4_pow2"])
-@pytest.mark.parametrize("scheme", [EDEN, EDEN + WIDENED, "nvfp4_sr"])
+@pytest.mark.parametrize("scheme", [EDEN, EDEN + DEQUANTIZED, "nvfp4_sr"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_bits_of_codes_requantized(source, scheme, dtype) -> None:
     """Rows and columns of padding, blocks of zeros of either sign."""

@@ -98,7 +98,7 @@ def check_unrotated(m: int, n: int, k: int, scheme: str, dtype, tile: gemm.Tile)
 
 
 # Ends of groups: empty ones at both ends and between, of one row, of more than a tile; rows of no
-# group, and a tile's worth of nothing else. Where they are contracted, whole chunks.
+# group, and a tile's raw scale of nothing else. Where they are contracted, whole chunks.
 ROWS = [([0, 1, 4, 4, 140, 180, 180], 200), ([0, 0], 150), ([130], 130)]
 CHUNKS = [([0, 128, 128, 512, 640], 768), ([128], 128)]
 

@@ -159,7 +159,7 @@ Q2_INLINE float stochastic(float scaled, u32 random) {
 
 // The word whose upper 22 bits are those of element i of eight (numerics/philox.py, element_bits).
 Q2_INLINE u32 random_of(const uint4 (&drawn)[1], int i) {
-  u32 word = coin(drawn, i / 2);
+  u32 word = word_of(drawn, i / 2);
   return i % 2 ? __byte_perm(word, 0, 0x1032) : word;
 }
 

@@ -20,7 +20,7 @@ Q2_INLINE void finish(const Output& out, Extent extent) {
   if constexpr (kRule == EXACT || kRule == MX) return;
   extent.largest = block_largest<kThreads>(extent.largest);
   if (threadIdx.x == 0) out.largest[blockIdx.x] = extent.largest;
-  if constexpr (!kCodes && kWorths) {
+  if constexpr (!kCodes && kRawScales) {
     extent.smallest = ~block_largest<kThreads>(~extent.smallest);
     if (threadIdx.x == 0) out.largest[thread_blocks(out) + blockIdx.x] = extent.smallest;
   }

@@ -50,7 +50,7 @@ Q2_INLINE int row_of_result(const Output& out, const Rows& rows, int j) {
   else return rows.has(j) && !(j & ((1 << rows.shift) - 1)) ? rows.at(j) : out.rows;
 }
 
-// What the copies of a row are multiplied by, which MS-EDEN does with the worths of their blocks.
+// What the copies of a row are multiplied by, which MS-EDEN does with the raw scales of their blocks.
 Q2_INLINE float share_of(const Rows& rows) {
   int s = rows.shift;
   return s == 1 ? 0x1.6a09e6p-1f : s == 2 ? 0.5f : s == 3 ? 0x1.6a09e6p-2f : 1.0f;

@@ -28,7 +28,7 @@ Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
 }
 
 // Two blocks of 16 (tile.cuh, kNeighbors); x becomes what its codes stand for, in kUnit.
-// codes[h]: eight bytes of half h. Returns p * S of each: what a code is worth, before the split
+// codes[h]: eight bytes of half h. Returns p * S of each: the raw scale, before the split
 // into block and global scale; NaN of a block that is not finite, whose sums are NaN.
 Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
   Pair largest = {fabsf(element(x, 0, 0)), fabsf(element(x, 1, 0))};

@@ -96,10 +96,11 @@ Q2_INLINE float keep_4_bits(float x) {
   return __uint_as_float((bits + 0x7FFFFu + ((bits >> 20) & 1)) & 0xFFF00000u);
 }
 
-// x >= 0, normal, to the 4 significant bits below or above it: up when coin < fraction * 2^32, of which
-// the fraction's 20 bits and the coin's first 20 decide. ~coin, added, then carries.
-Q2_INLINE float stochastic_4_bits(float x, u32 coin) {
-  return __uint_as_float((__float_as_uint(x) + 0xFFFFFu - (coin >> 12)) & 0xFFF00000u);
+// x >= 0, normal, to the 4 significant bits below or above it: up when random_bits < fraction * 2^32,
+// of which the fraction's 20 bits and the first 20 random bits decide. ~random_bits, added, then
+// carries.
+Q2_INLINE float stochastic_4_bits(float x, u32 random_bits) {
+  return __uint_as_float((__float_as_uint(x) + 0xFFFFFu - (random_bits >> 12)) & 0xFFF00000u);
 }
 
 // What stands for a scale until its global scale is known: 1 where code * scale could be too small
@@ -125,8 +126,8 @@ Q2_INLINE float divide(float a, float b) {
   return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
 }
 
-// Both for two at once, which sm_100 has instructions for. -1 / x instead of 1 / x: every difference is then
-// a product and a sum. b may be 0: anything then.
+// Both for two at once, which sm_100 has instructions for. -1 / x instead of 1 / x: every difference is
+// then a product and a sum. b may be 0: anything then.
 Q2_INLINE Pair negative_reciprocals(Pair x) {
   Pair r = {approximate_reciprocal(-x.a), approximate_reciprocal(-x.b)};
   return fma(fma(x, r, both(1.0f)), r, r);
@@ -192,7 +193,7 @@ Q2_INLINE void philox(u64 seed, Index first, u32 stream, Purpose purpose, uint4 
 
 // Word i of consecutive blocks.
 template <int n>
-Q2_INLINE u32 coin(const uint4 (&blocks)[n], int i) {
+Q2_INLINE u32 word_of(const uint4 (&blocks)[n], int i) {
   const uint4& block = blocks[i / 4];
   return i % 4 < 2 ? (i % 4 ? block.y : block.x) : (i % 4 == 2 ? block.z : block.w);
 }

@@ -2,14 +2,14 @@
 // Rounding rules for two blocks of 16 in registers, one in each half of the pairs: those of
 // numerics/nvfp4.py and mxfp4.py, to the bit.
 //
-//   MS_EDEN  codes and a worth from the block alone; the norm comes later     ms_eden.cuh
-//   POW2     p = largest / vmax to 4 significant bits, code = round(x / p); the worth is p
+//   MS_EDEN  codes and a raw scale from the block alone; the norm comes later     ms_eden.cuh
+//   POW2     p = largest / vmax to 4 significant bits, code = round(x / p); the raw scale is p
 //   EXACT    g from the tensor's largest, known; s = e4m3(largest / vmax / g), code = round(x/g/s)
 //   MX       s = 2^(floor(log2 largest) - 2) of a block of 32, code = round(shrink * x / s)
 //            Q2_MASKED: s = 2^round(log2(2.92247856/6 * rms)), and which |x / s| < 6 (QuEST)
 //   AMAX     nothing but the largest of the rotated numbers, which EXACT needs first
 //
-// A block that is not finite gets a scale or a worth of NaN, and any codes (numerics/blocks.py).
+// A block that is not finite gets a scale or a raw scale of NaN, and any codes (numerics/blocks.py).
 //
 // round is to the nearest, ties to even, or stochastic: random bits i of element i of the padded result,
 // row-major. x = u * factor, where u was rotated without its norm: the factor goes to the scale, or to
@@ -21,7 +21,7 @@
 #include "ms_eden.cuh"
 #include "groups.cuh"
 
-constexpr bool kWorths = kRule == MS_EDEN || kRule == POW2;
+constexpr bool kRawScales = kRule == MS_EDEN || kRule == POW2;
 constexpr bool kStochastic = Q2_STOCHASTIC;
 constexpr bool kMasked = Q2_MASKED;
 constexpr float kShrink = Q2_SHRINKS ? 0.75f : 1.0f;

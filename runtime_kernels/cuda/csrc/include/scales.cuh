@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the worths that rotate_quantize.cu left, and the largest of them, to block scales: what
-// align_scales.cu and settle_widened.cu share. Their headers say what the defines mean.
+// From the raw scales that rotate_quantize.cu left, and the largest of them, to block scales: what
+// align_scales.cu and finalize_dequantized.cu share. Their headers say what the defines mean.
 #pragma once
 #include "numbers.cuh"
 
@@ -9,12 +9,12 @@ constexpr int kMostSides = 4;
 
 // One direction of one operand. A launch serves several (blockIdx.y).
 struct Side {
-  const float* worth;
+  const float* raw_scale;
   const u32* largest;
   const u64* seed;
   u8* scales;
   float* global_scale;
-  const float* source_global;  // or null: what MS-EDEN's worths are still to be multiplied by
+  const float* source_global;  // or null: what MS-EDEN's raw scales are still to be multiplied by
   const float* other;          // or null: global scale of what this operand is multiplied by
   float* product;              // or null: for both global scales multiplied
   long long count;
@@ -57,33 +57,33 @@ Q2_INLINE float global_scale_of(const Side& side, float factor) {
 }
 
 // SR to e4m3 of x in [0, 448]. The grid around x has the step 2^(max(exponent, -6) - 3); x goes up
-// when coin < fraction of a step * 2^32. From 2^-6 on the upper bits of an fp32 count steps.
-Q2_INLINE u32 stochastic_normal(float x, u32 coin) {
+// when random_bits < fraction of a step * 2^32. From 2^-6 on the upper bits of an fp32 count steps.
+Q2_INLINE u32 stochastic_normal(float x, u32 random_bits) {
   u32 bits = __float_as_uint(x);
-  return (bits >> 20) - (120u << 3) + (coin < bits << 12);
+  return (bits >> 20) - (120u << 3) + (random_bits < bits << 12);
 }
-Q2_INLINE u32 stochastic_subnormal(float x, u32 coin) {
+Q2_INLINE u32 stochastic_subnormal(float x, u32 random_bits) {
   float steps = x * 0x1p9f;
   u32 below = (u32)steps;
-  return below + (coin < (u32)((steps - (float)below) * 0x1p32f));
+  return below + (random_bits < (u32)((steps - (float)below) * 0x1p32f));
 }
 
 // Either, and NaN.
-Q2_INLINE u32 stochastic_e4m3(float x, u32 coin) {
-  if (x >= 0x1p-6f) return stochastic_normal(x, coin);
-  return x == x ? stochastic_subnormal(x, coin) : 0x7F;
+Q2_INLINE u32 stochastic_e4m3(float x, u32 random_bits) {
+  if (x >= 0x1p-6f) return stochastic_normal(x, random_bits);
+  return x == x ? stochastic_subnormal(x, random_bits) : 0x7F;
 }
 
-// Two numbers, code * made, as code * settled * g. The quotient of the two scales is rounded, but what a
-// code times it is close to has 6 bits, and comes out of the rounding to bf16.
+// Two numbers, code * made, as code * finalized * g. The quotient of the two scales is rounded, but
+// what a code times it is close to has 6 bits, and comes out of the rounding to bf16.
 Q2_INLINE u32 made_again(u32 word, float quotient, u32 two_global_scales) {
   Pair v = from_bf16x2(word);
   return mul_bf16x2(to_bf16x2(v.a * quotient, v.b * quotient), two_global_scales);
 }
 
-// Eight numbers, code * made, as code * settled * g.
-Q2_INLINE void make_again(uint4* numbers, float made, float settled, float global_scale) {
-  float quotient = __fdiv_rn(settled, made);
+// Eight numbers, code * made, as code * finalized * g.
+Q2_INLINE void make_again(uint4* numbers, float made, float finalized, float global_scale) {
+  float quotient = __fdiv_rn(finalized, made);
   u32 two = to_bf16x2(global_scale, global_scale);
   uint4 v = *numbers;
   *numbers = {made_again(v.x, quotient, two), made_again(v.y, quotient, two),

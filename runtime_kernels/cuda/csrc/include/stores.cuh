@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where codes, scales, worths and masks of one thread go, for rotate_quantize.cu.
+// Where codes, scales, raw scales and masks of one thread go, for rotate_quantize.cu.
 #pragma once
 #include "rounding.cuh"
 
@@ -10,7 +10,7 @@ struct Results {
   u32 trusted[2];  // kMasked: of a member's two blocks
 };
 
-// Where the results for one row of the output go, from block `block` on. The worths of a chunk of
+// Where the results for one row of the output go, from block `block` on. The raw scales of a chunk of
 // 128 lie in the order 0 4 1 5 2 6 3 7, so that what a lane has of them lies side by side, and
 // lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
 // here.
@@ -19,12 +19,12 @@ struct Target {
   u8* scales;
   int left;  // blocks that exist from here on
 };
-constexpr bool kInterleaved = kWorths && kSize == 128;
+constexpr bool kInterleaved = kRawScales && kSize == 128;
 constexpr bool kSwizzled = Q2_SWIZZLED;
 
 Q2_INLINE Target target_at(const Output& out, int row, int block) {
   long long at = (long long)row * out.blocks + block;
-  long long scales_at = kWorths ? 4 * at : (kRule == MX ? at / 2 : at);
+  long long scales_at = kRawScales ? 4 * at : (kRule == MX ? at / 2 : at);
   return {out.codes + at * 8, (u8*)out.scales + scales_at,
           row < out.rows ? out.blocks - block : 0};
 }
@@ -34,18 +34,18 @@ Q2_INLINE void store(const Target& target, int ahead, const u32 (&codes)[2], u32
   if (ahead >= target.left) return;
   if (kCodes) *(uint2*)(target.codes + ahead * 8) = {codes[0], codes[1]};
   if constexpr (kSwizzled) return;  // store_swizzled
-  if constexpr (kWorths) ((u32*)target.scales)[ahead] = stored;
+  if constexpr (kRawScales) ((u32*)target.scales)[ahead] = stored;
   else if constexpr (kRule == EXACT) target.scales[ahead] = (u8)stored;
   else if (ahead % 2 == 0) target.scales[ahead / 2] = (u8)stored;
 }
 
-// Two neighbors, where there are both or none; ahead is even. Worths: store_four_worths.
+// Two neighbors, where there are both or none; ahead is even. Raw scales: store_four_raw_scales.
 Q2_INLINE void store_two(const Target& target, int ahead, const u32 (&first)[2],
                          const u32 (&second)[2], u32 stored_first, u32 stored_second) {
   if (ahead >= target.left) return;
   if (kCodes)
     *(uint4*)(target.codes + ahead * 8) = {first[0], first[1], second[0], second[1]};
-  if constexpr (kSwizzled || kWorths) return;  // store_swizzled
+  if constexpr (kSwizzled || kRawScales) return;  // store_swizzled
   if constexpr (kRule == EXACT)
     ((u16*)target.scales)[ahead / 2] = (u16)(stored_first | stored_second << 8);
   else target.scales[ahead / 2] = (u8)stored_first;
@@ -76,9 +76,9 @@ Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, i
 #endif
 }
 
-// The worths of a row of a tile, where rows have them in fours: its lanes swap two of them each, so that
-// each has four side by side.
-Q2_INLINE void store_four_worths(const Target& target, const Results& made) {
+// The raw scales of a row of a tile, where rows have them in fours: its lanes swap two of them each, so
+// that each has four side by side.
+Q2_INLINE void store_four_raw_scales(const Target& target, const Results& made) {
   int side = threadIdx.x % 2;
   u32 four[4];
 #pragma unroll

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tile of the source on its way into shared memory, for rotate_quantize.cu.
 //
-// Plain elements are copied as they are. Quantized ones are widened: nvfp4 to f16 as code * scale *
+// Plain elements are copied as they are. Quantized ones are dequantized: nvfp4 to f16 as code * scale *
 // 2^-7 (6 significant bits, from 2^-17 to 21), mxfp4 to bf16 as code * scale; both exact. bf16 with
 // scales of nvfp4 is copied, and then rounded to what its codes would be (round_to_scales.cuh).
 #pragma once
@@ -33,7 +33,8 @@ constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 constexpr bool kRounded = kSource == ROUNDED;
 constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, with the signs of rows
-// Rotated by tensor_cores.cuh: not with coins for each element, which were slower so, for want of registers.
+// Rotated by tensor_cores.cuh: not with random bits for each element, which were slower so, for want of
+// registers.
 constexpr bool kMultiplied = kScaled && kSource != MXFP4 && kSize > 1 && !Q2_STOCHASTIC;
 
 // How two blocks of 16 lie in 16 pairs: element i of both in pair i; or neighbors in a pair, of one
@@ -64,7 +65,7 @@ constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's pl
 constexpr int kStageBytes = kOperands * kTileBytes;  // of an operand each, side by side
 constexpr int kBlock = 16;
 // What leaves: codes, or the bf16 numbers that they stand for, for a GEMM that wants those.
-constexpr bool kValues = Q2_WIDENED;
+constexpr bool kValues = Q2_DEQUANTIZED;
 constexpr bool kCodes = !kValues;
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
 constexpr Rule kRule = (Rule)Q2_RULE;
@@ -82,12 +83,12 @@ constexpr bool kMixed = Q2_HW_FP4 && kSigned && (kSource == BF16 || kSource == F
 // Where codes of one direction go, and what rounding them takes (rounding.cuh).
 struct Output {
   u8* codes;            // without codes: bf16
-  void* scales;         // MS_EDEN, POW2: worths, fp32; EXACT: e4m3; MX: e8m0
+  void* scales;         // MS_EDEN, POW2: raw scales, fp32; EXACT: e4m3; MX: e8m0
   u32* largest;         // one a thread block, written; EXACT: `parts` of them, read. Without
                         // codes the smallest follow
   float* global_scale;  // EXACT
   const u64* sign_seed;  // Q2_SIGNED = 1
-  const u64* seed;  // of the coins
+  const u64* seed;  // of the random bits
   int rows;         // of the result
   int blocks;       // of 16, a row
   u32 stream;
@@ -339,8 +340,8 @@ Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& 
   }
 }
 
-// Eight codes of one scale, with the signs of their row: four words of two elements, neighbors or columns
-// i and i + 4 (numbers.cuh, e2m1x8_to_f16x2).
+// Eight codes of one scale, with the signs of their row: four words of two elements, neighbors or
+// columns i and i + 4 (numbers.cuh, e2m1x8_to_f16x2).
 Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
 #if Q2_HW_FP4
   constexpr u32 kSmaller = 0x20002000u;  // 2^-7

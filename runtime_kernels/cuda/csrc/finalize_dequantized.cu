@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second phase of rotate_quantize.cu with Q2_WIDENED, where that made numbers from worths
-// (widened.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
-// made again. Mostly there are none, which the smallest worth shows, and nothing is read.
+// The second phase of rotate_quantize.cu with Q2_DEQUANTIZED, where that made numbers from raw scales
+// (dequantized.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
+// made again. Mostly there are none, which the smallest raw scale shows, and nothing is read.
 //
-//   worth, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
-//                              worths but for zeros, less 1
+//   raw_scale, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
+//                              raw scales but for zeros, less 1
 //   values        bf16 [16 n], code * provisional(scale), becomes code * scale * g; NaN, as they are,
-//                 under a worth of NaN, and all if g is
+//                 under a raw scale of NaN, and all if g is
 //   global_scale  1; NaN if g is
 //
 // Q2_SUMS: beside the sides, sums of columns (sums.cuh).
 //
-// Bytes a block, if any has to be mended: 4 read, and 32 read and written of those that have.
+// Bytes a block, if any has to be fixed up: 4 read, and 32 read and written of those that have.
 
 #include "scales.cuh"
 #if Q2_SUMS
@@ -30,42 +30,43 @@ static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout
 // The scale of a block whose numbers have to be made again: what they were made with, and what they
 // should be, but for g.
 struct Scales {
-  float made, settled;
+  float made, finalized;
 };
 
-// worth: times factor; x: that over g.
-Q2_INLINE Scales scales_of(const Side& side, long long block, float worth, float x) {
+// raw_scale: times factor; x: that over g.
+Q2_INLINE Scales scales_of(const Side& side, long long block, float raw_scale, float x) {
   x = min_or_nan(x, 448.0f);
   if constexpr (Q2_STOCHASTIC) {
-    uint4 coins[1];
-    philox(*side.seed, (u64)(block / 4), side.stream, COINS, coins);
-    u32 drawn = coin(coins, block % 4);
-    return {provisional(stochastic_4_bits(worth, drawn)), from_e4m3(stochastic_e4m3(x, drawn))};
+    uint4 random_bits[1];
+    philox(*side.seed, (u64)(block / 4), side.stream, COINS, random_bits);
+    u32 drawn = word_of(random_bits, block % 4);
+    return {provisional(stochastic_4_bits(raw_scale, drawn)), from_e4m3(stochastic_e4m3(x, drawn))};
   } else {
-    return {provisional(worth), from_e4m3(to_e4m3(x))};
+    return {provisional(raw_scale), from_e4m3(to_e4m3(x))};
   }
 }
 
-constexpr int kLoads = 4;                     // of four worths each, on their way at once
-constexpr int kOfWarp = 32 * 4 * kLoads;      // worths
+constexpr int kLoads = 4;                     // of four raw scales each, on their way at once
+constexpr int kOfWarp = 32 * 4 * kLoads;      // raw scales
 constexpr int kWarps = kThreads / 32;
 
-// The blocks of a warp's worths that are to be made again: two lanes make one, since a store of half a
-// sector of memory takes as long as one of a whole, and all lanes have some where few have found them.
+// The blocks of a warp's raw scales that are to be made again: two lanes make one, since a store of
+// half a sector of memory takes as long as one of a whole, and all lanes have some where few have found
+// them.
 struct Found {
-  u16 place[kWarps][kOfWarp];  // lane * 4 * kLoads + which of that lane's worths
-  float worth[kWarps][kOfWarp];
+  u16 place[kWarps][kOfWarp];  // lane * 4 * kLoads + which of that lane's raw scales
+  float raw_scale[kWarps][kOfWarp];
 };
 
-// Half of a block. worth: times factor.
-Q2_INLINE void mend(const Side& side, long long block, int half, float worth, float inverse,
+// Half of a block. raw_scale: times factor.
+Q2_INLINE void fix_up(const Side& side, long long block, int half, float raw_scale, float inverse,
                     float global_scale) {
-  Scales scales = scales_of(side, block, worth, worth * inverse);
-  make_again((uint4*)side.scales + block * 2 + half, scales.made, scales.settled, global_scale);
+  Scales scales = scales_of(side, block, raw_scale, raw_scale * inverse);
+  make_again((uint4*)side.scales + block * 2 + half, scales.made, scales.finalized, global_scale);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    settle_widened(const __grid_constant__ Params p) {
+    finalize_dequantized(const __grid_constant__ Params p) {
 #if Q2_SUMS
   if (blockIdx.y < p.summed) {
     await_previous_kernel();
@@ -81,30 +82,32 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   bool poisoned = !(global_scale > 0.0f);
   if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = poisoned ? global_scale : 1.0f;
   float inverse = __frcp_rn(global_scale);
-  // A coin may take a scale from below 2^-100 to there, and none from 2^-99 on.
-  auto stands = [&](float worth) { return worth * inverse >= 0x1p-6f && worth >= 0x1p-99f; };
+  // Random bits may take a scale from below 2^-100 to there, and none from 2^-99 on.
+  auto stands = [&](float raw_scale) {
+    return raw_scale * inverse >= 0x1p-6f && raw_scale >= 0x1p-99f;
+  };
   u32 smallest = ~largest_of(side.largest + side.parts, side.parts, ~0u) + 1;  // 0: there is none
   if (!poisoned && (smallest == 0 || stands(__uint_as_float(smallest) * factor))) return;
-  auto mended = [&](float worth) -> u32 {
-    return poisoned || (worth != 0.0f && !stands(worth * factor));
+  auto is_fixed_up = [&](float raw_scale) -> u32 {
+    return poisoned || (raw_scale != 0.0f && !stands(raw_scale * factor));
   };
   __shared__ Found found;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   long long stride = (long long)gridDim.x * kThreads;
   for (long long first = blockIdx.x * (long long)kThreads + 32 * warp; 4 * first < side.count;
        first += kLoads * stride) {
-    float4 worths[kLoads];
+    float4 raw_scales[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       long long quad = first + lane + k * stride;
       bool inside = 4 * quad < side.count;
-      worths[k] = inside ? ((const float4*)side.worth)[quad] : float4{0, 0, 0, 0};
+      raw_scales[k] = inside ? ((const float4*)side.raw_scale)[quad] : float4{0, 0, 0, 0};
     }
-    u32 own = 0;  // bit 4 k + j: of worth j of quad k
+    u32 own = 0;  // bit 4 k + j: of raw scale j of quad k
 #pragma unroll
     for (int k = 0; k < kLoads; ++k)
-      own |= (mended(worths[k].x) | mended(worths[k].y) << 1 | mended(worths[k].z) << 2 |
-              mended(worths[k].w) << 3)
+      own |= (is_fixed_up(raw_scales[k].x) | is_fixed_up(raw_scales[k].y) << 1 |
+              is_fixed_up(raw_scales[k].z) << 2 | is_fixed_up(raw_scales[k].w) << 3)
              << (4 * k);
     if (__reduce_max_sync(~0u, own) == 0) continue;
     u32 before = __popc(own), all = before;  // of the lanes up to this one; of all
@@ -117,12 +120,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     before -= __popc(own);
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      const float of[4] = {worths[k].x, worths[k].y, worths[k].z, worths[k].w};
+      const float of[4] = {raw_scales[k].x, raw_scales[k].y, raw_scales[k].z, raw_scales[k].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (!(own >> (4 * k + j) & 1)) continue;
         found.place[warp][before] = (u16)(lane * 4 * kLoads + 4 * k + j);
-        found.worth[warp][before++] = of[j] * factor;
+        found.raw_scale[warp][before++] = of[j] * factor;
       }
     }
     __syncwarp();
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       long long at = 4 * (first + place / (4 * kLoads) + which / 4 * stride) + which % 4;
       if (at >= side.count) continue;
       long long block = Q2_INTERLEAVED ? (at & ~7ll) | (at >> 1 & 3) | (at & 1) << 2 : at;
-      mend(side, block, lane % 2, found.worth[warp][number], inverse, global_scale);
+      fix_up(side, block, lane % 2, found.raw_scale[warp][number], inverse, global_scale);
     }
     __syncwarp();
   }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_WIDENED: code * scale, and
+// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_DEQUANTIZED: code * scale, and
 // where the global scale is a power of two times that too. 6 significant bits, so exact.
 //
-// With worths (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
-// wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the worth alone
-// gives. So the numbers are made with those (numbers.cuh, provisional), and settle_widened.cu mends
-// the others.
+// With raw scales (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
+// wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the raw scale alone
+// gives. So the numbers are made with those (numbers.cuh, provisional), and finalize_dequantized.cu
+// fixes up the others.
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers
 // into shared memory first. Rows j and j + 8 lie side by side, and the next two 16 bytes further than
@@ -26,17 +26,17 @@ constexpr Q2_INLINE int row_of_staged(int j) {
   return kAcross ? column_at(place_of_column(j % 8, j / 8)) : j;
 }
 
-// What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with its own coin.
-Q2_INLINE float scale_value(const Common& common, u32 stored, u32 coin) {
+// What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with random bits of its own.
+Q2_INLINE float scale_value(const Common& common, u32 stored, u32 random_bits) {
   if constexpr (kRule == MX) return from_e8m0(stored);
   if constexpr (kRule == EXACT) return from_e4m3(stored);
-  float worth = __uint_as_float(stored);
+  float raw_scale = __uint_as_float(stored);
   if constexpr (kRule == MS_EDEN) {  // 0 becomes 1, which serves as well for codes that are all 0
-    worth *= common.factor;
-    float scale = provisional(stochastic_4_bits(worth, coin));
-    return __fmaf_rn(worth, 0.0f, scale);  // which does not change it, or is NaN
+    raw_scale *= common.factor;
+    float scale = provisional(stochastic_4_bits(raw_scale, random_bits));
+    return __fmaf_rn(raw_scale, 0.0f, scale);  // which does not change it, or is NaN
   }
-  return stored == 0 ? 0.0f : provisional(worth);
+  return stored == 0 ? 0.0f : provisional(raw_scale);
 }
 
 // What a warp makes of its 16 rows of the result, on its way through shared memory.
@@ -60,8 +60,8 @@ struct Staged {
   // One of two blocks in pairs (kUnit), times its scale, as pieces `piece` and
   // piece + 1 from `at`.
   Q2_INLINE void put(u32 at, int piece, const Pair (&block)[16], int member, u32 stored,
-                     u32 coin) const {
-    float scale = scale_value(common, stored, coin) * (1.0f / kUnit);
+                     u32 random_bits) const {
+    float scale = scale_value(common, stored, random_bits) * (1.0f / kUnit);
     u32 two = to_bf16x2(scale, scale), words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -119,8 +119,8 @@ struct Staged {
   }
 };
 
-// The seed of the coins of codes that are requantized: of a tile that tensor cores rotate the way to its
-// coins is so short that one in memory would be waited for.
+// The seed of the random bits of codes that are requantized: of a tile that tensor cores rotate the way
+// to its random bits is so short that one in memory would be waited for.
 constexpr bool kKeepsSeed = kScaled && kRule == MS_EDEN && kValues;
 __shared__ u64 kept_seed;
 
@@ -137,26 +137,26 @@ Q2_INLINE const u8* exchanged_coins(const Staged& staged, u64 index) {
 
 // Coins of the scales of the four blocks that a lane has along a row, [group][half]: the lanes of a
 // row make a Philox block each, and hand them on through the warp's shared memory.
-Q2_INLINE void coins_along_row(const Staged& staged, int row, int block, u32 (&coins)[2][2]) {
+Q2_INLINE void random_bits_along_row(const Staged& staged, int row, int block, u32 (&random_bits)[2][2]) {
   int side = threadIdx.x % 2;
   u64 index = ((u64)row * staged.out.blocks + block) / 4 + side;
   const u8* drawn = exchanged_coins(staged, index) - 16 * side + 8 * side;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint2 two = *(const uint2*)(drawn + 16 * half);
-    coins[0][half] = two.x, coins[1][half] = two.y;
+    random_bits[0][half] = two.x, random_bits[1][half] = two.y;
   }
   __syncwarp();
 }
 
 // The same along a pair of columns, [group][column], whose four lanes make a Philox block each.
-Q2_INLINE void coins_along_cols(const Staged& staged, int first, int second, int block,
-                                u32 (&coins)[2][2]) {
+Q2_INLINE void random_bits_along_cols(const Staged& staged, int first, int second, int block,
+                                u32 (&random_bits)[2][2]) {
   constexpr int kApart = 16 * kQuartersApart;
   int quarter = lane_along_cols().quarter;
   u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
   const u8* drawn = exchanged_coins(staged, index) - kApart * quarter + 4 * quarter;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) coins[i % 2][i / 2] = *(const u32*)(drawn + kApart * i);
+  for (int i = 0; i < 4; ++i) random_bits[i % 2][i / 2] = *(const u32*)(drawn + kApart * i);
   __syncwarp();
 }

@@ -16,7 +16,7 @@ from q2compile.passes.graph_queries import (
     serves_quantizer,
     update_outputs,
 )
-from q2compile.runtime_kernels.numerics.schemes import WIDENED
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizers, set_call
 from q2compile.runtime_kernels.registry import CUDA, CUDA_BF16
 
@@ -24,7 +24,7 @@ _CODES, _SCHEMES = (0, 3), (7, 8)  # arguments of GEMM_OPS, of a and b
 _LARGE = 2**24  # elements
 
 
-def widen_operands_pass(graph: fx.Graph) -> int:
+def dequantize_operands_pass(graph: fx.Graph) -> int:
     """An operand that nothing but bf16 GEMMs reads need not be written as codes first.
 
     before                                        after
@@ -51,7 +51,7 @@ def widen_operands_pass(graph: fx.Graph) -> int:
             continue
         if call.scheme.form or not readers or not all(_is_bf16(gemm) for gemm in readers):
             continue
-        scheme = call.scheme.with_form(WIDENED).name
+        scheme = call.scheme.with_form(DEQUANTIZED).name
         call = call.replace(scheme=scheme)
         if not serves_quantizer(call, CUDA):
             continue

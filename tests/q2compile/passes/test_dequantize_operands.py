@@ -11,11 +11,11 @@ import torch
 from expecttest import TestCase
 from torch import fx
 
-from q2compile.passes.post_grad.widen_operands import widen_operands_pass
+from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
 from q2compile.passes.verify import check_spec
 from q2compile.report.graph_text import readable
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
-from q2compile.runtime_kernels.numerics.schemes import WIDENED, get_scheme
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, quantizers
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, SOURCE, Builder, q2, run, traced
@@ -41,7 +41,7 @@ def hopper(monkeypatch) -> None:
 class TestGolden(TestCase):
     def test_golden(self):
         gm, _ = traced()
-        assert widen_operands_pass(gm.graph) == 3
+        assert dequantize_operands_pass(gm.graph) == 3
         lines = readable(gm).replace("nvfp4_ms_eden_pow2", "EDEN").splitlines()
         self.assertExpectedInline(
             "\n".join(line for line in lines if "getitem" not in line.partition(":")[0]),
@@ -65,16 +65,16 @@ return (gemm, gemm_1)""",
 def test_the_gradients_keep_their_bits(tracing_mode) -> None:
     gm, inputs = traced(tracing_mode=tracing_mode)
     before = run(gm, inputs)
-    assert widen_operands_pass(gm.graph) == 3
+    assert dequantize_operands_pass(gm.graph) == 3
     gm.recompile()
     check_spec(gm.graph, "backward", "test")
     assert all(torch.equal(a, b) for a, b in zip(run(gm, inputs), before, strict=True))
-    assert widen_operands_pass(gm.graph) == 0
+    assert dequantize_operands_pass(gm.graph) == 0
 
 
 def test_the_graph_says_the_new_shapes() -> None:
     gm, _ = traced()
-    widen_operands_pass(gm.graph)
+    dequantize_operands_pass(gm.graph)
     for node, _ in quantizers(gm.graph):
         values = [user.meta["val"] for user in node.users if user.args[1] % 3 == 0]
         assert values and all(v.dtype == torch.bfloat16 and v.shape[1] == 128 for v in values)
@@ -103,7 +103,7 @@ def test_what_others_read_keeps_its_codes() -> None:
         return out, out_1, q2.dequantize(*read, EDEN, 40, torch.bfloat16), returned[1]
 
     gm, _ = traced(function)
-    assert widen_operands_pass(gm.graph) == 0
+    assert dequantize_operands_pass(gm.graph) == 0
 
 
 def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
@@ -119,7 +119,7 @@ def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
         return q2.gemm(*q, *q, None, EDEN, EDEN, torch.bfloat16)
 
     gm, _ = traced(function)
-    assert widen_operands_pass(gm.graph) == 0
+    assert dequantize_operands_pass(gm.graph) == 0
 
 
 def weight_of(*shape: int, computed: bool = False, kept: bool = False) -> tuple[Builder, fx.Node]:
@@ -145,9 +145,9 @@ def weight_of(*shape: int, computed: bool = False, kept: bool = False) -> tuple[
 @pytest.mark.parametrize("shape", [(4096, 4096), (8, 2048, 1024)])
 def test_of_a_large_weight_that_no_backward_reads_numbers_are_enough(shape) -> None:
     builder, gemm = weight_of(*shape)
-    assert widen_operands_pass(builder.graph) == 1
+    assert dequantize_operands_pass(builder.graph) == 1
     schemes = [arg for arg in gemm.args if isinstance(arg, str)]
-    assert schemes[:2] == [SOURCE, SOURCE + WIDENED]
+    assert schemes[:2] == [SOURCE, SOURCE + DEQUANTIZED]
     assert gemm.args[3].meta["val"].dtype == torch.bfloat16
 
 
@@ -158,23 +158,23 @@ def test_of_a_large_weight_that_no_backward_reads_numbers_are_enough(shape) -> N
 def test_other_weights_keep_their_codes(shape, how) -> None:
     """Of one that is small, that a loop quantizes where it computes it, or whose codes are saved."""
     builder, _ = weight_of(*shape, **how)
-    assert widen_operands_pass(builder.graph) == 0
+    assert dequantize_operands_pass(builder.graph) == 0
 
 
 @pytest.mark.parametrize("gemm", ["cublaslt_fp4", "reference"])
 def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
     gm, _ = traced()
     serve_by(monkeypatch, lambda *a: SimpleNamespace(name=gemm))
-    assert widen_operands_pass(gm.graph) == 0
+    assert dequantize_operands_pass(gm.graph) == 0
 
 
 @pytest.mark.parametrize("scheme", [EDEN, "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn"])
-def test_widened_times_its_global_scale_is_what_the_codes_stand_for(scheme) -> None:
+def test_dequantized_times_its_global_scale_is_what_the_codes_stand_for(scheme) -> None:
     """Where the global scale is a power of two it is in the numbers, and then 1."""
     x, seed = torch.randn(40, 200).bfloat16(), torch.tensor(3)
     values, scales, global_scale = q2.quantize(
         x,
-        scheme=scheme + WIDENED,
+        scheme=scheme + DEQUANTIZED,
         transform="rht64",
         rowwise=True,
         columnwise=False,
@@ -189,7 +189,7 @@ def test_widened_times_its_global_scale_is_what_the_codes_stand_for(scheme) -> N
     assert torch.equal(values.float() * global_scale, want)
 
 
-def test_one_widened_operand_is_enough() -> None:
+def test_one_dequantized_operand_is_enough() -> None:
     """The other, a saved weight say, may still be codes; its global scale may be any number."""
     seed = torch.tensor(3)
     a, b = torch.randn(24, 200).bfloat16(), torch.randn(16, 200).bfloat16()
@@ -206,9 +206,9 @@ def test_one_widened_operand_is_enough() -> None:
             rng_offset=1,
             rowwise_seed=seed,
         )
-        widened = q2.quantize(
+        dequantized = q2.quantize(
             a,
-            scheme=EDEN + WIDENED,
+            scheme=EDEN + DEQUANTIZED,
             transform="rht128",
             rowwise=True,
             columnwise=False,
@@ -216,17 +216,17 @@ def test_one_widened_operand_is_enough() -> None:
         )
         for dtype in (torch.bfloat16, torch.float32):
             want = q2.gemm(*of_a, *of_b, None, EDEN, scheme, dtype)
-            got = q2.gemm(*widened, *of_b, None, EDEN + WIDENED, scheme, dtype)
+            got = q2.gemm(*dequantized, *of_b, None, EDEN + DEQUANTIZED, scheme, dtype)
             assert torch.equal(got, want)
 
 
 def test_errors_say_what_came() -> None:
     packed = q2.quantize(torch.randn(8, 32), scheme=SOURCE, rowwise=True, columnwise=False)
     with pytest.raises(ValueError, match="bfloat16 codes .* got torch.uint8"):
-        q2.gemm(*packed, *packed, None, SOURCE + WIDENED, SOURCE, torch.bfloat16)
+        q2.gemm(*packed, *packed, None, SOURCE + DEQUANTIZED, SOURCE, torch.bfloat16)
 
 
-def test_inductor_takes_widened_operands_as_they_are() -> None:
+def test_inductor_takes_dequantized_operands_as_they_are() -> None:
     """Trap: it gave them the strides that codes had in tracing, and numbers overlapped."""
 
     def gradient(options) -> torch.Tensor:
@@ -238,4 +238,4 @@ def test_inductor_takes_widened_operands_as_they_are() -> None:
             torch.compile(layer, backend="quartet2", options=options)(x).backward(dy)
         return layer.weight.grad
 
-    assert torch.equal(gradient({}), gradient({"disable_passes": ["widen_operands"]}))
+    assert torch.equal(gradient({}), gradient({"disable_passes": ["dequantize_operands"]}))
