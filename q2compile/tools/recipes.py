@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints recipes, schemes and transforms. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="q2compile recipes",
-        description="Published recipes with the operands of their GEMMs; schemes and transforms.",
+        description="Recipes with the operands of their GEMMs; schemes and transforms.",
     )
     parser.add_argument(
         "--global-scale",
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     print("recipes: the option recipe, and what stands beside a pattern in a policy")
     for name in RECIPES:
-        print(f"\n  {name:10} {PAPERS[name]}")
+        print(f"\n  {name:{max(map(len, RECIPES))}}  {PAPERS[name]}")
         texts = zip(GEMMS, resolve(name, options.global_scale).texts(), strict=True)
         for gemm, text in texts:
             print(f"    {gemm}  {text}")
