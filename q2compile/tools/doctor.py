@@ -244,18 +244,23 @@ def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
 
 
 def device_rows(device: torch.device) -> Iterator[Row]:
-    """Of Inductor's loops, and of all kernels but the references."""
-    for scheme in LOOPS_CHECKED if device.type == "cuda" else ():
-        yield Row(
-            *(QUANTIZE, LOOPS, f"loops of {QUANTIZE}", scheme),
-            asks=[partial(loops.refusal, device, rowwise_call(scheme))],
-            begins=[partial(loops.begin, device, scheme)],
-        )
+    """Of Inductor's loops on a GPU, and of all kernels but the references."""
+    if device.type == "cuda":
+        yield from loops_rows(device)
     for op in ops():
         for kernel in kernels(op):
             serves = kernel.name != REFERENCE and kernel.device_type in (None, device.type)
             for of, scheme in checked_of(op) if serves else ():
                 yield kernel_row(kernel, device, of, scheme)
+
+
+def loops_rows(device: torch.device) -> Iterator[Row]:
+    for scheme in LOOPS_CHECKED:
+        yield Row(
+            *(QUANTIZE, LOOPS, f"loops of {QUANTIZE}", scheme),
+            asks=[partial(loops.refusal, device, rowwise_call(scheme))],
+            begins=[partial(loops.begin, device, scheme)],
+        )
 
 
 def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: str) -> Row:

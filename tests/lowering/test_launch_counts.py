@@ -48,13 +48,13 @@ class TestLaunchCounts(TestCase):
     triton gemm 3
 10.0 mxfp4: 10 -> 7, 7 with a bias; align_scales.cu 1, mm 1, randint 1,
     rotate_quantize.cu 2, triton gemm 2
-9.0 quartet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1, mm 3,
-    randint 1, rotate_quantize.cu 3, finalize_dequantized.cu 1
-9.0 nvfp4: 22 -> 20, 20 with a bias; align_scales.cu 2, dequantize.cu 4, mm 3,
-    partial_max.cu 1, randint 2, rotate_quantize.cu 4, finalize_dequantized.cu 1, transpose.cu 1,
-    triton 2
-9.0 tetrajet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1, mm 3,
-    randint 1, rotate_quantize.cu 3, finalize_dequantized.cu 1
+9.0 quartet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1,
+    finalize_dequantized.cu 1, mm 3, randint 1, rotate_quantize.cu 3
+9.0 nvfp4: 22 -> 20, 20 with a bias; align_scales.cu 2, dequantize.cu 4,
+    finalize_dequantized.cu 1, mm 3, partial_max.cu 1, randint 2, rotate_quantize.cu 4,
+    transpose.cu 1, triton 2
+9.0 tetrajet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1,
+    finalize_dequantized.cu 1, mm 3, randint 1, rotate_quantize.cu 3
 9.0 quartet: 19 -> 14, 14 with a bias; align_scales.cu 2, dequantize.cu 1,
     masked_unrotate.cu 2, mm 3, randint 1, rotate_quantize.cu 3, triton 2
 9.0 mxfp4: 12 -> 9, 9 with a bias; align_scales.cu 1, mm 3, randint 1,

@@ -190,7 +190,7 @@ def test_what_is_lowered() -> None:
     preferred = {name for name in SCHEMES if beats_kernels(call(name))}
     assert preferred == {name for name in lowered if "mxfp4" not in name and "sr" not in name}
     assert not beats_kernels(call("nvfp4", "rht16"))
-    assert "draws coins" in str(why_not_lowered(cuda, call("nvfp4_sr_46")))
+    assert "draws random bits" in str(why_not_lowered(cuda, call("nvfp4_sr_46")))
     assert "chunks of 64" in str(why_not_lowered(cuda, call("nvfp4_sr", "rht64")))
     assert "on cpu" in str(why_not_lowered(torch.device("cpu"), call("nvfp4")))
 

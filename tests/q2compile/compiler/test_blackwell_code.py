@@ -110,14 +110,14 @@ def code_of_experts(recipe: str, capability: int) -> str:
     return "".join(written)
 
 
-@pytest.mark.parametrize("capability", [*CAPABILITIES, 90, 110])
+@pytest.mark.parametrize("capability", [*CAPABILITIES, 110, 90])
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet"])
 def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capability) -> None:
     """With plain scales, one node a GEMM, and bf16 results; elsewhere they are torch's, of numbers,
     where these have their global scale in them. The ends of the groups are one launch."""
     code = code_of_experts(recipe, capability)
     found = _GROUPED_GEMM.findall(code)
-    if capability in CAPABILITIES:
+    if capability != 90:
         assert [gemm for *_, gemm, _ in found] == ["fprop", "dgrad", "wgrad"]
         assert not any("@" in scheme for a, b, *_ in found for scheme in (a, b))
     else:
@@ -131,7 +131,7 @@ def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capabi
     assert "torch.ops.q2.padded_ends" not in code
 
 
-@pytest.mark.parametrize("capability", [101, 110, 130])
+@pytest.mark.parametrize("capability", [101, 130])
 def test_a_gpu_that_nobody_knows_has_operands_dequantized(capability) -> None:
     """GEMMs are those of bf16; quantizers are kernels, or Inductor's loops."""
     forward, backward = sources("quartet2", False, capability)
