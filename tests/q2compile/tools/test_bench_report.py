@@ -67,7 +67,7 @@ def test_planted_faults_are_found_by_reading_alone(report, monkeypatch, capsys) 
     assert faults(read(path)) == [
         "products: nvfp4 triton_fp4: the process was ended by SIGILL while this ran",
         "quantizers: mxfp4_col: the process was stopped after 3 s while this ran",
-        "codes: tetrajet2_requantize, 256x384, by reference: columnwise codes: pieces 6 of 8",
+        "codes: tetrajet2_requantize, 256x384, by cpp: columnwise codes: pieces 6 of 8",
     ]
     ended = [line for line in read(path) if line["kind"] == "ended" and "stderr" in line]
     assert [line["stderr"] for line in ended] == ["planted\n"] * 2

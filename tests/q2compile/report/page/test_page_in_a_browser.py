@@ -150,7 +150,7 @@ def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
         "x: codes of fprop, then RHT 128, then NVFP4 MS-EDEN",
     ]
     kernels = opened.texts(".details .kernels li")
-    assert kernels[:2] == ["2× quantize rowwise by reference", "1× gemm by reference"]
+    assert kernels[:2] == ["2× quantize rowwise by cpp", "1× gemm by cpp"]
     assert "torch" in kernels
     facts = opened.find(".details .facts").text
     assert "page_dumps.py:" in facts and "F.silu(self.up(x))" in facts
