@@ -298,7 +298,7 @@ FAULTS = (
     fault(
         "an edited kernel is served from the cache",
         "q2compile/compiler/cache_key.py",
-        'endswith((".py", ".cu", ".cuh"))',
+        'endswith((".py", ".cu", ".cuh", ".cpp", ".h"))',
         'endswith(".py")',
         "q2compile/compiler/test_caches.py",
     ),
