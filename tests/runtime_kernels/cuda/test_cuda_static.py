@@ -342,4 +342,5 @@ def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
     assert doctor.main([]) == 0
     report = capsys.readouterr().out
     assert f"torch {torch.__version__}" in report and "NVRTC" not in report
-    assert "every op runs as its torch reference" in report
+    assert "  quantize\n" in report and "cpp quantize rowwise" in report
+    assert "rejected" not in report and "FAULT" not in report
