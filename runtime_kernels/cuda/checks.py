@@ -149,7 +149,7 @@ def is_known(request: Request) -> bool:
 
 
 def listen(listener: Listener) -> None:
-    """In the child process: checks run in this process, and are told to its parent."""
+    """In the child process: checks run in this process, which notifies its parent."""
     _State.listener = listener
     _State.mode = Mode(in_child=False)
 

@@ -121,8 +121,8 @@ OTHERS = {
     "quartet requantize swizzled": rotate(
         SOURCES["mxfp4" + SWIZZLED], "rht32", "mxfp4_rtn34" + SWIZZLED, COL
     ),
-    "settle eden": align(EDEN + DEQUANTIZED, True),
-    "settle sr": align(SR + DEQUANTIZED, False),
+    "finalize eden": align(EDEN + DEQUANTIZED, True),
+    "finalize sr": align(SR + DEQUANTIZED, False),
     "dequantize bf16": dequantize.dequantize_launch(torch.bfloat16, False, True),
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
@@ -150,7 +150,7 @@ OTHERS |= SEVERAL
 # the sources differ in two places, the conversions and the overlap of launches: a sample of the
 # kernels, and a smaller one for 8.6 and 8.7, which compile what 8.0 does, and 8.9.
 SAMPLE = (
-    *("values both", "values requantize", "values sr both", "settle eden", "rht_quantize_both"),
+    *("values both", "values requantize", "values sr both", "finalize eden", "rht_quantize_both"),
     *("requantize", "tetrajet2 both", "quartet2 fprop", "exact both", "align sr"),
     *("float32", "dequantize bf16", "transpose", "values groups both", "values groups requantize"),
     "values by scales",

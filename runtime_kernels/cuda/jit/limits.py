@@ -33,7 +33,7 @@ FAMILIES = {
     11: Family("sm_110f", (13, 0), (3, 7)),
     12: Family("sm_120f", (12, 9), (3, 8)),
 }
-# On 12.1 Triton 3.6 asserts for nvfp4 and widens mxfp4 to bf16.
+# On 12.1 Triton 3.6 asserts for nvfp4 and dequantizes mxfp4 to bf16.
 DOT_SCALED = {(10, 0): (3, 6), (10, 3): (3, 6), (12, 0): (3, 6), (12, 1): (3, 8)}
 # Targets of one GPU, and the first NVRTC of those that torch 2.11 may come without.
 ARCHITECTURES = {

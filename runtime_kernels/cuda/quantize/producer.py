@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An expression that makes a matrix, number by number, or two of one size at once: what
 rotate_quantize.cu computes in the place of reading its operand (lowering/prologue/producers.py
-makes it of loops of Inductor's).
+makes it from Inductor's IR).
 
 Steps are numbered in order; an argument that is a number names an earlier step. A result is the
 step that is a matrix's number at row r and column c, rounded to the matrix's type afterwards:
