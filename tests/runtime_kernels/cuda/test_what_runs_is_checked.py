@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels import registry
-from q2compile.runtime_kernels.cuda import calls, check_results, checked_cases, selfcheck
+from q2compile.runtime_kernels.cache_folder import cache_dir
+from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
@@ -234,7 +235,7 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
         monkeypatch.setattr(registry, "_FAILURES", {})
         monkeypatch.setattr(first_launch, "_RESULTS", {})  # as in a new process
     assert ran
-    kept = list(check_results.nvrtc.cache_dir().glob("gemm-*.checked"))
+    kept = list(cache_dir().glob("gemm-*.checked"))
     assert len(kept) == len({(p.dtype, p.bias) for p in ran})
 
 
