@@ -181,6 +181,20 @@ FAULTS = (
         "runtime_kernels/cuda/test_cuda_emulated.py",
     ),
     fault(
+        "on a Blackwell the two codes of a byte change places",
+        "runtime_kernels/cuda/csrc/include/ptx.cuh",
+        "cvt.rn.satfinite.e2m1x2.f32 p, %2, %1;",
+        "cvt.rn.satfinite.e2m1x2.f32 p, %1, %2;",
+        "runtime_kernels/cuda/test_ptx_kernels.py",
+    ),
+    fault(
+        "on a Blackwell two of eight codes are dequantized twice",
+        "runtime_kernels/cuda/csrc/include/ptx.cuh",
+        "cvt.rn.f16x2.e2m1x2 %3, s; }",
+        "cvt.rn.f16x2.e2m1x2 %3, r; }",
+        "runtime_kernels/cuda/test_ptx_kernels.py",
+    ),
+    fault(
         "dbias's kernel leaves out the last warp",
         "runtime_kernels/cuda/csrc/include/sums.cuh",
         "for (int i = 1; i < kWarps; ++i) sum +=",

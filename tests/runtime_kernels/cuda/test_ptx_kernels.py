@@ -13,6 +13,8 @@ all on PTX, in some 20 minutes:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from q2compile.runtime_kernels.cuda import transpose as transposing
 from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
+from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers, split_scales
 from q2compile.runtime_kernels.cuda.quantize.together import together
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
@@ -30,6 +33,7 @@ from tests.support import ptx
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
 from tests.support.emulation.random_bits import close_to_their_random_bits
+from tests.support.planted_faults import FAULTS
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
@@ -219,6 +223,22 @@ def test_zeros_in_rows_of_no_group() -> None:
 def test_random_bits_close_to_their_fractions() -> None:
     x = close_to_their_random_bits(SEEDS[0], 8, 64)
     agree(calls.plain(x, None, SEEDS[0], "nvfp4_sr_pow2", 1))
+
+
+@pytest.mark.parametrize(
+    "fault", [f for f in FAULTS if Path(f.file).name == "ptx.cuh"], ids=lambda fault: fault.name
+)
+def test_faults_in_blackwell_s_branch_are_caught(fault, monkeypatch) -> None:
+    """The emulation and a Hopper compile other code in its place."""
+    headers = nvrtc._headers()
+    planted = {**headers, "ptx.cuh": fault.planted(headers["ptx.cuh"])}
+    monkeypatch.setattr(nvrtc, "_headers", lambda: planted)
+    ptx.compiled.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match="bytes of .* differ"):
+            agree(calls.plain(matrix(40, 72), None, None, FORWARD))
+    finally:
+        ptx.compiled.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", ["sm_103a", "sm_120a", "sm_121a"])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every quantizer that training a linear on a Blackwell launches, run as the PTX that NVRTC makes
+for that GPU (tests/support/ptx): codes, scales, global scales, masks, dbias and products of global
+scales equal the reference's, bit by bit.
+
+The launches are those of the generated code of a forward and backward pass, grouped as they are
+there, with the target, the shared memory and the stages of the GPU. One thread block loops over
+several tiles, the last of which are ragged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+
+from q2compile.recipes.published import RECIPES
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
+from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.cuda.site import Site, Together, View
+from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
+from q2compile.runtime_kernels.registry import REFERENCE, parameters, select
+from tests.support import ptx
+from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
+from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # A kernel that fails is replaced by the reference, with this warning.
+    pytest.mark.filterwarnings("error::q2compile.runtime_kernels.registry.KernelWarning"),
+]
+ROWS, INNER, OUTER = 144, 96, 160
+ENQUEUE = {call: call.enqueue for call in (Site, Together)}
+
+
+class Checked:
+    """Runs launches of generated code, and compares what they write with the reference.
+
+    sources: of the graphs that were compiled.
+    schemes: those of all calls that were compared.
+    """
+
+    def __init__(self, sources: list[str]) -> None:
+        self.sources = sources
+        self.schemes: set[str] = set()
+
+    def site(self, site: Site, given: Sequence[Any]) -> None:
+        want = self._reference(site, given)
+        ENQUEUE[Site](site, given)
+        made = [result for result, wanted in zip(want, site.wanted, strict=True) if wanted]
+        self._compare(given[site.counts[0] :], made)
+
+    def together(self, call: Together, given: Sequence[Any]) -> None:
+        first, others = call._first, call._first[-1]
+        spans = zip(call._sites, first, first[1:], strict=False)
+        want = [self._reference(site, given[begin:end]) for site, begin, end in spans]
+        ENQUEUE[Together](call, given)
+        made = [
+            result
+            for site, results in zip(call._sites, want, strict=True)
+            for result, wanted in zip(results, site.wanted, strict=True)
+            if wanted
+        ]
+        for (i, own), other in call._products:
+            if isinstance(other, int):
+                view, factor = call._others[other], given[others + other]
+                factor = view.of(factor) if isinstance(view, View) else factor
+            else:
+                factor = want[other[0]][other[1]]
+            made.append(want[i][own] * factor)
+        self._compare(given[others + len(call._others) :], made)
+
+    def _reference(self, site: Site, given: Sequence[Any]) -> Sequence[torch.Tensor]:
+        args = site.arguments(given)
+        names = dict(zip((name for name, _ in parameters(site.op)), args, strict=True))
+        # What kernels of Triton's write, of which there are but stubs.
+        if site.op == SPLIT_SCALES:
+            args[0].copy_(torch.linspace(0.5, 1.5, args[0].numel()).view(args[0].shape))
+        if names.get("amax") is not None:
+            names["amax"].copy_(args[0].abs().amax())
+        if names.get("offs") is not None:
+            names["offs"].fill_(ROWS)
+            names["padded_offs"].copy_(torch.ops.q2.padded_ends(names["offs"]))
+        self.schemes.update(arg for arg in args if isinstance(arg, str))
+        results = select(site.op, args, REFERENCE)(*args)
+        return [results] if isinstance(results, torch.Tensor) else results
+
+    @staticmethod
+    def _compare(buffers: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+        shaped = [b.view(w.shape) for b, w in zip(buffers, want, strict=True)]
+        assert_same_bits(shaped, want)
+
+
+@pytest.fixture
+def checked(monkeypatch, capability) -> Iterator[Checked]:
+    """Generated code is that for a GPU of this compute capability, and its launches are checked."""
+    architecture = limits.target(capability, nvrtc.version()).name
+    check = Checked(emulate(monkeypatch, 10 * capability[0] + capability[1]))
+    serve_as_on(monkeypatch, 10 * capability[0] + capability[1])
+    monkeypatch.setattr(Site, "enqueue", lambda site, given: check.site(site, given))
+    monkeypatch.setattr(Together, "enqueue", lambda call, given: check.together(call, given))
+    ptx.serve(monkeypatch, architecture)
+    pretend_device(monkeypatch, 1024 * limits.SHARED_KIB.get(capability, 100), multiprocessors=1)
+    shape = plan.thread_shape
+    monkeypatch.setattr(plan, "thread_shape", lambda spec, rows: (shape(spec, rows)[0], 1))
+    with (
+        inductor_config.patch(INDUCTOR_OPTIONS),
+        torch.library._scoped_library("aten", "IMPL") as library,
+    ):
+        library.impl("mm.dtype", lambda a, b, dtype: torch.zeros(len(a), b.shape[1]), "CPU")
+        yield check
+
+
+def schemes_of_gemms(sources: list[str]) -> set[str]:
+    """By the calls of q2's GEMMs in generated code."""
+    calls = re.findall(r"torch\.ops\.q2\.gemm\w*\.default\((.*)\)", "\n".join(sources))
+    return {scheme for call in calls for scheme in re.findall(r"'((?:nv|mx)fp4_[\w@]+)'", call)}
+
+
+BLACKWELL, THOR, GEFORCE = (10, 0), (11, 0), (12, 0)
+RUNS = [(BLACKWELL, recipe, "pow2") for recipe in RECIPES if recipe != "bf16"]
+RUNS += [(BLACKWELL, "nvfp4", "exact"), (BLACKWELL, "tetrajet2", "exact")]
+RUNS += [(THOR, "quartet2", "pow2"), (GEFORCE, "quartet2", "pow2"), (GEFORCE, "nvfp4", "pow2")]
+
+
+@pytest.mark.parametrize("capability, recipe, global_scale", RUNS)
+def test_the_bits_are_the_reference_s(capability, recipe, global_scale, checked) -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(INNER, OUTER, dtype=torch.bfloat16)
+    x = matrix(ROWS, INNER).requires_grad_()
+    options = {"recipe": recipe, "policy": {"*": recipe}, "global_scale": global_scale}
+    y = torch.compile(layer, backend="quartet2", options=options)(x)
+    y.backward(matrix(ROWS, OUTER))
+    wanted = schemes_of_gemms(checked.sources)
+    assert wanted and wanted <= checked.schemes
