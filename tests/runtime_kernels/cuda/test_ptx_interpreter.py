@@ -82,6 +82,51 @@ def test_conversion_to_e2m1() -> None:
     assert (byte >> 4 == want).all() and (byte & 15 == want[::-1]).all()
 
 
+def test_e2m1_by_the_manual_s_values() -> None:
+    """All 16 codes; ties go to the even code; NaN of both signs becomes +6."""
+    numbers = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for sign, first in ((1, 0), (-1, 8)):
+        x = np.float32(sign) * numbers
+        codes = compute("cvt.rn.satfinite.e2m1x2.f32", np.zeros(8, np.float32), x)
+        assert codes.tolist() == list(range(first, first + 8))
+        upper = compute("cvt.rn.satfinite.e2m1x2.f32", x, np.zeros(8, np.float32))
+        assert upper.tolist() == [16 * code for code in range(first, first + 8)]
+    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    zero = np.zeros(7, np.float32)
+    above, below = (np.nextafter(ties, np.float32(to)) for to in (np.inf, 0))
+    for x, want in (
+        (ties, [0, 2, 2, 4, 4, 6, 6]),
+        (above, [1, 2, 3, 4, 5, 6, 7]),
+        (below, [0, 1, 2, 3, 4, 5, 6]),
+        (np.float32([6.5, 7, 1e30, np.inf, np.nan, -np.nan, -np.inf]), [7, 7, 7, 7, 7, 7, 15]),
+    ):
+        assert compute("cvt.rn.satfinite.e2m1x2.f32", zero, x).tolist() == want
+
+
+def test_e4m3_by_the_manual_s_values() -> None:
+    """448 is the largest, 2^-9 the smallest; 0x7f is NaN."""
+    pairs = {
+        0.0: 0x00,
+        2.0**-10: 0x00,  # a tie with the smallest
+        2.0**-9: 0x01,
+        3 * 2.0**-10: 0x02,
+        2.0**-6: 0x08,  # the smallest normal
+        1.0: 0x38,
+        17.0: 0x58,  # a tie of 16 and 18
+        19.0: 0x5A,  # of 18 and 20
+        448.0: 0x7E,
+        464.0: 0x7E,
+        1e30: 0x7E,
+        np.inf: 0x7E,
+    }
+    x = np.float32(list(pairs))
+    got = compute("cvt.rn.satfinite.e4m3x2.f32", -x, x)
+    assert (got & 255).tolist() == list(pairs.values())
+    assert (got >> 8).tolist() == [0x80 | code for code in pairs.values()]
+    nan = np.float32([np.nan])
+    assert compute("cvt.rn.satfinite.e4m3x2.f32", nan, nan).tolist() == [0x7F7F]
+
+
 @pytest.mark.parametrize(
     "name, dtype, limit",
     [
@@ -157,6 +202,11 @@ def test_maxima_and_nan() -> None:
     nan, one = np.float32([np.nan]), np.float32([1.0])
     assert compute("max.f32", nan, one) == 1 and compute("max.f32", one, nan) == 1
     assert compute("max.NaN.f32", nan, one).view(U32) == 0x7FFFFFFF
+    signs = [
+        compute("min.xorsign.abs.f32", np.float32([a]), np.float32([b]))[0]
+        for a, b in ((7, 6), (-7, 6), (-2, -6), (3, -0.0), (-np.inf, 6), (-np.nan, 6))
+    ]
+    assert signs == [6, -6, 2, 0, -6, -6] and np.signbit(signs[3])
     zeros = np.float32([0.0]), np.float32([-0.0])
     for pair in (zeros, zeros[::-1]):
         assert not np.signbit(compute("max.f32", *pair)) and np.signbit(compute("min.f32", *pair))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each PTX instruction computes that works on one lane at a time, by the PTX ISA manual.
+"""What each PTX instruction computes that works on one lane at a time, by the PTX ISA manual 9.0.
 
 TABLE has an instruction by its full name. Names that are not there are not known: a kernel that
-has one cannot be run, and says which.
+has one cannot be run, and says which. Each function that fills TABLE names the sections of the
+manual's chapter "Instruction Set" that it is written from.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ def _halves(compute: Callable) -> Callable:
 
 
 def _integers() -> None:
+    """Integer Arithmetic Instructions (add to popc, bfi); Logic and Shift Instructions; of Data
+    Movement and Conversion Instructions: prmt, cvta, cvt between integers; of Comparison and
+    Selection Instructions: selp."""
     for t in INTEGERS:
         _define(f"add.{t}", t, (t, t), np.add)
         _define(f"sub.{t}", t, (t, t), np.subtract)
@@ -162,6 +166,8 @@ def _either_nan(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _comparisons() -> None:
+    """Comparison and Selection Instructions: setp. Comparisons of floats are false where an operand
+    is NaN; those that end in u are true there."""
     for name, compare in _COMPARISONS.items():
         for t in INTEGERS:
             _define(f"setp.{name}.{t}", "pred", (t, t), compare)
@@ -180,6 +186,8 @@ def _comparisons() -> None:
 
 
 def _singles() -> None:
+    """Floating-Point Instructions. Without .ftz they keep subnormals; a NaN that they make is
+    0x7fffffff. The packed forms (.f32x2) compute two of the same."""
     one_rounding = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
     for name, compute in one_rounding.items():
         rounded = lambda a, b, c=compute: floats.canonical(c(a, b))  # noqa: E731
@@ -204,13 +212,7 @@ def _singles() -> None:
                 floats.larger(a, b, n, k)
             )
             _define(f"{name}{ending}.f32", "f32", ("f32", "f32"), chosen)
-    # The smaller magnitude, with the product of the signs.
-    _define(
-        "min.xorsign.abs.f32",
-        "f32",
-        ("f32", "f32"),
-        lambda a, b: np.copysign(floats.larger(np.abs(a), np.abs(b), False, True), a * np.sign(b)),
-    )
+    _define("min.xorsign.abs.f32", "f32", ("f32", "f32"), _smaller_magnitude)
 
 
 def _single(name: str, count: int, compute: Callable) -> None:
@@ -219,6 +221,13 @@ def _single(name: str, count: int, compute: Callable) -> None:
     pairs = lambda *two: compute(*(t.view(np.float32) for t in two)).view(U64)  # noqa: E731
     if name != "sub.rn":
         _define(f"{name}.f32x2", "f32x2", ("f32x2",) * count, pairs)
+
+
+def _smaller_magnitude(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """With the exclusive or of both signs, those of zeros and NaN too."""
+    magnitude = floats.larger(np.abs(a), np.abs(b), False, True)
+    negative = np.signbit(a) ^ np.signbit(b)
+    return floats.canonical(np.where(negative, -magnitude, magnitude))
 
 
 def _reciprocal(x: np.ndarray) -> np.ndarray:
@@ -278,6 +287,10 @@ def _half_arithmetic(name: str, kind: floats.Format, value: Callable) -> None:
 
 
 def _conversions() -> None:
+    """Data Movement and Conversion Instructions: cvt; Half Precision and Mixed Precision Floating
+    Point Instructions. .satfinite makes the largest finite number of what is beyond it; of NaN it
+    makes the format's NaN, and for e2m1, which has none, the largest positive number. A conversion
+    of a float to an integer of 32 bits ends at the integer's limits, and makes 0 of NaN."""
     f32 = ("f32", "f32")
     _define(
         "cvt.rn.satfinite.e2m1x2.f32", "b8", f32, lambda *x: _pair_of(E2M1, True)(*x).astype(U8)

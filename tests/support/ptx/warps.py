@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions for which lanes wait on others, and asynchronous copies."""
+"""Instructions for which lanes wait on others, and asynchronous copies.
+
+By the PTX ISA manual 9.0, chapter "Instruction Set": Parallel Synchronization and Communication
+Instructions (bar, redux.sync, vote.sync), Data Movement and Conversion Instructions (shfl.sync,
+cp.async), Warp Level Matrix Multiply-Accumulate Instructions (ldmatrix, mma).
+"""
 
 from __future__ import annotations
 
