@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands and amax at the bottom of fp32's range, and amax that are far from their operand: the
-reference against the emulated kernels of each branch, and against their PTX.
+reference against the emulated kernels of each branch, their PTX, a CPU's and Inductor's.
 
 A divisor that is flushed to zero makes Inf or NaN of a block, and with it of a training run. So the
 sweep has tensors of every magnitude from fp32's smallest subnormal on, rows of different ones in
@@ -14,8 +14,11 @@ import shutil
 from collections.abc import Iterator
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 from q2compile.runtime_kernels.cuda import dequantize
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
@@ -23,10 +26,14 @@ from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.scaled_codes import scaled_codes
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
+from q2compile.runtime_kernels.registry import CPP, REFERENCE, select
 from tests.support import ptx
 from tests.support import quantizer_calls as calls
+from tests.support.emulation.inductor import lower_on_cpu
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu, pretend_device
 from tests.support.machine_code import HOT, OTHERS
+from tests.support.ptx.floats import flushed
+from tests.support.ptx.instructions import TABLE
 
 q2 = torch.ops.q2
 SEEDS = torch.tensor(-1234567890123456789), torch.tensor(42)
@@ -214,31 +221,111 @@ def test_emulated_requantizing_and_dequantizing(source, monkeypatch) -> None:
             assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
 
 
+# Kernels of a CPU, and Inductor's -------------------------------------------------------------
+
+
+def agree_on_cpu(call: QuantizerCall) -> None:
+    """The C++ kernel, asked for by name."""
+    op, args = call.spec.name, call.positional
+    assert_same_bits(select(op, args, CPP)(*args), select(op, args, REFERENCE)(*args))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_cpu_kernels(scheme) -> None:
+    for dtype in DTYPES:
+        for x in operands(dtype):
+            amax = amax_of(x, scheme)
+            agree_on_cpu(calls.plain(x, amax, SEEDS[0], scheme))
+            if get_scheme(scheme).block[0] == 1:
+                agree_on_cpu(calls.both(x, *SEEDS, scheme, "rht128", 1))
+                agree_on_cpu(calls.one(x, SEEDS[0], scheme, "rht16", True, 1))
+    for amax, exponent in product(AMAX if scheme in GIVEN else (), (-149, -127, 10, 124)):
+        x = (normal()[:16] * 2.0**exponent).float()
+        agree_on_cpu(calls.plain(x, torch.tensor(amax), SEEDS[0], scheme))
+
+
+@pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_rtn"])
+def test_cpu_kernels_that_read_codes(source) -> None:
+    for x in operands(torch.float32):
+        packed = calls.plain(x, amax_of(x, source), None, source)()
+        for scheme in ("nvfp4_ms_eden_pow2", "nvfp4_sr", "mxfp4_rtn34"):
+            agree_on_cpu(calls.again(*packed, SEEDS[0], source, scheme, "rht128", 128, 1))
+        for dtype in DTYPES:
+            args = (*packed, source, 128, dtype)
+            made = (select("dequantize", args, name)(*args) for name in (CPP, REFERENCE))
+            assert_same_bits(*((x,) for x in made))
+
+
+INDUCTOR = [(s, "none", False) for s in ("nvfp4_46_pow2", "nvfp4", "nvfp4_16x16_pow2")]
+INDUCTOR += [("nvfp4_search_pow2", "none", False), ("mxfp4_rtn", "none", False)]
+INDUCTOR += [("nvfp4_sr_pow2", "rht16", True), ("mxfp4_rtn34", "rht32", True)]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("scheme, transform, columnwise", INDUCTOR)
+def test_inductor_kernels(scheme, transform, columnwise, monkeypatch) -> None:
+    """In the form that Inductor makes for a CPU."""
+    lower_on_cpu(monkeypatch)
+
+    def quantized(x: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return q2.quantize(
+            x,
+            scheme=scheme,
+            transform=transform,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            amax=amax,
+            rowwise_seed=SEEDS[0],
+            columnwise_seed=SEEDS[0],
+            rng_offset=1,
+        )
+
+    # A loop that has a block in it is long, and with vectors it would be several.
+    settings = {"force_disable_caches": True, "cpp.simdlen": 1 if columnwise else None}
+    with inductor_config.patch(settings):
+        compiled = torch.compile(quantized)
+        x, *others = operands(torch.float32)
+        got, (code,) = run_and_get_code(compiled, x, amax_of(x, scheme))
+        assert "torch.ops.q2.quantize.default(" not in code
+        assert_same_bits(got, quantized(x, amax_of(x, scheme)))
+        for x in others:
+            assert_same_bits(compiled(x, amax_of(x, scheme)), quantized(x, amax_of(x, scheme)))
+
+
 # The PTX --------------------------------------------------------------------------------------
 
 PTX_CASES = [
     ("nvfp4_46_pow2", "none", False),
+    ("nvfp4_search_pow2", "none", False),
     ("nvfp4", "none", False),
     ("nvfp4_sr", "none", False),
     ("nvfp4_ms_eden_pow2", "rht128", True),
+    ("nvfp4_ms_eden", "rht128", True),
     ("nvfp4_sr_pow2", "rht16", True),
     ("mxfp4_sr", "rht64", True),
+    ("mxfp4_rtn34", "rht32", True),
     ("mxfp4_quest", "h32", False),
 ]
 
 
-@pytest.mark.parametrize("scheme, transform, columnwise", PTX_CASES)
-def test_ptx_of_blackwell(scheme, transform, columnwise, monkeypatch) -> None:
-    """With rcp.approx.ftz off by an ulp, and flushing as it does. All magnitudes in one operand."""
+@pytest.fixture
+def interpreted(monkeypatch) -> None:
+    """Launches run as PTX, with rcp.approx.ftz off by an ulp, and flushing as it does."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     ptx.serve(monkeypatch, BLACKWELL)
     pretend_device(monkeypatch, room=228 * 1024)
+
+
+def mixed() -> torch.Tensor:
+    """fp32, all magnitudes in one operand."""
     rows = torch.tensor([2.0 ** EXPONENTS[i % len(EXPONENTS)] for i in range(64)])
-    mixed = (normal() * (rows[:, None].double())).float()
-    if columnwise:
-        mixed = mixed.t().contiguous()
+    return (normal() * rows[:, None].double()).float()
+
+
+@pytest.mark.parametrize("scheme, transform, columnwise", PTX_CASES)
+def test_ptx_of_blackwell(scheme, transform, columnwise, interpreted) -> None:
     tiny = (normal() * 2.0**-127).float()
-    for x in (mixed, tiny, torch.zeros_like(tiny)):
+    for x in (mixed().t().contiguous() if columnwise else mixed(), tiny, torch.zeros_like(tiny)):
         if get_scheme(scheme).masked:
             agree(calls.masked(x, scheme, transform))
         elif not columnwise:
@@ -248,6 +335,35 @@ def test_ptx_of_blackwell(scheme, transform, columnwise, monkeypatch) -> None:
     if get_scheme(scheme).takes_amax:
         for amax in (0.0, LEAST, TINY, 3.4e38):
             agree(calls.plain((normal() * 2.0**10).float(), torch.tensor(amax), SEEDS[0], scheme))
+
+
+@pytest.mark.parametrize(
+    "source, scheme", [("nvfp4_46_pow2", "nvfp4_ms_eden_pow2"), ("nvfp4_46", "nvfp4_sr_pow2")]
+)
+def test_ptx_that_reads_codes(source, scheme, interpreted) -> None:
+    packed = calls.plain(mixed(), amax_of(mixed(), source), None, source)()
+    agree(calls.again(*packed, SEEDS[0], source, scheme, "rht128", 128, 1))
+    args = (*packed, source, 128, torch.float32)
+    assert_same_bits((dequantize.dequantize(*args),), (q2.dequantize(*args),))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_46_pow2"])
+def test_a_flush_is_seen(scheme, interpreted, monkeypatch) -> None:
+    """Products as with .ftz: operands and results that are subnormal are 0."""
+    for name in ("mul.rn.f32", "mul.rn.f32x2"):
+
+        def flushing(*operands, exact=TABLE[name].compute):
+            return flush(exact(*map(flush, operands)))
+
+        monkeypatch.setitem(TABLE, name, TABLE[name]._replace(compute=flushing))
+    x = (normal() * 2.0**-127).float()
+    with pytest.raises(AssertionError, match="differ"):
+        agree(calls.plain(x, amax_of(x, scheme), None, scheme))
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    """Of float32, or two in 64 bits."""
+    return flushed(x.view(np.float32)).view(x.dtype)
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
