@@ -26,8 +26,12 @@ from q2compile.runtime_kernels.cuda.site import Site, Together, View
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import REFERENCE, parameters, select
 from tests.support import ptx
+from tests.support import quantizer_calls as calls
+from tests.support.emulation.fused import run_fused
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
+from tests.support.producers import PRODUCERS
+from tests.support.quantizer_calls import quantized_both
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = [
@@ -36,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::q2compile.runtime_kernels.registry.KernelWarning"),
 ]
 ROWS, INNER, OUTER = 144, 96, 160
+EDEN, SEEDS = "nvfp4_ms_eden_pow2@32x4x4", torch.tensor([11, 12])
 ENQUEUE = {call: call.enqueue for call in (Site, Together)}
 
 
@@ -139,3 +144,30 @@ def test_the_bits_are_the_reference_s(capability, recipe, global_scale, checked)
     y.backward(matrix(ROWS, OUTER))
     wanted = schemes_of_gemms(checked.sources)
     assert wanted and wanted <= checked.schemes
+
+
+FUSED = [("swiglu", 100), ("rmsnorm", 100), ("rope", 120)]
+
+
+@pytest.mark.parametrize("name, capability", FUSED)
+def test_quantizers_that_compute_their_operand(name, capability, monkeypatch) -> None:
+    """Prologue fusion, where it is expected to pay. SwiGLU's exponentials and quotients are off by
+    an ulp of fp32, which changes at most a bf16 in 2^10 (tests/lowering/test_fused_launches.py),
+    and the codes of fewer."""
+    function, operands_of, is_exact = PRODUCERS[name]
+    operands, seeds, how = operands_of(), SEEDS, (EDEN, "rht128", 3)
+    monkeypatch.setenv("Q2_TEST_PTX", "1")
+
+    def quantized(seeds: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+        return quantized_both(function(*operands), seeds[0], seeds[1], *how)
+
+    expected = calls.both(function(*operands), *seeds, *how).positional
+    want = select("quantize", expected, REFERENCE)(*expected)
+    done = run_fused(monkeypatch, quantized, seeds, *operands, always=False, capability=capability)
+    assert len(done.calls) == 1
+    if is_exact:
+        assert_same_bits(done.results, want)
+        return
+    for got, exact in zip(done.results, want, strict=True):
+        differing = got.reshape(-1).view(torch.uint8) != exact.reshape(-1).view(torch.uint8)
+        assert got.shape == exact.shape and differing.float().mean() < 2.0**-10

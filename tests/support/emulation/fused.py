@@ -16,7 +16,7 @@ from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
 from q2compile.runtime_kernels.cuda.fused_site import FusedSite
-from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.producer import Producer
 from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
@@ -53,17 +53,24 @@ class Fused(NamedTuple):
 
 
 def run_fused(
-    monkeypatch: pytest.MonkeyPatch, function: Callable, *args: Any, always: bool = True, **how: Any
+    monkeypatch: pytest.MonkeyPatch,
+    function: Callable,
+    *args: Any,
+    always: bool = True,
+    capability: int = 90,
+    **how: Any,
 ) -> Fused:
-    """A function as Inductor compiles it for an H200, its quantizers marked. Kernels of Triton's
-    are stubs: what one of them makes is nothing.
+    """A function as Inductor compiles it for a GPU of a compute capability (90: 9.0), its
+    quantizers marked. Kernels of Triton's are stubs: what one of them makes is nothing.
 
     always: whatever the rule thinks of it.  how: settings of Inductor.
     """
     call = FusedSite.enqueue
-    sources = emulate(monkeypatch, 90)
-    serve_as_on(monkeypatch, 90)
-    launches_on_cpu(monkeypatch, "sm_90a")
+    sources = emulate(monkeypatch, capability)
+    serve_as_on(monkeypatch, capability)
+    architecture = "sm_90a" if capability == 90 else f"sm_{capability}f"
+    room = 1024 * limits.SHARED_KIB.get(divmod(capability, 10), 100)
+    launches_on_cpu(monkeypatch, architecture, room)
     if always:
         monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     calls: list[tuple[Producer, tuple]] = []
