@@ -19,7 +19,7 @@ from q2compile.compiler.compile_graph import compile_graph, compile_plain, holds
 from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
-from q2compile.linear.checks_ahead import begin_checks, loops_ahead
+from q2compile.linear.checks_ahead import begin_checks, inductor_kernels_ahead
 from q2compile.lowering.inductor_kernels import selfcheck as loops
 from q2compile.report import announce
 from q2compile.report.graph_log import GraphLog
@@ -62,7 +62,7 @@ def quartet2(
     if call := compile_call(quartet2):  # calls are equal only if their options mean the same
         call.kwargs = CallArguments(config)
     if compiles_ahead_of_time():
-        config.refuse_unsaved()
+        config.raise_on_unsaved()
     restore_arguments(gm, example_inputs)
     names = Names.of_graph(gm)
     log = GraphLog(config, names)
@@ -74,7 +74,7 @@ def quartet2(
         inline_attention(rewritten)
         rows = rewrite(rewritten, config, names)
         gathered = Gathered(rewritten, names.root)
-        gathered.say(rows)
+        gathered.note_gathered(rows)
         log.rewritten("1_rewritten", rewritten, rows, names)
         if not holds_q2_ops(rewritten):
             stage = ""
@@ -109,5 +109,5 @@ def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Co
     if device is None or not texts:
         return
     begin_checks(texts, device, fuses_rotations(config, device))
-    for scheme in loops_ahead(texts, device) if config.inner == "inductor" else ():
+    for scheme in inductor_kernels_ahead(texts, device) if config.inner == "inductor" else ():
         loops.begin(device, scheme)

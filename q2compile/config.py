@@ -144,9 +144,9 @@ class Config:
     recompute_weights  True: backward quantizes each weight again, from the parameter, instead of
                     keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
                     keeps those that do not raise the peak of a step (see
-                    `passes.joint.weights_kept` for the rule), and of the others, where they are
+                    `passes.joint.saved_weights` for the rule), and of the others, where they are
                     bf16 parameters whose codes follow from their scales, the scales, half a bit a
-                    parameter (see `passes.joint.keep_weights`)
+                    parameter (see `passes.joint.save_weights`)
     fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
                     expression and expected to pay (`lowering.prologue`); "auto": on GPUs of
                     compute capability 9.x, where that was measured
@@ -284,7 +284,7 @@ class Config:
         left_out = "recompute_weights" in self.disable_passes
         return self.recompute_weights == "auto" and not keeps_all and not left_out
 
-    def refuse_unsaved(self) -> None:
+    def raise_on_unsaved(self) -> None:
         """Raises ConfigError for options that add to what is compiled what can't be saved."""
         unsaved = {
             "inner='eager'": self.inner == "eager",
@@ -379,11 +379,11 @@ class CallArguments(Mapping[str, Any]):
         if isinstance(options, Config):
             return options is self._config or options == self._config
         try:
-            said = (_meaning(_copied(options, "options")), mode, _config_file_stamp())
-            return self._equal[said]
+            meaning = (_meaning(_copied(options, "options")), mode, _config_file_stamp())
+            return self._equal[meaning]
         except KeyError:
             known = self._equal if len(self._equal) < _MOST_KNOWN else {}
-            return known.setdefault(said, self._means(options, mode))
+            return known.setdefault(meaning, self._means(options, mode))
         except (ConfigError, TypeError):  # too deep, or with what can't be a key, such as a set
             return self._means(options, mode)
 

@@ -270,7 +270,7 @@ def host(args: Namespace) -> list[Row]:
 # Optimizations around the experts, one left out of each.
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "moe_step_added": {"disable_passes": ["gather_scattered"]},
-    "moe_step_masked": {"disable_passes": ["mask_again"]},
+    "moe_step_masked": {"disable_passes": ["recompute_mask"]},
     "moe_step_reduced": {"inductor": {"unroll_reductions_threshold": 8}},
 }
 

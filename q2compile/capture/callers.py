@@ -174,9 +174,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     making is left alone."""
     for cls in type(value).__mro__:
         if "__dict__" in vars(cls):
-            kept = vars(cls)["__dict__"]
-            if type(kept) in (GetSetDescriptorType, MemberDescriptorType):
-                found = kept.__get__(value)
+            slot = vars(cls)["__dict__"]
+            if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
+                found = slot.__get__(value)
                 return found if type(found) is dict else {}
             return {}
     return {}

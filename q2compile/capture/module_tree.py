@@ -25,23 +25,23 @@ def is_module(value: object) -> TypeGuard[nn.Module]:
 
 def children(module: nn.Module) -> dict[str, nn.Module]:
     """The modules directly in ``module``, by name."""
-    return {name: child for name, child in _kept(module, "_modules") if is_module(child)}
+    return {name: child for name, child in _children(module, "_modules") if is_module(child)}
 
 
 def own_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters directly in ``module``, by name, without lazy ones, which have no shape yet.
     Under torch.func.functional_call they are plain tensors."""
-    found = _kept(module, "_parameters")
+    found = _children(module, "_parameters")
     return {name: p for name, p in found if isinstance(p, torch.Tensor) and not is_lazy(p)}
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers directly in ``module``, by name."""
-    found = _kept(module, "_buffers")
+    found = _children(module, "_buffers")
     return {name: b for name, b in found if isinstance(b, torch.Tensor) and not is_lazy(b)}
 
 
-def _kept(module: nn.Module, where: str) -> list[tuple[str, Any]]:
+def _children(module: nn.Module, where: str) -> list[tuple[str, Any]]:
     attributes = object.__getattribute__(module, "__dict__")
     return list(attributes[where].items()) if where in attributes else []
 

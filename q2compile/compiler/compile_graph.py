@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from q2compile import lowering
-from q2compile.compiler.instrument import Instrument
+from q2compile.compiler.instrumentation import Instrumentation
 from q2compile.compiler.joint_passes import JointPasses
 from q2compile.compiler.partitioner import Partitioner
-from q2compile.compiler.post_grad_passes import Fault, PostGradPasses, PutIn
+from q2compile.compiler.post_grad_passes import Fault, Insertion, PostGradPasses
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
 from q2compile.passes.graph_queries import q2_nodes
@@ -46,7 +46,7 @@ def compile_graph(
     parameters: int = 0,
     watcher: Watcher | None = None,
     fault: Fault | None = None,
-    instrument: Instrument | None = None,
+    instrumentation: Instrumentation | None = None,
     gathered: Gathered | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph; its backward at once, too, when a failure there still counts.
@@ -55,7 +55,7 @@ def compile_graph(
     parameters  how many that model trains, if this graph holds them all; else 0
     watcher  told of every stage; the caches are off then, since a hit would skip the stages
     fault    see `PostGradPasses`
-    instrument  has the graph compiled a second time, to record what it computes
+    instrumentation  has the graph compiled a second time, to record what it computes
     gathered  its weights whose codes may be gathered (`weight_cache.gathered_inputs.Gathered`)
     """
     if config.seed is not None:  # before any CUDA graph, whose memory they would be
@@ -65,9 +65,9 @@ def compile_graph(
     at_once = backward_at_once(config.on_error == "bf16")
     with checkpoints_left_on_error(), at_once:
         if gathered:
-            return _of_gathered(gm, example_inputs, config, one, watcher, instrument, gathered)
+            return _of_gathered(gm, example_inputs, config, one, watcher, instrumentation, gathered)
         if not config.cache_weights:
-            return _variants(gm, example_inputs, one, watcher, instrument)
+            return _variants(gm, example_inputs, one, watcher, instrumentation)
         from q2compile.weight_cache.adapters import Merged
         from q2compile.weight_cache.graph_inputs import take_codes, with_codes
 
@@ -75,7 +75,7 @@ def compile_graph(
         if watcher is not None:
             watcher.graph("1_rewritten", gm)
         try:
-            compiled = _variants(gm, inputs, one, watcher, instrument)
+            compiled = _variants(gm, inputs, one, watcher, instrumentation)
         finally:
             forget_arguments(gm)
         merged = Merged.of_model(root)
@@ -101,7 +101,7 @@ def _of_gathered(
     config: Config,
     one: Callable[..., Callable[..., Any]],
     watcher: Watcher | None,
-    instrument: Instrument | None,
+    instrumentation: Instrumentation | None,
     gathered: Gathered,
 ) -> Callable[..., Any]:
     """The compiled graph, which takes the codes of its sharded weights as inputs."""
@@ -109,7 +109,7 @@ def _of_gathered(
     if watcher is not None:
         watcher.graph("1_rewritten", gm)
     try:
-        compiled = _variants(gm, inputs, one, watcher, instrument)
+        compiled = _variants(gm, inputs, one, watcher, instrumentation)
     finally:
         forget_arguments(gm)
     return gathered.with_codes(compiled, sites, inputs, partial(_compiled_form, config))
@@ -131,38 +131,38 @@ def _variants(
     example_inputs: list[Any],
     one: Callable[..., Callable[..., Any]],
     watcher: Watcher | None,
-    instrument: Instrument | None,
+    instrumentation: Instrumentation | None,
 ) -> Callable[..., Any]:
     """The compiled graph, or the choice between it and one that records. Both at once, so that
     what can't be compiled, or does not fit, fails in the first step. Only the plain one is watched.
     """
-    if instrument is None:
+    if instrumentation is None:
         return one(gm, example_inputs, watcher)
     compiled: list[Callable[..., Any]] = []
-    for recording in (True, False) if instrument.records else (False,):
-        put_in = PutIn(instrument, recording)
+    for recording in (True, False) if instrumentation.records else (False,):
+        insertion = Insertion(instrumentation, recording)
         if not recording:
-            compiled.append(one(gm, example_inputs, watcher, put_in))
+            compiled.append(one(gm, example_inputs, watcher, insertion))
             continue
         own = copied(gm)
         try:
-            compiled.append(one(own, example_inputs, None, put_in))
+            compiled.append(one(own, example_inputs, None, insertion))
         finally:
             forget_arguments(own)
-    return instrument.choose(compiled[-1], compiled[0])
+    return instrumentation.choose(compiled[-1], compiled[0])
 
 
 def _compiled(
     gm: fx.GraphModule,
     example_inputs: list[Any],
     watcher: Watcher | None,
-    put_in: PutIn | None = None,
+    insertion: Insertion | None = None,
     *,
     config: Config,
     parameters: int,
     fault: Fault | None,
 ) -> Callable[..., Any]:
-    passes = PostGradPasses(config, watcher, pass_in_slot(), fault, put_in)
+    passes = PostGradPasses(config, watcher, pass_in_slot(), fault, insertion)
     joint = JointPasses(config, passes.records, pass_in_slot(JOINT_PASS_SLOT))
     cut = None
     if config.weights_by_peak:

@@ -11,14 +11,14 @@ from torch import fx
 
 from q2compile.compiler.cache_key import source_hash
 from q2compile.compiler.watcher import Watcher
-from q2compile.passes.joint.keep_weights import keep_scales, keep_weights, known_by_scales
 from q2compile.passes.joint.recompute_weights import packed_weights
-from q2compile.passes.joint.weights_kept import weights_kept
+from q2compile.passes.joint.save_weights import known_by_scales, save_codes, save_scales
+from q2compile.passes.joint.saved_weights import choose_saved
 from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkpointed, module_of
 
 
 class Partitioner(CustomPartitionerFn):
-    """Cuts as another partitioner does, with the weights that `weights_kept` names kept, or their
+    """Cuts as another partitioner does, with the weights that `choose_saved` names saved, or their
     scales.
 
     It cuts with all of them made again, as `recompute_weights_pass` has marked them, to see what is
@@ -55,26 +55,26 @@ class Partitioner(CustomPartitionerFn):
         forward, backward = self.base(gm, joint_inputs, **kwargs)
         names = {weight.name for weight in packed_weights(gm.graph)}
         if is_checkpointed(gm.graph):
-            self._say(dict.fromkeys(names, "checkpoints say what is kept"))
+            self._notify(dict.fromkeys(names, "checkpoints say what is saved"))
             return forward, backward
         names &= {node.name for node in backward.graph.nodes}
         # A graph that this one calls is cut by itself, and has no parameters of its own.
         parameters = static_lifetime_input_indices or ()
         whole = 0 < self.parameters <= len(parameters)
         known = partial(known_by_scales, backward.graph) if self.by_scales else lambda names: ()
-        chosen = weights_kept(forward.graph, backward.graph, names, parameters, whole, known)
-        kept = {name for name, choice in chosen.items() if choice.kept}
+        chosen = choose_saved(forward.graph, backward.graph, names, parameters, whole, known)
+        saved = {name for name, choice in chosen.items() if choice.saved}
         scales = {name for name, choice in chosen.items() if choice.scales}
-        if kept:
-            keep_weights(forward.graph, backward.graph, kept, kwargs["num_fwd_outputs"])
+        if saved:
+            save_codes(forward.graph, backward.graph, saved, kwargs["num_fwd_outputs"])
         if scales:
-            keep_scales(forward.graph, backward.graph, scales, kwargs["num_fwd_outputs"])
-        if kept or scales:
+            save_scales(forward.graph, backward.graph, scales, kwargs["num_fwd_outputs"])
+        if saved or scales:
             forward, backward = (module_of(cut, cut.graph) for cut in (forward, backward))
-        self._say({name: choice.why for name, choice in chosen.items()})
+        self._notify({name: choice.why for name, choice in chosen.items()})
         return forward, backward
 
-    def _say(self, why: dict[str, str]) -> None:
+    def _notify(self, why: dict[str, str]) -> None:
         if self.watcher is not None:
             self.watcher.weights_chosen(why)
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from q2compile.compiler.instrument import Instrument
+from q2compile.compiler.instrumentation import Instrumentation
 from q2compile.compiler.pass_runner import PassRunner
 from q2compile.compiler.watcher import Watcher
 from q2compile.config import Config
@@ -30,18 +30,18 @@ Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
 
 @dataclass(frozen=True)
-class PutIn:
-    """What an instrument puts into one variant of a graph."""
+class Insertion:
+    """What an instrumentation puts into one variant of a graph."""
 
-    instrument: Instrument
+    instrumentation: Instrumentation
     recording: bool
 
     def __call__(self, graph: fx.Graph, kind: str) -> None:
-        self.instrument.into(graph, kind, self.recording)
+        self.instrumentation.insert(graph, kind, self.recording)
 
     @property
     def key(self) -> str:
-        return self.instrument.key(self.recording)
+        return self.instrumentation.key(self.recording)
 
 
 class PostGradPasses(PassRunner):
@@ -50,7 +50,7 @@ class PostGradPasses(PassRunner):
     watcher    told of each graph before and after
     fault      called when a pass or a check raises, with (what did, kind, the graph as it came,
                the error); what it returns is raised
-    put_in     changes a graph after all passes, and after the watcher has seen it
+    insertion     changes a graph after all passes, and after the watcher has seen it
     """
 
     kind = "post_grad"
@@ -61,12 +61,12 @@ class PostGradPasses(PassRunner):
         watcher: Watcher | None = None,
         first: Any = None,
         fault: Fault | None = None,
-        put_in: PutIn | None = None,
+        insertion: Insertion | None = None,
     ) -> None:
         super().__init__(config, [], first)
         self.watcher = watcher
         self.fault = fault
-        self.put_in = put_in
+        self.insertion = insertion
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.first is not None:
@@ -100,9 +100,9 @@ class PostGradPasses(PassRunner):
         _load_kernels(graph)
         if self.watcher is not None:
             self.watcher.after_passes(_module(graph), kind, self.records)
-        if self.put_in is not None:
+        if self.insertion is not None:
             self.running = "telemetry"
-            self.put_in(graph, kind)
+            self.insertion(graph, kind)
             _load_kernels(graph)
 
     def wanted(self, graph: fx.Graph) -> Wanted:
@@ -118,7 +118,7 @@ class PostGradPasses(PassRunner):
     def key(self) -> str:
         own = ",".join(self.config.disable_passes)
         own += f":fuse_rotations={self.config.fuse_rotations},{self.config.telemetry is None}"
-        return own if self.put_in is None else f"{own}:{self.put_in.key}"
+        return own if self.insertion is None else f"{own}:{self.insertion.key}"
 
 
 def fuses_rotations(config: Config, device: torch.device | None) -> bool:

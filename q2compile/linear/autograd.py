@@ -28,7 +28,7 @@ Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, global scale
 _PARTS = ("codes", "scales", "global_scale")
 
 
-class Kept(NamedTuple):
+class SavedCodes(NamedTuple):
     """Codes that fprop made of x or w, along K: of what scheme, and how many rows (columns of x or
     w, and where fprop rotated them whole chunks of those) they are to have the other way round."""
 
@@ -70,14 +70,16 @@ def _quantize(
     )
 
 
-def _requantize(kept: Kept, operand: Operand, seed: Tensor | None, **more: Any) -> list[Tensor]:
+def _requantize(
+    saved: SavedCodes, operand: Operand, seed: Tensor | None, **more: Any
+) -> list[Tensor]:
     """What is kept of x or w, quantized columnwise. more: what q2::requantize takes besides."""
     return torch.ops.q2.requantize(
-        *kept.codes,
-        source_scheme=kept.scheme,
+        *saved.codes,
+        source_scheme=saved.scheme,
         scheme=operand.scheme,
         transform=operand.transform,
-        rows=kept.rows,
+        rows=saved.rows,
         columnwise_seed=seed,
         rng_offset=1,
         **more,
@@ -98,11 +100,11 @@ class OneWeight:
         """
         return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset)
 
-    def again(
-        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
+    def requantized(
+        self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
         """What is kept of x or w, quantized columnwise."""
-        return _requantize(kept, operand, seed)
+        return _requantize(saved, operand, seed)
 
     def gemm(
         self,
@@ -140,10 +142,10 @@ class InGroups(OneWeight):
         ends = self._ends if gemm_name == "wgrad" else {}
         return _quantize(x, operand, columnwise=True, seed=seed, rng_offset=rng_offset, **ends)
 
-    def again(
-        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
+    def requantized(
+        self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
-        return _requantize(kept, operand, seed, **(self._ends if gemm_name == "wgrad" else {}))
+        return _requantize(saved, operand, seed, **(self._ends if gemm_name == "wgrad" else {}))
 
 
 # From so many rows on one short chunk is too little of them for its bias to count: at most 6% of
@@ -262,7 +264,9 @@ def _backward_gemm(
     size = TRANSFORMS[forward.transform].size
     rows = -(-columns // size) * size
     own_seed = seed_of(gemm.b, seed)
-    b = product.again(gemm_name, Kept(saved.codes(name), forward.scheme, rows), gemm.b, own_seed)
+    b = product.requantized(
+        gemm_name, SavedCodes(saved.codes(name), forward.scheme, rows), gemm.b, own_seed
+    )
     grad = product.gemm(gemm_name, gemm, a, b, None, dtype)
     if f"{other}.mask" not in saved:
         return grad

@@ -104,19 +104,21 @@ def gemms(recipe: Recipe, codes: bool) -> Iterator[tuple[str, str]]:
         yield name, OF_FORMAT[spec.format]
 
 
-def loops_of(recipe: Recipe, codes: bool) -> Iterator[str]:
+def inductor_kernels_of(recipe: Recipe, codes: bool) -> Iterator[str]:
     """The schemes of which Inductor may make kernels in its forward."""
     for operand in (recipe.fprop.a, recipe.fprop.b) if recipe.fprop else ():
         if not get_transform(operand.transform).size > 1:
             yield _named(operand, codes, saved=not get_scheme(operand.scheme).stochastic)
 
 
-def loops_ahead(texts: Iterable[tuple[str, str, str]], device: torch.device) -> list[str]:
+def inductor_kernels_ahead(
+    texts: Iterable[tuple[str, str, str]], device: torch.device
+) -> list[str]:
     """Those of linear layers with these recipes, on a GPU."""
     index = torch.cuda.current_device() if device.index is None else device.index
     codes = unsupported(index) is None and multiplies_codes(index)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
-    return list(dict.fromkeys(scheme for r in recipes for scheme in loops_of(r, codes)))
+    return list(dict.fromkeys(scheme for r in recipes for scheme in inductor_kernels_of(r, codes)))
 
 
 def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from q2compile.linear.autocast import cast
-from q2compile.linear.autograd import InGroups, Kept, Saved, backward, forward
+from q2compile.linear.autograd import InGroups, Saved, SavedCodes, backward, forward
 from q2compile.recipes.recipe import Gemm, Operand, Recipe, parse
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
@@ -53,14 +53,14 @@ class Grouped(InGroups):
         x = self._padded(x, operand) if gemm_name == "dgrad" else x
         return super().columnwise(gemm_name, x, operand, seed, rng_offset)
 
-    def again(
-        self, gemm_name: str, kept: Kept, operand: Operand, seed: Tensor | None
+    def requantized(
+        self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
         if gemm_name == "dgrad":
-            codes, scales, global_scale = kept.codes
+            codes, scales, global_scale = saved.codes
             padded = self._padded(codes, operand), self._padded(scales, operand), global_scale
-            kept = kept._replace(codes=padded)
-        return super().again(gemm_name, kept, operand, seed)
+            saved = saved._replace(codes=padded)
+        return super().requantized(gemm_name, saved, operand, seed)
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
         """What there is of w, its N rows an expert padded to whole blocks and chunks."""

@@ -152,7 +152,7 @@ def _placed(t: Tensor, placements: tuple[Placement, ...]) -> DTensor:
     return t if t.placements == placements else t.redistribute(placements=placements)
 
 
-def refuse_async_inputs(inputs: Iterable[Any]) -> None:
+def raise_on_async_inputs(inputs: Iterable[Any]) -> None:
     """Raise ConfigError for an input that is a collective under way and wants a gradient, where
     torch gets that gradient wrong.
     """

@@ -10,7 +10,7 @@ A joint graph holds forward and backward, before the partitioner cuts it. A post
 forward or a backward, before Inductor lowers it. Three passes run over both: over joint graphs in
 training, where they decide what is saved, and over post-grad graphs for inference.
 
-Passes `mask_again`, `keep_packed` and `recompute_weights` change no result. They tag nodes with
+Passes `recompute_mask`, `keep_packed` and `recompute_weights` change no result. They tag nodes with
 torch's CheckpointPolicy, in ``node.meta["recompute"]``. That is how torch.utils.checkpoint tells
 the partitioner what to save and what to recompute; see ``_functorch/partitioners.py`` of torch 2.11
 to 2.13. The min-cut partitioner looks at the op, the default one at the getitems, so both carry the
@@ -29,9 +29,9 @@ from q2compile.passes.joint.anchor_seeds import anchor_seeds_pass
 from q2compile.passes.joint.gather_codes import gather_codes_pass, gathering_notes
 from q2compile.passes.joint.gather_scattered import gather_scattered_pass
 from q2compile.passes.joint.keep_packed import keep_packed_pass
-from q2compile.passes.joint.mask_again import mask_again_pass
 from q2compile.passes.joint.own_seeds import own_seeds_pass
 from q2compile.passes.joint.quantize_shards import quantize_shards_pass
+from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from q2compile.passes.joint.recompute_weights import recompute_weights_pass
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.dequantize_operands import dequantize_operands_pass
@@ -129,7 +129,7 @@ PASSES: tuple[Pass, ...] = (
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
     # After those: it names schemes that they do not know.
     _joint("swizzle_saved_scales", swizzle_saved_scales_pass),
-    _joint("mask_again", mask_again_pass),
+    _joint("recompute_mask", recompute_mask_pass),
     # In this order: asked for both, packed activations are saved and codes of weights are not.
     _joint("keep_packed", keep_packed_pass, when=lambda w: w.keep_packed),
     _joint("recompute_weights", recompute_weights_pass, when=lambda w: w.recompute_weights),

@@ -123,11 +123,11 @@ class Recipe:
         Without fprop no codes are saved to requantize from, and the gradient of what was computed
         is the one with the high-precision operand: "requantize" becomes "fresh".
         """
-        kept: dict[str, Gemm | None]
-        kept = {name: getattr(self, name) if name in gemms else None for name in GEMMS}
-        if kept["fprop"] is None:
-            kept = {name: gemm and gemm.without_codes() for name, gemm in kept.items()}
-        return Recipe(self.name, kept["fprop"], kept["dgrad"], kept["wgrad"], self.auto)
+        chosen: dict[str, Gemm | None]
+        chosen = {name: getattr(self, name) if name in gemms else None for name in GEMMS}
+        if chosen["fprop"] is None:
+            chosen = {name: gemm and gemm.without_codes() for name, gemm in chosen.items()}
+        return Recipe(self.name, chosen["fprop"], chosen["dgrad"], chosen["wgrad"], self.auto)
 
     def texts(self) -> tuple[str, str, str]:
         """The three GEMMs as text, the form in which they are arguments of `q2::linear`."""

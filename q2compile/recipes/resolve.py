@@ -60,7 +60,7 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
         raise ConfigError(f"{gemm}: got {shown(change)}; allowed: a recipe's name or a mapping")
     old = getattr(base, gemm)
     operands = []
-    for side, role in zip("ab", GEMMS[gemm], strict=True):
+    for operand_name, role in zip("ab", GEMMS[gemm], strict=True):
         fields = change.get(role, {})
         if not isinstance(fields, Mapping):
             raise ConfigError(
@@ -74,7 +74,7 @@ def _changed_gemm(base: Recipe, gemm: str, change: object) -> Gemm | None:
         if old is None and "scheme" not in fields:
             raise ConfigError(f"{gemm}.{role}: the base {base.name!r} has bf16 here: give a scheme")
         operands.append(
-            replace(getattr(old, side), **fields) if old is not None else Operand(**fields)
+            replace(getattr(old, operand_name), **fields) if old is not None else Operand(**fields)
         )
     for key in change:
         one_of(f"operand of {gemm}", key, GEMMS[gemm])

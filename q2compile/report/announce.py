@@ -99,8 +99,8 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
     LOG.debug("%s: options: %s", title, config)
     for row in rows:
         what = f"{row.recipe} ({row.pattern!r})" if row.pattern else row.recipe
-        said = what if row.taken else f"left: {row.why}"
-        LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), said)
+        text = what if row.taken else f"left: {row.why}"
+        LOG.debug("%s: %s %s %s", title, row.module, shape_text(row), text)
 
 
 def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:

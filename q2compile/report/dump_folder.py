@@ -84,7 +84,7 @@ class DumpFolder:
     @classmethod
     def get(cls, path: str) -> DumpFolder:
         folder = Path(path, *_folder_of_rank())
-        with _refused(folder):
+        with _os_errors_as_config_errors(folder):
             folder = folder.resolve()
         key = os.getpid(), folder
         if key not in cls._open:
@@ -147,7 +147,7 @@ def _locked(marker: Path) -> TextIO | None:
     A lock of the POSIX kind: a forked process does not inherit it, a killed one loses it, and so
     does one that opens and closes the file again.
     """
-    with _refused(marker):
+    with _os_errors_as_config_errors(marker):
         file = _linkless(marker).open("a", encoding="utf-8")
     try:
         if fcntl is not None:
@@ -157,7 +157,7 @@ def _locked(marker: Path) -> TextIO | None:
         return None
     except OSError:  # a file system without locks: nothing can be told
         pass
-    with _refused(marker):
+    with _os_errors_as_config_errors(marker):
         if file.tell() == 0:
             file.write("written by q2compile; its dumps are replaced on the next run\n")
             file.flush()
@@ -165,7 +165,7 @@ def _locked(marker: Path) -> TextIO | None:
 
 
 @contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _os_errors_as_config_errors(path: Path) -> Iterator[None]:
     """What the file system says against a path, as a ConfigError."""
     try:
         yield
@@ -186,13 +186,13 @@ def _linkless(path: Path) -> Path:
 
 def _make(folder: Path) -> None:
     """A folder, there or made now."""
-    with _refused(folder):
+    with _os_errors_as_config_errors(folder):
         _linkless(folder).mkdir(parents=True, exist_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
     """Names in a model may be no Unicode: such a character is written as its escape."""
-    with _refused(path):
+    with _os_errors_as_config_errors(path):
         _linkless(path).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -201,7 +201,7 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}")
     _linkless(path)
     _write(new, text)
-    with _refused(path):
+    with _os_errors_as_config_errors(path):
         new.replace(path)
 
 

@@ -78,13 +78,13 @@ class _Expected:
     def __init__(self, model: nn.Module, trained: Sequence[Tensor]) -> None:
         self.left: dict[str, None] = {}
         self._model = weakref.ref(model)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._refuse) for p in trained]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._raise) for p in trained]
 
     def forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _refuse(self, _: Tensor) -> None:
+    def _raise(self, _: Tensor) -> None:
         """A gradient is complete: whatever was to be compiled has been."""
         model = self._model()
         if model is None or _is_taken(model):

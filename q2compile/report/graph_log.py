@@ -23,7 +23,7 @@ from q2compile.report.kernel_choice import set_kernels
 from q2compile.report.model_coverage import Coverage
 from q2compile.report.report import Report, collector, table
 from q2compile.report.row import Row
-from q2compile.report.saved_for_backward import count_saved, say_weights
+from q2compile.report.saved_for_backward import count_saved, note_weights
 from q2compile.torch_internals.aot_autograd import compiles_ahead_of_time, graph_kind
 from q2compile.torch_internals.dynamo import compile_id
 from q2compile.torch_internals.trace import is_traced, trace_artifact
@@ -82,10 +82,10 @@ class GraphLog:
         trace_artifact("q2compile_config", lambda: repr(self._config))
         trace_artifact("q2compile_report", lambda: table(rows))
         if self._config.strict:
-            self._coverage.refuse_unmatched_patterns()
-            _refuse_not_taken(rows)
-        elif said := self._coverage.says_that_nothing_is_recorded():
-            announce.LOG.warning("q2compile: %s", said)
+            self._coverage.raise_on_unmatched_patterns()
+            _raise_on_missed(rows)
+        elif text := self._coverage.says_that_nothing_is_recorded():
+            announce.LOG.warning("q2compile: %s", text)
 
     def weights_chosen(self, why: Mapping[str, str]) -> None:
         self._weights.update(why)
@@ -93,7 +93,7 @@ class GraphLog:
     def before_passes(self, gm: fx.GraphModule, kind: str) -> None:
         if kind == "forward":
             count_saved(gm.graph, self._rows)
-            say_weights(gm.graph, self._rows, self._weights, _asked_of_weights(self._config))
+            note_weights(gm.graph, self._rows, self._weights, _asked_of_weights(self._config))
             self._write_reports()
         self.graph("2_forward" if kind == "forward" else "3_backward", gm)
 
@@ -121,7 +121,7 @@ class GraphLog:
         if not self._config.strict:
             return compiled
         if compiles_ahead_of_time():
-            self._coverage.refuse_not_seen()
+            self._coverage.raise_on_unseen()
             return compiled
         return self._coverage.check_in_first_backward(compiled)
 
@@ -182,7 +182,7 @@ def _asked_of_weights(config: Config) -> str:
     return f"recompute_weights={config.recompute_weights}"
 
 
-def _refuse_not_taken(rows: list[Row]) -> None:
+def _raise_on_missed(rows: list[Row]) -> None:
     missed = [r for r in rows if r.wanted and not r.taken]
     if missed:
         listed = "; ".join(f"{r.module}: {r.why}" for r in missed)

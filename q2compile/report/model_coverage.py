@@ -101,7 +101,7 @@ class Coverage:
             for pattern in patterns
         ]
 
-    def refuse_unmatched_patterns(self) -> None:
+    def raise_on_unmatched_patterns(self) -> None:
         for whose, patterns in self._unmatched().items():
             if patterns:
                 raise ConfigError(
@@ -156,7 +156,7 @@ class Coverage:
                 near.append(_pattern_of(found[0], found[0]))
         return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
 
-    def refuse_not_seen(self) -> None:
+    def raise_on_unseen(self) -> None:
         """Raises NotTakenError for linears that the policy wanted and that have not come so far."""
         missing = [r.module for r in self.not_seen() if r.wanted]
         if missing:
@@ -168,7 +168,7 @@ class Coverage:
             )
 
     def check_in_first_backward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` that calls `refuse_not_seen` in its first backward.
+        """``compiled`` that calls `raise_on_unseen` in its first backward.
 
         By then the whole forward has run, so what has not reached the backend never will; and no
         optimizer step has been taken.
@@ -178,7 +178,7 @@ class Coverage:
         def check(grad: torch.Tensor) -> torch.Tensor:
             nonlocal checked
             checked = True
-            self.refuse_not_seen()
+            self.raise_on_unseen()
             return grad
 
         def call(*args: Any) -> Any:

@@ -73,8 +73,8 @@ class Report:
         # The graphs of one function know the same models, and say the same of them.
         known = dict.fromkeys(note for c in self._coverages for note in c.notes())
         on_gpu = any(row.device.startswith("cuda") for row in self.rows)
-        said = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
-        return [*self.faults, *said, *_predictions(self.rows)]
+        notes = [*left_out(), *(emulated() if on_gpu else ()), *preferences(), *known]
+        return [*self.faults, *notes, *_predictions(self.rows)]
 
     def close(self) -> None:
         """Nothing more will come: keep what is known of the model, which may go away."""

@@ -39,7 +39,7 @@ class Row:
     saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
                   by several matmuls (x of q, k, v) count once, for the first. None until a graph
                   with a backward was compiled. ``saved_elements``: how many numbers they stand for
-    weight        "kept" or "made again", and why: the codes of w between fprop and dgrad. "" where
+    weight        "saved" or "recomputed", and why: the codes of w between fprop and dgrad. "" where
                   dgrad takes none, or nobody knows yet
     gathered      under `gather_codes`: whether FSDP2 gathers codes or values of w, and why; else ""
     flops, bytes  of the layer under its recipe; text where a size is symbolic
@@ -95,16 +95,16 @@ def shape_text(row: Row) -> str:
 
 
 def saved_text(row: Row) -> str:
-    """Bytes kept for backward, bits for each element they stand for, "w again" where the codes of w
-    are not among them, and "+ x" where the recipe's wgrad takes x in high precision, so that x
-    itself is kept too."""
+    """Bytes saved for the backward, and bits per element. "w recomputed": the codes of w are not
+    among them. "+ x": x itself is saved too, since the recipe's wgrad takes it in high precision.
+    """
     if row.saved_bytes is None:
         return ""
     text = f"{row.saved_bytes} B"
     if row.saved_elements:
         text += f", {8 * row.saved_bytes / row.saved_elements:.2f} bit"
-    if row.weight.startswith("made again"):
-        text += ", w again"
+    if row.weight.startswith("recomputed"):
+        text += ", w recomputed"
     wgrad = Gemm.parse(row.wgrad)
     return text if wgrad is not None and wgrad.b.source != "fresh" else f"{text} + x"
 

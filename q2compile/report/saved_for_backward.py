@@ -11,7 +11,7 @@ from torch import fx
 
 from q2compile.capture.node_meta import SALT
 from q2compile.passes.graph_queries import GEMM_OPS, is_q2, producer, q2_nodes
-from q2compile.passes.joint.keep_packed import AGAIN
+from q2compile.passes.joint.keep_packed import RECOMPUTE
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
@@ -41,7 +41,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
             row.saved_bytes, row.saved_elements = bytes_of[row.salt], elements_of[row.salt]
 
 
-def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherwise: str) -> None:
+def note_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherwise: str) -> None:
     """Set ``weight`` of the rows whose weights ``graph``, a forward, quantizes: whether it keeps
     the codes for its backward.
 
@@ -50,18 +50,22 @@ def say_weights(graph: fx.Graph, rows: list[Row], why: Mapping[str, str], otherw
     """
     outputs: Any = graph.output_node().args[0]
     saved = [node for node in outputs if isinstance(node, fx.Node)]
-    kept = {node.args[0] for node in saved if node.target is operator.getitem and not node.args[1]}
-    said: dict[int | None, str] = {}
+    saved_weights = {
+        node.args[0] for node in saved if node.target is operator.getitem and not node.args[1]
+    }
+    weight_texts: dict[int | None, str] = {}
     for gemm in q2_nodes(graph, *GEMM_OPS):
         operands: Any = gemm.args
         weight = producer(operands[3])
-        again = weight.meta.get("recompute") in AGAIN
+        recomputed = weight.meta.get("recompute") in RECOMPUTE
         reason = why.get(weight.name, otherwise)
-        if _quantizes(weight) and reason and (weight in kept or again):
-            said[_salt(weight)] = f"{'kept' if weight in kept else 'made again'}: {reason}"
+        if _quantizes(weight) and reason and (weight in saved_weights or recomputed):
+            weight_texts[_salt(weight)] = (
+                f"{'saved' if weight in saved_weights else 'recomputed'}: {reason}"
+            )
     for row in rows:
-        if row.taken and row.salt in said:
-            row.weight = said[row.salt]
+        if row.taken and row.salt in weight_texts:
+            row.weight = weight_texts[row.salt]
 
 
 def _quantizes(op: fx.Node) -> bool:

@@ -47,7 +47,7 @@ def why_bf16(row: Row, config: Config, *, router: bool) -> str:
     return f"router: taken where the policy names it, {{{pattern!r}: {default.name!r}}}"
 
 
-def refuse_shared(
+def raise_on_shared(
     found: Matmul, recipe: Recipe, names: Names, config: Config, *, router: bool
 ) -> None:
     """Dynamo compiles one graph for equal layers; a policy that tells them apart can't be kept
@@ -74,18 +74,19 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
     gemms = ["fprop"]
     if torch.is_grad_enabled():
         gemms += ["dgrad"] * x.requires_grad + ["wgrad"] * found.parameter.requires_grad
-    kin = (found.node.target, getattr(torch.ops.q2, found.op).default)  # those already rewritten
-    x_users = 1 if found.x_views else sum(user.target in kin for user in found.x.users)
-    again = config.recompute_weights is True and "dgrad" in gemms
+    rewritten = getattr(torch.ops.q2, found.op).default
+    variants = (found.node.target, rewritten)
+    x_users = 1 if found.x_views else sum(user.target in variants for user in found.x.users)
+    requantized = config.recompute_weights is True and "dgrad" in gemms
     return predict(
         recipe,
         found.shape,
         gemms,
         cuda_graphs=config.uses_cuda_graphs,
         x_users=max(x_users, 1),
-        w_quantized=0 if config.cache_weights else 1 + again,
+        w_quantized=0 if config.cache_weights else 1 + requantized,
         bias=found.bias is not None,
-        x_fuses=_is_computed(found.x, kin),
+        x_fuses=_is_computed(found.x, variants),
     )
 
 

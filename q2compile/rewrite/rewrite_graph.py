@@ -17,11 +17,11 @@ from q2compile.capture.node_meta import SITE
 from q2compile.capture.routers import is_router
 from q2compile.config import Config
 from q2compile.errors import BackendError
-from q2compile.linear.tensor_parallel import refuse_async_inputs
+from q2compile.linear.tensor_parallel import raise_on_async_inputs
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe
 from q2compile.report.row import Row
-from q2compile.rewrite.decide import refuse_shared, why_bf16, with_prediction
+from q2compile.rewrite.decide import raise_on_shared, why_bf16, with_prediction
 from q2compile.rewrite.replace import replace_by_linear
 from q2compile.rewrite.shared_bodies import own_bodies, share_bodies
 from q2compile.torch_internals.aot_autograd import in_compiled_autograd
@@ -56,7 +56,7 @@ def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
         rows.append(row)
     if salt:
         inputs = gm.graph.find_nodes(op="placeholder")
-        refuse_async_inputs(node.meta.get("example_value") for node in inputs)
+        raise_on_async_inputs(node.meta.get("example_value") for node in inputs)
     salts = share_bodies(calls)
     for row in rows:
         while row.salt in salts:
@@ -95,7 +95,7 @@ def _plan(
     if isinstance(found, NotTaken):
         return found, row, RECIPES["bf16"]
     wanted, _ = config.resolved_policy.resolve(row.module, router=router)
-    refuse_shared(found, wanted, names, config, router=router)
+    raise_on_shared(found, wanted, names, config, router=router)
     recipe = with_prediction(row, found, wanted, config)
     row.fprop, row.dgrad, row.wgrad = recipe.texts()
     if not recipe.quantizes:

@@ -106,9 +106,9 @@ def share_bodies(calls: Iterable[BodyCall]) -> dict[int, int]:
         first = first_of.setdefault((call.caller, call.shared, _signature(call.body)), call)
         if first is call:
             continue
-        for node, kept in zip(_q2_nodes(call.body), _q2_nodes(first.body), strict=True):
-            salts[node.args[-1]] = kept.args[-1]
-            sites.setdefault(kept, [_site(kept)]).append(_site(node))
+        for node, first_node in zip(_q2_nodes(call.body), _q2_nodes(first.body), strict=True):
+            salts[node.args[-1]] = first_node.args[-1]
+            sites.setdefault(first_node, [_site(first_node)]).append(_site(node))
         call.call.args = (first.name, first.call.args[1], *call.call.args[2:])
         call.caller.graph.erase_node(call.name)
         call.caller.delete_submodule(str(call.name.target))

@@ -71,13 +71,13 @@ class Record:
         """A row for each operand."""
         data = self.data.value
         sums = data[: self.statistics * len(SUMS)].view(-1, len(SUMS))
-        numbers = statistics(sums).tolist()
+        by_operand = statistics(sums).tolist()
         changed = data[self.statistics * len(SUMS) :].tolist()
         by_module = dict(zip(self.weights, changed, strict=False))
         lines = []
         for *names, index in self.rows:
             row: Row = {"step": self.step, **dict(zip(NAMES, names, strict=True))}
-            row |= {name: _known(x) for name, x in zip(FIELDS, numbers[index], strict=True)}
+            row |= {name: _known(x) for name, x in zip(FIELDS, by_operand[index], strict=True)}
             is_weight = names[1:3] == ["fprop", "w"]
             row[CHANGED] = _known(by_module.get(names[0], math.nan)) if is_weight else None
             lines.append(row)

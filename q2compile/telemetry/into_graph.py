@@ -106,7 +106,7 @@ class _Use:
         return index // len(PARTS)
 
 
-def instrument(
+def insert_recording(
     graph: fx.Graph, kind: str, place: str, recipes: dict[int, Recipe], wanted: set[int] | None
 ) -> None:
     """Change a "forward" or "backward" graph of AOTAutograd's in place.
@@ -151,15 +151,15 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
         name = _gemm_name(gemm, from_tangents)
         if kind == "backward" and name == "fprop":
             continue  # checkpointing computes it again: it is the forward's
-        for role, side in zip(GEMMS[name], "ab", strict=True):
-            parts = tuple(args[f"{side}_{part}"] for part in ("codes", "scales", "global"))
+        for role, operand_name in zip(GEMMS[name], "ab", strict=True):
+            parts = tuple(args[f"{operand_name}_{part}"] for part in ("codes", "scales", "global"))
             maker = producer(parts[0])
             if is_q2(maker, TRANSPOSE, GATHER_ROWS):  # fprop's codes, if that made any
                 parts = (*maker.args[:2], parts[2])
                 maker = producer(parts[0])
             if kind == "backward" and maker.op == "placeholder":
                 continue
-            use = _Use((salt, name, role), parts, args[f"{side}_scheme"])
+            use = _Use((salt, name, role), parts, args[f"{operand_name}_scheme"])
             yield use
             if name == "fprop" and role == "x" and maker.op != "placeholder":
                 salts_of.setdefault(maker.args[0], []).append(salt)

@@ -28,10 +28,10 @@ class Taken(Protocol):
     salt: Any
 
 
-_KIN = ("linear", "grouped_linear", "batched_linear", "indexed_linear")
-_LINEARS = {getattr(torch.ops.q2, name).default for name in _KIN}
+_LINEAR_OPS = ("linear", "grouped_linear", "batched_linear", "indexed_linear")
+_LINEARS = {getattr(torch.ops.q2, name).default for name in _LINEAR_OPS}
 _UNIT = 128  # what a contraction is padded to, at most
-_numbers = itertools.count()
+_recorder_numbers = itertools.count()
 
 
 def recorder_of(
@@ -64,7 +64,7 @@ def recorder_of(
     inputs = gm.graph.find_nodes(op="placeholder")
     parameters = [i for i, node in enumerate(inputs) if parameter_of(node) is not None]
     folder = Folder.get(options)
-    recorder = Recorder(next(_numbers), sites, parameters, device, options, folder)
+    recorder = Recorder(next(_recorder_numbers), sites, parameters, device, options, folder)
     folder.join(recorder)
     return recorder
 

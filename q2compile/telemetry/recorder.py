@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.ops.note import SINKS
 from q2compile.telemetry import clock
 from q2compile.telemetry.copies import HostCopy
 from q2compile.telemetry.folder import Folder, Record
-from q2compile.telemetry.into_graph import Layout, Place, instrument
+from q2compile.telemetry.into_graph import Layout, Place, insert_recording
 from q2compile.telemetry.options import TelemetryOptions
 from q2compile.telemetry.watch import STEPS, Finding
 from q2compile.torch_internals.aot_autograd import (
@@ -125,10 +125,10 @@ class Recorder:
         wanted = sorted(self._wanted) if recording else None
         return f"telemetry {self.number} {wanted} {sorted(map(str, self._recipes.items()))}"
 
-    def into(self, graph: fx.Graph, kind: str, recording: bool) -> None:
+    def insert(self, graph: fx.Graph, kind: str, recording: bool) -> None:
         """Have a graph note what is to be known of it."""
         wanted = self._wanted if recording else None
-        instrument(graph, kind, str(self.number), self._recipes, wanted)
+        insert_recording(graph, kind, str(self.number), self._recipes, wanted)
 
     @property
     def records(self) -> bool:

@@ -53,7 +53,7 @@ class State:
         if not t.is_meta and id(t) not in self._values:
             self._values[id(t)] = t, t.detach().clone()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """And keep nothing any more: Dynamo keeps a backend, and what that refers to."""
         for module, training, buffers in self._modules.values():
             module.training = training
@@ -69,8 +69,8 @@ class State:
                     t.copy_(value)
         for p, gradient in self._gradients.values():
             p.grad = gradient
-        for kept in (self._modules, self._values, self._gradients):
-            kept.clear()
+        for saved in (self._modules, self._values, self._gradients):
+            saved.clear()
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def as_it_was(model: nn.Module | None, *, weights: bool = False) -> Iterator[Sta
         with same_random_numbers():
             yield state
     finally:
-        state.put_back()
+        state.restore()
 
 
 @contextmanager

@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ConfigError, OSError) as error:
-        said: object = error
+        stated: object = error
         if isinstance(error, OSError) and error.filename is not None:
-            said = f"{shown(str(error.filename))}: {error.strerror}"
+            stated = f"{shown(str(error.filename))}: {error.strerror}"
         # compare's and export's messages begin with the command's name.
-        text = str(said).removeprefix(f"{arguments.command}: ")
+        text = str(stated).removeprefix(f"{arguments.command}: ")
         print(f"q2compile {arguments.command}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -205,8 +205,8 @@ def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]
     target = f"no kernels: {reason}" if reason else f"kernels for {launch.architecture(index)}"
     name = torch.cuda.get_device_name(index)
     say(f"device    cuda:{index} {name}, {major}.{minor}, {target}")
-    said = emulated.of_device(index)
-    for text in said:
+    stated = emulated.of_device(index)
+    for text in stated:
         say(f"emulated  {text}")
     rows = list(device_rows(torch.device("cuda", index)))
     checked(rows, check, say)
@@ -215,7 +215,7 @@ def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]
         "name": name,
         "capability": f"{major}.{minor}",
         "target": target,
-        "emulated": said,
+        "emulated": stated,
         "kernels": [row.as_line() for row in rows],
     }
 

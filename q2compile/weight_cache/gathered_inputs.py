@@ -56,11 +56,11 @@ class Gathered:
     def __bool__(self) -> bool:
         return bool(self.weights)
 
-    def say(self, rows: Iterable[Row]) -> None:
+    def note_gathered(self, rows: Iterable[Row]) -> None:
         """Note in the report's rows what is gathered of each weight."""
-        said = {site_name(w.name): self.why[place] for place, w in self.weights.items()}
+        reasons = {site_name(w.name): self.why[place] for place, w in self.weights.items()}
         for row in rows:
-            why = said.get(row.module)
+            why = reasons.get(row.module)
             if why is not None and row.taken:
                 row.gathered = f"gathers values: {why}" if why else "gathers codes"
 

@@ -62,8 +62,8 @@ def gather_codes_pass(graph: fx.Graph) -> int:
         elif rows < _OFTEN * there:
             node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:
-            said = f"{there} rows are quantized for the {rows} that are gathered from them"
-            _Rewritten(graph, node, call, found).gather(node in backward, said)
+            note = f"{there} rows are quantized for the {rows} that are gathered from them"
+            _Rewritten(graph, node, call, found).gather(node in backward, note)
             matches += 1
     return matches
 
@@ -86,7 +86,7 @@ class _Rewritten:
     ) -> None:
         self.graph, self.node, self.call, self.found = graph, node, call, found
 
-    def gather(self, in_backward: bool, said: str) -> None:
+    def gather(self, in_backward: bool, note: str) -> None:
         """In the place of the quantizer one of the source, and a gather before who reads it."""
         node, graph = self.node, self.graph
         outputs: dict[Any, fx.Node] = {n.args[1]: n for n in node.users}
@@ -97,19 +97,19 @@ class _Rewritten:
                 amax = self._amax(amax, call.x, source)
             args, kwargs = call.replace(x=source, amax=amax).written()
             made = self._call(node.target, *args, **kwargs)
-            made.meta[_NOTE] = f"{made.name}: {said}"
+            made.meta[_NOTE] = f"{made.name}: {note}"
             parts = {i: self._call(operator.getitem, made, i) for i in {0, 1, *outputs}}
         readers = [reader for output in outputs.values() for reader in output.users]
         with graph.inserting_before(min(readers)):
             op = self._call(torch.ops.q2.gather_rows.default, parts[0], parts[1], rows)
-            again = [op]
+            recomputed = [op]
             for i in (0, 1):
                 parts[i] = self._call(operator.getitem, op, i)
-                again.append(parts[i])
+                recomputed.append(parts[i])
             if MASK in parts:
                 parts[MASK] = self._call(_aten.index.Tensor, parts[MASK], [rows])
-                again.append(parts[MASK])
-        for one in again if not in_backward else ():
+                recomputed.append(parts[MASK])
+        for one in recomputed if not in_backward else ():
             one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         for i, output in outputs.items():
             output.replace_all_uses_with(parts[i])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from q2compile.passes.graph_queries import is_forward_operand
 from q2compile.runtime_kernels.ops.table import quantizers
 
-AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def keep_packed_pass(graph: fx.Graph) -> int:
@@ -39,8 +39,8 @@ def keep_packed_pass(graph: fx.Graph) -> int:
     """
     marked = 0
     for node, call in quantizers(graph):
-        if is_forward_operand(call) and node.meta.get("recompute") in AGAIN:
-            for kept in (node, *(n for n in node.users if n.target is operator.getitem)):
-                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if is_forward_operand(call) and node.meta.get("recompute") in RECOMPUTE:
+            for saved in (node, *(n for n in node.users if n.target is operator.getitem)):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             marked += 1
     return marked

@@ -35,8 +35,8 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
     What it costs is the second quantization, in every micro-batch. Of the time of a 4096x4096
     linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at 16384 and 0.6% at
-    65536. `weights_kept` says where it is worth that; under recompute_weights="auto" this pass
-    marks all, and `keep_weights` saves some after the cut.
+    65536. `choose_saved` says where it is worth that; under recompute_weights="auto" this pass
+    marks all, and `save_codes` saves some after the cut.
 
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
     global scale, is one number and stays saved.

@@ -50,9 +50,11 @@ def tabulate_pass(graph: fx.Graph) -> int:
         if value.dtype != torch.float32 or not 0 < _SHARED * size <= read:
             continue
         with graph.inserting_after(table):
-            kept = graph.call_function(in_memory(), (table, value.stride()))
-        kept.meta["val"] = value
-        table.replace_all_uses_with(kept, delete_user_cb=functools.partial(operator.is_not, kept))
+            stored = graph.call_function(in_memory(), (table, value.stride()))
+        stored.meta["val"] = value
+        table.replace_all_uses_with(
+            stored, delete_user_cb=functools.partial(operator.is_not, stored)
+        )
         matches += 1
     return matches
 

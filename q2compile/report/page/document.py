@@ -87,16 +87,16 @@ def report_page(
     run         as `RunFacts.to_json` gives it
     """
     data = document(name, rows, notes, graphs, telemetry=telemetry, comparison=comparison, run=run)
-    said = data["headline"]
+    headline = data["headline"]
     parts = {
         "name": escape(name),
-        "headline": escape(said[0]),
-        "more": escape(" ".join(said[1:])),
+        "headline": escape(headline[0]),
+        "more": escape(" ".join(headline[1:])),
         "foot": foot(data["run"]),
     }
     body = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], static("report.html"))
     scripts = [static(f) for f in _SCRIPTS]
-    return assemble(f"{name}: {said[0]}", [static("report.css")], scripts, body, data)
+    return assemble(f"{name}: {headline[0]}", [static("report.css")], scripts, body, data)
 
 
 def document(

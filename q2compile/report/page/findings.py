@@ -124,18 +124,18 @@ def _outliers(operands: Sequence[Error]) -> list[Finding]:
 
 def _unknown(telemetry: Data | None, comparison: Data | None) -> list[Finding]:
     """What this folder does not say, and how it comes to."""
-    said = []
+    sentences = []
     if telemetry is None:
-        said.append(
+        sentences.append(
             'The errors of operands are not recorded here: options={"telemetry": {"to": '
             '"RUN/telemetry"}} records them.'
         )
     if comparison is None:
-        said.append(
+        sentences.append(
             "Which layers make the gradient's error is not measured here: "
             "q2compile compare FILE.py:FUNCTION --out RUN/compare measures it."
         )
-    return [_finding(" ".join(said))] if said else []
+    return [_finding(" ".join(sentences))] if sentences else []
 
 
 def _finding(text: str, policy: Mapping[str, Any] | None = None) -> Finding:

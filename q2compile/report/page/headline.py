@@ -17,8 +17,8 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences, the most important first."""
     weights = [row for row in rows if row["has_parameter"]]
     taken = [row for row in weights if row["taken"]]
-    said = [_taken(weights, taken), *_left(weights), *_without_weight(rows), *_saved(taken)]
-    return [*said, *_times(taken)]
+    sentences = [_taken(weights, taken), *_left(weights), *_without_weight(rows), *_saved(taken)]
+    return [*sentences, *_times(taken)]
 
 
 def of_records(telemetry: Mapping[str, Any]) -> list[str]:
@@ -83,12 +83,12 @@ def _left(weights: Sequence[Mapping[str, Any]]) -> list[str]:
     if not by_reason:
         return []
     groups = sorted(by_reason.items(), key=lambda item: -len(item[1]))
-    said = [
+    sentences = [
         f"{names[0] if len(names) == 1 else f'{len(names)} matmuls'} ({why})"
         for why, names in groups[:_NAMED]
     ]
     more = sum(len(names) for _, names in groups[_NAMED:])
-    return [f"Left in BF16: {', '.join([*said, *[f'{more} more'] * bool(more)])}."]
+    return [f"Left in BF16: {', '.join([*sentences, *[f'{more} more'] * bool(more)])}."]
 
 
 def _short(why: str) -> str:
@@ -120,21 +120,21 @@ def _saved(taken: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _times(taken: Sequence[Mapping[str, Any]]) -> list[str]:
-    said = []
+    sentences = []
     if ratios := predicted_ratios(taken):
         each = ", ".join(f"on {name} {time_words(ratio)}" for name, ratio in ratios.items())
         of = "for the quantizers and GEMMs of these matmuls alone"
-        said.append(f"Predicted from data sheets, {of}: {each}.")
+        sentences.append(f"Predicted from data sheets, {of}: {each}.")
     measured = [row["measured"] for row in taken if row["measured"]]
     for device in dict.fromkeys(times["device"] for times in measured):
         own, bf16 = (
             sum(times[key] for times in measured if times["device"] == device)
             for key in ("microseconds", "bf16_microseconds")
         )
-        said.append(f"Measured on {device}, each alone: {time_words(own / bf16)}.")
+        sentences.append(f"Measured on {device}, each alone: {time_words(own / bf16)}.")
     if ratios and not measured:
-        said.append("Not measured (q2compile report --measure does).")
-    return said
+        sentences.append("Not measured (q2compile report --measure does).")
+    return sentences
 
 
 def predicted_ratios(taken: Iterable[Mapping[str, Any]]) -> dict[str, float]:

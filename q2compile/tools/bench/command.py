@@ -189,8 +189,8 @@ def _remembered(index: int, choices: Sequence[Choice], date: str, no_remember: b
     counts: dict[str, int] = {}
     for choice in choices:
         counts[choice.fastest] = counts.get(choice.fastest, 0) + 1
-    said = ", ".join(f"{name} at {n}" for name, n in counts.items())
-    words = f"fastest   of {len(choices)} products: {said}; "
+    text = ", ".join(f"{name} at {n}" for name, n in counts.items())
+    words = f"fastest   of {len(choices)} products: {text}; "
     if no_remember:
         return words + "not remembered"
     path = remember(index, choices, date)

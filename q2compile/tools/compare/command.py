@@ -82,13 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(comparison, end="\n\n")
     limits = (arguments.budget, arguments.of, arguments.device)
-    kept = comparison.kept(*limits)
+    chosen = comparison.chosen(*limits)
     options = json.dumps(comparison.options(*limits), indent=2)
-    if kept:
+    if chosen:
         print(
-            f"{len(kept)} of {len(comparison.modules)} modules back to bf16, for "
+            f"{len(chosen)} of {len(comparison.modules)} modules back to bf16, for "
             f"{arguments.budget:.0%} of the {arguments.of}; they make "
-            f"{sum(comparison.share(m) or 0.0 for m in kept):.0%} of the gradient's squared error:"
+            f"{sum(comparison.share(m) or 0.0 for m in chosen):.0%} of the gradient's squared "
+            "error:"
         )
     else:
         print(f"no module fits into {arguments.budget:.0%} of the {arguments.of}:")

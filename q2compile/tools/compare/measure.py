@@ -111,7 +111,7 @@ class _Runs:
             comparison.losses["bf16"].append(exact_loss)
             self._gradients(batch, Run(measure=True))
             if i == 0:
-                self._refuse_nothing_taken()
+                self._raise_on_nothing_taken()
             loss, gradients = self._gradients(batch, Run())
             comparison.losses[name].append(loss)
             for parameter, gradient in gradients.items():
@@ -177,7 +177,7 @@ class _Runs:
             )
         return value
 
-    def _refuse_nothing_taken(self) -> None:
+    def _raise_on_nothing_taken(self) -> None:
         if not any(row.taken for row in self._probes.rows):
             left = dict.fromkeys(f"{row.module}: {row.why}" for row in self._probes.rows)
             raise ConfigError(

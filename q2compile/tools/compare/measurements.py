@@ -118,20 +118,20 @@ class Measurements:
         total = self.sum_of_effects
         return (module.effect / total) ** 2 if module.effect is not None and total else None
 
-    def kept(
+    def chosen(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
     ) -> list[ModuleError]:
         """The modules that `policy` gives back to bf16, worst first."""
         one_of("of", of, ("flops", "time"))
         one_of("device", device, [d.column for d in DEVICES])
         check_budget(budget)
-        kept, room = [], budget * sum(_size(m, of, device) for m in self.modules)
+        chosen, room = [], budget * sum(_size(m, of, device) for m in self.modules)
         for module in self.ranked if budget else []:
             cost = _cost(module, of, device)
             if cost <= room:
-                kept.append(module)
+                chosen.append(module)
                 room -= cost
-        return kept
+        return chosen
 
     def policy(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
@@ -147,7 +147,7 @@ class Measurements:
         The worst come first; one that no longer fits is passed over. Raises ValueError for a budget
         that is none, and where a size is symbolic, so that nothing is known of costs.
         """
-        names = {m.module for m in self.kept(budget, of, device)}
+        names = {m.module for m in self.chosen(budget, of, device)}
         return {pattern_of(m.module): "bf16" for m in self.modules if m.module in names}
 
     def options(

@@ -124,7 +124,7 @@ class Probe(nn.Module):
         return self._call(self._recipe.only(run.gemms).texts(), x, w, *third)
 
     def _call(self, texts: tuple[str, str, str], *operands: Any) -> Tensor:
-        with _coins_of_its_own(operands[0]):
+        with _own_random_bits(operands[0]):
             return self._op(*operands, *texts, self._salt)
 
     def _measured(self, x: Tensor, w: Tensor, *third: Any) -> Tensor:
@@ -161,7 +161,7 @@ class Probe(nn.Module):
 
 
 @contextmanager
-def _coins_of_its_own(x: Tensor) -> Iterator[None]:
+def _own_random_bits(x: Tensor) -> Iterator[None]:
     """A forward that draws a seed leaves torch's generator as it was, so that dropout draws the
     same masks in every run."""
     devices = [x.device] if x.device.type != "cpu" else []

@@ -21,7 +21,7 @@ def text(c: Measurements) -> str:
         "",
         "relative error of the gradient of all parameters",
         *(f"  {_WORDS[run]:18}{sum(e) / len(e):.4f}" for run, e in c.gradients.items()),
-        *_together(c),
+        *_all_modules(c),
         "",
         *_modules(c),
     ]
@@ -36,7 +36,7 @@ def text(c: Measurements) -> str:
     return "\n".join(lines)
 
 
-def _together(c: Measurements) -> list[str]:
+def _all_modules(c: Measurements) -> list[str]:
     """Whether shares can be believed: the first batch's error, and what the effects add up to."""
     if not c.sum_of_effects:
         return []

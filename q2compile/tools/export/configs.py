@@ -51,17 +51,17 @@ def _notes(job: Job, done: Exported) -> list[str]:
     notes = []
     taken = [name for name in job.state if name in done.layers]
     stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]
-    turned = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
+    transposed = [name for name in taken if done.layers[name]["transposed"] and name not in stacks]
     if job.is_hugging_face and job.fmt.name == "compressed-tensors":
         if stacks and job.fmt.global_scale is not None:
             notes.append(
                 f"transformers (seen in 5.23) loads experts without their global scale, so wrongly "
                 f"and in silence: {stacks[0]} and {len(stacks) - 1} more"
             )
-        if turned:
+        if transposed:
             notes.append(
                 "transformers (seen in 5.23) puts no codes into Conv1D and initializes it anew: "
-                f"{turned[0]} and {len(turned) - 1} more"
+                f"{transposed[0]} and {len(transposed) - 1} more"
             )
     for group in siblings(list(job.state)) if job.fmt.fuses else ():
         parts = [name for name in group if name in done.layers]

@@ -68,7 +68,7 @@ class Format:
     rotates: bool = False
     stacks: bool = False
 
-    def refuse(self, codes: Codes) -> None:
+    def check(self, codes: Codes) -> None:
         """Raises InexactError for codes that this format can't hold as they are."""
         if codes.operand.transform != "none" and not self.rotates:
             raise InexactError(

@@ -86,7 +86,7 @@ def _codes(job: Job, whole: dict[str, Tensor], done: Exported) -> dict[str, Code
     try:
         for at, uses in taken.items():
             codes = codes_of(whole[at], uses)
-            job.fmt.refuse(codes)
+            job.fmt.check(codes)
             codes = as_nvfp4(codes) if job.fmt.block_format == "nvfp4" else codes
             if job.fmt.codes == "weight" and uses[0].place.transposed and whole[at].ndim == 2:
                 raise InexactError(

@@ -313,7 +313,7 @@ def test_a_pattern_that_matches_nothing_gets_the_nearest_that_would(pattern, nea
     said = f"matches no module with a weight (did you mean {nearest}?)"
     assert coverage.notes() == [f"the policy's pattern {pattern!r} {said}"]
     with pytest.raises(ConfigError, match=re.escape(f"(did you mean {nearest}?)")):
-        coverage.refuse_unmatched_patterns()
+        coverage.raise_on_unmatched_patterns()
 
 
 def test_telemetry_that_would_record_nothing_says_so_once(tmp_path, caplog):

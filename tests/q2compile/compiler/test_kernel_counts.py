@@ -185,13 +185,20 @@ def test_every_pass_has_a_row() -> None:
     """cache_weights is no pass over a graph, but has the effect of one. fuse_rotations adds
     nothing to a graph (test_fuse_rotations.py counts what the lowering makes of it), anchor_seeds
     changes none without a gradient that is a constant (test_joint_passes.py), tabulate none without
-    a rotary embedding (test_tabulate.py), concatenate_last, gather_scattered and mask_again none
-    without experts (test_concatenate_last.py, test_gather_scattered.py, test_mask_again.py),
+    a rotary embedding (test_tabulate.py), concatenate_last, gather_scattered and
+    recompute_mask none without experts (test_concatenate_last.py, test_gather_scattered.py,
+    test_recompute_mask.py),
     quantize_shards none without a collective, own_seeds none without the option seed
     (test_quantize_shards.py, test_seed.py)."""
     elsewhere = ["gather_quantizers", "concatenate_last", "tabulate", "fuse_rotations"]
     elsewhere += ["group_launches"]
-    elsewhere += ["anchor_seeds", "gather_scattered", "mask_again", "quantize_shards", "own_seeds"]
+    elsewhere += [
+        "anchor_seeds",
+        "gather_scattered",
+        "recompute_mask",
+        "quantize_shards",
+        "own_seeds",
+    ]
     passes = [row.name for row in passes_over("post_grad") if row.name not in elsewhere]
     joint = [row.name for row in passes_over("joint") if row.name not in elsewhere]
     assert [row.name for row in ROWS] == [*passes, *joint, "cache_weights"]

@@ -72,7 +72,7 @@ def rotary(m: Any, x: Tensor) -> Tensor:
 
 
 def masked_rows(m: Any, x: Tensor) -> Tensor:
-    """mask_again."""
+    """recompute_mask."""
     return F.gelu(m.linear(x).masked_fill(x[:, :1] > 1, 0.0))
 
 

@@ -137,7 +137,7 @@ def test_the_runner_runs_what_is_asked_for_and_leaves_inference_graphs():
         ("joint", "quantize_shards", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
-        ("joint", "mask_again", 0),
+        ("joint", "recompute_mask", 0),
         ("joint", "recompute_weights", 1),
     ]
     b = Builder()
@@ -157,7 +157,7 @@ def passes_of_joint(**options):
 
 def test_the_configuration_decides_which_joint_passes_run():
     names = ["anchor_seeds", "gather_scattered", "quantize_shards", "gather_codes"]
-    names += ["swizzle_saved_scales", "mask_again", "recompute_weights"]
+    names += ["swizzle_saved_scales", "recompute_mask", "recompute_weights"]
     assert passes_of_joint() == (names, [])
     assert passes_of_joint(recompute_weights=False) == (names[:-1], [])
     assert passes_of_joint(cache_weights=True) == (names[:-1], [])

@@ -171,7 +171,7 @@ def test_every_stage_is_written(tmp_path, inner):
         ("joint", "quantize_shards", 0),
         ("joint", "gather_codes", 0),
         ("joint", "swizzle_saved_scales", 0),
-        ("joint", "mask_again", 0),
+        ("joint", "recompute_mask", 0),
         ("joint", "recompute_weights", 2),
         ("forward", "gather_scattered", 0),
         ("forward", "gather_codes", 0),

@@ -116,7 +116,7 @@ def test_each_call_has_its_row_and_its_recipe(policy):
     if not policy:  # codes and scales of x, 4.5 bits a number, and a global scale; those of w are
         # made again, since a body is a part of the model and its inputs are not known as parameters
         bytes_saved = WIDTH * WIDTH * 9 // 16 + 4
-        assert all(row.weight.startswith("made again: ") for row in report.rows)
+        assert all(row.weight.startswith("recomputed: ") for row in report.rows)
         assert [row.saved_bytes for row in report.rows] == [bytes_saved] * 4
 
 

@@ -154,7 +154,7 @@ def test_a_module_that_does_nothing_to_the_gradient_comes_last():
     assert (worst.module, best.module) == ("down", "up")
     assert best.effect == 0.0 and comparison.share(best) == 0.0 and comparison.share(worst) == 1.0
     assert worst.effect == pytest.approx(comparison.sum_of_effects)
-    assert comparison.kept(0.9) == [worst]
+    assert comparison.chosen(0.9) == [worst]
 
 
 def module(name, effect, flops, microseconds=1.0, bf16=3.0):

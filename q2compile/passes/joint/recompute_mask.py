@@ -10,7 +10,7 @@ from q2compile.passes.graph_queries import GEMM_OPS, RESHAPES, depending_on_tang
 from q2compile.passes.joint.gathered_rows import zeroes_rows
 
 
-def mask_again_pass(graph: fx.Graph) -> int:
+def recompute_mask_pass(graph: fx.Graph) -> int:
     """Rows of a grouped GEMM that belong to no expert of this rank are set to zero (Hugging Face's
     expert parallel). The result and the masked one are as large, and the partitioner saves either.
     What is saved is written, though, and a GEMM's result is in memory anyway.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from q2compile.passes.joint.mask_again import mask_again_pass
+from q2compile.passes.joint.recompute_mask import recompute_mask_pass
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import SOURCE, Builder, q2
 
@@ -58,10 +58,10 @@ def saved(folder: Any) -> str:
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_bits_and_what_is_saved(inner, tmp_path) -> None:
     made = step(tmp_path / "with", inner=inner)
-    masked = step(tmp_path / "without", inner=inner, disable_passes=["mask_again"])
+    masked = step(tmp_path / "without", inner=inner, disable_passes=["recompute_mask"])
     assert all(map(torch.equal, made, masked))
     records = json.loads((tmp_path / "with" / "graph_0" / "passes.json").read_text())
-    assert [r["matches"] for r in records if r["name"] == "mask_again"] == [2]
+    assert [r["matches"] for r in records if r["name"] == "recompute_mask"] == [2]
     # Of both stacks, and nothing of theirs after that.
     result = rf"grouped_gemm(_1)?: bf16\[{ROWS}, {K}\] = q2"
     both, none = (saved(tmp_path / name) for name in ("with", "without"))
@@ -72,7 +72,7 @@ def test_bits_and_what_is_saved(inner, tmp_path) -> None:
 def test_a_checkpoint_decides_by_itself(tmp_path) -> None:
     step(tmp_path, checkpointed=True, inner="eager")
     records = json.loads((tmp_path / "graph_0" / "passes.json").read_text())
-    assert [r["matches"] for r in records if r["name"] == "mask_again"] == [0]
+    assert [r["matches"] for r in records if r["name"] == "recompute_mask"] == [0]
 
 
 def graph(mask: tuple[int, ...], value: float = 0.0, of_gemm: bool = True) -> Builder:
@@ -93,10 +93,10 @@ def graph(mask: tuple[int, ...], value: float = 0.0, of_gemm: bool = True) -> Bu
 def test_what_is_marked() -> None:
     b = graph((ROWS, 1))
     before = str(b.graph)
-    assert mask_again_pass(b.graph) == 1 and str(b.graph) == before
+    assert recompute_mask_pass(b.graph) == 1 and str(b.graph) == before
     (where,) = b.graph.find_nodes(op="call_function", target=aten.where.self)
     assert where.meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE
-    assert mask_again_pass(b.graph) == 0
+    assert recompute_mask_pass(b.graph) == 0
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_what_is_marked() -> None:
 )
 def test_what_is_left(b) -> None:
     """A mask as large as the result; another value; what is in memory for nobody else."""
-    assert mask_again_pass(b.graph) == 0
+    assert recompute_mask_pass(b.graph) == 0

@@ -17,9 +17,7 @@ from q2compile.runtime_kernels.registry import CUDA
 from q2compile.torch_internals.partitioner import save_instead
 
 
-def keep_weights(
-    forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int
-) -> None:
+def save_codes(forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int) -> None:
     """Has the backward take the codes of some weights from the forward.
 
     before    forward                       backward
@@ -44,7 +42,7 @@ def keep_weights(
     save_instead(forward, backward, results, _outputs_of_both(forward, backward, names))
 
 
-def keep_scales(
+def save_scales(
     forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int
 ) -> None:
     """Has the backward take the scales of some weights' codes from the forward, an eighth of their
@@ -76,7 +74,7 @@ def keep_scales(
 
 
 def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
-    """Which of the nodes that quantize weights again in a backward `keep_scales` takes.
+    """Which of the nodes that quantize weights again in a backward `save_scales` takes.
 
     Those of bf16 parameters as they are (a cast or a copy would be written for the op to read it,
     and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
@@ -98,12 +96,12 @@ def _known_by_scales(weight: fx.Node, call: QuantizerCall) -> bool:
     parts: dict[Any, fx.Node] = {output.args[1]: output for output in weight.users}
     readers = {reader for output in weight.users for reader in output.users}
     return bool(readers) and all(
-        (again := quantizer_of(reader)) is not None
-        and again.reads_codes
-        and not again.grouped
+        (recomputed := quantizer_of(reader)) is not None
+        and recomputed.reads_codes
+        and not recomputed.grouped
         and all(reader.args[i] is parts.get(i) for i in range(3))
-        and again.args["rows"] == like.shape[1]
-        and _served(again.replace(source=x, by_scales=True))
+        and recomputed.args["rows"] == like.shape[1]
+        and _served(recomputed.replace(source=x, by_scales=True))
         for reader in readers
     )
 
@@ -116,11 +114,11 @@ def _outputs_of_both(
     forward: fx.Graph, backward: fx.Graph, names: Collection[str]
 ) -> list[tuple[fx.Node, fx.Node]]:
     """What the backward reads of the nodes of these names, as made there and in the forward."""
-    again = {node.name: node for node in backward.nodes if node.name in names}
+    recomputed = {node.name: node for node in backward.nodes if node.name in names}
     pairs = []
-    for weight in [node for node in forward.nodes if node.name in again]:
+    for weight in [node for node in forward.nodes if node.name in recomputed]:
         made = {node.args[1]: node for node in weight.users}
-        for taken in again[weight.name].users:
+        for taken in recomputed[weight.name].users:
             index: Any = taken.args[1]
             pairs.append((made.get(index) or _output(forward, weight, index, taken), taken))
     return pairs

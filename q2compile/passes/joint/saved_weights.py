@@ -18,7 +18,7 @@ from q2compile.passes.live_bytes import LiveBytes, held_outside, storages, worth
 class Choice:
     """What happens to one weight's codes. scales: of codes that are not kept, those are."""
 
-    kept: bool
+    saved: bool
     why: str
     scales: bool = False
 
@@ -34,7 +34,7 @@ class _Codes:
     last: int
 
 
-def weights_kept(
+def choose_saved(
     forward: fx.Graph,
     backward: fx.Graph,
     names: Collection[str],
@@ -85,14 +85,14 @@ def weights_kept(
             scales.append(_Codes(node.name, of_scales, first, last))
     if whole:
         chosen = _by_peak(alive, codes)
-        left = by_scales([name for name, choice in chosen.items() if not choice.kept])
+        left = by_scales([name for name, choice in chosen.items() if not choice.saved])
         return _with_scales(chosen, _by_peak(alive, [one for one in scales if one.name in left]))
     results: Any = backward.output_node().args[0]
     gradients = [results[i] for i in parameters if isinstance(results[i], fx.Node)]
     at_end = held + sum(size for node in gradients for size in storages(node).values())
     saved = held + before.alive[-1]
     chosen = _by_saved(saved, at_end, codes)
-    left = by_scales([name for name, choice in chosen.items() if not choice.kept])
+    left = by_scales([name for name, choice in chosen.items() if not choice.saved])
     return _with_scales(
         chosen, _by_saved(saved, at_end, [one for one in scales if one.name in left])
     )
@@ -100,8 +100,8 @@ def weights_kept(
 
 def _with_scales(chosen: dict[str, Choice], of_scales: dict[str, Choice]) -> dict[str, Choice]:
     for name, choice in of_scales.items():
-        if choice.kept:
-            chosen[name] = Choice(False, f"{chosen[name].why}; their scales are kept", scales=True)
+        if choice.saved:
+            chosen[name] = Choice(False, f"{chosen[name].why}; their scales are saved", scales=True)
     return chosen
 
 
@@ -132,11 +132,11 @@ def _by_saved(saved: int, at_end: int, codes: list[_Codes]) -> dict[str, Choice]
     with_codes = saved + sum(one.bytes for one in codes)
     part = "of this part of the model"
     if with_codes <= at_end:
-        choice = Choice(True, f"what is kept {part} is less than its gradients")
+        choice = Choice(True, f"what is saved {part} is less than its gradients")
     elif with_codes <= 1.02 * saved:
         raised = with_codes / saved - 1
-        choice = Choice(True, f"all together raise what is kept {part} by {raised:.1%}")
+        choice = Choice(True, f"all together raise what is saved {part} by {raised:.1%}")
     else:
         raised = with_codes / saved - 1
-        choice = Choice(False, f"all together would raise what is kept {part} by {raised:.1%}")
+        choice = Choice(False, f"all together would raise what is saved {part} by {raised:.1%}")
     return {one.name: choice for one in codes}

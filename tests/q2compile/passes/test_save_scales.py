@@ -136,6 +136,6 @@ def test_the_report_says_so():
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     report = q2compile.explain(Stack(), x, options={"inner": "eager"})
     first, second, third = (row.weight for row in report.rows)
-    assert first.startswith("made again: ") and first.endswith("; their scales are kept")
+    assert first.startswith("recomputed: ") and first.endswith("; their scales are saved")
     assert first == second
-    assert third.startswith("kept: ")
+    assert third.startswith("saved: ")

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 from torch import fx
 
 
-class Instrument(Protocol):
+class Instrumentation(Protocol):
     """Both variants compute the same; ``recording`` tells them apart."""
 
     @property
     def records(self) -> bool:
         """Whether there is a recording variant at all."""
 
-    def into(self, graph: fx.Graph, kind: str, recording: bool) -> None:
+    def insert(self, graph: fx.Graph, kind: str, recording: bool) -> None:
         """Change a "forward" or "backward" graph in place, after all passes."""
 
     def key(self, recording: bool) -> str:

@@ -70,7 +70,7 @@ def test_few_tokens_all_are_kept_since_the_peak_is_at_the_end():
     weights = said(FEW)
     assert list(weights) == ["first", "second", "third"]
     assert set(weights.values()) == {
-        "kept: all together raise the peak of the step by 0.0%, 0.0 MiB"
+        "saved: all together raise the peak of the step by 0.0%, 0.0 MiB"
     }
 
 
@@ -78,19 +78,19 @@ def test_at_the_peak_those_are_made_again_that_are_alive_there():
     """256 tokens: the peak is in the backward, where the last linear's codes are not needed any
     more, and those of the others are."""
     weights = said(SOME)
-    assert kept(weights) == ["made again", "made again", "kept"]
+    assert kept(weights) == ["recomputed", "recomputed", "saved"]
     first, second, third = weights.values()
     assert (
         first
         == second
-        == "made again: it would raise the peak of the step, all together by 3.0%, 0.1 MiB"
+        == "recomputed: it would raise the peak of the step, all together by 3.0%, 0.1 MiB"
     )
-    assert third == "kept: it does not raise the peak of the step"
+    assert third == "saved: it does not raise the peak of the step"
 
 
 def test_many_tokens_all_are_kept_since_it_is_less_than_a_fiftieth():
     weights = said(MANY)
-    assert kept(weights) == 3 * ["kept"]
+    assert kept(weights) == 3 * ["saved"]
     (text,) = set(weights.values())
     percent = float(text.partition("by ")[2].partition("%")[0])
     assert 0 < percent < 1
@@ -98,7 +98,7 @@ def test_many_tokens_all_are_kept_since_it_is_less_than_a_fiftieth():
 
 def test_what_no_gpu_is_short_of_is_kept(monkeypatch):
     monkeypatch.setattr(live_bytes, "SMALL", 2**20)
-    assert kept(said(SOME)) == 3 * ["kept"]
+    assert kept(said(SOME)) == 3 * ["saved"]
 
 
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet"])
@@ -186,7 +186,7 @@ def test_a_symbolic_size_counts_as_it_was_traced():
         torch._dynamo.mark_dynamic(x, 0)
         report = q2compile.explain(Stack(), x, options={"inner": "eager"})
         assert not any(isinstance(row.shape[0], int) for row in report.rows)
-        assert sum(row.weight.startswith("kept") for row in report.rows) == expected
+        assert sum(row.weight.startswith("saved") for row in report.rows) == expected
 
 
 def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
@@ -198,8 +198,8 @@ def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
         return layer(x)
 
     for tokens, expected in (
-        (FEW, "kept: what is kept of this part of the model is less than its gradients"),
-        (SOME, "made again: all together would raise what is kept of this part of the model"),
+        (FEW, "saved: what is saved of this part of the model is less than its gradients"),
+        (SOME, "recomputed: all together would raise what is saved of this part of the model"),
     ):
         weights = said(tokens, Stack(outside))
         assert weights["first"].startswith(expected), weights
@@ -207,17 +207,17 @@ def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
 
 def test_checkpoints_say_what_is_kept():
     weights = said(SOME, Stack(again))
-    assert kept(weights) == ["kept", "made again", "kept"]
-    assert all(text.endswith(": checkpoints say what is kept") for text in weights.values())
+    assert kept(weights) == ["saved", "recomputed", "saved"]
+    assert all(text.endswith(": checkpoints say what is saved") for text in weights.values())
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"recompute_weights": True}, "made again: recompute_weights=True"),
-        ({"recompute_weights": False}, "kept: recompute_weights=False"),
-        ({"keep_packed": True}, "kept: keep_packed=True"),
-        ({"disable_passes": ["recompute_weights"]}, "kept: disable_passes"),
+        ({"recompute_weights": True}, "recomputed: recompute_weights=True"),
+        ({"recompute_weights": False}, "saved: recompute_weights=False"),
+        ({"keep_packed": True}, "saved: keep_packed=True"),
+        ({"disable_passes": ["recompute_weights"]}, "saved: disable_passes"),
         ({"recipe": "bf16"}, ""),
         ({"recipe": "mxfp4"}, ""),
     ],
@@ -228,7 +228,7 @@ def test_another_option_has_the_word(options, text):
 
 def test_the_table_says_what_is_made_again():
     x = torch.randn(SOME, WIDTH, requires_grad=True)
-    assert str(q2compile.explain(Stack(), x, options={"inner": "eager"})).count("w again") == 2
+    assert str(q2compile.explain(Stack(), x, options={"inner": "eager"})).count("w recomputed") == 2
 
 
 class Counting(MinCut):
