@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Inductor's caches have to know of us: our sources."""
+"""Inductor's cache keys include a hash of this package's sources."""
 
 from __future__ import annotations
 

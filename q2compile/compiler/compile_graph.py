@@ -49,14 +49,15 @@ def compile_graph(
     instrumentation: Instrumentation | None = None,
     gathered: Gathered | None = None,
 ) -> Callable[..., Any]:
-    """Compile a rewritten graph; its backward at once, too, when a failure there still counts.
+    """Compile a rewritten graph. With on_error="bf16" its backward is compiled at once, so that a
+    failure there is caught as well.
 
     root     the model that the graph belongs to, None if it is not known
     parameters  how many that model trains, if this graph holds them all; else 0
-    watcher  told of every stage; the caches are off then, since a hit would skip the stages
+    watcher  notified of every stage; caches are off then, since a hit would skip the stages
     fault    see `PostGradPasses`
     instrumentation  has the graph compiled a second time, to record what it computes
-    gathered  its weights whose codes may be gathered (`weight_cache.gathered_inputs.Gathered`)
+    gathered  the weights whose codes may be gathered (`weight_cache.gathered_inputs.Gathered`)
     """
     if config.seed is not None:  # before any CUDA graph, whose memory they would be
         for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor)}:
@@ -183,7 +184,8 @@ def _compiled(
 
 
 def _compiled_form(config: Config, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What makes a weight's codes. What it returns is kept, so not in a CUDA graph's memory."""
+    """The compiled function that makes a weight's codes. They are cached between calls, so they
+    must not be in a CUDA graph's memory."""
     passes = PostGradPasses(config)
     if config.inner == "eager":
         return aot_eager_compile(gm, inputs, lambda g: passes(g.graph), within=patched)

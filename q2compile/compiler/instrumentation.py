@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who compiles a graph twice, once to record what it computes."""
+"""Instrumentation: a graph is compiled twice, once to record what it computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Instrumentation(Protocol):
         """Change a "forward" or "backward" graph in place, after all passes."""
 
     def key(self, recording: bool) -> str:
-        """What a cache has to know of that change."""
+        """The part of a cache key that stands for that change."""
 
     def choose(self, plain: Callable[..., Any], recording: Callable[..., Any]) -> Any:
         """The callable that runs one or the other."""

@@ -23,7 +23,7 @@ class JointPasses(PassRunner):
 
     def wanted(self, graph: fx.Graph) -> Wanted:
         config = self.config
-        # A user who checkpoints has said what to save.
+        # Under activation checkpointing the user decides what is saved.
         by_peak = config.weights_by_peak and not is_checkpointed(graph)
         return Wanted(
             random_forward=config.resolved_policy.random_forward,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a joint graph, where the codes of weights, or their scales, are kept or made again by
-their memory."""
+"""The cut of a joint graph. Peak memory decides whether codes of weights, or their scales, are
+saved or recomputed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from q2compile.torch_internals.partitioner import CustomPartitionerFn, is_checkp
 
 
 class Partitioner(CustomPartitionerFn):
-    """Cuts as another partitioner does, with the weights that `choose_saved` names saved, or their
-    scales.
+    """Cuts as another partitioner does, then saves the codes, or scales, of the weights that
+    `choose_saved` names.
 
-    It cuts with all of them made again, as `recompute_weights_pass` has marked them, to see what is
-    alive when, and has some saved after that. A graph with checkpoints has no such marks, and is
-    cut as they say.
+    The first cut recomputes all of them, as `recompute_weights_pass` has marked them. It shows what
+    is alive when, and from that follows which to save. A graph with activation checkpoints has no
+    such marks; the checkpoints decide.
 
     base        cuts
     parameters  how many the model trains, if the graph holds them all; else 0
-    watcher     told of the choice
-    by_scales   whether scales may be kept for codes: not where telemetry is to see the codes
+    watcher     notified of the choice
+    by_scales   whether scales may be saved instead of codes: not if telemetry reads codes
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Partitioner(CustomPartitionerFn):
         return None if base is None else (source_hash(), base, self.parameters, self.by_scales)
 
     def __reduce__(self) -> Any:
-        """What torch's caches make of a setting: they pickle all of Inductor's."""
+        """torch's caches pickle all settings of Inductor, this one too."""
         if self.uuid() is None:
             raise TypeError("a partitioner without a uuid: what it cuts is not cached")
         return tuple, (self.uuid(),)

@@ -18,7 +18,7 @@ from q2compile.torch_internals.inductor import CustomGraphPass
 
 
 class PassRunner(CustomGraphPass):
-    """What Inductor has in one of its slots: all passes of one kind of graph.
+    """All passes of one kind of graph, in one slot of Inductor.
 
     kind     of graphs, as in the table
     config   names the passes to leave out, and decides which are wanted
@@ -36,7 +36,7 @@ class PassRunner(CustomGraphPass):
         self.running = ""
 
     def wanted(self, graph: fx.Graph) -> passes.Wanted:
-        """What decides which passes this graph gets."""
+        """The facts that decide which passes this graph gets."""
         raise NotImplementedError
 
     def run_passes(self, graph: fx.Graph, label: str) -> None:
@@ -62,14 +62,13 @@ class PassRunner(CustomGraphPass):
             before = after
 
     def key(self) -> str:
-        """What Inductor's cache has to know of the options that change this kind of graph."""
+        """The part of Inductor's cache key for options that change this kind of graph."""
         raise NotImplementedError
 
     def uuid(self) -> Any:
-        """What Inductor's cache keys on: our sources, the kernels that are disabled, and `key`.
-        Without the sources, a stale graph
-        is served after an edit of a pass. None, which turns the cache off, when a pass that runs
-        first gives no uuid of its own."""
+        """Part of Inductor's cache key: our sources, the disabled kernels, and `key`. Without the
+        sources, a cache hit after an edit of a pass would be stale. None turns the cache off: a
+        pass that runs first has no uuid."""
         own = f"{source_hash()}:{','.join(disabled_kernels())}:{self.key()}"
         if self.first is None:
             return own

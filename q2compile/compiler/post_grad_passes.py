@@ -31,7 +31,7 @@ Fault = Callable[[str, str, fx.GraphModule, Exception], Exception]
 
 @dataclass(frozen=True)
 class Insertion:
-    """What an instrumentation puts into one variant of a graph."""
+    """An instrumentation, applied to one variant of a graph."""
 
     instrumentation: Instrumentation
     recording: bool
@@ -47,9 +47,9 @@ class Insertion:
 class PostGradPasses(PassRunner):
     """Runs the passes over a forward or a backward graph, verifying it at entry and at exit.
 
-    watcher    told of each graph before and after
+    watcher    notified of each graph before and after
     fault      called when a pass or a check raises, with (what did, kind, the graph as it came,
-               the error); what it returns is raised
+               the error); its result is raised
     insertion     changes a graph after all passes, and after the watcher has seen it
     """
 

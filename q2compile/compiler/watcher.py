@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is told of a graph on its way through the compiler."""
+"""Observers that are notified as a graph passes through the compiler."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ class Watcher(Protocol):
         """A graph at a stage, by the name that its dump has."""
 
     def weights_chosen(self, why: Mapping[str, str]) -> None:
-        """Why the codes of a weight are kept for the backward, or not, by the name of the node of
-        the forward graph that makes them. Told before that graph.
-        """
+        """Why the codes of a weight are saved or recomputed, keyed by the node of the forward graph
+        that makes them. Called before the graph is."""
 
     def before_passes(self, gm: fx.GraphModule, kind: str) -> None: ...
 
@@ -28,4 +27,4 @@ class Watcher(Protocol):
         """records: of all passes so far over the graphs of one Dynamo graph."""
 
     def output_code(self, gm: fx.GraphModule, source: str) -> None:
-        """What Inductor generated for a graph."""
+        """The code that Inductor generated for a graph."""

@@ -56,7 +56,7 @@ Kind = Literal["joint", "post_grad"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What decides which passes a graph gets, from its configuration, its device and the graph.
+    """The facts of a configuration and a graph that decide which passes it gets.
 
     random_forward     a recipe of the policy draws random bits in its forward
     keep_packed        quantized operands of a checkpointed region are saved
@@ -124,10 +124,10 @@ PASSES: tuple[Pass, ...] = (
     # Ahead of gather_codes: views of one x become one.
     _joint("share_operands", share_operands_pass, when=lambda w: w.random_forward),
     _joint("quantize_shards", quantize_shards_pass),
-    # Ahead of the passes that name schemes it does not know.
+    # Before the passes that introduce schemes it does not know.
     _joint("gather_codes", gather_codes_pass, notes=gathering_notes),
     _joint("share_saved_rotations", share_saved_rotations_pass, when=lambda w: w.random_forward),
-    # After those: it names schemes that they do not know.
+    # After those, which do not know the schemes that it introduces.
     _joint("swizzle_saved_scales", swizzle_saved_scales_pass),
     _joint("recompute_mask", recompute_mask_pass),
     # In this order: asked for both, packed activations are saved and codes of weights are not.
@@ -141,14 +141,14 @@ PASSES: tuple[Pass, ...] = (
     _post_grad("merge_seeds", merge_seeds_pass),
     _post_grad("pair_directions", pair_directions_pass),  # after merge_seeds: seeds stand up front
     _post_grad("share_rotations", share_rotations_pass),  # after it: a pair has one rng offset
-    # After those: they name schemes that those do not know. No GEMM is a case for both.
+    # After those, which do not know the schemes that these introduce. A GEMM gets one of the two.
     _post_grad("swizzle_scales", swizzle_scales_pass),
     _post_grad("dequantize_operands", dequantize_operands_pass),
     _post_grad("unrotate_in_gemm", unrotate_in_gemm_pass),  # those two look for gemm nodes
     _post_grad("part_directions", part_directions_pass),  # looks at sizes, which those change
     # After all that rewrite the quantizers that it replaces.
     _post_grad("sum_columns", sum_columns_pass),
-    # After all that make quantizers, or part them.
+    # After all passes that create or split quantizers.
     _post_grad("gather_quantizers", gather_quantizers_pass),
     _post_grad("concatenate_last", concatenate_last_pass),  # looks at the quantizers that are left
     _post_grad("tabulate", tabulate_pass),  # before the next, whose kernels read a table of sines

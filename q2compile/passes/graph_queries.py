@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions that several passes ask of an FX graph."""
+"""Queries of FX graphs that passes share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q2 = "q2"
 # Six arguments are their operands: a's three parts, then b's. The eighth and ninth are schemes.
 GEMM_OPS = (GEMM, GEMM_MASKED_UNROTATE, GROUPED_GEMM)
 _aten, _prims = torch.ops.aten, torch.ops.prims
-# What stands between a tensor and its quantization. All of these are functions of their arguments.
+# Ops that may stand between a tensor and its quantizer. All are functions of their arguments.
 # A matrix with other sizes.
 RESHAPES = frozenset([_aten.reshape.default, _aten.view.default])
 VIEWS_AND_CASTS = RESHAPES | frozenset(
@@ -57,7 +57,7 @@ def device_of(node: fx.Node) -> torch.device:
 
 
 def name_of(node: fx.Node) -> str:
-    """Of a q2 op, without its namespace."""
+    """The name of a q2 op, without its namespace."""
     target: Any = node.target
     return target.name().partition("::")[2]
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes a graph holds, moment by moment: a model of its memory before it is lowered.
 
-A moment is the running of one node. Alive are the storages that were made before it or by it and
-are still to be read, and the graph's results. Inductor writes no memory for an element-wise
-operation that only other loops read: it is computed where it is read, and what it reads lives until
-then. So it is here.
+A moment is the running of one node. Alive are the storages that exist by then and will still be
+read, and the graph's results. Inductor does not write an element-wise operation that only other
+element-wise operations read: it is computed where it is read, and its inputs live until then. This
+model does the same.
 
-Of torch's own estimators, torch._inductor.memory sees loops as they are fused, but only when a
-graph is lowered, when what the forward saves is settled; and the one over FX graphs
-(torch._inductor.fx_passes.memory_estimator) takes each element-wise operation as written out.
-tests/q2compile/passes/test_live_bytes.py holds this model to the first.
+Why not torch's own estimators: torch._inductor.memory sees kernels as they are fused, but only
+when a graph is lowered, too late to decide what the forward saves. The one over FX graphs
+(torch._inductor.fx_passes.memory_estimator) counts each element-wise operation as written.
+tests/q2compile/passes/test_live_bytes.py compares this model with the first.
 
 Left out: what a kernel needs while it runs, and that Inductor may run nodes in another order.
 """
@@ -124,9 +124,8 @@ def storages(node: fx.Node, output: int | None = None) -> dict[Storage, int]:
 
 
 def _inlined(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that loops alone read, directly or as a view that is inlined itself. Not
-    reductions, known by their size: those are written.
-    """
+    """The nodes that only element-wise operations read, directly or through a view that is inlined
+    itself. Not reductions (their result is smaller): those are written."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not fuses(node):

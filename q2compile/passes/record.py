@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass did, for dumps and reports."""
+"""Records of passes, for dumps and reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PassRecord:
-    """What one pass did to one graph.
+    """The effect of one pass on one graph.
 
     details: sentences, which lowerings may still add to (see `fuse_rotations_pass`).
     """

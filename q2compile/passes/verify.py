@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph must look like before and after the passes. Breaking it is silent in the loss, so it
-is an error here: two operands of a GEMM with different signs give a gradient that is noise."""
+"""Rules that a graph obeys before and after the passes. Without the check, breaking one would only
+show as a bad loss: two operands of a GEMM with different signs give a gradient that is noise."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
 
 
 def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
-    """What (codes, scales, global scale) are, from the op whose outputs they must be."""
+    """The op whose outputs (codes, scales, global scale) must be, and its arguments."""
     gather = producer(triple[0])
     if is_q2(gather, GATHER_ROWS) and producer(triple[1]) is gather:
         triple = (*gather.args[:2], triple[2])
@@ -126,7 +126,7 @@ def _shard(part: fx.Node) -> fx.Node:
 
 
 def _is_empty(codes: fx.Node) -> bool:
-    """Asked of sizes that are numbers: comparing a symbol would be a guard."""
+    """Compared only for sizes that are ints: comparing a symbol would add a guard."""
     sizes = getattr(codes.meta.get("val"), "shape", ())
     return any(isinstance(size, int) and size == 0 for size in sizes)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over the joint graph that say what is kept for the backward; see `q2compile.passes`."""
+"""Passes over the joint graph: they decide what is saved for the backward."""

@@ -11,7 +11,7 @@ from q2compile.passes.graph_queries import device_of
 
 def anchor_seeds_pass(graph: fx.Graph) -> int:
     """A product with 0, as in ``loss + 0 * unused.sum()``, makes Inductor fold a gradient into a
-    constant. What is drawn for it then depends on no gradient: the partitioner puts it into the
+    constant. A seed drawn for it then depends on no gradient, and the partitioner puts it into the
     forward, or into both graphs.
 
     before                              after
@@ -20,8 +20,7 @@ def anchor_seeds_pass(graph: fx.Graph) -> int:
 
     Precondition: the joint graph, after Inductor has folded constants.
 
-    Exact: an anchor gives a seed its place and its device, and no number.
-    """
+    Exact: the anchor decides where a seed is drawn and on which device, not its value."""
     tangents = [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     matches = 0
     for seed in graph.find_nodes(op="call_function", target=torch.ops.q2.seed.default):

@@ -69,7 +69,7 @@ def gather_codes_pass(graph: fx.Graph) -> int:
 
 
 def gathering_notes(graph: fx.Graph) -> list[str]:
-    """What the pass has to say of each quantizer of gathered rows; said once."""
+    """Notes of the pass about quantizers of gathered rows. Each note is returned once."""
     return [node.meta.pop(_NOTE) for node in graph.nodes if _NOTE in node.meta]
 
 
@@ -116,7 +116,7 @@ class _Rewritten:
         _erase_unread(graph, [*outputs.values()])
 
     def _source(self) -> tuple[fx.Node, fx.Node]:
-        """What is quantized, and the rows that are gathered from its codes."""
+        """The matrix that is quantized, and the rows that are gathered from its codes."""
         found = self.found
         source, rows = found.source, self._flat(found.index)
         for cast in reversed(found.casts):
@@ -161,7 +161,7 @@ class _Rewritten:
         magnitudes = [n for n in chain if n.target is _aten.abs.default]
         casts = len(chain) - len(whole) - len(magnitudes)
         known = len(whole) == len(magnitudes) == 1 and casts == sum(map(_is_cast, chain))
-        # Of magnitudes: rows of zeros add nothing to it then.
+        # A maximum of magnitudes: rows of zeros do not change it.
         if node is not x or not known or not magnitudes[0] < whole[0]:
             return amax
         for one in reversed(chain):

@@ -87,7 +87,7 @@ def _scattered(node: fx.Node) -> _Scattered | None:
 
 
 def _of_rows(dim: int, index: fx.Node, rows: fx.Node) -> fx.Node | None:
-    """Of scatter_add's index the one number for each row, if that is what it is."""
+    """scatter_add's index as one index per row; None if it is anything else."""
     of = rows.meta["val"]
     if dim not in (0, -of.dim()) or not alike(index.meta["val"].shape, of.shape):
         return None
@@ -97,7 +97,7 @@ def _of_rows(dim: int, index: fx.Node, rows: fx.Node) -> fx.Node | None:
 def _gathered(node: fx.Node, found: _Scattered) -> fx.Node:
     base, rows, (permutation, k) = found
     inverse = inverse_in(permutation, node) or _inverse_of(node, permutation)
-    # Its numbers are known to be rows.
+    # Its values are known to be valid rows.
     made = new_node(node, _aten._unsafe_index.Tensor, rows, [inverse])
     if k > 1:
         size = [-1, k, *rows.meta["val"].shape[1:]]

@@ -43,7 +43,7 @@ class Gathered:
     @property
     def names_all(self) -> bool:
         """Whether the index is known to name every row of the source: it is a permutation, by an
-        argsort, of k numbers for each row, divided by k."""
+        argsort, of k values per row, divided by k."""
         order = order_of(self.index)
         if order is None:
             return False
@@ -52,7 +52,7 @@ class Gathered:
 
 
 def gathered(x: Any) -> Gathered | None:
-    """What x [R, K] is gathered from, if it is."""
+    """The matrix from which x [R, K] is gathered; None if it is not gathered."""
     casts: list[fx.Node] = []
     zeroed: list[Zeroed] = []
     node = x
@@ -110,7 +110,7 @@ def spread(index: Any) -> fx.Node | None:
 
 
 def zeroes_rows(node: fx.Node) -> tuple[Zeroed, Any] | None:
-    """Of a node that puts zeros into whole rows: which, and what the others are."""
+    """For a node that sets whole rows to zero: which rows, and the value of the others."""
     mask: Any
     if node.target is _aten.masked_fill.Scalar:
         inner, mask, value = node.args

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under activation checkpointing: keep what is packed, compute again only what is not."""
+"""Under activation checkpointing: save quantized operands, recompute the rest."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def keep_packed_pass(graph: fx.Graph) -> int:
-    """A checkpointed region keeps its inputs, and backward computes the rest again: the quantized
-    operands too, though they are a quarter of the size that checkpointing saves.
+    """A checkpointed region saves its inputs, and the backward recomputes the rest. That includes
+    the quantized operands, though they take a quarter of the bytes of the activations.
 
     before, as the partitioner sees it            after
         q = quantize(x, ...)    # recompute           q = quantize(x, ...)    # save
         y = gemm(q, qw)         # recompute           y = gemm(q, qw)         # recompute
 
-    What backward is spared is the quantization of each linear's operands and, where nothing else
-    needs it, what led there. The GEMMs of the forward are computed again either way, for the
-    attention and the activation functions that stand on them; and a product whose result backward
-    does not need is never computed again, with or without this pass. What it costs is 4.5 bits for
-    each of those numbers. For the inputs of a Llama block of width d and MLP 4d that is
-    4.5 * (d + d + d + 4d) = 31.5 d bits a token, twice the 16 d bits of the block's input that
-    checkpointing keeps; of the time it saves about 4% (d = 2048, 16384 tokens, B200, by
-    `q2compile.cost_model`: 108 us of quantizers out of 2.8 ms for the block with its forward
-    repeated). So it is an option, for those who have the memory: who checkpoints asks for memory.
+    The backward then skips the quantizers of each linear's operands and, where nothing else needs
+    it, the computation of those operands. GEMMs of the forward are recomputed either way: attention
+    and activation functions read their results. A GEMM whose result the backward does not need is
+    never recomputed, with or without this pass.
+
+    The cost is 4.5 bits per element of each operand. For the inputs of a Llama block of width d and
+    MLP 4d that is 4.5 * (d + d + d + 4d) = 31.5 d bits per token, twice the 16 d bits of the
+    block's input that checkpointing saves. The gain is about 4% of the time (d = 2048, 16384 tokens,
+    B200, by `q2compile.cost_model`: 108 us of quantizers out of 2.8 ms for the block with its
+    forward repeated). It is off by default, because checkpointing is used to save memory.
 
     Precondition: the joint graph, with the tags that torch.utils.checkpoint left.
 
-    Exact: the forward quantizers are deterministic, so what is kept equals what would have been
-    computed.
-    """
+    Exact: the forward quantizers are deterministic, so saved and recomputed codes are equal."""
     marked = 0
     for node, call in quantizers(graph):
         if is_forward_operand(call) and node.meta.get("recompute") in RECOMPUTE:

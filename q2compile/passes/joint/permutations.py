@@ -30,8 +30,8 @@ class Order(NamedTuple):
 
 
 def order_of(index: Any) -> Order | None:
-    """What an index is of a permutation of known origin, under views and casts. k is 1 for the
-    permutation itself; its size is a multiple of k if the caller says so."""
+    """How an index derives from a permutation of known origin, through views and casts. k is 1 for
+    the permutation itself; its size is a multiple of k if the caller says so."""
     node = _undressed(index)
     if node.target not in _QUOTIENTS:
         return Order(node, 1) if is_permutation(node) else None

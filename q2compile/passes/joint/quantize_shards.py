@@ -25,7 +25,7 @@ _LARGEST_G = 2.0**117  # 1536 * g < 2^128
 
 
 def quantize_shards_pass(graph: fx.Graph) -> int:
-    """An all-gather of codes and block scales moves 0.5625 bytes for each element, of bf16 2.
+    """An all-gather of codes and block scales moves 0.5625 bytes per element; in bf16 it moves 2.
 
     before                                       after
         t = all_gather_into_tensor(s, n, ranks)      p = pad(s, one block of rows)
@@ -37,14 +37,14 @@ def quantize_shards_pass(graph: fx.Graph) -> int:
                                                      d = wait_tensor(all_gather(b[1] without them))
                                                      y = gemm(..., c, d, g)
 
-    So SimpleFSDP and others write it, whose weights are gathered by a node of the graph. What FSDP2
-    gathers outside of it is `q2compile.gather_codes`'.
+    SimpleFSDP and others gather weights by such a node of the graph. FSDP2 gathers outside of the
+    graph; `q2compile.gather_codes` serves it.
 
     Preconditions: w is the weight of a GEMM, and s a rank's rows of it, in whole blocks, reached
     from a graph input by views and casts; quantizers alone read w; a deterministic scheme with a
-    global scale that is a power of two, and no rotation; or MXFP4, which has none: there s is
-    quantized once, and nothing is reduced. An activation that ranks gather stays as it is: one more
-    collective would not pay there.
+    global scale that is a power of two, and no rotation; or MXFP4, which has no global scale, so
+    that s is quantized once and nothing is reduced. Activations that ranks gather stay as they are:
+    one more collective would not pay there.
 
     Exact: `weight_cache/shard_codes.py` has the argument, and the rows that set g. The passes can't
     import it: here the same is written as nodes.
@@ -84,7 +84,7 @@ def _is_input(node: Any) -> bool:
 
 
 def _same(node: Any) -> fx.Node:
-    """What ``node`` is, without views that change nothing: autograd's."""
+    """``node`` without autograd's views that change nothing."""
     while node.target in RESHAPES and node.meta["val"].shape == node.args[0].meta["val"].shape:
         node = node.args[0]
     return node
@@ -187,7 +187,7 @@ class _Moved:
         return part if dtype == torch.uint8 else self._new(_aten.view.dtype, part, dtype)
 
     def _collective(self, target: Any, *args: Any) -> fx.Node:
-        """Saved or made again in the backward as the gather of values would have been."""
+        """Saved or recomputed in the backward as the gathered values would have been."""
         begun = self._new(target, *args)
         ended = self._new(_c10d.wait_tensor.default, begun)
         for node in (begun, ended):

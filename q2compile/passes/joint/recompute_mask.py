@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a GEMM's result that are masked: the result is saved, and masked again."""
+"""Masked rows of a GEMM's result: save the result, recompute the mask."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from q2compile.passes.joint.gathered_rows import zeroes_rows
 
 def recompute_mask_pass(graph: fx.Graph) -> int:
     """Rows of a grouped GEMM that belong to no expert of this rank are set to zero (Hugging Face's
-    expert parallel). The result and the masked one are as large, and the partitioner saves either.
-    What is saved is written, though, and a GEMM's result is in memory anyway.
+    expert parallelism). The masked result is as large as the unmasked one, so the partitioner may
+    save either. A saved tensor must be written, and the unmasked result is in memory anyway.
 
     before, as the partitioner sees it        after
         y = grouped_gemm(...)                     y = grouped_gemm(...)   # save
@@ -23,9 +23,8 @@ def recompute_mask_pass(graph: fx.Graph) -> int:
 
     z is then computed where it is read, in both graphs, and never written.
 
-    Preconditions: the joint graph; the mask has one number for each row, so that saving it as well
-    is nothing; no checkpoint has decided of it. Exact.
-    """
+    Preconditions: the joint graph; the mask has one element per row, so that saving it costs
+    little; no activation checkpoint covers it. Exact."""
     backward = depending_on_tangents(graph)
     matches = 0
     for node in graph.nodes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codes of the weights: from the parameter again in backward, instead of saved."""
+"""Codes of weights: recomputed from the parameter in the backward instead of saved."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from q2compile.runtime_kernels.ops.table import TRANSPOSE, quantizer_of
 
 
 def recompute_weights_pass(graph: fx.Graph) -> int:
-    """fprop's codes of w are kept for dgrad, 4.5 bits a parameter, though the parameter itself is
-    there until the optimizer changes it: quantize it a second time.
+    """fprop's codes of w would be saved for dgrad, 4.5 bits per parameter. The parameter itself
+    stays in memory until the optimizer changes it, so quantize it a second time instead.
 
     before, as the partitioner sees it            after
         c = to(w, bf16)                               c = to(w, bf16)         # recompute
@@ -33,16 +33,16 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
     saved: x's codes, q                           saved: x's codes, w (the parameter: no memory)
 
-    What it costs is the second quantization, in every micro-batch. Of the time of a 4096x4096
-    linear on a B200, by `q2compile.cost_model`, it is 11% at 2048 tokens, 2% at 16384 and 0.6% at
-    65536. `choose_saved` says where it is worth that; under recompute_weights="auto" this pass
-    marks all, and `save_codes` saves some after the cut.
+    The cost is the second quantization, in every micro-batch: by `q2compile.cost_model`, for a
+    4096x4096 linear on a B200, 11% of its time at 2048 tokens, 2% at 16384 and 0.6% at 65536.
+    `choose_saved` decides where that pays. Under recompute_weights="auto" this pass marks all
+    weights, and `save_codes` saves some after the cut.
 
     The cast is marked too, since saved it would cost 16 bits. A tensor-wide amax of w, for an exact
-    global scale, is one number and stays saved.
+    global scale, is one element and stays saved.
 
     Precondition: the joint graph; w's quantization is reached from a graph input by views and casts
-    alone (a weight that an adapter or a parametrization computes is not free to keep).
+    alone (a weight that an adapter or a parametrization computes is not in memory anyway).
 
     Exact: quantization in the forward is deterministic. If w is changed in place between forward
     and backward, autograd raises, as it does for a plain linear.
@@ -55,8 +55,8 @@ def recompute_weights_pass(graph: fx.Graph) -> int:
 
 
 def packed_weights(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The ops that quantize a weight for a GEMM of the forward -> all that making it again takes:
-    the views and casts of the parameter, the op and its outputs, and its transposed codes.
+    """The ops that quantize a weight for a GEMM of the forward -> all nodes that recomputing it
+    takes: the views and casts of the parameter, the op and its outputs, and its transposed codes.
     """
     backward = depending_on_tangents(graph)
     found: dict[fx.Node, list[fx.Node]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codes of some weights, or their scales: saved after all, in graphs that are already cut."""
+"""Save the codes of some weights, or their scales, in graphs that are already cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from q2compile.torch_internals.partitioner import save_instead
 
 
 def save_codes(forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int) -> None:
-    """Has the backward take the codes of some weights from the forward.
+    """Let the backward take the codes of some weights from the forward.
 
     before    forward                       backward
                   q = quantize(w, ...)          w = placeholder
@@ -32,22 +32,22 @@ def save_codes(forward: fx.Graph, backward: fx.Graph, names: Collection[str], re
     names    of the nodes that quantize the weights, alike in both graphs
     results  how many outputs of the forward are the model's; the rest is saved
 
-    To unmark them in the joint graph, and to cut that a second time, comes to the same: two cuts
-    were 5.8 s of 32 layers of a Llama, one is 2.6 (torch 2.11, a CPU core, 2026-11-23).
+    Unmarking them in the joint graph and cutting it a second time has the same result and takes
+    longer: 5.8 s for 32 layers of a Llama, where one cut takes 2.6 (torch 2.11, one CPU core,
+    2026-11-23).
 
     Precondition: the graphs are cut, with the marks of `recompute_weights_pass`, and not lowered.
 
-    Exact: what is saved is what the backward would make.
-    """
+    Exact: the backward would recompute the same codes."""
     save_instead(forward, backward, results, _outputs_of_both(forward, backward, names))
 
 
 def save_scales(
     forward: fx.Graph, backward: fx.Graph, names: Collection[str], results: int
 ) -> None:
-    """Has the backward take the scales of some weights' codes from the forward, an eighth of their
-    bytes, and round the weights by those, which is part of quantizing them again: no search for the
-    scales, and nothing written before the next op reads it.
+    """Let the backward take the block scales of some weights from the forward, and round the
+    weights by them. Scales take an eighth of the bytes of the codes. Rounding by known scales is
+    cheaper than quantizing: no search for scales, and no codes in memory between two ops.
 
     before    forward                       backward
                   q = quantize(w, ...)          w = placeholder
@@ -74,7 +74,7 @@ def save_scales(
 
 
 def known_by_scales(backward: fx.Graph, names: Collection[str]) -> set[str]:
-    """Which of the nodes that quantize weights again in a backward `save_scales` takes.
+    """Which of the nodes that recompute codes of weights in a backward `save_scales` can serve.
 
     Those of bf16 parameters as they are (a cast or a copy would be written for the op to read it,
     and takes as long as is saved), in a scheme whose codes follow from their scales, which nothing
@@ -113,7 +113,7 @@ def _served(call: QuantizerCall) -> bool:
 def _outputs_of_both(
     forward: fx.Graph, backward: fx.Graph, names: Collection[str]
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """What the backward reads of the nodes of these names, as made there and in the forward."""
+    """The outputs of these nodes that the backward reads, as (forward's, backward's)."""
     recomputed = {node.name: node for node in backward.nodes if node.name in names}
     pairs = []
     for weight in [node for node in forward.nodes if node.name in recomputed]:

@@ -16,7 +16,8 @@ from q2compile.passes.live_bytes import LiveBytes, held_outside, storages, worth
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to one weight's codes. scales: of codes that are not kept, those are."""
+    """Whether one weight's codes are saved, and why. scales: the codes are recomputed by saved
+    scales."""
 
     saved: bool
     why: str
@@ -42,25 +43,26 @@ def choose_saved(
     whole: bool,
     by_scales: Callable[[Collection[str]], Collection[str]] = lambda names: (),
 ) -> dict[str, Choice]:
-    """Whether to keep the codes of each weight, from the graphs of a step that makes all of them
-    again.
+    """Whether to save the codes of each weight, decided from the graphs of a step that recomputes
+    all of them.
 
-    The rule: all are kept if together they raise the peak of the step by 2% at most, or by 64 MiB;
-    else those alone that do not raise it at all. Codes that are kept are alive from fprop to
-    dgrad, so they raise a peak that stands between the forward and the backward, where all
-    activations are alive; they are free where the peak stands at the end of the backward, where all
-    gradients are (few tokens for the size of the model), or before their fprop or after their
-    dgrad.
+    The rule: save all if that raises the peak of the step by at most 2% or 64 MiB; else save only
+    those that do not raise it at all. Saved codes are alive from fprop to dgrad.
 
-    Why not up to what BF16 would need: made again, a step stays below it (0.90 of its peak for an
-    8B Llama on an H200, `examples/benchmarks/README.md`), and memory is what 4 bits are for.
+    - They raise a peak between the forward and the backward, where all activations are alive.
+    - They are free if the peak is at the end of the backward, where all gradients are alive (few
+      tokens for the size of the model), or before their fprop or after their dgrad.
 
-    Of a graph that holds a part of the model (whole=False) the peak of the step is not known. While
-    other graphs run, it keeps what it saves before its backward, and its gradients after it: what
-    it saves with all codes must be no more than 2% above what it saves without, or no more than the
-    gradients of its parameters, so that it does not matter where among the graphs the peak stands.
+    Why not up to BF16's peak: with recomputed codes a step stays below it (0.90 of its peak for an
+    8B Llama on an H200, `examples/benchmarks/README.md`), and 4 bits are used to save memory.
 
-    Of codes that are made again, scales are kept by the same rule, where those are enough.
+    For a graph that holds a part of the model (whole=False) the peak of the step is not known.
+    While other graphs run, its saved tensors are alive before its backward, and its gradients after
+    it. All codes are saved if they add at most 2% to the saved tensors, or if the saved tensors
+    stay below the gradients of its parameters: then the position of the peak among the graphs does
+    not matter.
+
+    For codes that are recomputed, scales are saved by the same rule, if the scales are enough.
 
     names       of the nodes that quantize weights, alike in both graphs
     parameters  which inputs of the forward, and results of the backward, are parameters'

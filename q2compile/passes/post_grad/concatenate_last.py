@@ -15,8 +15,8 @@ _aten = torch.ops.aten
 
 
 def concatenate_last_pass(graph: fx.Graph) -> int:
-    """The rows that a mask keeps of a concatenation are those that it keeps of its parts, the
-    gradients of gate and up in a mixture of experts:
+    """A row mask of a concatenation is moved to its parts, the gradients of gate and up in a
+    mixture of experts:
 
     before                                 after
         c = cat([dg, du], 1)                   a = where(m, 0, dg)
@@ -24,14 +24,14 @@ def concatenate_last_pass(graph: fx.Graph) -> int:
         q = quantize(dy, offs=...)             dy = cat([a, b], 1)
                                                q = quantize(dy, offs=...)
 
-    The lowering of such a `cat` has one loop write both parts (lowering/prologue/concatenated.py).
-    Of a `where` behind it that loop's results would be read and written once more.
+    The lowering of such a `cat` writes both parts by one kernel
+    (lowering/prologue/concatenated.py). A `where` behind it would read and write the result once
+    more.
 
     Preconditions: nothing else reads c, and dy is read, through views, by rotating quantizers
-    alone; neither mask nor number differs along the dimension of the concatenation.
+    alone; neither the mask nor the other value differs along the dimension of the concatenation.
 
-    Exact: the same numbers are chosen.
-    """
+    Exact: the same elements are chosen."""
     matches = 0
     for masked in graph.find_nodes(op="call_function", target=_aten.where.self):
         for at in (1, 2):
@@ -60,7 +60,7 @@ def _rotates(node: fx.Node) -> bool:
 
 
 def _may_go_before(masked: fx.Node, at: int) -> bool:
-    """Whether the mask and the other numbers of a `where` are the same for all parts."""
+    """Whether the mask and the other value of a `where` are the same for all parts."""
     cat: Any = masked.args[at]
     value, parts = cat.meta["val"], [part.meta["val"] for part in cat.args[0]]
     rank, dim = value.dim(), _dim(cat)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands made as the bf16 numbers that a bf16 GEMM reads, where a GPU has no fp4 tensor cores."""
+"""Without fp4 tensor cores: quantizers write dequantized bf16 operands for the bf16 GEMMs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ _LARGE = 2**24  # elements
 
 
 def dequantize_operands_pass(graph: fx.Graph) -> int:
-    """An operand that nothing but bf16 GEMMs reads need not be written as codes first.
+    """An operand that only bf16 GEMMs read is written dequantized, not as codes.
 
     before                                        after
         a = quantize(dy, scheme=S, ...)               a = quantize(dy, scheme=S@bf16, ...)
         gemm(a[0], a[1], a[2], ..., S, ...)           gemm(a[0], a[1], a[2], ..., S@bf16, ...)
 
-    The GEMM of the emulation would widen the codes, read .56 bytes and write 2 an element, before
-    it reads those 2; now the quantizer writes them.
+    Otherwise a kernel before the GEMM reads the codes (.56 bytes per element) and writes bf16 (2
+    bytes), which the GEMM then reads. Now the quantizer writes bf16 itself.
 
-    Preconditions: all that comes out of the op is read by q2.gemm (or q2.grouped_gemm) nodes alone,
-    which the CUDA kernel for bf16 tensor cores serves, and the CUDA kernel of the op writes such
-    numbers of this scheme and transform; a pair of directions has one scheme, so both must be so.
-    Of what fprop takes unrotated only what the graph is given, as it is: of others Inductor may
-    make a kernel, which fuses with what makes x. Those are weights of which no backward reads codes
-    or scales, since it makes them again (recompute_weights); a kernel that writes codes as well
-    takes a tenth longer. Small ones end in one launch with the codes of x, which is worth more.
+    Preconditions:
 
-    Exact: code * scale has 6 significant bits, and the GEMM multiplies the same numbers.
-    """
+    - Only q2.gemm (or q2.grouped_gemm) nodes read the op's outputs, and the CUDA kernel for bf16
+      tensor cores serves them.
+    - The CUDA kernel of the op writes dequantized operands of this scheme and transform. A rowwise
+      and columnwise quantizer has one scheme, so both must meet the conditions.
+    - Unrotated operands of fprop: graph inputs only. Other quantizers may fuse into their producer,
+      as Inductor kernels. The graph inputs are weights whose codes and scales no backward reads,
+      because it recomputes them (recompute_weights): a kernel that writes codes as well takes a
+      tenth longer. Small ones share a launch with the codes of x instead, which saves more.
+
+    Exact: code * scale has 6 significant bits, and the GEMM multiplies the same values."""
     matches = 0
     for node, call in list(quantizers(graph)):
         readers = {gemm for output in node.users for gemm in output.users}

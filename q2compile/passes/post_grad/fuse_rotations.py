@@ -16,12 +16,14 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, qua
 
 
 def fuse_rotations_pass(graph: fx.Graph) -> int:
-    """Marks every q2.quantize that rotates, masks or goes columnwise; with the option
-    `fuse_rotations` alone. Whether each is fused with what makes
-    its operand is decided when Inductor lowers it, which knows what is still an expression
-    (lowering/prologue/fused_launches.py), and noted in the one list that all marks hold.
+    """Mark every q2.quantize that rotates, masks or quantizes columnwise, if the option
+    `fuse_rotations` is on. Inductor's lowering decides whether each is fused with the producer of
+    its operand, because it knows which operands are still expressions
+    (lowering/prologue/fused_launches.py). It notes each decision in one list, which all marks
+    share.
 
-    Two that are alike and read the same, the du and dg of a gated MLP, may be one kernel:
+    Two quantizers with equal arguments whose operands come from the same tensors (du and dg of a
+    gated MLP) may be one kernel:
 
     before                                       after
         du = mul(dh, silu(g))                        du = mul(dh, silu(g))
@@ -30,10 +32,10 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
         dg = silu_backward(mul(dh, u), g)            gemm(a...)
         b = quantize(dg, scheme=S, ...)              b = quantize(dg, scheme=S, ...)
 
-    The lowering of the first knows both operands then. Where it makes no use of that nothing comes
-    of the order: Inductor computes an expression where it is read.
+    The lowering of the first then knows both operands. If they are not fused, the order changes
+    nothing: Inductor computes an expression where it is read.
 
-    Of experts both are halves of one operand, which a quantizer of rows in groups may compute:
+    For experts, dg and du are concatenated to one operand, which a grouped quantizer may compute:
 
         before   quantize(cat([dg, du], 1), rowwise, columnwise, offs=...)
         after    the same, marked
@@ -78,8 +80,9 @@ def _is_concatenation(node: fx.Node) -> bool:
 
 
 def _may_fuse(call: QuantizerCall) -> bool:
-    """Not what is rowwise alone, without rotation or mask: Inductor makes kernels of that, which
-    fuse. Of what is in groups both halves do, see above."""
+    """Not rowwise quantizers without rotation or mask: those are Inductor kernels, which fuse
+    already. For grouped quantizers, only rowwise and columnwise ones of a concatenation, see above.
+    """
     return not call.grouped and (call.masked or call.rotated or call.columnwise)
 
 
@@ -96,8 +99,8 @@ def _are_alike(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _made_from(node: fx.Node) -> dict[Storage, int]:
-    """What the expression of a quantizer's operand reads, where operations end that go element by
-    element, and its bytes."""
+    """The tensors that the element-wise expression of a quantizer's operand reads, with their
+    bytes."""
     found: dict[Storage, int] = {}
     pending, seen = node.all_input_nodes[:1], set[fx.Node]()
     while pending:

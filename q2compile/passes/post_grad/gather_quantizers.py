@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers brought together, so that they end in one launch."""
+"""Move quantizers next to others, so that they share launches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REACH = 2  # groups: what is made early waits for no more GEMMs than those
 
 
 def gather_quantizers_pass(graph: fx.Graph) -> int:
-    """A quantizer that stands alone ends in a launch of its own, which makes scales; with others
-    before it, in theirs.
+    """A quantizer that stands alone needs a launch of its own for its scales. Moved behind others,
+    it shares theirs.
 
     before                                  after
         x = quantize(x, ..., S)                 x = quantize(x, ..., S)
@@ -31,13 +31,14 @@ def gather_quantizers_pass(graph: fx.Graph) -> int:
 
     Likewise the requantization of x for wgrad, behind those of dy and w for dgrad.
 
-    Preconditions: one of the two groups before it has room in its last launch and the same scheme;
-    all that the quantizer reads stands before that group's end, but for views and casts, which move
-    with it; and what it makes, which lives for a GEMM or two longer, is at most `SMALL` with what
-    was moved to that group before.
+    Preconditions:
 
-    Exact: nothing is computed otherwise, only earlier.
-    """
+    - One of the two groups before it has the same scheme, and room in its last launch.
+    - Its inputs exist at that group's end, except for views and casts, which move with it.
+    - Its outputs, which live for a GEMM or two longer, take at most `SMALL` bytes together with
+      those moved to that group before.
+
+    Exact: the same operations run, only earlier."""
     groups = adjacent_quantizers(graph.nodes)
     held = [0] * len(groups)  # bytes that were moved to each
     moved = 0
@@ -72,8 +73,8 @@ def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
 
 
 def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:
-    """What stands behind `end` and is read by a node, in order; None where that computes more than
-    a view or a cast."""
+    """The inputs of a node that stand behind `end`, in order; None if one of them is more than a
+    view or a cast."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -87,7 +88,7 @@ def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:
 
 
 def _bytes(node: fx.Node) -> int | None:
-    """Of all that it makes; None where sizes are not known."""
+    """Bytes of its outputs; None if sizes are symbolic."""
     tensors: list[Any] = [v for v in tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
     sizes = [t.numel() * t.element_size() for t in tensors]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None

@@ -68,8 +68,8 @@ def _drawn_by_torch(first: fx.Node, count: int, device: torch.device) -> fx.Node
 
 
 def _drawn_by_key(first: fx.Node, count: int, key: int) -> fx.Node:
-    """int64 [count] from the counter of a key. What follows the draw are ops that Inductor makes
-    one kernel of."""
+    """int64 [count] from the counter of a key. Inductor makes one kernel of the ops behind the
+    draw."""
     drawn = new_node(first, torch.ops.q2.draw.default, first.args[0], key, count)
     traced = make_fx(lambda drawn: seeds(drawn, count, key), tracing_mode="fake")(drawn.meta["val"])
     values: dict[fx.Node, fx.Node] = {}

@@ -16,7 +16,8 @@ from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, qua
 
 
 def part_directions_pass(graph: fx.Graph) -> int:
-    """Undoes pairs of `pair_directions` that stand at the peak of a backward graph.
+    """Split rowwise and columnwise quantizers of `pair_directions` that stand at the peak of a
+    backward graph.
 
     before                                         after
         c = quantize(dy, rowwise, columnwise)          a = quantize(dy, rowwise)
@@ -24,17 +25,17 @@ def part_directions_pass(graph: fx.Graph) -> int:
         dw = gemm(c[3], c[4], c[5], ...)               b = quantize(dy, columnwise)
                                                        dw = gemm(b[0], b[1], b[2], ...)
 
-    Of the logits' gradient, at the start of the backward, where all activations are still there,
-    both directions as bf16 numbers are twice the logits. Quantizing only the dense layers of a
-    mixture of experts raised its peak by that, more than by all their codes. The price is a second
-    read of that one gradient.
+    The gradient of the logits is quantized at the start of the backward, while all activations are
+    alive. Dequantized, its rowwise and columnwise operands take twice the bytes of the logits. In a
+    mixture of experts with quantized dense layers alone, this raised the peak by more than all
+    their codes. Splitting costs a second read of that one gradient.
 
-    The rule: the model of memory (`live_bytes`) names the peak; the largest pair whose operands
-    are alive there is parted if the peak falls by 2% or by 64 MiB, whichever is more, and so on
-    with the next peak.
+    The rule: the model of memory (`live_bytes`) finds the peak. The largest quantizer whose
+    operands are alive there is split if the peak falls by 2% or 64 MiB, whichever is more. Then the
+    same for the next peak.
 
-    Preconditions: the passes that name schemes have run; the same kernel serves both calls under
-    the pair's scheme.
+    Preconditions: the passes that introduce schemes have run; the same kernel serves both calls
+    under that scheme.
 
     Exact: both directions at once are defined as the two calls, bit for bit.
     """
@@ -69,7 +70,7 @@ def _readers(outputs: list[fx.Node]) -> list[fx.Node]:
 
 
 def _alive_parted(live: LiveBytes, pair: fx.Node) -> list[int]:
-    """What would be alive if the direction that is read later were made when it is read."""
+    """The bytes alive at each moment if the operand that is read later were made only then."""
     x: Any = pair.args[0]
     _, later = _directions(pair)
     made, read = live.place[pair.name], live.place[min(_readers(later)).name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One quantization of what several matmuls share: x of q, k and v, x of gate and up."""
+"""Quantize once what several matmuls share: x of q, k and v, x of gate and up."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
 
 
 def share_rotations_pass(graph: fx.Graph) -> int:
-    """The wgrads of q, k and v (of gate and up) each rotate and quantize the same x anew. Give them
-    one seed, and once is enough.
+    """The wgrads of q, k and v (of gate and up) rotate and quantize the same x, each under its own
+    seed. With one seed, x is quantized once.
 
     before                                       after
         a = quantize(dy, columnwise, seed s)         a = quantize(dy, columnwise, seed s)
@@ -24,25 +24,24 @@ def share_rotations_pass(graph: fx.Graph) -> int:
         d = requantize(*qx, seed t)                               rng_offset=2)
         gemm(*c, *d)                                 gemm(*c, *b)
 
-    a and c may be made rowwise, too; the row direction then has the rng_offset 2 as well, under its
-    own seed. And b may be quantize of a high-precision x.
+    a and c may be rowwise, too. Their rowwise operand then has rng_offset 2 as well, under its own
+    seed. b may be a quantize of a high-precision x.
 
-    Sound, though the random bits are others: each gradient has the distribution it had. In every
-    GEMM both operands have the signs of one seed, drawn in this step, and random bits of two
-    streams, so the pair (c, b) is distributed as (c, d) was, and so are the mean and the variance
-    of its product. The gradients keep random bits of their own, since no two of them have the same
-    stream. What is new is that the errors of the weight gradients correlate, by x's part of them
-    and as far as dy and dz are alike (equal signs rotate equal gradients to equal codes), just as
-    they do between the rows of one wide linear that computes q, k and v together. Nothing
-    multiplies them: a weight gradient leaves the graph. That is not so for dgrad, where a weight
-    used twice in a row would meet its own error in a product, E[W̃ W̃] ≠ W W; so dgrads keep their
-    own seeds.
+    The random bits change; the distribution of each gradient does not. In every GEMM both operands
+    have the signs of one seed, drawn in this step, and random bits of two rng_offsets. So (c, b) is
+    distributed as (c, d) was, and so are the mean and the variance of its product. Gradients of
+    different linears have different rng_offsets, so their random bits are independent.
+
+    One thing is new: the errors of the weight gradients correlate, by x's part of them and as far
+    as dy and dz are alike (equal signs rotate equal gradients to equal codes). The rows of one wide
+    linear that computes q, k and v correlate in the same way. Nothing multiplies these errors: a
+    weight gradient leaves the graph. A dgrad is different: a weight used twice in a row would meet
+    its own error in a product, E[W̃ W̃] ≠ W W. So dgrads have their own seeds.
 
     Preconditions: gemms whose first operand is a gradient rotated along its columns and whose
     second are equal but for the seed; the shared seed stands before the other gradients' ops
-    (merge_seeds puts all seeds up front, and pair_directions needs equal streams, so both run
-    before this pass).
-    """
+    (merge_seeds puts all seeds up front, and pair_directions needs equal rng_offsets, so both run
+    before this pass)."""
     return _share(graph, q2_nodes(graph, *GEMM_OPS))
 
 

@@ -20,7 +20,7 @@ _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 
 
 def sum_columns_pass(graph: fx.Graph) -> int:
-    """A bias costs no kernel of its own: the quantizer of dy sums its columns on the way.
+    """The quantizer of dy also returns dbias, the sums of its columns: no kernel of its own.
 
     before                                              after
         c = quantize(dy, rowwise, columnwise)               c = quantize(dy, rowwise, columnwise,
@@ -29,15 +29,18 @@ def sum_columns_pass(graph: fx.Graph) -> int:
         b = sum(dy, [0], dtype=float32)                     b = c[6]
         b = convert_element_type(b, bf16)
 
-    Preconditions: a quantizer along columns, which draws signs or random bits (one that draws
-    nothing may be loops, and fuse with what makes dy), reads the very node that is summed; dy does
-    not lie in columns; the CUDA kernel serves the op with sums, which that of an exact global
-    scale and that of groups of rows do not; and whatever reads the sums stands behind the
-    quantizer.
+    Preconditions:
 
-    The same sums in fp32 in another order (numerics/column_sums.py), rounded once, to the last of
-    the types that they are cast to: Inductor's loops, too, drop the roundings between two casts.
-    """
+    - A columnwise quantizer reads the very node that is summed, and draws signs or random bits.
+      (One that draws nothing may be an Inductor kernel, fused with the producer of dy.)
+    - dy is not contiguous along columns.
+    - The CUDA kernel serves the op with dbias. Kernels of an exact global scale and of grouped rows
+      do not.
+    - All readers of the sums stand behind the quantizer.
+
+    Not exact: the fp32 sums have another order (numerics/column_sums.py). They are rounded once, to
+    the last of the types that they are cast to; Inductor's kernels drop the roundings between two
+    casts, too."""
     matches = 0
     for node in list(graph.nodes):
         if not _sums_columns(node):
@@ -68,7 +71,8 @@ def _sums_columns(node: fx.Node) -> bool:
 
 
 def _last_cast(node: fx.Node) -> fx.Node:
-    """Of casts behind a node, each the only reader of the one before; or the node."""
+    """The last of the casts behind a node, each the only reader of the one before it; else the
+    node."""
     while len(node.users) == 1:
         user = next(iter(node.users))
         value = user.meta.get("val")

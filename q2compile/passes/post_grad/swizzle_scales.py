@@ -27,25 +27,28 @@ _SCALES_OF_GEMM = {"a_scales": "a_scheme", "b_scales": "b_scheme"}
 
 
 def swizzle_scales_pass(graph: fx.Graph) -> int:
-    """An operand that nothing but fp4 GEMMs reads need not be swizzled by each of them.
+    """The quantizer of an operand that only fp4 GEMMs read writes swizzled scales, so that no GEMM
+    has to swizzle them.
 
     before                                        after
         a = quantize(dy, scheme=S, ...)               a = quantize(dy, scheme=S@32x4x4, ...)
         gemm(a[0], a[1], a[2], ..., S, ...)           gemm(a[0], a[1], a[2], ..., S@32x4x4, ...)
 
-    Preconditions: all users of the scales are q2.gemm nodes that a kernel for fp4 tensor cores
-    serves, and maybe requantizations whose CUDA kernel reads them swizzled, too; blocks have
-    one row (those of 16x16 lie in rows of their own); and the CUDA kernel of the op writes swizzled
-    scales of this scheme. A pair of directions has one scheme, so all must hold for both.
+    Preconditions:
 
-    Turned codes of 16x16 blocks, which GEMMs alone read, get a copy of their scales for each row,
-    and are called what such an operand is:
+    - The readers of the scales are q2.gemm nodes that a kernel for fp4 tensor cores serves, and
+      requantizations whose CUDA kernel reads swizzled scales.
+    - Blocks have one row (scales of 16x16 blocks have rows of their own).
+    - The CUDA kernel of the op writes swizzled scales of this scheme. A rowwise and columnwise
+      quantizer has one scheme, so all this must hold for both operands.
+
+    Transposed 16x16 operands that only GEMMs read get their scales expanded per row, and are
+    relabelled as 1x16:
 
         t = transpose(q, s, "nvfp4_16x16", n)             t = transpose(q, ..., n, True)
         gemm(..., t[0], t[1], ..., "nvfp4_16x16", ...)    gemm(..., "nvfp4@32x4x4", ...)
 
-    Exact: the same numbers in other places.
-    """
+    Exact: the same scales in other places."""
     return _swizzle(graph.nodes)
 
 

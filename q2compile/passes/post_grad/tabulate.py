@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sines and cosines that many numbers share."""
+"""Tables of sines and cosines that many elements share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from q2compile.torch_internals.inductor import in_memory
 _aten = torch.ops.aten
 _ANGLES = (_aten.cos.default, _aten.sin.default)
 _SPREADS = VIEWS_AND_CASTS | {_aten.unsqueeze.default, _aten.expand.default}
-_SHARED = 8  # numbers that are computed from each of a table's
+_SHARED = 8  # elements that are computed from each element of a table
 
 
 def tabulate_pass(graph: fx.Graph) -> int:
@@ -75,7 +75,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What computes something of a table."""
+    """The nodes that compute something from a table."""
     for reader in node.users:
         if reader.target in _SPREADS:
             yield from _readers(reader)
