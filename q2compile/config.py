@@ -41,7 +41,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 
 class Options(TypedDict, total=False):
-    """What ``options`` of torch.compile may hold, for type checkers: see `Config`."""
+    """The keys of ``options`` of torch.compile, for type checkers: see `Config`."""
 
     recipe: RecipeName | RecipeChange
     policy: Mapping[str, PolicyValue]
@@ -99,8 +99,8 @@ class _Frozen(Mapping[str, Any]):
 
 
 def _copied(value: Any, option: str, depth: int = 0) -> Any:
-    """``value`` with its mappings and lists copied, so that it does not follow the user's. What is
-    in them (a pass for Inductor, say) stays the same object."""
+    """``value`` with its mappings and lists copied, so that later changes of the user's have no
+    effect. Their elements (a pass for Inductor, for example) stay the same objects."""
     if depth > _DEPTH:
         raise ConfigError(f"{option}: nested more than {_DEPTH} deep; no option has so many levels")
     if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def _copied(value: Any, option: str, depth: int = 0) -> Any:
 
 
 def _meaning(value: Any) -> Any:
-    """What tells ``value`` from others: Python's == takes dicts in any order, and 1 for True."""
+    """A key that distinguishes values that == does not: order of dicts, 1 and True."""
     if isinstance(value, dict):
         return (dict, *((_meaning(key), _meaning(v)) for key, v in value.items()))
     if type(value) in (list, tuple):
@@ -136,22 +136,21 @@ class Config:
     disable_kernels  names of kernels that must not run, such as "cublaslt_fp4" or "quantize.cuda":
                     another runs in their place, in the whole process, from this graph on. Those in
                     Q2COMPILE_DISABLE_KERNELS are added
-    keep_packed     under activation checkpointing, keep the quantized operands of a checkpointed
-                    region instead of computing them again (see `passes.keep_packed`)
+    keep_packed     under activation checkpointing, save the quantized operands of a checkpointed
+                    region instead of recomputing them (see `passes.joint.keep_packed`)
     cache_weights   quantize each weight once and use the codes until it changes: in all
                     micro-batches of a step, and in inference (see `weight_cache` for what is seen
                     as a change, and what is not)
-    recompute_weights  True: backward quantizes each weight again, from the parameter, instead of
-                    keeping the codes, 4.5 bits a parameter less; False: it keeps them; "auto": it
-                    keeps those that do not raise the peak of a step (see
-                    `passes.joint.saved_weights` for the rule), and of the others, where they are
-                    bf16 parameters whose codes follow from their scales, the scales, half a bit a
-                    parameter (see `passes.joint.save_weights`)
+    recompute_weights  True: the backward recomputes codes of weights from the parameters, which
+                    saves 4.5 bits per parameter; False: codes are saved; "auto": codes that do not raise
+                    the peak of a step are saved (`passes.joint.saved_weights` has the rule). For
+                    other bf16 parameters, block scales are saved where codes follow from them: half
+                    a bit per parameter (see `passes.joint.save_weights`)
     fuse_rotations  True: quantizers that rotate compute their operand themselves, where that is an
-                    expression and expected to pay (`lowering.prologue`); "auto": on GPUs of
-                    compute capability 9.x, where that was measured
-                    (`examples/benchmarks/quantizers.py`), without telemetry, whose recorded steps
-                    read it; False: they read it
+                    expression and expected to pay (`lowering.prologue`); "auto": on GPUs of compute
+                    capability 9.x, where that was measured (`examples/benchmarks/quantizers.py`),
+                    without telemetry, whose recorded steps read operands; False: quantizers read
+                    their operand from memory
     on_error        when a stage of q2compile raises: "raise" StageError, which names the graph, the
                     stage and a file that reproduces it; or "bf16": warn, and compile that graph
                     with Inductor alone
@@ -159,9 +158,9 @@ class Config:
                     of the backward are drawn: torch's default generator is then left alone, and
                     dropout and noise are those of a bf16 run. An int, signed or unsigned of 64
                     bits; None draws from the default generator (see `q2compile.get_rng_state`)
-    telemetry       what quantizing does to each operand, recorded every so many steps: a mapping
-                    with the keys every, modules, to, csv, tensorboard (see `telemetry.options`);
-                    None records nothing
+    telemetry       records errors of each quantized operand every so many steps: a mapping with
+                    the keys every, modules, to, csv, tensorboard (see `telemetry.options`); None
+                    records nothing
     """
 
     recipe: RecipeName | RecipeChange = "quartet2"
@@ -278,8 +277,8 @@ class Config:
 
     @property
     def weights_by_peak(self) -> bool:
-        """Whether the memory of each graph decides which codes of weights are kept: not where
-        another option, or a pass that is left out, keeps them all."""
+        """Whether the memory of each graph decides which codes of weights are saved: not if another
+        option, or a disabled pass, saves them all."""
         keeps_all = self.keep_packed or self.cache_weights
         left_out = "recompute_weights" in self.disable_passes
         return self.recompute_weights == "auto" and not keeps_all and not left_out
@@ -410,7 +409,8 @@ _MOST_KNOWN = 1000  # calls that Dynamo compares are as many as blocks that are 
 
 
 def _config_file_stamp() -> tuple[str, int, int] | None:
-    """What tells whether the file that the environment names was changed; None if it names none."""
+    """Identity of the policy file that the environment names, to see changes; None if it names
+    none."""
     path = os.environ.get(CONFIG_FILE_VARIABLE)
     if not path:
         return None
@@ -453,8 +453,8 @@ def _read_config_file() -> Mapping[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. A key that is there twice would keep its first place and take its
-    last value, so that another line of a policy would win than the last; TOML refuses it, too."""
+    """A JSON object as a dict. Duplicate keys raise, as in TOML: a dict would have the first's
+    place and the last's value, so that the last line of a policy would not win."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

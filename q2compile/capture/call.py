@@ -84,8 +84,9 @@ class Call:
 
 
 def _one_expert(matmul: Matmul) -> Matmul:
-    """A product with one matrix of a stack, by the op for a stack: of the tokens of a loop over the
-    experts there may be few, which a plain linear's weight gradient is biased by."""
+    """A product with one matrix of a stack, by the op for a stack. In a loop over experts, one
+    expert may have few tokens, and the weight gradient of a plain linear is biased for few tokens.
+    """
     x, w, _ = matmul.operands()
     if x.is_nested or isinstance(w, DTensor) or any(n % 16 for n in w.shape):
         return matmul
@@ -102,7 +103,7 @@ def _one_expert(matmul: Matmul) -> Matmul:
 def _unusable(matmul: Matmul) -> str:
     """Why its activation and weight can't be operands here; "" if they can."""
     x, w = example(matmul.x), example(matmul.w)
-    if w.ndim != 2 and not isinstance(w, DTensor):  # a view may make one side of several dimensions
+    if w.ndim != 2 and not isinstance(w, DTensor):  # a view may make one dimension of several
         w = matmul.operands()[1]
     if matmul.op == "linear" and w.ndim != 2:
         return f"the weight is {w.ndim}-D, {list(w.shape)}; only 2-D weights are taken"

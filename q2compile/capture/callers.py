@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function that is given to torch.compile calls its models: ``student``, ``teacher``.
+"""The names that a function given to torch.compile has for its models: ``student``, ``teacher``.
 
 A model that is compiled itself needs no such name. A function that runs two does, if both have an
 ``up``, whether Dynamo makes one graph of the function or breaks it in the middle of a model.
@@ -44,9 +44,8 @@ class Function:
 
 
 def compiled_callable() -> Function | nn.Module | None:
-    """What Dynamo compiles now: a function, or a model that was given to torch.compile inside of a
-    functools.partial. None if no Dynamo compiles.
-    """
+    """The function that Dynamo compiles now, or the model in a functools.partial given to
+    torch.compile. None if Dynamo is not compiling."""
     found = compiled_frame()
     if found is None:
         return None
@@ -157,7 +156,7 @@ def _values(function: Function) -> Iterator[tuple[Path, nn.Module]]:
 
 
 def _inside(value: Any, names: list[str], constants: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """What ``value`` holds under the keys and the attributes that a function's code has."""
+    """The values that ``value`` holds under keys and attributes that a function's code names."""
     if issubclass(type(value), dict):
         yield from ((key, dict.get(value, key)) for key in constants)
     elif issubclass(type(value), list | tuple):
@@ -188,7 +187,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _constants(code: CodeType) -> list[Any]:
-    """The texts and numbers in a function and in those that are defined in it."""
+    """String and integer constants of a function and of functions defined in it."""
     own = [c for c in code.co_consts if type(c) in (str, int)]
     return list(dict.fromkeys([*own, *(c for inner in _inner(code) for c in _constants(inner))]))
 

@@ -38,8 +38,8 @@ class _Equation:
 
 
 def einsum(call: Call) -> Matmul | NotTaken | None:
-    """Two operands, one a parameter: a matrix, with its sides in one dimension each or in several,
-    or a stack of matrices with a matrix of activations for each. One operand is no matmul: None.
+    """Two operands, one of them a parameter: a matrix whose rows and columns may span several
+    dimensions, or a stack of matrices with a matrix of activations for each. None for one operand.
     """
     text, operands = call.args["equation"], _operands(call.args.get("operands"))
     if isinstance(text, str) and len(operands) == 1:
@@ -70,7 +70,7 @@ def einsum(call: Call) -> Matmul | NotTaken | None:
 
 
 def _operands(given: Any) -> tuple[Any, ...]:
-    """A node, several, or a list of them: einsum("...", x), ("...", x, w), ("...", [x, w])."""
+    """A node, a few nodes, or a list of them: einsum("...", x), ("...", x, w), ("...", [x, w])."""
     if isinstance(given, list | tuple):
         return _operands(given[0]) if len(given) == 1 else tuple(given)
     return () if given is None else (given,)
@@ -114,7 +114,7 @@ def _linear_views(
     if any(len(set(s)) != len(s) for s in (xs, ws)) or sorted(out) != sorted(rest + n):
         return None
     x_views = (*permuted(xs, rest + k), *_flattened(len(rest), len(k)))
-    if ws == k + n:  # both sides of it views, and the transpose one that a kernel can read
+    if ws == k + n:  # views on either side, and a transpose that a kernel can read
         w_views = (*_flattened(len(k), len(n)), *_flattened(0, len(k)), ("transpose", (0, 1)))
     else:
         w_views = (*permuted(ws, n + k), *_flattened(len(n), len(k)), *_flattened(0, len(n)))
@@ -130,9 +130,8 @@ def _flattened(first: int, count: int) -> tuple[View, ...]:
 
 
 def _implied(inputs: str) -> str:
-    """What torch returns of an equation without an arrow: the dimensions of the ellipsis, and the
-    letters that come once, in the order of the alphabet, capitals first.
-    """
+    """The output of an equation without an arrow, as in torch: the dimensions of the ellipsis, then
+    the letters that occur once, in alphabetical order, capitals first."""
     once = sorted(c for c in set(inputs) if c.isalpha() and inputs.count(c) == 1)
     return "..." * ("..." in inputs) + "".join(once)
 

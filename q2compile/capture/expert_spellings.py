@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls with a weight for each group of rows: in which calls the experts of a mixture come.
+"""Matmuls with one weight per group of rows: the calls in which experts of a mixture occur.
 
     x [T, K] by groups, w [E, K, N]        torch._grouped_mm(x, w, offs)             grouped_linear
     x [E, T, K], w [E, K, N]               torch.bmm(x, w), x @ w, einsum            batched_linear

@@ -52,8 +52,8 @@ def _walk(scope: Scope) -> Iterator[Matmul | NotTaken]:
 
 
 def _read(scope: Scope, node: fx.Node) -> Matmul | NotTaken | None:
-    """What ``node`` multiplies, None if it is no matmul. One that can't be read is left alone, with
-    what was raised as the reason."""
+    """The matmul of ``node``; None if it is none. A matmul that raises while it is read is left in
+    BF16, with the error as the reason."""
     if FAILURE in node.meta:
         return unread(scope.gm, node, node.meta[FAILURE], _weight(scope, node))
     try:
@@ -127,7 +127,7 @@ def _not_followed(node: fx.Node) -> str:
 
 
 def _is_or_is_one_of(placeholder: fx.Node, value: fx.Node) -> bool:
-    """Whether a body sees what it is given, or, in a loop over it, one part at a time."""
+    """Whether a body sees its arguments whole; the body of a loop sees one part at a time."""
     seen = placeholder.meta.get("example_value")
     whole = example(value).shape
     return isinstance(seen, torch.Tensor) and seen.shape in (whole, whole[1:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only look at Python frames. Nothing is written to a frame, and nothing that it holds is kept.
+"""All reads of Python frames. Nothing is written to a frame, and no reference to its values stays.
 
 Two kinds of frames are read while a graph is compiled:
 
@@ -10,8 +10,8 @@ Two kinds of frames are read while a graph is compiled:
   that are modules, or hold one under a key or an attribute that its code names. Needed for names
   that begin with what a function calls each of its models.
 
-Of other frames only code, file and package are read. A frame that Dynamo compiles itself is not
-read either: Dynamo says what is in it.
+For other frames only code, file and package are read. A frame that Dynamo compiles is not read
+either: its contents come from Dynamo.
 
 Before Python 3.13 reading ``frame.f_locals`` leaves a dict on the frame that keeps the value of
 each variable alive until the function returns: the first batch, say. `look` empties that dict.
@@ -33,7 +33,7 @@ from q2compile.torch_internals.dynamo import is_region
 
 T = TypeVar("T")
 
-# What tells the code of a method, also after Dynamo has written it anew.
+# Identifies the code of a method, also after Dynamo has rewritten it.
 _Code = tuple[str, int, str]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a matmul in a Dynamo graph is: activation × parameter in one form, or left with a reason."""
+"""A matmul in a Dynamo graph: activation × parameter in one form, or left in BF16 with a reason."""
 
 from __future__ import annotations
 

@@ -58,15 +58,15 @@ class Names:
 
     root      the outermost module on the stack that owns one of them, or the outermost at all for a
               graph without parameters; None for a compiled function
-    by_id     id(parameter) -> every name it has (several when tied)
+    by_id     id(parameter) -> every name it has (more than one when tied)
     held      the parameters that the graph holds
     prefix    where the compiled frame's own module stands in root ("" for the whole model, None
               when the frame's parameters show no common place)
-    label     what the names of root's parameters begin with: "teacher", where a function runs
-              several models (see `callers`), else ""
+    label     the prefix of names of root's parameters: "teacher", where a function runs more than
+              one model (see `callers`), else ""
     sites     every name that a policy could match, in all models of the function; [] if not known
     served    id(parameter) -> sites of equal layers that Dynamo will run with the same graph
-    failure   what was raised while the model was looked for; the names are then relative to the
+    failure   the error that was raised while the model was searched; names are then relative to the
               compiled frame
     """
 
@@ -219,7 +219,7 @@ def site_names(root: nn.Module, label: str = "") -> list[str]:
 
 
 def _label(root: nn.Module, models: Mapping[str, nn.Module]) -> str:
-    """What the function calls ``root``, a model of its or a part of one; "" for an only model."""
+    """The function's name for ``root``, a model of its or a part of one; "" for an only model."""
     if len(models) > 1:
         for label, model in models.items():
             for name, module in named_modules(model):

@@ -49,8 +49,7 @@ def _children(module: nn.Module, where: str) -> list[tuple[str, Any]]:
 def named_modules(module: nn.Module, *, twice: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) for ``module``, as "", and all that are in it.
 
-    twice: a module that has several names comes with each of them, else with the first.
-    """
+    twice: a module with more than one name comes with each of them, else with the first."""
     seen: set[int] = set()
 
     def walk(name: str, module: nn.Module, above: frozenset[int]) -> Iterator[Any]:

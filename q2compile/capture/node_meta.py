@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What q2compile notes on the nodes of a graph."""
+"""Keys of q2compile in node.meta."""
 
 # Keys in node.meta["custom"], which torch carries through AOTAutograd into both graphs.
 SITE, SALT = "q2_site", "q2_salt"

@@ -13,7 +13,7 @@ from q2compile.capture.matmul import Matmul
 from q2compile.capture.views import called, is_view_or_cast
 
 _MOST_EXPERTS = 1024  # a head has more outputs, also where tokens are drawn from its top ones
-# What stands between the logits and the choice: scores of them, and a bias that balances the load.
+# Ops between the logits and the choice of experts: scores, and a bias that balances the load.
 _aten = torch.ops.aten
 _BETWEEN = frozenset(
     [torch.softmax, torch.sigmoid, torch.add, torch.mul, torch.div, F.softmax, F.softplus]

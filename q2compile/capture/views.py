@@ -38,7 +38,8 @@ _TRANSPOSES = frozenset(
 
 
 def called(node: fx.Node) -> Any:
-    """What ``node`` calls; of an op of aten the packet, since the arguments say which overload."""
+    """The target of ``node``; for an op of aten its packet, since the arguments decide the
+    overload."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
         return node.target.overloadpacket
     return node.target

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a stage of q2compile raises: what the user is told, and how the graph runs all the same."""
+"""When a stage of q2compile raises: the error for the user, and how the graph still runs."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ class Faults:
         return self._error(stage, self.graph, original, error, call, stage, hint)
 
     def raise_or_warn(self, stage: str, original: fx.GraphModule, error: Exception) -> StageError:
-        """What becomes of ``error``, which is being handled: raised where the user has to mend it,
-        or under on_error="raise"; else warned of and returned.
-        """
+        """Handles ``error``. It is raised if only the user can fix its cause, or under
+        on_error="raise"; else it becomes a warning and is returned."""
         error = getattr(error, "inner_exception", error)  # Inductor wraps what a pass raises
         if isinstance(error, BackendError) and not isinstance(error, StageError):
-            raise  # the user's to mend
+            raise  # for the user to fix
         if isinstance(error, StageError):
             fault, cause = error, error.__cause__
         else:
@@ -114,5 +113,5 @@ def _innermost(error: BaseException) -> str:
 
 
 def _file_name(text: str) -> str:
-    """Letters, digits and underscores alone, so that it is one file in the folder it is put in."""
+    """Letters, digits and underscores alone, so that it names one file in a folder."""
     return re.sub(r"[^a-z0-9]+", "_", text.removeprefix("pass ").lower()).strip("_")

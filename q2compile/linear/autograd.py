@@ -73,7 +73,7 @@ def _quantize(
 def _requantize(
     saved: SavedCodes, operand: Operand, seed: Tensor | None, **more: Any
 ) -> list[Tensor]:
-    """What is kept of x or w, quantized columnwise. more: what q2::requantize takes besides."""
+    """x or w, from saved codes, quantized columnwise. more: further arguments of q2::requantize."""
     return torch.ops.q2.requantize(
         *saved.codes,
         source_scheme=saved.scheme,
@@ -103,7 +103,7 @@ class OneWeight:
     def requantized(
         self, gemm_name: str, saved: SavedCodes, operand: Operand, seed: Tensor | None
     ) -> Sequence[Tensor]:
-        """What is kept of x or w, quantized columnwise."""
+        """x or w, from saved codes, quantized columnwise."""
         return _requantize(saved, operand, seed)
 
     def gemm(
@@ -175,9 +175,8 @@ def of_rows(x: Tensor, recipe: Recipe) -> OneWeight:
 
 
 class Saved(dict[str, Tensor]):
-    """Tensors kept for backward, by name: "x", "x.codes", "x.mask", "wgrad.x.codes",
-    "wgrad.seed".
-    """
+    """Tensors saved for the backward, by name: "x", "x.codes", "x.mask", "wgrad.x.codes",
+    "wgrad.seed"."""
 
     def put_codes(self, name: str, codes: Sequence[Tensor]) -> None:
         self.update(zip((f"{name}.{part}" for part in _PARTS), codes, strict=True))

@@ -56,9 +56,8 @@ def begin_checks(texts: Iterable[tuple[str, str, str]], device: torch.device, fu
 
 
 def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant | Use, str]]:
-    """The quantizers of a recipe, as they are used, with schemes, and the ops that are launched
-    beside them. codes: whether GEMMs read codes, with swizzled scales; else bf16 numbers.
-    """
+    """The quantizers of a recipe as they will be called, with schemes, and further ops that will
+    run. codes: whether GEMMs read codes, with swizzled scales; else dequantized operands."""
     fprop = recipe.fprop
     for operand in (fprop.a, fprop.b) if fprop else ():
         spec = get_scheme(operand.scheme)
@@ -82,7 +81,8 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
             again = AGAIN._replace(rotated=rotated)
             yield used(again, gemm.b.transform), _named(gemm.b, codes)
             if gemm is recipe.dgrad and fprop and rounds_by_scales(get_scheme(fprop.b.scheme)):
-                # Of a weight: asked for as the joint graph names it, and then as passes do.
+                # A weight: checked under the scheme of the joint graph, then under the scheme after
+                # passes.
                 by_scales = used(again._replace(by_scales=True), gemm.b.transform)
                 yield by_scales, _named(gemm.b, codes, saved=True)
                 yield by_scales, _named(gemm.b, codes)
@@ -114,7 +114,7 @@ def inductor_kernels_of(recipe: Recipe, codes: bool) -> Iterator[str]:
 def inductor_kernels_ahead(
     texts: Iterable[tuple[str, str, str]], device: torch.device
 ) -> list[str]:
-    """Those of linear layers with these recipes, on a GPU."""
+    """Schemes of Inductor kernels for linear layers with these recipes, on a GPU."""
     index = torch.cuda.current_device() if device.index is None else device.index
     codes = unsupported(index) is None and multiplies_codes(index)
     recipes = [parse(*text) for text in dict.fromkeys(texts)]
@@ -122,7 +122,7 @@ def inductor_kernels_ahead(
 
 
 def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
-    """Those that may compute a gradient in the place of reading it, by their keywords: an ellipsis
+    """Quantizers that may compute a gradient instead of reading it, by their keywords: an ellipsis
     is a tensor."""
     for variant, operand in _of_gradients(recipe):
         if variant == ROWWISE:
@@ -138,7 +138,8 @@ def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
 
 
 def _of_gradients(recipe: Recipe) -> Iterator[tuple[Variant, Operand]]:
-    """What quantizes dy: both directions at once where they are alike (`pair_directions`)."""
+    """The quantizers of dy: one for rowwise and columnwise where they are alike
+    (`pair_directions`)."""
     dgrad = recipe.dgrad.a if recipe.dgrad else None
     wgrad = recipe.wgrad.a if recipe.wgrad else None
     if dgrad is not None and dgrad == wgrad and dgrad.transform != "none":

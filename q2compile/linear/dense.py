@@ -63,9 +63,8 @@ def linear(
 
 
 def quantize_weight(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
-    """What fprop makes of w [N, K], first cast to ``dtype``: codes, scales, global scale, and the
-    mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`).
-    """
+    """fprop's quantization of w [N, K], first cast to ``dtype``: codes, scales, global scale, and
+    the mask of a QuEST scheme. ``operand`` is its text (`recipes.Operand`)."""
     with without_autocast(w.device.type):
         return list(forward_parts(w.to(dtype), Operand.parse(operand)))
 

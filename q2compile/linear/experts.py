@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with a weight for each group of rows: the experts of a mixture.
+"""Linear layers with one weight per group of rows: the experts of a mixture.
 
 Three ops, CompositeImplicitAutograd like `q2::linear`, and one autograd.Function behind them. E
 weights w [E, N, K]; T rows of x in all, of which each is multiplied with one weight:
@@ -8,16 +8,18 @@ weights w [E, N, K]; T rows of x in all, of which each is multiplied with one we
     batched_linear(x [E, ..., K], w)          groups of equal size
     indexed_linear(x [..., K], w, index [...])    each row names its expert
 
-Quantizing along K does not care which rows belong together, so x and w [E * N, K] are quantized as
-any matrix, and so is dy along N. What the backward contracts must not mix experts. Along T (wgrad)
-q2::quantize and q2::requantize keep them apart as groups, in whole chunks of 128 rows an expert,
-and see to it that MS-EDEN is unbiased for few tokens, too (numerics/groups.py). The N rows of w
-(dgrad) are padded to whole chunks before, where they are not. Empty groups are fine.
+Along K, quantizing is independent of the grouping of rows. So x and w [E * N, K] are quantized as
+any matrix, and so is dy along N. In the backward, contractions must not mix experts:
 
-The weights of all experts share a global scale, as do their gradients' operands. It is there to
-place the block scales within e4m3, which alone spans 2^17: experts would have to differ by more to
-lose from it, and one scale is what every kernel of a single matrix takes.
-"""
+- Along T (wgrad) q2::quantize and q2::requantize quantize groups separately, in whole chunks of 128
+  rows per expert. MS-EDEN is unbiased for few tokens, too (numerics/groups.py).
+- The N rows of w (dgrad) are padded to whole chunks.
+
+Empty groups are allowed.
+
+The weights of all experts share a global scale, as do the operands of their gradients. The global
+scale places block scales within e4m3, which spans 2^17. Experts lose accuracy only if they differ
+by more than that, and every kernel for a single matrix takes one scale."""
 
 from __future__ import annotations
 
@@ -40,8 +42,7 @@ _TEXTS = "str fprop, str dgrad, str wgrad, int salt, Tensor[]? codes=None"
 class Grouped(InGroups):
     """x's rows up to offs[0] with the first of the weights, those up to offs[1] with the next.
 
-    The weights lie in one matrix [E * N, K], and so do their gradients.
-    """
+    The weights are one matrix [E * N, K], and so are their gradients."""
 
     def __init__(self, offs: Tensor, padded_offs: Tensor) -> None:
         super().__init__(offs, padded_offs)
@@ -63,7 +64,7 @@ class Grouped(InGroups):
         return super().requantized(gemm_name, saved, operand, seed)
 
     def _padded(self, w: Tensor, operand: Operand) -> Tensor:
-        """What there is of w, its N rows an expert padded to whole blocks and chunks."""
+        """The saved parts of w, its N rows per expert padded to whole blocks and chunks."""
         unit = max(SCHEMES[operand.scheme].width, TRANSFORMS[operand.transform].size)
         n = w.shape[0] // self.experts
         wide = -(-n // unit) * unit
@@ -165,10 +166,10 @@ def indexed_linear(
 ) -> Tensor:
     """y [..., N]: the row t of x [..., K] times w[index[t]].
 
-    The weights are not gathered, as a bmm with w[index] does, but the rows of x sorted; so the
-    tokens of an expert are quantized together for wgrad, and a weight once. index [...] is integer;
-    as in torch's indexing -1 is the last expert. Under autocast cast as bmm's operands are.
-    """
+    Weights are not gathered, as by a bmm with w[index]; the rows of x are sorted instead. So the
+    tokens of an expert are quantized as one group for wgrad, and each weight once. index [...] is
+    integer; as in torch's indexing -1 is the last expert. Under autocast, operands are cast as
+    bmm's are."""
     x, w = cast(x, w)
     experts, places = w.shape[0], index.shape
     x, index = x.flatten(0, -2), index.flatten()

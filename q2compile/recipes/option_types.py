@@ -12,7 +12,7 @@ RecipeName = Literal[
 
 
 class OperandChange(TypedDict, total=False):
-    """What differs in one operand of a GEMM: names that ``q2compile recipes`` prints."""
+    """Changes of one operand of a GEMM, by names that ``q2compile recipes`` prints."""
 
     scheme: str
     transform: str

@@ -97,8 +97,8 @@ def _as_mapping(recipe: Any) -> Mapping[str, Any]:
 
 
 def patterns_of(wanted: Collection[str], names: Collection[str]) -> list[str]:
-    """The patterns that match ``wanted`` and nothing else in ``names``: of one last component, or
-    one glob over all numbers, where such a pattern does; else each name's own."""
+    """Patterns that match ``wanted`` and nothing else in ``names``: one for a last component, or
+    one glob over all layer numbers, where that is possible; else each name."""
     leaf = f"*.{min(wanted).rpartition('.')[2]}"
     folded = re.sub(r"(?<![^.])\d+(?![^.])", "*", min(wanted))
     for glob in (leaf, folded):

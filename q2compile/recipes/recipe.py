@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: what each of a linear layer's three GEMMs is computed in. A recipe is data.
+"""Recipes: the number formats of a linear layer's three GEMMs. A recipe is data.
 
 Shapes: x [T, K] activations, w [N, K] weight, dy [T, N] gradient of the output.
 
@@ -8,7 +8,7 @@ Shapes: x [T, K] activations, w [N, K] weight, dy [T, N] gradient of the output.
     wgrad   dw = dyᵀ x    operands dy, x     contracts T
 
 Each operand is an `Operand(scheme, transform, source)`; its text, as it stands in graphs, reports
-and options, is the path the numbers take, from source to codes:
+and options, is the path from source to codes:
 
     nvfp4_46_pow2                         quantized from the high-precision tensor
     rht128>nvfp4_ms_eden_pow2             rotated, then quantized

@@ -45,7 +45,7 @@ def resolve(spec: str | Mapping[str, Any], global_scale: str = "pow2") -> Recipe
 
 
 def _named(spec: Mapping[str, Any]) -> str:
-    """What a mapping changes, in words: "bf16 dgrad and changed wgrad"."""
+    """The changes of a mapping, in words: "bf16 dgrad and changed wgrad"."""
     changes = {gemm: spec[gemm] for gemm in GEMMS if gemm in spec}
     return " and ".join(
         f"{change if isinstance(change, str) else 'changed'} {gemm}"
@@ -129,7 +129,7 @@ def _check(recipe: Recipe, name: str, gemm: Gemm) -> None:
 
 
 def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
-    """What is wrong with one operand and what to do; "" if nothing."""
+    """The error in one operand and its fix; "" if there is none."""
     scheme, transform = SCHEMES[o.scheme], TRANSFORMS[o.transform]
     if o.source != "fresh" and (gemm == "fprop" or role == "dy"):
         return "but only w in dgrad and x in wgrad have another source than 'fresh'"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a matmul: the policy's word, the cost model's, and what one graph can keep."""
+"""The decision about a matmul: by the policy, the cost model, and the limits of one graph."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def why_bf16(row: Row, config: Config, *, router: bool) -> str:
 def raise_on_shared(
     found: Matmul, recipe: Recipe, names: Names, config: Config, *, router: bool
 ) -> None:
-    """Dynamo compiles one graph for equal layers; a policy that tells them apart can't be kept
-    then.
-    """
+    """Raises where a policy gives equal layers different recipes, though Dynamo compiles one graph
+    for them."""
     for other in names.served_too(found.parameter):
         theirs, _ = config.resolved_policy.resolve(other, router=router)
         if (theirs.texts(), theirs.auto) != (recipe.texts(), recipe.auto):
@@ -91,8 +90,8 @@ def predict_matmul(found: Matmul, recipe: Recipe, config: Config) -> Prediction 
 
 
 def _is_computed(x: fx.Node, matmuls: tuple[Any, ...]) -> bool:
-    """Whether loops of Inductor's make x, so that its quantizer can be part of them: not an input
-    of the graph, nor what a matmul or an attention leaves in memory."""
+    """Whether an Inductor kernel computes x, so that its quantizer can fuse into it: not a graph
+    input, nor the result of a matmul or of attention."""
     while is_view_or_cast(x) and isinstance(viewed(x), fx.Node):
         x = viewed(x)
     left = (*matmuls, F.linear, torch.matmul, F.scaled_dot_product_attention)

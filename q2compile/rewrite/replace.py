@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put `q2::linear`, or its kin for experts, in the place of one matmul.
+"""Replace one matmul by `q2::linear`, or by its variants for experts.
 
 before                                             after
     y = torch._C._nn.linear(x, w, b)                   y = torch.ops.q2.linear.default(x, w, b,
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 import q2compile.linear.dense
-import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
+import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.capture.expert_spellings import is_look_up
 from q2compile.capture.matmul import Matmul, View
 from q2compile.capture.node_meta import SALT
@@ -30,9 +30,8 @@ from q2compile.recipes.recipe import Recipe
 
 
 def replace_by_linear(found: Matmul, recipe: Recipe, salt: int) -> fx.Node:
-    """Put `q2::linear`, or its kin for experts, and its views in the place of one matmul; return
-    the node of the result.
-    """
+    """Replace one matmul by `q2::linear`, or a variant for experts, with its views. Returns the
+    node of the result."""
     before = found.node.prev
     try:
         out = _built(found, recipe, salt)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import q2compile.linear.dense
-import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
+import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.capture.find_matmuls import find_matmuls, unread
 from q2compile.capture.matmul import Matmul, NotTaken
 from q2compile.capture.module_names import Names
@@ -33,13 +33,13 @@ _NOT_OF_ONE_MATMUL: tuple[type[BaseException], ...] = (*control_flow(), BackendE
 
 
 def rewrite(gm: fx.GraphModule, config: Config, names: Names) -> list[Row]:
-    """Rewrite ``gm`` in place; return a row for every matmul in it, taken or not and why. A body
-    that several calls share has a row for each call of each of its matmuls.
+    """Rewrite ``gm`` in place. Returns a row for every matmul in it: taken, or left with the
+    reason. A body that several calls share has a row for each matmul and call.
 
     Raises ValueError when the policy gives different recipes to modules that one graph will serve.
     """
     if names.failure is not None and config.resolved_policy.rules:
-        raise names.failure  # a policy would be kept by names that are not those it means
+        raise names.failure  # a policy would match other names than those it means
     rows: list[Row] = []
     salt = 0
     calls = own_bodies(gm)

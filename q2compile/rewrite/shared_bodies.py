@@ -75,7 +75,7 @@ def _own_body(
     own: list[BodyCall],
     argument: fx.Node,
 ) -> fx.Node:
-    """What stands in an argument's place: for a body that another call owns, a copy."""
+    """The new value of an argument: a copy, if it is a body that another call owns."""
     shared = inner_graph(gm, argument)
     if shared is None:
         return argument
@@ -132,8 +132,8 @@ def _site(node: fx.Node) -> str:
 
 
 def _signature(body: fx.GraphModule) -> tuple[Any, ...]:
-    """What a body computes, as far as it can differ from another copy's: all but salts and names
-    of inner bodies."""
+    """A key of what a body computes: all but salts and the names of inner bodies, to compare
+    copies."""
     index = {node: f"%{i}" for i, node in enumerate(body.graph.nodes)}
     lines: list[Any] = []
     for node in body.graph.nodes:
