@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' mistakes raise."""
+"""Errors that users' mistakes raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 
 class BackendError(ShortenTraceback):
-    """What the backend raises: Dynamo lets a ShortenTraceback through, and wraps everything else
+    """Base of the backend's errors: Dynamo passes on a ShortenTraceback, and wraps everything else
     in BackendCompilerFailed.
 
     From torch 2.15 on Dynamo adds to the arguments of one that passes that PyTorch wants a report.
@@ -69,7 +69,7 @@ _REPR.maxstring = _REPR.maxother = 200
 
 
 def shown(got: object) -> str:
-    """What came, for a message: short, whatever it is, and whatever its own repr does."""
+    """A short text of any value for a message, whatever its own repr does."""
     try:
         return _REPR.repr(got)
     except Exception:  # an int of 5000 digits, a class whose metaclass raises

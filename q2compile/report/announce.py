@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What q2compile says by itself, without a dump or a report: to Python's logging, and to the trace
-that tlparse reads.
+"""Messages without a dump or a report: to Python's logging, and to the trace that tlparse reads.
 
 The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows torch's own. By level:
 
-    WARNING what q2compile failed on and left in bf16; what was asked for and does nothing; at exit,
+    WARNING a part that failed and stays in bf16; an option that has no effect; at exit,
             that torch.compile was given the backend and no graph came
     INFO    a line for the first graph with matmuls to quantize that a process compiles, and one
             for what is emulated on its GPU; they are shown even where nobody has configured
@@ -12,9 +11,8 @@ The logger is "q2compile", so ``TORCH_LOGS="q2compile"`` shows it as it shows to
     DEBUG   the options in force, a line for every graph, one for every matmul in it, and what each
             pass did
 
-It is silenced by ``TORCH_LOGS="-q2compile"`` as by
-``logging.getLogger("q2compile").setLevel("ERROR")``.
-"""
+To silence it: ``TORCH_LOGS="-q2compile"`` as by
+``logging.getLogger("q2compile").setLevel("ERROR")``."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ atexit.register(_say_that_no_graph_came)
 
 
 def _show_if_unconfigured() -> None:
-    """Print to stderr if nobody has said what they want to see."""
+    """Print to stderr if nobody has configured the logger."""
     if LOG.level == logging.NOTSET:
         LOG.setLevel(logging.INFO)
         if not LOG.handlers:
@@ -82,7 +80,7 @@ def _show_if_unconfigured() -> None:
 
 
 def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
-    """Of a graph that was rewritten."""
+    """Lines about a graph that was rewritten."""
     if not any(row.has_parameter for row in rows):
         return
     first = not First.compiled and any(row.wanted for row in rows)
@@ -104,8 +102,8 @@ def compiled(title: str, rows: Sequence[Row], config: Config) -> None:
 
 
 def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:
-    """Of a graph on which q2compile failed in part: matmuls that could not be read, and the search
-    for the model's names."""
+    """Warnings about a graph on which q2compile failed in part: matmuls that could not be read, or
+    the search for the model's names."""
     for row in rows:
         if row.why.startswith(UNREAD):
             LOG.warning("q2compile: %s: %s stays in bf16: it %s", title, row.module, row.why)
@@ -116,7 +114,7 @@ def failed(title: str, rows: Sequence[Row], names: Exception | None) -> None:
 
 
 def passed(title: str, record: PassRecord) -> None:
-    """Of a pass over a graph, if it found something."""
+    """A line about a pass over a graph, if it matched something."""
     if record.matches:
         text = "%s: pass %s on the %s graph: %d matches"
         LOG.debug(text, title, record.name, record.graph, record.matches)

@@ -46,13 +46,12 @@ _REPORTS = ("report.json", "report.txt", "report.html", _RUN)
 
 
 class DumpFolder:
-    """The folder of one process's dumps: the one named, or ``rank<r>`` inside it where there are
-    several ranks, or ``process<pid>`` while another process dumps into it.
+    """The folder of one process's dumps: the named folder, ``rank<r>`` inside it if there are more
+    ranks, or ``process<pid>`` while another process dumps into it.
 
     The first use in a process removes what an earlier run left: ``graph_<n>`` folders and reports,
-    and only in a folder that q2compile itself marked. Files of these names in a folder that it did
-    not mark are the user's, and refused.
-    """
+    and only in a folder that q2compile itself marked. Files of these names in an unmarked folder
+    belong to the user, and raise an error."""
 
     # A forked process inherits the table, not the folders.
     _open: dict[tuple[int, Path], DumpFolder] = {}
@@ -116,7 +115,7 @@ class DumpFolder:
 
 
 def _folder_of_rank() -> tuple[str, ...]:
-    """The folder of this rank, if it is one of several."""
+    """The folder of this rank, if there is more than one."""
     return (f"rank{process_rank()}",) if world_size() > 1 else ()
 
 
@@ -126,7 +125,7 @@ def _is_dump(folder: Path) -> bool:
 
 
 def _remove_old(path: Path) -> None:
-    """What earlier runs left: reports, graphs, and the folders of processes that are gone."""
+    """Files that earlier runs left: reports, graphs, and the folders of ended processes."""
     for old in path.iterdir():
         if old.is_symlink() or not old.is_dir():
             continue
@@ -155,7 +154,7 @@ def _locked(marker: Path) -> TextIO | None:
     except (BlockingIOError, PermissionError):
         file.close()
         return None
-    except OSError:  # a file system without locks: nothing can be told
+    except OSError:  # a file system without locks: not known
         pass
     with _os_errors_as_config_errors(marker):
         if file.tell() == 0:
@@ -166,7 +165,7 @@ def _locked(marker: Path) -> TextIO | None:
 
 @contextmanager
 def _os_errors_as_config_errors(path: Path) -> Iterator[None]:
-    """What the file system says against a path, as a ConfigError."""
+    """Turns errors of the file system for a path into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -178,7 +177,7 @@ def _os_errors_as_config_errors(path: Path) -> Iterator[None]:
 
 
 def _linkless(path: Path) -> Path:
-    """``path``. A link is refused: it could lead out of the folder named."""
+    """``path``. Raises for a link: it could lead out of the named folder."""
     if path.is_symlink():
         raise _cannot(path, "it is a symbolic link")
     return path

@@ -16,9 +16,9 @@ from q2compile.report.row import Row
 
 _MOST = 5  # reasons in a message
 
-# What models look like of which a matmul was compiled in 4 bits: Dynamo runs the same graphs for a
-# model that is equal. Parameters are not kept, since torch.utils.swap_tensors refuses those that
-# have weak references.
+# Structures of models with a matmul compiled in 4 bits: Dynamo runs the same graphs for an equal
+# model. No references to parameters, since torch.utils.swap_tensors refuses those that have weak
+# references.
 taken_models: set[tuple[Any, ...]] = set()
 _expected: Any = WeakIdKeyDictionary()  # model -> _Expected
 

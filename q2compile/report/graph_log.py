@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted of one Dynamo graph on its way: the dump, the reports, and what `strict` checks."""
+"""The log of one Dynamo graph: its dump, its reports, and the checks of `strict`."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class GraphLog:
 
 
 def _asked_of_weights(config: Config) -> str:
-    """Why all codes of weights are kept or not, where an option says; "" where memory does."""
+    """Why all codes of weights are saved or recomputed, if an option decides; "" if memory does."""
     for name in ("keep_packed", "cache_weights"):
         if getattr(config, name) and config.recompute_weights == "auto":
             return f"{name}=True"

@@ -20,7 +20,7 @@ Write = Callable[[str, str], None]
 
 
 class GraphRecord:
-    """What is written of one graph.
+    """The files of one graph.
 
     number   of the graph, in rows
     write    called with a file's name and its text, again when the text has grown

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import q2compile.linear.dense
-import q2compile.linear.experts  # noqa: F401  registers q2::linear and its kin
+import q2compile.linear.experts  # noqa: F401  registers q2::linear and its variants
 from q2compile.config import Config
 from q2compile.lowering.inductor_kernels import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
@@ -24,9 +24,8 @@ from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatc
 class _Recorder(TorchDispatchMode):
     """Notes each q2 op that is called and the kernel that would serve it.
 
-    lowers: Inductor compiles the graph, and may have loops of its own for an op: "inductor" where
-    they are always used, "inductor or cuda" where it depends on what computes the operand.
-    """
+    lowers: Inductor compiles the graph, and may have a kernel of its own for an op: "inductor" if
+    it is always used, "inductor or cuda" if it depends on the producer of the operand."""
 
     def __init__(self, lowers: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model has reached the backend, and what has not."""
+"""Which parts of a model have reached the backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from q2compile.report.row import Row
 
 
 class Coverage:
-    """What of one model, under one Config, has reached the backend so far."""
+    """The parts of one model, under one Config, that have reached the backend so far."""
 
     # By identity: a model may define __eq__, and have no hash then.
     _by_root: Any = WeakIdKeyDictionary()  # model -> {(Config, label): Coverage}
@@ -90,7 +90,7 @@ class Coverage:
         ]
 
     def notes(self) -> list[str]:
-        """What a reader of the report should know besides the rows."""
+        """Notes for readers of the report, besides the rows."""
         notes = [
             f"the graph compiled for {prefix!r} also runs equal modules: {', '.join(served)}"
             for prefix, served in self.shared.items()

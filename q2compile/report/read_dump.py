@@ -78,8 +78,8 @@ _AGAIN = 'write the dump again, with options={"dump": ...}'
 
 
 def _parsed(path: Path, parse: Callable[[str], T], again: str = _AGAIN) -> T:
-    """What ``parse`` makes of a file of a run. Raises ValueError for one that was cut off, changed
-    or written by something else."""
+    """A file of a run, parsed by ``parse``. Raises ValueError for one that was cut off, changed or
+    written by something else."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -44,7 +44,7 @@ class Report:
         self.add_coverage(coverage)
 
     def new_graph(self, number: int) -> GraphRecord:
-        """What keeps a graph's stages, for the page."""
+        """The stages of a graph, for the page."""
         files: dict[str, str] = {}
         self.graph_files[number] = files
         return GraphRecord(number, files.__setitem__)

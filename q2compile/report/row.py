@@ -34,11 +34,11 @@ class Row:
     spelling      how the model wrote it
     taken, why    whether it was rewritten, and why not; ``wanted``: whether the policy asked for it
     recipe        the recipe's name; ``pattern`` is the policy's line that chose it, "" the default
-    fprop, dgrad, wgrad   what each GEMM is computed in (`recipes`), "bf16" where it is left
+    fprop, dgrad, wgrad   the text of each GEMM's operands (`recipes`), "bf16" where it is left
     kernels       GEMM -> the kernels that run it on ``device`` in ``dtype``
-    saved_bytes   what is kept for backward, summed over the tensors of this matmul; operands shared
-                  by several matmuls (x of q, k, v) count once, for the first. None until a graph
-                  with a backward was compiled. ``saved_elements``: how many numbers they stand for
+    saved_bytes   bytes saved for the backward by this matmul; an operand that matmuls share (x of
+                  q, k, v) counts once, for the first. None until a graph with a backward was
+                  compiled. ``saved_elements``: how many elements they stand for
     weight        "saved" or "recomputed", and why: the codes of w between fprop and dgrad. "" where
                   dgrad takes none, or nobody knows yet
     gathered      under `gather_codes`: whether FSDP2 gathers codes or values of w, and why; else ""

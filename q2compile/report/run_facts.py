@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run was: versions, commit, device, date, command, options."""
+"""Facts of a run: versions, commit, device, date, command, options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from q2compile.version import __version__
 
 
 class RunFacts:
-    """Of this process, as a dump's run.json has them, and the foot of its page."""
+    """Facts of this process, for a dump's run.json and the foot of its page."""
 
     def __init__(self) -> None:
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def _given(config: Config) -> dict[str, Any]:
-    """What differs from the defaults, as JSON has it; an object that JSON lacks by its repr."""
+    """Options that differ from the defaults, as JSON; objects that JSON lacks by their repr."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     given = {f.name: values[f.name] for f in fields(config) if values[f.name] != f.default}
     plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in given.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward graph keeps for its backward, by matmul."""
+"""Bytes that a forward graph saves for its backward, by matmul."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def count_saved(graph: fx.Graph, rows: list[Row]) -> None:
     its outputs: a forward graph, or one that it calls.
 
     Counted are the outputs of quantizing ops (codes, scales, global scale, masks). A tensor that
-    several matmuls share belongs to the one whose ops made it: the first.
-    """
+    matmuls share counts for the one whose ops made it, the first."""
     salts = {_salt(node) for node in graph.nodes}  # of a forward left in bf16, too
     bytes_of = dict.fromkeys(salts, 0)
     elements_of = dict.fromkeys(salts, 0)
@@ -75,7 +74,7 @@ def _quantizes(op: fx.Node) -> bool:
 
 
 def _salt(op: fx.Node) -> int | None:
-    """Of the matmul that ``op`` is a part of; None where nothing says which that is."""
+    """The salt of the matmul that ``op`` is a part of; None if it is not known."""
     return op.meta.get("custom", {}).get(SALT)
 
 

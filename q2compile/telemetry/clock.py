@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which training step it is.
+"""The number of the current training step.
 
-A step ends when an optimizer steps that holds a parameter of a recorded graph. What steps before
-the next training forward counts once, so several optimizers of one step (Muon and AdamW) do, and
-all micro-batches of an accumulated gradient belong to one step. Optimizers are found, and their
-steps counted, by `optimizer_steps`. Where none is found a step ends when the version counter of a
-parameter changes. A program whose optimizer shows neither, or that replays the optimizer in a CUDA
-graph of its own, calls `step` after each step; from the first such call on nothing else counts.
-Steps are counted from 0, for the process: a model that is compiled again goes on where it was.
+A step ends when an optimizer that holds a parameter of a recorded graph steps. All optimizers that
+step before the next training forward (Muon and AdamW) count as one step, and all micro-batches of
+an accumulated gradient belong to one step. `optimizer_steps` finds optimizers and counts their
+steps. If none is found, a step ends when the version counter of a parameter changes. A program
+whose optimizer shows neither, or that replays the optimizer in a CUDA graph of its own, calls
+`step` after each step; from the first such call on, nothing else counts. Steps are counted from 0
+per process: a model that is recompiled continues the count.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ class TelemetryWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Record:
-    """What one call of one graph noted, on its way to the host.
+    """The notes of one call of one graph, being copied to the host.
 
     rows        (module, gemm, operand, format, index of its statistics)
-    statistics  how many vectors of their sums there are
+    statistics  the number of vectors of sums
     weights     the modules of the shares of changed codes that come after them
     data        fp64 [statistics * len(SUMS) + len(weights)]
     """
@@ -128,7 +128,7 @@ class Folder:
         self._recorders.add(recorder)
 
     def add(self, record: Record) -> None:
-        """To be written when its numbers are there."""
+        """Queues a record; it is written when its data have arrived."""
         self._waiting.append(record)
 
     def begin(self, step: int) -> None:

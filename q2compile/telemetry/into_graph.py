@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What telemetry puts into a compiled graph: after all passes, on the graph that Inductor lowers.
+"""Nodes that telemetry inserts into a graph, after all passes, before Inductor lowers it.
 
 before                                         after, in a recording graph
     q = quantize(x, scheme=S, ...)                 q = quantize(x, scheme=S, ..., recorded=True)
@@ -10,11 +10,13 @@ before                                         after, in a recording graph
     return ...                                     note([m, q[3], ..., c, ...], place, layout)
                                                    return ...
 
-In a plain graph only the marks are noted, one number an operand (`ops.note`). Each is made behind
-the first GEMM that reads the operand, which lives no longer for it. Bits stay: a recorded
-op returns the outputs of the very op that it stands for, from the same arguments, and what else is
-added reads its outputs alone, which are in memory either way because a GEMM reads them. So
-nothing of the graph gains a reader that could have the compiler fuse, and round, otherwise.
+In a plain graph only the marks are noted, one element per operand (`ops.note`). Each is made behind
+the first GEMM that reads the operand, so it does not extend the operand's life.
+
+The bits of a step do not change. A recorded op returns the outputs of the op that it replaces, from
+the same arguments. The other inserted nodes read only these outputs, which are in memory anyway
+because a GEMM reads them. So no tensor gains a reader that could make Inductor fuse, and round,
+differently.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ Place = tuple[int, str, str]  # salt of the linear, gemm, operand
 
 @dataclass
 class Layout:
-    """What the tensors of one note are: first a vector of marks; then a vector of statistics for
-    each index that a row has; then codes of weights.
+    """The tensors of one note: a vector of marks; a vector of statistics for each index that a row
+    has; codes of weights.
 
     marks    the operand of each mark, in the order in which the graph multiplies
     rows     (operand, index of its statistics): equal operands of several GEMMs share one
@@ -78,7 +80,8 @@ class Layout:
     @staticmethod
     @cache
     def parse(text: str) -> Layout:
-        """What `text` wrote; once, since a graph that runs on the host notes in every step."""
+        """The layout that `text` wrote. Cached, since a graph that runs on the host notes in every
+        step."""
         found = json.loads(text)
         return Layout(
             [(salt, gemm, role) for salt, gemm, role in found["marks"]],
@@ -277,7 +280,7 @@ def _add_weights(graph: fx.Graph, uses: list[_Use], layout: Layout) -> list[fx.N
 
 
 def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], after: fx.Node) -> fx.Node:
-    """A new call next to what it reads, so that nothing is kept for it until the graph's end.
+    """A new call next to its inputs, so that they do not live until the graph's end for it.
 
     after: the last of its arguments in the graph.
     """

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The telemetry of one compiled graph: which of its two variants a call runs, and what becomes of
-what that notes.
+"""The telemetry of one compiled graph: which of its two variants a call runs, and where its notes
+go.
 
 A graph is compiled twice: plain, with marks alone, and recording. The first training call of a
-recorded step runs the recording one, all others the plain one; both save the same tensors for
-backward, so a checkpointed region may be computed again by the other.
+recorded step runs the recording one, all others the plain one. Both save the same tensors for the
+backward, so a checkpointed region may be recomputed by the other.
 
-On the device: what a graph notes is written to memory of the recorder's own, by launches on the
-graph's stream, which a CUDA graph captures with the rest. On the host: after the call, and after
-its backward, a copy to pinned memory is started; nothing waits for it. What the copy holds is
-read steps later, when its event has passed (`folder`).
+On the device, notes are written to memory that the recorder owns, by launches on the graph's
+stream; a CUDA graph captures them with the rest. On the host, a copy to pinned memory is started
+after the call and after its backward; nothing waits for it. The copy is read some steps later, when
+its event has passed (`folder`).
 
-A graph that serves several equal layers (per-block compile) tells its calls apart by the
-parameters that they bring; backwards by a hook on the call's node in autograd's graph.
-"""
+A graph that serves equal layers (per-block compile) identifies its calls by their parameters, and
+backwards by a hook on the call's node in autograd's graph."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ class Site:
 
 @dataclass
 class _Memory:
-    """What one kind of graph writes to; made before its first call, since a CUDA graph's warm-up
-    must not allocate what outlives it.
+    """Buffers that one kind of graph writes to. Allocated before its first call, since a CUDA
+    graph's warm-up must not allocate memory that outlives it.
 
     marks       fp32 [STEPS * calls, n]: a row for each of the last steps and each call in a step
     statistics  fp64 [operands, len(SUMS)] of the recorded call
@@ -121,7 +120,7 @@ class Recorder:
             weakref.finalize(self, SINKS.pop, place, None)
 
     def key(self, recording: bool) -> str:
-        """What tells the compiled graph from others, for caches."""
+        """Identifies the compiled graph, for caches."""
         wanted = sorted(self._wanted) if recording else None
         return f"telemetry {self.number} {wanted} {sorted(map(str, self._recipes.items()))}"
 

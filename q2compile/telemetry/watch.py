@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first NaN or Inf: looked for in the marks of the last steps (`ops.note`), of all graphs
-together.
+"""Finds the first NaN or Inf in the marks of the last steps (`ops.note`), over all graphs.
 
-Marks of STEPS steps are kept on the device. Every EVERY steps a copy of them is begun, and looked
-through some steps later, when it is there: a finding is reported at most EVERY steps after its
-step, and the few more that the copy and the host need.
-"""
+Marks of STEPS steps stay on the device. Every EVERY steps a copy of them is started, and searched
+some steps later, when it has arrived. A finding is reported at most EVERY steps after its step,
+plus the few that the copy and the host need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is used from outside: `explain`, `quantize`, the commands, what reproducers call. May import
-all; nobody imports it but the public face.
-"""
+"""Entry points: `explain`, `quantize`, the commands, functions that reproducers call. May import
+all; only the public names import it."""

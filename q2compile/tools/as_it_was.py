@@ -16,7 +16,8 @@ from q2compile.torch_internals.private_names import FakeTensor
 
 
 class State:
-    """What a call may change of models: buffers, training flags, gradients; of `weights`, too.
+    """The state of models that a call may change: buffers, training flags, gradients; `weights`,
+    too.
 
     A buffer that the call replaces by one of another shape, a cache that grew, stays replaced, and
     so do attributes that the model's own Python code sets.
@@ -75,7 +76,7 @@ class State:
 
 @contextmanager
 def as_it_was(model: nn.Module | None, *, weights: bool = False) -> Iterator[State]:
-    """What the code inside does to ``model`` (see `State`) and to torch's generators is undone."""
+    """Restores ``model`` (see `State`) and torch's generators after the code inside."""
     state = State()
     if model is not None:
         state.keep_model(model, weights=weights)

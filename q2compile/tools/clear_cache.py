@@ -12,8 +12,8 @@ _OWN = re.compile(r".+-[0-9a-f]{24}\.(cubin|checked|\d+\.checking|so)|gemm-[0-9a
 
 
 def clear_cache(folder: Path) -> str:
-    """Deletes q2compile's own files in a folder; says how many and how large they were. What is
-    deleted is made again when it is needed, but for the choices of `q2compile bench`.
+    """Deletes q2compile's own files in a folder; says how many and how large they were. Deleted
+    files are recreated when they are needed, except for the choices of `q2compile bench`.
 
     Raises:
         OSError: a file can't be deleted.

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can run: devices, versions, kernels, cubins, and a self-check of each kernel.
+"""Devices, versions, kernels and cubins of this machine, with a self-check of each kernel.
 
     q2compile doctor [--no-check] [--json]
     q2compile doctor --clear-cache
 
-The self-check sends small tiles through every kernel that serves the device, and through the loops
-that Inductor makes of quantizers, and compares them with the torch reference on the CPU: quantizers
-bit by bit, GEMMs on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run
-in a process of their own with a time limit, and their results are kept for training. The exit
-status is 1 when a kernel is rejected.
-"""
+The self-check runs every kernel that serves the device, and the Inductor kernels of quantizers, on
+small tiles. It compares results with the torch reference on the CPU: quantizers bit by bit, GEMMs
+on a GPU to the rounding of the result. Every check runs anew. Those of a GPU run in a process of
+their own with a time limit, and their results are kept for training. The exit status is 1 when a
+kernel is rejected."""
 
 import argparse
 import importlib.metadata
@@ -52,7 +51,7 @@ from q2compile.runtime_kernels.registry import (
 )
 from q2compile.tools.clear_cache import clear_cache
 
-# The schemes of the recipes' operands that Inductor's loops are taken for.
+# The schemes of the recipes' operands for which Inductor kernels are used.
 LOOPS_CHECKED = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that do not run
@@ -60,7 +59,7 @@ PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that d
 
 @dataclass
 class Row:
-    """What is known of a kernel with one scheme, of a quantizer for a variant.
+    """The state of a kernel with one scheme; of a quantizer also for one variant.
 
     state: passed, rejected, unsupported or disabled; "serves" without a check.
     """
@@ -244,7 +243,7 @@ def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
 
 
 def device_rows(device: torch.device) -> Iterator[Row]:
-    """Of Inductor's loops on a GPU, and of all kernels but the references."""
+    """Rows of Inductor kernels on a GPU, and of all kernels but the references."""
     if device.type == "cuda":
         yield from loops_rows(device)
     for op in ops():
@@ -264,7 +263,7 @@ def loops_rows(device: torch.device) -> Iterator[Row]:
 
 
 def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: str) -> Row:
-    """Of a kernel with one scheme; of a GEMM in all forms."""
+    """The rows of a kernel with one scheme; of a GEMM in all its variants."""
     op = op_of(of)
     forms = FORMS_OF.get(op, ())
     calls = [next(CASES[op](scheme, (f,)))[0] for f in forms] or [arguments_of(of, scheme)]

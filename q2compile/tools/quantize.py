@@ -3,7 +3,7 @@
 
     q = q2compile.quantize(x, "nvfp4_46")
     q.codes, q.scales, q.global_scale      4-bit codes, one 8-bit scale a block, one fp32 scalar
-    q.dequantize()                         the numbers they stand for, in x's shape
+    q.dequantize()                         their values, in x's shape
 
 These are the ops that a compiled model runs (`q2compile.runtime_kernels`), called eagerly.
 
@@ -51,8 +51,8 @@ class QuantizedTensor:
 
     scheme, transform: names in SCHEMES and TRANSFORMS.
     shape: of the tensor that was quantized.
-    transpose: codes lie along the first dimension of that matrix instead of the last.
-    seed: int64 0-dim, the one that signs and random bits came from; None where nothing was drawn.
+    transpose: codes are along the first dimension of that matrix instead of the last.
+    seed: int64 0-dim, of the signs and random bits; None where nothing was drawn.
     """
 
     codes: Tensor
@@ -72,7 +72,7 @@ class QuantizedTensor:
         return sum(t.nbytes for t in parts if t is not None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, rotate_back: bool = True) -> Tensor:
-        """The numbers that the codes stand for.
+        """The values of the codes.
 
         Args:
             dtype: of the result; computed in fp32 and rounded once.
@@ -109,15 +109,14 @@ def quantize(
 
     Args:
         x: float32, bfloat16 or float16, one dimension or more, any strides, any device. Leading
-            dimensions are rows; blocks lie along the last.
+            dimensions are rows; blocks are along the last.
         scheme: a name in SCHEMES: "nvfp4", "nvfp4_16x16", "nvfp4_46", "nvfp4_sr", "nvfp4_ms_eden",
             "mxfp4_rtn", "mxfp4_sr", "mxfp4_quest", and more; "<name>_pow2" has a power of two as
             its global scale.
         transform: a name in TRANSFORMS, applied along the same dimension before rounding.
-        transpose: blocks lie along the first dimension of a matrix, and rows are its columns.
+        transpose: blocks are along the first dimension of a matrix, and rows are its columns.
         seed: of the signs and random bits, where any are drawn: an int of 64 bits, or an int64
-        scalar on
-            x's device. By default one is drawn from the default generator of x's device.
+            scalar on x's device. By default one is drawn from the default generator of x's device.
         stream: tells apart tensors that share a seed: equal signs, different random bits.
         amax: float32 scalar to use as max |x|, for schemes with an exact global scale (tensors
             that share a scale). By default it is measured.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of `reproducer` call: a graph built line by line, and the stages to run on it."""
+"""Functions that the files of `reproducer` call: a graph built line by line, and the stages to run
+on it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from q2compile.torch_internals.private_names import FakeTensorMode
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of a tensor; `make` makes one of random numbers."""
+    """Metadata of a tensor; `make` returns one with random values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -106,7 +107,7 @@ class Replay:
         return self._graph.output(value)
 
     def module(self) -> fx.GraphModule:
-        """What has been built."""
+        """The graph built so far."""
         return fx.GraphModule(self._root, self._graph)
 
     def rewrite(self, options: Mapping[str, Any]) -> fx.GraphModule:

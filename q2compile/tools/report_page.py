@@ -72,8 +72,8 @@ def run_page(folder: str | Path, measured: bool = False) -> str:
 
 
 def _home(folder: Path, holds: Callable[[Path], bool]) -> Path | None:
-    """Where a part of a run lies: in ``folder``, or in the only one inside it that holds such; of
-    a run of several ranks rank 0's dump."""
+    """The folder of a part of a run: ``folder``, or the only one inside it that holds such a part;
+    for a run of more ranks, rank 0's dump."""
     if not folder.is_dir():
         return None
     near = [folder] if holds(folder) else [p for p in sorted(folder.iterdir()) if p.is_dir()]

@@ -85,7 +85,7 @@ def backward_node(outputs: Any) -> Any:
     """
     for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
         node = getattr(output, "grad_fn", None)
-        for _ in range(4):  # views of outputs are made again outside of it
+        for _ in range(4):  # views of outputs are recreated outside of it
             if node is None or type(node).__name__ == "CompiledFunctionBackward":
                 break
             node = next((n for n, _ in node.next_functions if n is not None), None)

@@ -22,7 +22,7 @@ ASYNC_INPUTS_KEEP_GRADIENTS = torch.__version__ < "2.12"
 
 
 def control_flow() -> tuple[type[BaseException], ...]:
-    """What Dynamo raises through a backend to trace again, or to leave a frame alone."""
+    """Exceptions that Dynamo raises through a backend, to retrace or to skip a frame."""
     from torch._dynamo import exc
 
     return (
@@ -61,7 +61,7 @@ def compiled_frame() -> tuple[CodeType, Mapping[str, Any], Mapping[str, Any]] | 
 
 
 def _tracer() -> Any:
-    """What Dynamo traces with now; None if something else calls the backend."""
+    """Dynamo's tracer of this compilation; None if something else calls the backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -71,7 +71,7 @@ def _tracer() -> Any:
 
 
 def _innermost_backend(function: Any) -> Any:
-    """What was given to torch.compile, inside of what Dynamo has put around it."""
+    """The object given to torch.compile, without Dynamo's wrappers."""
     while hasattr(function, "_torchdynamo_orig_backend"):
         function = function._torchdynamo_orig_backend
     return function
@@ -93,7 +93,7 @@ def is_wrapper_of_callable(code: CodeType) -> bool:
 
 
 def original_module(module: torch.nn.Module) -> torch.nn.Module | None:
-    """What torch.compile(module) was called with, for what it returned; else None."""
+    """The module that torch.compile was called with, for the module that it returned; else None."""
     if not issubclass(type(module), torch._dynamo.OptimizedModule):
         return None
     return object.__getattribute__(module, "__dict__")["_modules"].get("_orig_mod")
@@ -170,10 +170,9 @@ def compiled_apart(
 
 @contextmanager
 def compiling_apart(example: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a backend compiles inside is a graph of its own: what AOTAutograd notes of it is not
-    noted of the graph that Dynamo called the backend for. Yields ``example`` to compile it for, as
-    a fake tensor of fixed sizes; torch's caches want its mode to have a ShapeEnv.
-    """
+    """A graph that is compiled inside has its own records in AOTAutograd, apart from the graph for
+    which Dynamo called the backend. Yields ``example`` as a fake tensor of fixed sizes; torch's
+    caches need a ShapeEnv in its mode."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fake = example if isinstance(example, FakeTensor) else None
@@ -210,7 +209,7 @@ def parameter_of(node: fx.Node) -> torch.nn.Parameter | None:
 
 @dataclass(frozen=True)
 class _Argument:
-    """What Dynamo's GraphArg says of a parameter."""
+    """Dynamo's GraphArg of a parameter."""
 
     parameter: weakref.ref[torch.nn.Parameter]
     source: Any

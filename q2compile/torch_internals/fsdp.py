@@ -33,7 +33,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def groups_of(module: nn.Module) -> Sequence[Any]:
-    """FSDP2's groups of the parameters that ``module`` gathers together; before torch 2.12 one."""
+    """FSDP2's groups of parameters that ``module`` gathers in one collective; before torch 2.12 one
+    group."""
     if not isinstance(module, FSDPModule):
         return ()
     state = module._get_fsdp_state()
@@ -104,7 +105,7 @@ def ranks_of_shards(record: Any) -> list[int]:
 
 
 def process_groups(record: Any) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
-    """The ranks that the parameter's shards lie on, and one group for each other dimension of the
+    """The ranks that hold the parameter's shards, and one group for each other dimension of the
     mesh of `ranks_of`."""
     own, mesh = record.mesh_info.shard_process_group, record._spmd_mesh
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -125,12 +126,12 @@ def gathered_parameter(record: Any) -> nn.Parameter | None:
 
 
 def shape_of(record: Any) -> tuple[int, ...]:
-    """What is gathered: all of a parameter, or this rank's tensor-parallel part."""
+    """The gathered tensor: all of a parameter, or this rank's tensor-parallel part."""
     return tuple(record._orig_size)
 
 
 def padded_shape(record: Any) -> tuple[int, ...]:
-    """Of each rank's shard, as it is gathered: the last ranks' with zeros."""
+    """The size of each rank's shard in the gather: the last ranks' are padded with zeros."""
     return tuple(record.padded_sharded_param_size)
 
 
@@ -152,7 +153,7 @@ def dtype_of(record: Any) -> torch.dtype:
 
 
 class Wire:
-    """What one parameter gathers in the place of values.
+    """The tensors that one parameter gathers instead of its values.
 
     before() returns what this rank sends, bytes [rows, n], and whether the values are to be
     gathered, too; None for the values alone. It is asked in each gather.
@@ -174,7 +175,8 @@ class Wire:
 
     @property
     def whole(self) -> list[Tensor]:
-        """What all ranks sent, uint8 [ranks * rows, n] each: the same tensors in each gather."""
+        """The gathered tensors of all ranks, uint8 [ranks * rows, n] each: the same memory in each
+        gather."""
         return self._views
 
     def attach(self) -> None:
@@ -265,7 +267,7 @@ def post(key: str, text: str) -> None:
 def read_posts(
     key: str, ranks: Sequence[int], seconds: float, sooner: Mapping[str, float]
 ) -> dict[int, str | None]:
-    """What the ranks have posted under ``key``; None for those that have not after that time.
+    """The texts that ranks have posted under ``key``; None for those that have not after that time.
     sooner: how long to wait for something else than these texts."""
     store, began = _store(), time.monotonic()
     found: dict[int, str | None] = {}

@@ -63,7 +63,7 @@ def inductor_options_of_mode(mode: str | None, dynamic: bool | None = None) -> d
     return {} if mode == "default" else dict(list_mode_options(mode, dynamic))
 
 
-SHORT_SUM = 10  # numbers
+SHORT_SUM = 10  # elements
 
 
 def short_sums_unrolled() -> dict[str, Any]:
@@ -153,9 +153,8 @@ def pass_slot(manager: CustomGraphPass) -> dict[str, Any]:
 def pass_in_slot(slot: str = PASS_SLOT) -> Any:
     """The pass that Inductor's global config has in a slot of ours, or None.
 
-    Raises ConfigError for a list of several (possible from 2.13 on): there is one place before
-    ours.
-    """
+    Raises ConfigError for a list of more than one (possible from 2.13 on): there is one slot before
+    ours."""
     from torch._inductor import config
 
     current = getattr(config, slot)

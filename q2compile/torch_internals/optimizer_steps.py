@@ -63,7 +63,7 @@ class Steps:
 
 
 class _Found:
-    """What the last look-up found: id of a parameter -> optimizers that hold it. number: of the
+    """The result of the last look-up: id of a parameter -> optimizers that hold it. number: of the
     look-up."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Holders:
             self._references, self._since = references, _found.number
 
     def known(self, w: Tensor) -> tuple[Steps, ...]:
-        """Those that the last look-up found."""
+        """The optimizers that the last look-up found."""
         with _lock:
             refs = _found.holders.get(id(w), ())
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuts a joint graph into forward and backward: torch's partitioner, its place, and what the
-one saves for the other."""
+"""torch's partitioner, which cuts a joint graph into forward and backward: its setting, and the
+tensors that a forward saves."""
 
 from __future__ import annotations
 
@@ -41,25 +41,23 @@ def _op_types() -> Any:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Whether the partitioner takes it that Inductor makes a loop of ``node``, to fuse with others.
-    Views are such.
-    """
+    """Whether the partitioner assumes that Inductor fuses ``node`` with others. Views are such."""
     return node.op == "call_function" and bool(_op_types().is_fusible(node))
 
 
 def is_checkpointed(graph: fx.Graph) -> bool:
-    """Whether torch.utils.checkpoint marked a part of a joint graph to be computed again."""
+    """Whether torch.utils.checkpoint marked a part of a joint graph to be recomputed."""
     return any("ac_graph_id" in node.meta for node in graph.nodes)
 
 
 def save_instead(
     forward: fx.Graph, backward: fx.Graph, results: int, pairs: Sequence[tuple[fx.Node, fx.Node]]
 ) -> None:
-    """Has the backward of a graph that is cut take from the forward what it made again.
+    """Let the backward of a graph that is cut take values from the forward that it recomputed.
 
     A forward returns its results, then what it saves: tensors, objects and symbols, in this order.
-    A backward takes the symbols, the tensors, the objects, and then the tangents. What is saved
-    here comes first among the tensors; what has lost its last reader is not saved.
+    A backward takes the symbols, the tensors, the objects, and then the tangents. Newly saved
+    tensors come first among the tensors; those that have lost their last reader are not saved.
 
     results  how many of the forward's outputs are not saved
     pairs    nodes of the forward, and those of the backward that make the same

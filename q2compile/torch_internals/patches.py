@@ -54,7 +54,7 @@ class Patch:
         return getattr(import_module(self.module), self.owner)
 
     def value(self) -> Any:
-        """What stands there now; what a class inherits, if it has no such attribute of its own."""
+        """The current attribute; the inherited one, if a class has none of its own."""
         place = self.place()
         return place[self.key] if isinstance(place, dict) else getattr(place, self.key)
 
@@ -229,7 +229,7 @@ _installed: list[_Installed] = []
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Have all rows in force in this thread. May be nested, and be entered by several threads."""
+    """Put all rows in force in this thread. May be nested, and be entered by several threads."""
     global _compiling
     with _lock:
         if _compiling == 0:

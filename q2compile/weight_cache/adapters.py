@@ -36,7 +36,7 @@ class Merged:
         return cls(noting) if noting else None
 
     def of(self, w: Tensor) -> tuple[Any, ...]:
-        """What changes when an adapter is merged into ``w``, or taken out of it."""
+        """A value that changes when an adapter is merged into ``w``, or unmerged."""
         modules = [ref() for ref in self._noting.get(id(w), ())]
         return tuple(
             tuple(value) if isinstance(value, list) else value

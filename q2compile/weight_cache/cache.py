@@ -2,13 +2,13 @@
 """The option ``cache_weights``: fprop's codes of a weight are made once, and used until it changes.
 
 Without it every forward quantizes every weight: in each micro-batch of an accumulated gradient, and
-in each call of a model that does not train. With it the graph takes the codes as inputs, and what
-calls it makes them, before the graph and so outside of any CUDA graph:
+in each call of a model that does not train. With it the graph takes the codes as inputs. Its caller
+makes them before the graph runs, so outside of any CUDA graph:
 
     before    y = q2.linear(x, w, b, ...)
     after     y = q2.linear(x, w, b, ..., [codes, scales, global_scale])
 
-Codes live as long as their weight's memory, 4.5 bits a parameter. They are made again after
+Codes live as long as their weight's memory, at 4.5 bits per parameter. They are recomputed after
 
     a change of the weight's version counter: every in-place change that autograd sees, by
         optimizers, copy_, load_state_dict, init, under no_grad and inference_mode, too;
@@ -21,18 +21,18 @@ Codes live as long as their weight's memory, 4.5 bits a parameter. They are made
 
 Steps are counted by a hook on each optimizer that holds such a weight (`optimizer_steps`); other
 optimizers get none. Optimizers that hold copies of the weights, or that are no
-torch.optim.Optimizer, are not found. So codes of a weight that a backward pass can have reached,
-and that no known optimizer holds, are made in every call.
+torch.optim.Optimizer, are not found. So codes of a weight that a backward may have reached, and
+that no known optimizer holds, are recomputed in every call.
 
-Memory that something besides the weight holds can change without any of these: the vector that
-`torch.nn.utils.vector_to_parameters` cut the weights out of, the flat buffer of an optimizer, a
-NumPy array, another process. Codes of such a weight are made in every call, and never kept.
+Shared memory can change without any of these: the vector that `torch.nn.utils.vector_to_parameters`
+cut the weights out of, the flat buffer of an optimizer, a NumPy array, another process. Codes of
+such a weight are recomputed in every call.
 
-Nothing shows a write through an alias that is gone by the next call, outside of an optimizer's
-step: ``p.data.copy_(average)``, a raw pointer, the replay of a CUDA graph that holds a step. Code
-that writes so calls `forget_weights` afterwards. FSDP does it in every gather, and is refused. A
-checksum in every call would show it, but on a GPU the host would wait for its result, and reading
-the weight is most of what quantizing it costs there.
+Not detected: a write through an alias that is gone by the next call, outside of an optimizer's
+step, such as ``p.data.copy_(average)``, a raw pointer, or the replay of a CUDA graph that holds a
+step. Code that writes so must call `forget_weights` afterwards. FSDP writes so in every gather, so
+it raises an error here. A checksum in every call would detect it, but on a GPU the host would wait
+for its result, and reading the weight is most of the cost of quantizing it there.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from q2compile.torch_internals.storage import has_other_holders
 
 @dataclass(frozen=True)
 class Form:
-    """What is made of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
+    """A form of a weight: codes by ``operand`` of the weight, or its transpose, in dtype."""
 
     operand: str
     dtype: torch.dtype
     transposed: bool
 
     def matrix(self, w: Tensor) -> Tensor:
-        """What is quantized of w [N, K], or of a stack of experts [E, N, K], or of this rank's part
-        of a DTensor: [..., K]. Transposed: of [K, N], or [E, K, N]."""
+        """The matrix to quantize, [..., K], of w [N, K], a stack of experts [E, N, K], or this
+        rank's part of a DTensor. Transposed: of [K, N], or [E, K, N]."""
         w = local_part(w).detach()
         return (w.mT if self.transposed else w).flatten(0, -2)
 
@@ -84,9 +84,9 @@ class Form:
 
 @dataclass
 class _Made:
-    """What was made of the weight in one storage.
+    """Cached forms of the weight in one storage.
 
-    state    what changes when the weight does, its optimizers' steps aside
+    state    changes when the weight does, except by its optimizers' steps
     steps    the steps of the known optimizers that hold the weight, when the codes were made
     trained  whether a backward pass can have followed a call
     forms    Form -> its parts

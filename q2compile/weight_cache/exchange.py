@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks tell each other of their sharded weights, in one collective for each forward.
+"""Ranks exchange facts about their sharded weights, in one collective per forward.
 
 Ranks that gather different things hang, or read each other's bytes wrongly. So codes are gathered
 from the forward after the one in which all ranks have read the same codes of a weight:
@@ -30,7 +30,7 @@ _LEAST = -(2**31)
 
 
 class Votes:
-    """The weights whose shards lie on the same ranks.
+    """The weights whose shards are on the same ranks.
 
     group: these. others: process groups by which the other ranks that train these weights are
         reached, one dimension of the mesh each: replicas (HSDP), tensor and expert parallel ones.

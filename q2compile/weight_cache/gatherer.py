@@ -36,7 +36,7 @@ _NONE = "none"
 # of gather_codes, which may follow; and of a rank without one for others that may have.
 _FOR_OTHERS, _FOR_A_CALL, _WITHOUT_A_CALL = 600.0, 10.0, 10.0
 _texts: list[str] = []  # of this rank's calls
-_asked: set[int] = set()  # numbers of calls that this rank did not make, and asked others for
+_asked: set[int] = set()  # numbers of calls that this rank skipped and requested from others
 _gatherers: Any = WeakIdKeyDictionary()  # the outermost sharded module -> its Gatherer
 _covered: Any = WeakIdKeyDictionary()  # a sharded module in it -> the same
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph that takes the codes of its weights as inputs, and the call that brings them."""
+"""A graph that takes the codes of its weights as inputs, and its caller, which supplies them."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def take_codes(
 
 
 def _has_sizes(w: Tensor) -> bool:
-    """Whether they are numbers: they are symbols where Dynamo's force_parameter_static_shapes is
-    off and a weight of other sizes came."""
+    """Whether sizes are ints. They are symbols if Dynamo's force_parameter_static_shapes is off and
+    a weight of other sizes came."""
     return all(isinstance(size, int) for size in (*w.shape, *w.stride()))
 
 
@@ -140,7 +140,7 @@ class Inputs:
 
 
 def _is_transpose(node: Any) -> bool:
-    """Of a matrix."""
+    """Whether a node transposes a matrix."""
     return (
         isinstance(node, fx.Node)
         and is_view_or_cast(node)
@@ -159,7 +159,7 @@ def recipe_of(linear: fx.Node) -> Recipe:
 
 
 def form_of(linear: fx.Node) -> Form:
-    """What the linear's fprop, which is quantized, takes of the weight."""
+    """The form of the weight that the linear's quantized fprop takes."""
     fprop = recipe_of(linear).fprop
     assert fprop is not None
     swaps = sum(map(transposes, views_of(linear.args[1])[:-1]))

@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of a shard, as a matrix."""
+        """The shape of a shard as a matrix."""
         return self.shard[0] * self.shard[1]
 
     def with_rows(self, operand: str) -> tuple[int, int]:
@@ -119,8 +119,8 @@ def why_not(operand: str, dtypes: Collection[torch.dtype], layout: Layout) -> st
 
 
 def with_rows(shard: Tensor, operand: str, dtype: torch.dtype) -> Tensor:
-    """What is quantized: a copy of a shard, as a matrix [R, K], in ``dtype``, with zeros in the
-    rows that `fill` fills."""
+    """The matrix to quantize [R, K]: a copy of a shard in ``dtype``, with zeros in the rows that
+    `fill` fills."""
     rows = shard.shape[0] + more_rows(operand)
     copy = shard.new_zeros((rows, shard.shape[1]), dtype=dtype)
     copy[: shard.shape[0]].copy_(shard)
@@ -134,8 +134,8 @@ def more_rows(operand: str) -> int:
 def found_in(
     parts: Sequence[Tensor] | None, rows: Tensor, operand: str
 ) -> tuple[Tensor, Tensor | None]:
-    """What one rank has found for `agreement`: fp32 0-dim, and of a pow2 scheme whether any of its
-    blocks has a scale, 0-dim. parts: of `with_rows` quantized, for a pow2 scheme."""
+    """One rank's part of `agreement`: fp32 0-dim, and for a pow2 scheme whether any of its blocks
+    has a scale, 0-dim. parts: of `with_rows` quantized, for a pow2 scheme."""
     if scheme_of(operand).global_scale == "exact":
         return torch.ops.q2.amax(rows), None
     assert parts is not None
@@ -143,9 +143,9 @@ def found_in(
 
 
 def agreement(found: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The numbers of which all ranks take the maximum, int32 [weights]: the bits of an fp32 >= 0,
-    which are ordered as it is, NaN last. For many weights at once, since a GPU needs little time
-    for one and the host much."""
+    """The int32 [weights] of which all ranks take the maximum: the bits of an fp32 >= 0, which are
+    ordered as the fp32 values, NaN last. Batched over weights, since each call costs the host more
+    than the GPU."""
     values = torch.stack([value for value, _ in found])
     some = torch.stack([value.isfinite() if some is None else some for value, some in found])
     silent = ~some & values.isfinite()  # of zeros g is 1, which says nothing
@@ -159,7 +159,7 @@ def global_scale(agreed: Tensor) -> Tensor:
 
 
 def filling(agreed: Tensor, g: Tensor, operands: Sequence[str]) -> list[Tensor]:
-    """What `fill` takes for each of the weights."""
+    """The argument of `fill` for each of the weights."""
     exact, pow2 = agreed.view(torch.float32).unbind(), (1536.0 * g).unbind()
     is_exact = [scheme_of(operand).global_scale == "exact" for operand in operands]
     return [exact[i] if yes else pow2[i] for i, yes in enumerate(is_exact)]
@@ -182,7 +182,7 @@ def of_shard(parts: Sequence[Tensor], count: int, operand: str) -> list[Tensor]:
 
 
 def of_whole(received: Sequence[Tensor], layout: Layout, operand: str) -> list[Tensor]:
-    """What `of_shard` makes of all shards, as the codes, scales (and mask) of the whole weight."""
+    """The results of `of_shard` of all shards, as codes, scales (and mask) of the whole weight."""
     scheme = scheme_of(operand)
     dtype = torch.float8_e4m3fn if scheme.format == "nvfp4" else torch.float8_e8m0fnu
     codes, scales, *mask = received

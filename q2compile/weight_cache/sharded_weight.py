@@ -19,7 +19,7 @@ from q2compile.weight_cache.cache import Form
 from q2compile.weight_cache.shard_codes import Layout
 
 Make = Callable[[Tensor], Sequence[Tensor]]
-# What a rank's last forward has read of a weight, where it is no form of codes.
+# What a rank's last forward has read of a weight, other than codes.
 UNREAD, VALUES = 0, 1
 
 
@@ -39,13 +39,13 @@ class Wanted:
 
 
 class ShardedWeight:
-    """What is gathered of one parameter, and what its graph is given.
+    """The gathering of one parameter, and the input of its graph.
 
     name     in the model that `gather_codes` was called with
-    why      why its values are gathered in any case; ""
-    wanted   what the last graph that read it took of it: codes; None for its values
+    why      why its values are always gathered; else ""
+    wanted   the codes that the last graph took; None if it took the values
     read     whether a graph has read it since `gather_codes`
-    agreed   what all ranks take, so what is gathered from now on; None for values
+    agreed   the codes that all ranks take, gathered from now on; None for values
     """
 
     def __init__(self, name: str, record: Any, group: Any) -> None:
@@ -62,7 +62,7 @@ class ShardedWeight:
 
     @property
     def number(self) -> int:
-        """What this rank's graphs read, as a number to compare."""
+        """A hash of what this rank's graphs read, to compare."""
         return (self.wanted.number if self.wanted else VALUES) if self.read else UNREAD
 
     def adopt(self, number: int) -> None:
@@ -100,8 +100,8 @@ class ShardedWeight:
         return shard_codes.found_in(parts, rows, operand)
 
     def finish(self, filling: Tensor, g: Tensor) -> None:
-        """Second step: the codes under the global scale of the whole weight. g: of pow2 schemes.
-        The rows are made again: between the steps those of all weights would be there at once."""
+        """Second step: the codes under the global scale of the whole weight. g: for pow2 schemes.
+        The rows are recomputed: otherwise those of all weights would be alive between the steps."""
         assert self.agreed is not None
         rows = self._rows()
         shard_codes.fill(rows, self.agreed.layout.rows, self.operand, filling)
@@ -125,7 +125,7 @@ class ShardedWeight:
         self._fresh = False
 
     def _before_gather(self) -> tuple[list[Tensor], bool] | None:
-        """What FSDP2 is to send, and whether the values are to come, too."""
+        """The tensors that FSDP2 sends, and whether it sends the values, too."""
         if fsdp.is_in_backward(self._group) and self._sent:
             both = self._values_too or self.agreed is None
             sent = self._sent
@@ -137,7 +137,7 @@ class ShardedWeight:
         return None  # a gather by hand, or a forward that did not begin in the model
 
     def parts(self, wanted: Wanted, make: Make) -> Sequence[Tensor]:
-        """What a graph takes of the gathered parameter. make: as `Wanted.make`, of all of it."""
+        """The graph inputs for the gathered parameter. make: as `Wanted.make`, of all of it."""
         fits = self.layout(wanted.form) == wanted.layout
         self.wanted, self.read = (wanted if fits and not self.why else None), True
         agreed = self.agreed
@@ -184,7 +184,7 @@ def add(weight: ShardedWeight) -> None:
 
 
 def sharded_weight(w: object) -> ShardedWeight | None:
-    """Of a gathered parameter that `gather_codes` knows."""
+    """The record of a gathered parameter that `gather_codes` knows."""
     if not _all or not isinstance(w, nn.Parameter):
         return None
     if w not in _of_parameter:

@@ -30,8 +30,8 @@ def keep_packed_pass(graph: fx.Graph) -> int:
     The cost is 4.5 bits per element of each operand. For the inputs of a Llama block of width d and
     MLP 4d that is 4.5 * (d + d + d + 4d) = 31.5 d bits per token, twice the 16 d bits of the
     block's input that checkpointing saves. The gain is about 4% of the time (d = 2048, 16384
-    tokens, B200, by `q2compile.cost_model`: 108 us of quantizers out of 2.8 ms for the block with its
-    forward repeated). It is off by default, because checkpointing is used to save memory.
+    tokens, B200, by `q2compile.cost_model`: 108 us of quantizers out of 2.8 ms for the block with
+    its forward repeated). It is off by default, because checkpointing is used to save memory.
 
     Precondition: the joint graph, with the tags that torch.utils.checkpoint left.
 

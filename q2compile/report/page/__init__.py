@@ -1,4 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as one HTML page: the data in it, the sentences it opens with, and the files it is put
-together from. May import what report may.
-"""
+"""A run as one HTML page: its data, its opening sentences, and the files it is assembled from. May
+import what report may."""

@@ -45,7 +45,7 @@ def assemble(
     page = static("frame.html")
     head, *rest = page.split("{{")
     filled = [head]
-    for part in rest:  # one walk over the frame: what was put in is not looked at again
+    for part in rest:  # one walk over the frame: inserted text is not searched
         name, after = part.split("}}", 1)
         filled += [parts[name], after]
     return "".join(filled)

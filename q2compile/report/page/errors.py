@@ -41,7 +41,7 @@ class Error:
 
 
 def operand_errors(telemetry: Data | None) -> list[Error]:
-    """Of each operand, on each rank, at its last record with an error; the worst first."""
+    """The last recorded error of each operand on each rank; the worst first."""
     operands = telemetry["operands"] if telemetry else ()
     errors = [
         Error(
@@ -55,8 +55,8 @@ def operand_errors(telemetry: Data | None) -> list[Error]:
 
 
 def gemm_errors(comparison: Data | None, rows: Iterable[Data]) -> list[Error]:
-    """Of the result of each GEMM on the operands of the run in bf16, by a comparison of a recipe
-    that the rows' matmuls have. The worst first."""
+    """The error of each GEMM's result, on operands of the bf16 run, from a comparison under a
+    recipe of the rows' matmuls. The worst first."""
     errors = []
     by_module = {row["module"]: row for row in rows if row["taken"]}
     for module in comparison["modules"] if comparison else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hurts and what to do about it: a few sentences, made by rule from a run's figures."""
+"""Problems of a run and what to do about them: a few sentences, derived from its figures."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _shares(comparison: Data | None, names: Sequence[str]) -> list[Finding]:
 
 
 def _slower(taken: Sequence[Data], names: Sequence[str]) -> list[Finding]:
-    """What is predicted to lose time."""
+    """Layers that are predicted to lose time."""
     device = DEVICES[0]
     ratios = {}
     for of in _kinds(row["module"] for row in taken if row["predicted"]):
@@ -123,7 +123,7 @@ def _outliers(operands: Sequence[Error]) -> list[Finding]:
 
 
 def _unknown(telemetry: Data | None, comparison: Data | None) -> list[Finding]:
-    """What this folder does not say, and how it comes to."""
+    """Data that this folder lacks, and how to add it."""
     sentences = []
     if telemetry is None:
         sentences.append(
@@ -144,7 +144,7 @@ def _finding(text: str, policy: Mapping[str, Any] | None = None) -> Finding:
 
 
 def _kinds(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ in nothing but numbers, together."""
+    """Names that differ only in layer numbers, merged."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
@@ -152,7 +152,7 @@ def _kinds(names: Iterable[str]) -> list[list[str]]:
 
 
 def _called(of: Sequence[str], names: Sequence[str]) -> str:
-    """What a kind of layer is called in a sentence: its last component where that tells it."""
+    """The name of a kind of layer in a sentence: its last component, if that identifies it."""
     if len(of) == 1:
         return of[0]
     return patterns_of(of, names)[0].removeprefix("*.")

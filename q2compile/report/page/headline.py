@@ -22,7 +22,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def of_records(telemetry: Mapping[str, Any]) -> list[str]:
-    """What was recorded, in a sentence, for a run without a dump."""
+    """One sentence about what was recorded, for a run without a dump."""
     steps, modules = telemetry["steps"], {o["module"] for o in telemetry["operands"]}
     if not steps:
         return ["Nothing is recorded here yet."]

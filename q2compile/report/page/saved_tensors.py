@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph keeps for its backward, module by module, read from the texts of its dump."""
+"""Tensors that a graph saves for its backward, by module, read from the texts of its dump."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is alive at the peak of a step's memory, by the line of generated code that allocated it."""
+"""Memory alive at the peak of a step, by the line of generated code that allocated it."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. Those of a GPU are large enough to fill one of today's; those of a CPU, on
-    which every op is its reference, show that all of it works."""
+    """Sizes to measure. Those for a GPU fill one of today's; those for a CPU show that everything
+    works."""
 
     matrix: tuple[int, int]
     products: tuple[tuple[int, int, int], ...]  # M, N, K
@@ -103,14 +103,14 @@ class Bench:
             self.log.write("begun", group=self.group, name=name)
 
     def inputs(self, bytes_: int) -> int:
-        """How many operands of so many bytes take turns: where that can be, together more than an
-        L2 cache of today, 128 MiB, holds."""
+        """The number of operands of so many bytes to alternate: if possible more than an L2 cache
+        of today holds, 128 MiB."""
         return min(CALLS, max(2, math.ceil(2**28 / bytes_))) if self.on_gpu else 1
 
     def times(
         self, calls: Mapping[str, Callable[[], list[Call]]]
     ) -> tuple[dict[str, Times], dict[str, Exception]]:
-        """Of those that run, in turns on a GPU; and what the others raised."""
+        """Times of the calls that run, interleaved on a GPU; and the errors of the others."""
         ready: dict[str, Any] = {}
         errors: dict[str, Exception] = {}
         for name, make in calls.items():
@@ -129,7 +129,7 @@ class Bench:
         return {name: Times.of(found) for name, found in ready.items()}, errors
 
     def steps(self, calls: Mapping[str, Call]) -> dict[str, Times]:
-        """Of steps that the host launches, in turns on a GPU."""
+        """Times of steps that the host launches, interleaved on a GPU."""
         if self.on_gpu:
             found = step_times(calls)
         else:

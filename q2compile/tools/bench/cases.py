@@ -135,7 +135,7 @@ def calls_of_quantizers(
 
 
 def step_of(name: str, elements: int) -> Step:
-    """What the cost model makes of one of CASES or OTHERS, of so many elements."""
+    """The cost model's step for one of CASES or OTHERS, of so many elements."""
     if name == DEQUANTIZE:
         return Step("", name, (packed_bits(FORWARD_SCHEME) + HIGH) * elements)
     if name == TRANSPOSE:
@@ -144,8 +144,8 @@ def step_of(name: str, elements: int) -> Step:
 
 
 def calls_of_host(device: torch.device) -> dict[str, Call]:
-    """What the host is timed at: one launch alone, whole ops through torch's dispatcher, and a
-    copy for comparison, on a small matrix."""
+    """Calls to time the host with, on a small matrix: one launch alone, whole ops through torch's
+    dispatcher, and a copy for comparison."""
     x = torch.randn(256, 256, device=device).bfloat16()
     y, seed = torch.empty_like(x), torch.tensor(1, device=device)
     packed = rowwise_call(FORWARD_SCHEME, x)()

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = options.out
     if not out.parent.is_dir():
         raise ConfigError(f"--out: {out.parent} is not a folder")
-    if out.is_dir():  # said before the minutes that measuring takes
+    if out.is_dir():  # checked before the minutes that measuring takes
         raise ConfigError(f"--out: {out} is a folder; allowed: a file's name in one")
     out.write_text("", encoding="utf-8")
     start = time.time()

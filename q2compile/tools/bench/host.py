@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What q2compile takes of the host: a call in generated code, and a linear of a training step.
+"""Host time of q2compile: of a call in generated code, and of a linear in a training step.
 
-Both are slopes over how many there are of them, taken in turns. On a machine that is busy with
-other work a slope may be lost in the noise, and is then not positive: whoever shows it says so.
-"""
+Both are slopes over the number of calls, measured interleaved. On a busy machine a slope may be
+lost in the noise and not be positive; reports then say so."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of the machine: the device, versions, and the state of the GPU."""
+"""Facts about the machine in a report: the device, versions, and the state of the GPU."""
 
 from __future__ import annotations
 

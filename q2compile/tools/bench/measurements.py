@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `q2compile bench` measures, group by group: rows, each with what it is compared with and,
-where the cost model knows the device, with its prediction."""
+"""The measurements of `q2compile bench`, by group. Each row has a time to compare with and, if the
+cost model knows the device, a prediction."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def _step(module: nn.Module, x: torch.Tensor, backend: str, recipe: str) -> Call
 
 
 def on_host(bench: Bench) -> Iterator[Row]:
-    """What calls take of the host."""
+    """Host times of calls."""
     if bench.on_gpu:
         for name, call in calls_of_host(bench.device).items():
             bench.begun(name)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from q2compile.report.page.headline import time_words
 
 SCHEMA = 2
-# What a row says.
+# The text of a row.
 MEASURED, PASSED = "measured", "passed"
 UNSUPPORTED = "unsupported"  # by this device, or of no use there: no fault
 NOISE = "noise"  # lost in the noise of a busy machine: no fault
@@ -61,10 +61,10 @@ class Times(NamedTuple):
 
 @dataclass
 class Row:
-    """What was found of one thing.
+    """One measurement or check.
 
     microseconds: the median of a call; None where none was measured.
-    beside: what it is compared with, "BF16" or "copy", which takes beside_microseconds.
+    beside: the name of the comparison, "BF16" or "copy", which takes beside_microseconds.
     predicted: microseconds by the cost model; None where it does not know the device.
     kernel: that ran.  why: in words, of all but what was measured.
     more: whatever else helps: an algorithm, a traceback, a curve.
@@ -134,7 +134,7 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-# What `text` prints, for its readers.
+# Explanations that `text` prints.
 UNITS = (
     "us: microseconds of a call, the median (min: the fastest, p90: 9 of 10 took at most that). "
     "copies: times as long as copying the operand in bf16. predicted: by data sheet, and that over "
@@ -168,7 +168,7 @@ def _ratio(beside: str, ratio: float) -> str:
 
 
 def faults(lines: Iterable[Line]) -> list[str]:
-    """What a report shows to be wrong, what ended a process first; [] if nothing is."""
+    """The faults in a report, those that ended a process first; [] if there are none."""
     lines = list(lines)
     found = [
         f"{line['group']}: {line['name']}{_by(line)}: {line['why']}"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How things are timed here: on a GPU by events, things that are compared in turns.
+"""Timing: on a GPU by events; calls that are compared are interleaved.
 
-Kernels are captured into CUDA graphs of several calls over inputs that take turns and together are
-larger than the L2 cache: neither the host nor the cache is timed, as they would be by
-triton.testing.do_bench, which clears the cache between calls that the host enqueues one by one.
-Where there is no GPU torch.utils.benchmark's timer serves.
-"""
+Kernels are captured into CUDA graphs of many calls that alternate over inputs larger than the L2
+cache, so neither the host nor the cache is timed. (triton.testing.do_bench would time both: it
+clears the cache between calls that the host enqueues one by one.) Without a GPU,
+torch.utils.benchmark's timer is used."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def step_times(
 
 
 def host_microseconds(call: Call, count: int = 400) -> float:
-    """What a call costs the host, with the device never in its way. Median of 5."""
+    """Host time of a call that never waits for the device. Median of 5."""
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -91,7 +90,7 @@ def host_microseconds(call: Call, count: int = 400) -> float:
 
 
 def cpu_microseconds(call: Call, seconds: float) -> list[float]:
-    """Of calls on a CPU, over at least so many seconds, after one that warms up."""
+    """Times of calls on a CPU, over at least so many seconds, after one warm-up call."""
     call()
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return [1e6 * time for time in timer.blocked_autorange(min_run_time=seconds).times]

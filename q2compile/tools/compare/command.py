@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     check_budget(arguments.budget)  # before the minutes that measuring takes
     model, batches, loss = built(arguments.build)
-    arguments.out.mkdir(parents=True, exist_ok=True)  # what can't be written is said first
+    arguments.out.mkdir(parents=True, exist_ok=True)  # fails early if it can't be written
 
     config = Config.from_options({} if arguments.recipe is None else {"recipe": arguments.recipe})
     device = next(model.parameters()).device.type
@@ -112,7 +112,7 @@ def _written(folder: Path, comparison: Comparison, options: str) -> list[Path]:
 
 
 def built(where: str) -> tuple[torch.nn.Module, Any, Any]:
-    """What the user's function returns: a model, batches, and a loss or None."""
+    """The result of the user's function: a model, batches, and a loss or None."""
     function = _function(where)
     built = function()
     if not (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `compare` returns."""
+"""The result of `compare`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def compare(
     optimizer  parameters -> an optimizer: both losses are then those of training over the batches,
                from the same weights; without it all batches are run with the weights as they are
     alone      whether each module is also run as the only one that is quantized, on the first
-               batch: a step more for each, and what `Comparison.policy` ranks by
+               batch: a step more for each; `Comparison.policy` ranks by it
 
     Measured in fp32 or wider, from the same weights and random numbers as the run in bf16 (which is
     the precision the tensors have):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `compare` measured, and the policy that follows from it."""
+"""The measurements of `compare`, and the policy that follows from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = ("all", *GEMMS)  # the whole recipe, and each of its GEMMs alone
 class ModuleError:
     """One module.
 
-    shape       "T×N×K"; of the first of its matmuls if it has several
+    shape       "T×N×K"; of the first of its matmuls if it has more than one
     fprop, dgrad, wgrad   relative error of that GEMM's result on the operands of the run in bf16;
                 None for a GEMM that the recipe leaves, or that nobody needs
     gradient    relative error of its weight's gradient under the whole recipe: what all modules do
@@ -75,14 +75,14 @@ class ModuleError:
 
     @property
     def rank(self) -> float:
-        """What modules are ranked by: the effect, or else the largest error of a GEMM."""
+        """The key that modules are ranked by: the effect, or else the largest error of a GEMM."""
         errors = (self.fprop, self.dgrad, self.wgrad) if self.effect is None else (self.effect,)
         return max(math.inf if math.isnan(e or 0.0) else e or 0.0 for e in errors)
 
 
 @dataclass
 class Measurements:
-    """What a recipe does to a model's gradients, and which module does it.
+    """The error of a model's gradients under a recipe, by module.
 
     recipe     its name; ``option``: as it was given, ``given_policy``: the policy beside it
     losses     "bf16" and the recipe's name -> the loss of each batch
@@ -113,8 +113,8 @@ class Measurements:
         return sum((m.effect or 0.0) ** 2 for m in self.modules) ** 0.5
 
     def share(self, module: ModuleError) -> float | None:
-        """Of the sum of all modules' squared effects: its part of the gradient's error, as the
-        errors of modules are nearly independent. None if effects were not run."""
+        """The module's share of the sum of all squared effects. That is its share of the gradient's
+        error, as the errors of modules are nearly independent. None if effects were not run."""
         total = self.sum_of_effects
         return (module.effect / total) ** 2 if module.effect is not None and total else None
 
@@ -162,7 +162,7 @@ class Measurements:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything measured, as plain mappings, lists and numbers; modules worst first."""
+        """All measurements as plain mappings, lists and scalars; worst modules first."""
         return {
             "recipe": self.recipe,
             "losses": self.losses,
@@ -173,7 +173,7 @@ class Measurements:
 
 
 def _size(module: ModuleError, of: str, device: str) -> float:
-    """What the module's matmuls take, quantized."""
+    """The time of the module's quantized matmuls."""
     size = module.flops if of == "flops" else module.microseconds.get(device)
     if size is None:
         raise ConfigError(
@@ -189,6 +189,6 @@ def check_budget(budget: object) -> None:
 
 
 def _cost(module: ModuleError, of: str, device: str) -> float:
-    """What the module in bf16 takes from the budget."""
+    """The cost of the module in bf16, taken from the budget."""
     size = _size(module, of, device)
     return size if of == "flops" else max(0.0, module.bf16_microseconds[device] - size)

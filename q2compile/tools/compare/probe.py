@@ -24,7 +24,7 @@ _PLAIN = (BF16, BF16, BF16)
 
 @dataclass
 class Run:
-    """What every probed matmul does now.
+    """The mode of all probed matmuls.
 
     gemms    those that are quantized, the others are computed in the tensors' own precision
     module   the only module that is quantized; None: all are

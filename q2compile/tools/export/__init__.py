@@ -2,15 +2,15 @@
 """`export`: a trained model as an inference checkpoint of the codes that its forward multiplies.
 
     traced.py        which weights the backend takes, in which scheme and dtype
-    places.py        where the matrix of a matmul lies in its parameter
+    places.py        where the matrix of a matmul is in its parameter
     codes.py         the codes of a weight, and common global scales
     formats.py       what each format stores, under which names
     names.py         the names that Hugging Face's loaders expect
     activations.py   static scales of activations
-    job.py           what an export is given, and what it returns
+    job.py           the arguments and the result of an export
     shards.py        files that appear whole or not at all
     write.py         layer by layer into them;  configs.py  the JSON files beside them
-    ranks.py         what rank 0 does for all
+    ranks.py         work that rank 0 does for all
     export.py        all of it, in order;  command.py  the same for a checkpoint
 
 May import what the rest of `tools` may.

@@ -37,7 +37,8 @@ def of_telemetry(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def of_all_ranks(amax: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What calibration batches showed, the largest of all ranks, which saw batches of their own."""
+    """The largest activations in the calibration batches, over all ranks, which ran different
+    batches."""
     if not amax or not (dist.is_available() and dist.is_initialized()):
         return dict(amax)
     values = torch.stack(list(amax.values()))

@@ -82,7 +82,7 @@ def _cut_codes(w: Tensor, place: Place, use: Use, cuts: Sequence[tuple[int, int]
 
 
 def _quantized(w: Tensor, use: Use) -> Codes:
-    """What fprop makes of w [N, K]."""
+    """fprop's codes of w [N, K]."""
     operand = use.fprop.b
     scheme = SCHEMES[operand.scheme]
     if w.shape[1] % scheme.width:
@@ -185,7 +185,7 @@ def is_power_of_two(scale: Tensor) -> bool:
 
 
 def _values(codes: Codes) -> Tensor:
-    """What each of the 256 bytes of a scale stands for, fp32; 0 for NaN."""
+    """The fp32 value of each of the 256 bytes of a scale; 0 for NaN."""
     every = torch.arange(256, dtype=torch.uint8, device=codes.scales.device)
     return every.view(codes.scales.dtype).float().nan_to_num(0.0)
 

@@ -47,7 +47,7 @@ def write_configs(job: Job, folder: Path, done: Exported) -> None:
 
 
 def _notes(job: Job, done: Exported) -> list[str]:
-    """What known loaders don't read as it is written."""
+    """Notes on layers that known loaders can't read."""
     notes = []
     taken = [name for name in job.state if name in done.layers]
     stacks = [name for name in taken if len(done.layers[name]["shape"]) > 2]

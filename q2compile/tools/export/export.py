@@ -154,7 +154,7 @@ def _options(model: nn.Module, options: Mapping[str, Any] | Config | None) -> Co
 
 
 def _batches(model: Any, example_inputs: Any, calibration: Iterable[Any] | None) -> Any:
-    """What to call the model with."""
+    """Arguments to call the model with."""
     batches = iter(() if calibration is None else calibration)
     first = list(islice(batches, 1))
     if calibration is not None and not first:

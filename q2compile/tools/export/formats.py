@@ -87,7 +87,7 @@ class Format:
             raise InexactError(f"{self.variant} has no global scale")
 
     def tensors(self, codes: Codes, input_scale: Tensor | None) -> dict[str, Tensor]:
-        """What stands for one matrix: {name after the module's: tensor}."""
+        """The tensors of one matrix: {name after the module's: tensor}."""
         scales = codes.scales if self.scale_dtype is None else codes.scales.view(self.scale_dtype)
         named = {self.codes: codes.codes, self.scales: scales}
         if self.global_scale is not None:
@@ -145,7 +145,7 @@ SAFETENSORS = Format(
     rotates=True,
     stacks=True,
 )
-FORMATS: dict[str, tuple[Format, ...]] = {  # of several the first that holds the codes as they are
+FORMATS: dict[str, tuple[Format, ...]] = {  # the first that holds the codes as they are is used
     "compressed-tensors": (MXFP4_PACKED, NVFP4_PACKED),
     "modelopt": (MODELOPT,),
     "safetensors": (SAFETENSORS,),
@@ -178,7 +178,7 @@ def compressed_tensors_config(fmt: Format, activations: str, ignore: Sequence[st
         "dynamic": False,
         "scale_dtype": "torch.float8_e4m3fn" if group else "torch.uint8",
     }
-    # Of NVFP4 activations the global scale is stored and the block scales are found at run time.
+    # For NVFP4 activations the global scale is stored; block scales are computed at run time.
     inputs = {**weights, "dynamic": "local" if group else True}
     scheme = {
         "targets": ["Linear"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an export is given, and what it returns."""
+"""The arguments and the result of an export."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass
 class Exported:
-    """What was written.
+    """The result of an export.
 
     layers  name of a parameter -> {"site", "scheme", "transform", "dtype", "shape", "transposed",
             "global_scale", and "input_scale" with static activations}

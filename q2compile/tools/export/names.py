@@ -60,8 +60,8 @@ def checkpoint_tensors(
     model: nn.Module, name: str, tensor: Tensor, *, stacks: bool = True
 ) -> dict[str, Tensor]:
     """A tensor of a Hugging Face model's state dict under the names of its checkpoints, split as
-    they split it; ``stacks``: also by `_STACKS`. Of codes and scales rows are split, not columns.
-    """
+    they split it; ``stacks``: also by `_STACKS`. Codes and scales are split by rows, not by
+    columns."""
     from transformers.core_model_loading import revert_weight_conversion
 
     plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the matrix of a matmul lies in its parameter.
+"""Where the matrix of a matmul is in its parameter.
 
 A matmul multiplies w [N, K], or w [E, N, K] for experts: a view of its parameter, or the parameter
-itself. Quantization blocks lie along K. Here the parameter is seen as one matrix [R, K], and w is a
+itself. Quantization blocks are along K. Here the parameter is seen as one matrix [R, K], and w is a
 range of its rows:
 
     parameter [N, K]                      the matrix itself
@@ -51,14 +51,14 @@ def matrix_of(parameter: Tensor, k: int, transposed: bool) -> Tensor:
 
 
 def stacked(rows: Tensor, parameter: torch.Size, transposed: bool) -> Tensor:
-    """What there is of each row, [R, ...], with the parameter's leading dimensions: [N, ...], or
-    [E, N, ...] for experts."""
+    """Per-row values [R, ...] with the parameter's leading dimensions: [N, ...], or [E, N, ...] for
+    experts."""
     leading = (*parameter[:-2], parameter[-1]) if transposed else parameter[:-1]
     return rows.reshape(*leading, *rows.shape[1:])
 
 
 def place_of(found: Matmul) -> Place | str:
-    """Where the w of a matmul lies, or why that can't be said."""
+    """Where the w of a matmul is, or why that is not known."""
     _, w, _ = found.operands()
     cuts: tuple[tuple[int, int], ...] = ()
     if isinstance(w, DTensor):

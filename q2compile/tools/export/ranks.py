@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does for all."""
+"""Work that one rank does for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(call: Callable[[], Result], meanwhile: Callable[[], Any] = lambda: None) -> Result:
-    """What ``call`` returns on rank 0, on every rank of the default group; one process is rank 0.
+    """Runs ``call`` on rank 0 and returns its result on every rank of the default group; one
+    process is rank 0.
 
     Every rank runs ``meanwhile``, rank 0 after ``call``, even if that raised: collectives that
     belong to it. An error is raised on all ranks, on the others as a ConfigError of its message.

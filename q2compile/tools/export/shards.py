@@ -54,7 +54,7 @@ def _umask() -> int:
 
 class Shards:
     """A state dict in one or more safetensors files of at most ``limit`` bytes, one shard in memory
-    at a time; an index beside them if there are several. Names are Hugging Face's."""
+    at a time; an index beside them if there are more than one. Names are Hugging Face's."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder, self._limit = folder, limit

@@ -49,7 +49,7 @@ class Use:
 
 @dataclass
 class Trace:
-    """What one or more forwards showed.
+    """Matmuls found in one or more forwards.
 
     uses    name of a parameter -> its matmuls
     left    site -> why it is not taken

@@ -76,8 +76,8 @@ def _write(job: Job, gathered: Iterator[tuple[tuple[str, ...], list[Tensor]]]) -
 
 
 def _codes(job: Job, whole: dict[str, Tensor], done: Exported) -> dict[str, Codes]:
-    """The codes of those tensors of one group that are taken. Those that the format can't hold are
-    left, the whole group, with the reason; or raise."""
+    """The codes of the tensors of one group. If the format can't hold one of them, the whole group
+    is left with the reason, or the error is raised."""
     found, at = {}, ""
     taken = {name: job.found.uses[name] for name in whole if name in job.found.uses}
     for name in [name for name in taken if _is_adapter(name)]:
@@ -160,8 +160,8 @@ def _input_scale(job: Job, name: str) -> Tensor | None:
 def _module_tensors(
     job: Job, name: str, rows: Tensor, shape: torch.Size, transposed: bool
 ) -> dict[str, Tensor]:
-    """What there is of each row of a parameter, [R, ...], by what its name in the file begins with:
-    one module's, or one of each expert's. Raises InexactError where there is no such name."""
+    """Per-row values of a parameter, [R, ...], by the prefix of its name in the file: one module's,
+    or one per expert. Raises InexactError where there is no such name."""
     whole = stacked(rows, shape, transposed)
     if not job.fmt.of_modules:
         return {name: whole}

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     effort = FULL if arguments.full else DEFAULT
     device, scale = _device(arguments.device), arguments.global_scale
-    arguments.out.mkdir(parents=True, exist_ok=True)  # what can't be written is said first
+    arguments.out.mkdir(parents=True, exist_ok=True)  # fails early if it can't be written
     start = time.monotonic()
 
     schemes = measure_schemes(effort.samples, device)

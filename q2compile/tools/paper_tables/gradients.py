@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the recipes do to a linear layer's output and gradients, by `q2::linear`.
+"""Errors of a linear layer's output and gradients under the recipes, by `q2::linear`.
 
-The truth that a recipe's gradients are held to is the gradient of its *own* quantized forward, as
-its operands are: dy Q(w) where dgrad takes the codes that fprop saved, dy w where it takes w. A
-recipe without bias comes ever nearer to it as draws are averaged; one with bias stops. Quartet II
-(arXiv 2601.22813 v2), appendix A and figure 9, does so with a language model.
-"""
+A recipe's gradients are compared with the gradient of its *own* quantized forward: dy Q(w) if dgrad
+takes the codes that fprop saved, dy w if it takes w. The mean over draws of an unbiased recipe
+converges to it; that of a biased one does not. Quartet II (arXiv 2601.22813 v2), appendix A and
+figure 9, does so with a language model."""
 
 from __future__ import annotations
 

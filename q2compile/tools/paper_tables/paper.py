@@ -28,7 +28,7 @@ BITS = {
     "nvfp4_sr": 2.705,
 }
 
-# What the tests of Quartet II's released kernels (kernels/test) ask for at least, in bits.
+# Minimum effective bits in the tests of Quartet II's released kernels (kernels/test).
 SCHEME_FLOORS = {"nvfp4": 3.38, "nvfp4_46": 3.52, "nvfp4_ms_eden": 3.32}
 REQUANTIZED_FLOOR = 4.2  # requantize, against quantizing the transposed dequantized tensor
 FORWARD_FLOOR = 2.8  # a linear layer's output against BF16

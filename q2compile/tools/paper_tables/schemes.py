@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each scheme does to N(0,1)."""
+"""The error of each scheme on N(0,1)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SchemeRow:
 
     @property
     def difference(self) -> float | None:
-        """Of the error, relative to the paper's."""
+        """The error relative to the paper's."""
         return None if self.paper_error is None else self.error / self.paper_error - 1
 
 
