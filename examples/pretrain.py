@@ -157,7 +157,7 @@ def command_of_one(args: argparse.Namespace, job: Job) -> list[str]:
     command = [*devices.this_program(), "train", "--quiet", "--corpus", str(args.corpus)]
     command += ["--seeds", ",".join(map(str, job.seeds)), "--tokens", str(job.tokens)]
     own = ("batch", "seq", "evals", "eval_batches", "val_tokens", "save_every", "mode", "lr")
-    for name in (*own, "coins"):
+    for name in (*own, "rounding_seed"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     if job.branch_at is not None:
@@ -278,7 +278,7 @@ def add_setup(parser: argparse.ArgumentParser) -> None:
     add("--compile-options", type=json.loads, default={}, metavar="JSON", help="for all runs")
     text = "only kernels that repeat their bits; an error where there is none"
     add("--deterministic", action="store_true", help=text)
-    add("--coins", type=int, help="seed of the rounding; by default the run's")
+    add("--rounding-seed", type=int, help="seed of the rounding; by default the run's")
     text = "linears by the torch references in fp32, nothing compiled: what numerics alone say"
     add("--oracle", action="store_true", help=text)
     add("--device", default="auto", help="auto takes CUDA when there is one")

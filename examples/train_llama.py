@@ -130,7 +130,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vocab", type=positive, default=1024, help="entries of the BPE; 256 means plain bytes")
     add("--lr", type=float, help="peak learning rate; by default the size's")
     add("--seed", type=int, default=0, help="of the weights, the data order and the rounding")
-    add("--coins", type=int, help="seed of the rounding, where it is to be another")
+    add("--rounding-seed", type=int, help="seed of the rounding, where it is to be another")
     add("--eval-every", type=positive, default=30, help="steps between two validations")
     add("--eval-batches", type=positive, default=8, help="batches of one validation")
     add("--device", default="auto", help="auto takes CUDA when there is one")
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seq=args.seq,
             device=args.device,
             lr=args.lr,
-            coins=args.coins,
+            rounding_seed=args.rounding_seed,
             compile_options=args.compile_options,
         ),
         rhythm=Rhythm(eval_every=args.eval_every),

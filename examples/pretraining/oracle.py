@@ -4,7 +4,7 @@
 Nothing is captured, rewritten or compiled, no pass runs and no kernel: each `nn.Linear` calls the
 op q2::linear on fp32 tensors, and every op in it is computed by its torch reference, with sums in
 fp32. What a compiled run differs by is what bf16 around the linears, Inductor, the passes and the
-kernels do, and its coins, which are drawn in another order.
+kernels do, and its random bits, which are drawn in another order.
 """
 
 from __future__ import annotations

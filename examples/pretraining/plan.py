@@ -97,7 +97,7 @@ def comparison(args: argparse.Namespace, job: Job, corpus: Corpus) -> Comparison
         seq=args.seq,
         device=args.device,
         lr=args.lr,
-        coins=args.coins,
+        rounding_seed=args.rounding_seed,
         oracle=args.oracle,
         compile_options={**options, **args.compile_options},
     )

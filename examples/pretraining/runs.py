@@ -72,7 +72,7 @@ RUNS = {
             recipe("quartet2"),
             backwards=True,
             against="quartet2",
-            about="other coins and other sums: the same recipe once more",
+            about="other random bits and other sums: the same recipe once more",
         ),
         Run(
             "quartet2-forward",

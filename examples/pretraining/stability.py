@@ -5,17 +5,16 @@
     again     the same once more: what the device's own order of sums makes of it
     resumed   stopped in the middle and gone on with by another process
     eager     the same graphs without Inductor (`inner="eager"`)
-    coins     compiled, with other coins: what may differ between two right ways to compute
+    rounding  compiled, with other random bits: what may differ between two right computations
     oracle    linears by the torch references in fp32, nothing compiled
 
 Inductor keeps what it fuses in fp32 where eager rounds to bf16 in between, so eager is close and
 not equal. Again and resumed are equal to compiled on a CPU, and on CUDA with --deterministic;
 without it some CUDA kernels (of attention's and the embedding's gradient) add up in an order that
 changes. What differs at all grows: a difference of 1e-5 in the first step may be .03 after 200. So
-eager and the oracle, which draws other coins and rounds nothing to bf16, compute the same numerics
-if their losses come to lie about as far from the compiled ones as those of other coins do, and if
-the gap between two runs is about that of the compiled ones.
-"""
+eager and the oracle, which draws other random bits and rounds nothing to bf16, compute the same
+numerics if their losses come to lie about as far from the compiled ones as those of other random
+bits do, and if the gap between two runs is about that of the compiled ones."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from pathlib import Path
 from pretraining.record import Losses, Result, without_folders
 from pretraining.results import run_folder
 
-COINS = 1234567  # a seed that no run has
+ROUNDING_SEED = 1234567  # a seed that no run has
 VARIANTS = {
     "compiled": [],
     "again": [],
     "resumed": [],
     "eager": ["--compile-options", json.dumps({"inner": "eager"})],
-    "coins": ["--coins", str(COINS)],
+    "rounding": ["--rounding-seed", str(ROUNDING_SEED)],
     "oracle": ["--oracle"],
 }
 # Runs a command of `pretrain.py train` per entry, all at once where there are devices.

@@ -40,9 +40,9 @@ COUNTER = 0  # the option seed, of all runs: one counter, which begins elsewhere
 class Setup:
     """What the runs of a comparison share.
 
-    lr: peak; None is the size's. coins: seed of the rounding, where it is not the run's seed.
-    compile_options: on top of every run's own. oracle: see `oracle`; nothing is compiled then.
-    """
+    lr: peak; None is the size's. rounding_seed: seed of the rounding, where it is not the run's
+    seed. compile_options: on top of every run's own. oracle: see `oracle`; nothing is compiled
+    then."""
 
     size: str
     vocab: int
@@ -51,7 +51,7 @@ class Setup:
     seq: int
     device: str
     lr: float | None = None
-    coins: int | None = None
+    rounding_seed: int | None = None
     compile_options: dict[str, Any] = field(default_factory=dict)
     oracle: bool = False
 
@@ -142,8 +142,8 @@ class Trainee:
         else:
             self.model.load_state_dict(fresh.state_dict())
         rounding_seed = seed
-        if setup.coins is not None:
-            rounding_seed = setup.coins
+        if setup.rounding_seed is not None:
+            rounding_seed = setup.rounding_seed
             torch.manual_seed(rounding_seed)  # the oracle's come from there
         q2compile.set_rng_state({setup.device: {COUNTER: rounding_seed << 32}})
         self.optimizer = torch.optim.AdamW(

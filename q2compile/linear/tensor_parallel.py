@@ -15,11 +15,10 @@ For a sharded w, an x that is placed otherwise is first brought to its row's pla
 the collectives that torch's own linear would. Where w is replicated nothing moves. A rewrite to the
 quantized linear therefore adds no collective.
 
-Coins come from each rank's default generator and are never keyed by rank. Ranks that compute the
-same (the last row, or equal bits of dy anywhere) must draw the same, or their copies of a parameter
-drift apart: seed the ranks of one tensor-parallel group alike, as dropout there needs too. Between
-data-parallel ranks seeds may be equal or not.
-"""
+Random bits come from each rank's default generator and are never keyed by rank. Ranks that compute
+the same (the last row, or equal bits of dy anywhere) must draw the same, or their copies of a
+parameter drift apart: seed the ranks of one tensor-parallel group alike, as dropout there needs
+too. Between data-parallel ranks seeds may be equal or not."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def computes_again() -> bool:
 def checkpoints_left_on_error() -> Iterator[None]:
     """An error inside leaves the checkpoints that it is raised in.
 
-    In torch 2.12 it does not, 2.13 mended it: a checkpoint enters its modes in a generator, which
+    In torch 2.12 it does not, 2.13 fixed it: a checkpoint enters its modes in a generator, which
     the error's traceback keeps alive, and what is compiled next is compiled in those modes.
     """
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

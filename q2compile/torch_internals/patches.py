@@ -37,7 +37,7 @@ class Patch:
     cause     what torch does without it
     upstream  the issue or pull request, or why there is none
     versions  the torch versions that need it
-    worth     what leaving it out costs, as measured
+    benefit   what leaving it out costs, as measured
     """
 
     name: str
@@ -47,7 +47,7 @@ class Patch:
     cause: str
     upstream: str
     versions: str
-    worth: str
+    benefit: str
 
     def place(self) -> Any:
         """The class or dictionary. Raises ImportError or AttributeError in a torch without it."""
@@ -90,7 +90,7 @@ PATCHES = (
         "about 40 times from the first trace to the last pass, each of up to seven outputs.",
         upstream="none: torch has no way to register an op whose fake may be cached",
         versions="2.11 to 2.15",
-        worth="first step of 8 layers of 8B width, H100, torch 2.11: 32.4 s with, 34.6 without, 7%",
+        benefit="first step, 8 layers of 8B width, H100, torch 2.11: 32.4 s with, 34.6 without, 7%",
     ),
     Patch(
         name="nan_asserts",
@@ -101,7 +101,7 @@ PATCHES = (
         "for float8, in which block scales are, so the generated code raises.",
         upstream="none filed; ends when torch.isinf takes float8_e4m3fn",
         versions="2.11 to 2.15",
-        worth="correctness: the option raises NotImplementedError without it",
+        benefit="correctness: the option raises NotImplementedError without it",
     ),
     Patch(
         name="cat",
@@ -112,7 +112,7 @@ PATCHES = (
         "result, which computes both parts for each element (lowering/prologue/concatenated.py).",
         upstream="none: where a quantizer is a kernel's call is known here alone",
         versions="2.11 to 2.15",
-        worth="gradient of an expert's SwiGLU: 62 instructions an element and not 21",
+        benefit="gradient of an expert's SwiGLU: 62 instructions per element instead of 21",
     ),
     Patch(
         name="dtype_rules",
@@ -123,7 +123,7 @@ PATCHES = (
         "and makes the rules of all operations, 50 us.",
         upstream="pytorch/pytorch#192820",
         versions="2.11 to 2.15",
-        worth=_REPEATS,
+        benefit=_REPEATS,
     ),
     Patch(
         name="free_symbols",
@@ -134,7 +134,7 @@ PATCHES = (
         "sizes, also in a graph that has none.",
         upstream="none filed",
         versions="2.11 to 2.15",
-        worth=_REPEATS,
+        benefit=_REPEATS,
     ),
     Patch(
         name="bounds",
@@ -145,7 +145,7 @@ PATCHES = (
         "equal bounds by sympy's Max and Min, 71 us.",
         upstream="none filed",
         versions="2.11 to 2.15",
-        worth=_REPEATS,
+        benefit=_REPEATS,
     ),
     Patch(
         name="sets",
@@ -156,7 +156,7 @@ PATCHES = (
         "by element in Python: quadratic in the number of layers.",
         upstream="none filed",
         versions="2.11 to 2.15",
-        worth=_REPEATS,
+        benefit=_REPEATS,
     ),
     Patch(
         name="choices",
@@ -168,7 +168,7 @@ PATCHES = (
         "set, not replaced.",
         upstream="none: the handler is Inductor's way to choose from outside",
         versions="2.11 to 2.15",
-        worth="quantizing kernels take up to 1.29 times as long with another tile",
+        benefit="quantizing kernels take up to 1.29 times as long with another tile",
     ),
 )
 

@@ -26,9 +26,9 @@ from tests.support import model_matrix, model_zoo
 MIN_WHOLE_COSINE = 0.8
 # A single weight's gradient can cancel where its error does not: with the usual initialization all
 # softmax weights are nearly the same, so q and k have small gradients, and v the mean of those of
-# many tokens. Five other seeds of Whisper, the worst model in this, gave 0.56 to 0.80. Coins that
-# do not fit each other give 0 +- 1 / sqrt(elements), 0.03 for 32 x 32. Experts are held to this,
-# too, as few tokens change theirs; no weight is exempt.
+# many tokens. Five other seeds of Whisper, the worst model in this, gave 0.56 to 0.80. Random bits
+# that do not fit each other give 0 +- 1 / sqrt(elements), 0.03 for 32 x 32. Experts are held to
+# this, too, as few tokens change theirs; no weight is exempt.
 MIN_COSINE = 0.5
 # A loss near log(classes) moves by a small part of what the logits move by, 0.12 of themselves.
 MAX_LOSS_CHANGE = 0.01

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's modes on a GPU: CUDA graphs whose replays draw fresh coins, searched tiles, symbolic
-sizes, and a process that has compiled no kernel yet. Losses and gradients agree in all of them."""
+"""Inductor's modes on a GPU: CUDA graphs whose replays draw fresh random bits, searched tiles,
+symbolic sizes, and a process that has compiled no kernel yet. Losses and gradients agree in all of
+them."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2"]
-# Gradients of one input with other coins: 0.994 (quartet2, nvfp4) to 0.982 (mxfp4) on an H200.
-OTHER_COINS = 0.95
+# Gradients of one input with other random bits: 0.994 (quartet2, nvfp4) to 0.982 (mxfp4) on an
+# H200.
+OTHER_BITS = 0.95
 # With the same random bits, where only the order of sums differs: 1 to seven digits.
-SAME_COINS = 0.9999
+SAME_BITS = 0.9999
 # With the same random bits, where a searched GEMM of Triton's has what follows it as its epilogue:
 # that sees fp32 sums, which are no longer rounded to bf16, and one code in a hundred or so comes
 # out otherwise. 0.99985 on an H200.
@@ -69,7 +71,7 @@ def test_replays_of_a_cuda_graph_draw_fresh_coins(recipe) -> None:
     assert counters["inductor"]["cudagraph_skips"] == 0
     one, other, again = (gradient(model, compiled, x, seed) for seed in (5, None, 5))
     assert torch.equal(one, again)
-    assert not torch.equal(one, other) and cosine(one, other) > OTHER_COINS
+    assert not torch.equal(one, other) and cosine(one, other) > OTHER_BITS
 
 
 def test_fixed_signs_in_a_cuda_graph() -> None:
@@ -80,13 +82,13 @@ def test_fixed_signs_in_a_cuda_graph() -> None:
         gradient(*compiled_mlp(mode, {"base": "quartet2", **both}), inputs(), seed=1)
         for mode in ("reduce-overhead", None)
     ]
-    assert cosine(*own) > SAME_COINS
+    assert cosine(*own) > SAME_BITS
 
 
 @pytest.mark.parametrize(
     ("mode", "bound"),
     [
-        ("reduce-overhead", SAME_COINS),
+        ("reduce-overhead", SAME_BITS),
         ("max-autotune", FUSED_EPILOGUES),
         ("max-autotune-no-cudagraphs", FUSED_EPILOGUES),
     ],
@@ -108,14 +110,14 @@ def test_dequantized_operands_change_no_bit(recipe) -> None:
 
 def test_symbolic_sizes_take_one_graph() -> None:
     """Where their number is open, the rows of wgrad are one group, whose padded layout has other
-    coins: those of block scales, which cost less than OTHER_COINS' all (0.9995 on an H200)."""
+    random bits: those of block scales, which cost less than OTHER_BITS' all (0.9995 on an H200)."""
     model, compiled = compiled_mlp(dynamic=True)
     plain, expected = compiled_mlp()
     sizes = (512, 200, 33, 640)
     own = [gradient(model, compiled, inputs(rows), seed=1) for rows in sizes]
     assert counters["stats"]["unique_graphs"] == 1
     for one, rows in zip(own, sizes, strict=True):
-        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > OTHER_COINS
+        assert cosine(one, gradient(plain, expected, inputs(rows), seed=1)) > OTHER_BITS
 
 
 COLD = """

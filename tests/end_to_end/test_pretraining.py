@@ -85,7 +85,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     whole: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
-    """Losses, norms, rates and validation: MS-EDEN's coins are in them from the first step on.
+    """Losses, norms, rates and validation: MS-EDEN's random bits are in them from the first step
+    on.
 
     Left before the late switch and after it; in between the process was killed, and had written
     rows that its checkpoint knows nothing of.

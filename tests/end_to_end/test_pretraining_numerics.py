@@ -79,7 +79,8 @@ def test_the_oracle_runs_references_where_there_are_kernels() -> None:
 
 def test_an_oracle_run_is_the_compiled_one_but_for_bf16_and_coins(tmp_path: Path) -> None:
     """The same weights and batches, so the first loss differs by what bf16 does to it: some 2^-9 of
-    5.7. The gap to bf16 is then the same to within what the coins of 8 steps do, which is less."""
+    5.7. The gap to bf16 is then the same to within what the random bits of 8 steps do, which is
+    less."""
     losses = {}
     for name in ("bf16", "quartet2"):
         for way, options in (("compiled", {}), ("oracle", {"oracle": True})):
@@ -115,21 +116,27 @@ def test_a_kept_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
 
 def test_each_variant_of_stability_is_a_command_of_its_own(tmp_path: Path) -> None:
     asked: list[list[list[str]]] = []
-    variants = ["compiled", "resumed", "eager", "coins", "oracle"]
+    variants = ["compiled", "resumed", "eager", "rounding", "oracle"]
     stability.train(["bf16"], variants, 200, tmp_path, ["train"], lambda c: asked.append(list(c)))
     first, second = asked
     common = ["train", "--runs", "bf16", "--out"]
     assert [c[: len(common)] for c in first] == [common] * 5
     assert [Path(c[4]).name for c in first] == variants
     eager = ["--compile-options", '{"inner": "eager"}']
-    rest = [[], ["--stop-at", "100"], eager, ["--coins", str(stability.COINS)], ["--oracle"]]
+    rest = [
+        [],
+        ["--stop-at", "100"],
+        eager,
+        ["--rounding-seed", str(stability.ROUNDING_SEED)],
+        ["--oracle"],
+    ]
     assert [c[5:] for c in first] == rest
     assert second == [[*common, str(tmp_path / "resumed")]]
 
 
 def test_stability_says_from_where_and_by_how_much(tmp_path: Path) -> None:
     """Losses 5, 4, 3, 2 and a variant that differs in the last two steps, by 0.1 and 0.3."""
-    losses = {"compiled": [5, 4, 3, 2], "again": [5, 4, 3, 2], "coins": [5, 4, 3.1, 2.3]}
+    losses = {"compiled": [5, 4, 3, 2], "again": [5, 4, 3, 2], "rounding": [5, 4, 3.1, 2.3]}
     for variant, values in losses.items():
         for name, added in (("bf16", 0.0), ("quartet2", 0.25)):
             place = run_folder(tmp_path / variant, name, 0)
@@ -140,17 +147,17 @@ def test_stability_says_from_where_and_by_how_much(tmp_path: Path) -> None:
             last.write(place / "result.json")
             rows = [Point(i, "train", v + added, 1.0, 0.1, 0.1) for i, v in enumerate(values, 1)]
             Losses.start(place / "losses.csv").add(rows)
-    again, coins = stability.differences(["bf16"], list(losses), tmp_path)
+    again, rounding = stability.differences(["bf16"], list(losses), tmp_path)
     assert str(again) == "bf16, again: the same bits in all steps"
-    assert coins.first == 3 and coins.largest_loss == pytest.approx(0.3)
-    assert coins.mean_loss == pytest.approx(0.2) and coins.val_loss == pytest.approx(0.3)
+    assert rounding.first == 3 and rounding.largest_loss == pytest.approx(0.3)
+    assert rounding.mean_loss == pytest.approx(0.2) and rounding.val_loss == pytest.approx(0.3)
     assert stability.gaps(["bf16", "quartet2"], list(losses), tmp_path) == [
-        "quartet2 - bf16, validation loss: compiled +0.2500, again +0.2500, coins +0.2500"
+        "quartet2 - bf16, validation loss: compiled +0.2500, again +0.2500, rounding +0.2500"
     ]
     written = json.loads((tmp_path / "stability.json").read_text())
     firsts = {d["variant"]: d["first"] for d in written["differences"]}
-    assert firsts == {"again": 0, "coins": 3}
-    assert written["val_losses"] == {"bf16": {"compiled": 2.0, "again": 2.0, "coins": 2.3}}
+    assert firsts == {"again": 0, "rounding": 3}
+    assert written["val_losses"] == {"bf16": {"compiled": 2.0, "again": 2.0, "rounding": 2.3}}
     assert written["commands"] == [f"pretrain.py stability --out {v}" for v in losses]
 
 

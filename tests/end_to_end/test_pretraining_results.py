@@ -371,7 +371,7 @@ def has_stability(page: str, stability: dict[str, Any], row: Callable[..., str])
     bf16_part, quartet2_part = page.split(f"| BF16, {bf16['compiled']:.4f}: ")[1].split(
         f"| `quartet2`, {quartet2['compiled']:.4f}: "
     )
-    names = {"coins": "other random bits", "oracle": "the oracle"}
+    names = {"rounding": "other random bits", "oracle": "the oracle"}
     for found in stability["differences"]:
         part = bf16_part if found["run"] == "bf16" else quartet2_part
         variant = names.get(found["variant"], found["variant"])
@@ -381,7 +381,7 @@ def has_stability(page: str, stability: dict[str, Any], row: Callable[..., str])
         else:
             same, differs = part.splitlines()[0].split("|")[:2]
             assert variant in same and differs == " in no step: the same bits "
-    for variant in ("compiled", "eager", "coins", "oracle"):
+    for variant in ("compiled", "eager", "rounding", "oracle"):
         assert f"{quartet2[variant] - bf16[variant]:+.4f}".replace("0.", ".") in quartet2_part
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(EXAMPLES))
 from several_gpus import Team  # noqa: E402
 
 STEPS = 5
-# bf16 logits: 2**-9 of a loss of about 5. The coins of so few steps add less than that.
+# bf16 logits: 2**-9 of a loss of about 5. The random bits of so few steps add less than that.
 BUDGET = 0.01
 
 

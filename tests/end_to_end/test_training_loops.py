@@ -112,7 +112,7 @@ def explain_under_autocast(model, dtype):
 
 
 def test_accumulated_gradients_are_the_sum_of_the_micro_batches():
-    """Bit for bit, and each micro-batch draws its own coins."""
+    """Bit for bit, and each micro-batch draws its own random bits."""
     model = new_model()
     compiled = quantized(model)
     torch.manual_seed(1)
@@ -131,8 +131,8 @@ def test_accumulated_gradients_are_the_sum_of_the_micro_batches():
 
 
 def test_evaluation_between_steps_changes_nothing():
-    """no_grad, inference_mode and eval() draw no coins and touch no gradient. They are graphs of
-    their own, as many as Inductor has."""
+    """no_grad, inference_mode and eval() draw no random bits and touch no gradient. They are graphs
+    of their own, as many as Inductor has."""
     model, tokens = new_model(), batch()[0]
     compiled = quantized(model)
     never = gradients(compiled, model)
@@ -294,8 +294,8 @@ def test_states_are_those_of_the_plain_model(tmp_path):
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
-    """The coins come from torch's default generator, so its state is all there is to save. The
-    second half runs on new objects, compiled afresh, under Inductor."""
+    """The random bits come from torch's default generator, so its state is all there is to save.
+    The second half runs on new objects, compiled afresh, under Inductor."""
 
     def new_run(seed):
         torch._dynamo.reset()

@@ -55,7 +55,7 @@ def pretended(monkeypatch, capability) -> Iterator[list[str]]:
 
 
 def step_of(recipe: str, bias: bool = False, **how: Any) -> Callable[..., list[torch.Tensor]]:
-    """y, dw and dx of a linear of bf16, for an x and always the same weights and coins."""
+    """y, dw and dx of a linear of bf16, for an x and always the same weights and random bits."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH, bias=bias, dtype=torch.bfloat16)

@@ -140,7 +140,7 @@ def test_the_reference_s_bits_of_rotations_and_coins(
 
 
 def test_a_kernel_of_our_own_comes_first(monkeypatch) -> None:
-    """Rotations and coins are loops only where nothing but the reference serves."""
+    """Rotating and stochastic quantizers are Inductor kernels only instead of the reference."""
     lower_on_cpu(monkeypatch)
     ours = next(k for k in registry.kernels("quantize") if k.name != registry.REFERENCE)
     monkeypatch.setattr(
@@ -205,7 +205,7 @@ def test_kernels_of_silu_mul_quantize(monkeypatch, sources) -> None:
     (kernel,) = triton_kernels(monkeypatch, 90, silu_mul_quantize, *sources[:2])
     assert kernel.name.endswith("fused_mul_quantize_silu_0")
     assert "config={'XBLOCK': 128, 'num_warps': 2}" in kernel.config
-    # bf16 in, codes and worths out: nothing else touches memory
+    # bf16 in, codes and raw scales out: nothing else touches memory
     assert kernel.source.count("tl.load") == 2 and kernel.source.count("tl.store") == 2
 
 
@@ -228,7 +228,7 @@ def test_kernels_of_a_rotation_with_coins(monkeypatch, sources) -> None:
     signs, kernel = triton_kernels(monkeypatch, 80, relu_rotated, sources[0], torch.tensor(7))
     assert signs.source.count("tl.store") == 1
     assert "relu" in kernel.name
-    # 16 numbers and the signs in, codes and worths out
+    # 16 numbers and the signs in, codes and raw scales out
     assert kernel.source.count("tl.load") == 17 and kernel.source.count("tl.store") == 2
 
 

@@ -87,7 +87,7 @@ def test_gradients_point_where_the_unquantized_ones_do(inner):
 
 
 def test_inductor_and_eager_agree():
-    """Same quantized numbers, same coins; Inductor only re-associates fp32 pointwise and
+    """Same quantized numbers, same random bits; Inductor only re-associates fp32 pointwise and
     reductions, which moves a value across a rounding boundary now and then: 1e-3 of the norm."""
     model, x = model_and_input()
     y, grads = step(model, x, inner="inductor")

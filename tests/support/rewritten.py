@@ -18,7 +18,7 @@ BF16 = ("bf16", "bf16", "bf16")
 
 
 def rewritten(model: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, list[Row]]:
-    """The output of the model with every matmul rewritten to q2::linear or its kin, and the
+    """The output of the model with every matmul rewritten to q2::linear or its variants, and the
     report's rows.
 
     The rewritten graph is then run with the recipe's GEMMs all in bf16 text, so that only the

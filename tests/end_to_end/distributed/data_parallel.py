@@ -21,9 +21,9 @@ SAME_IN_ALL_LAYERS: dict[str, Any] = {"inner": "eager", "policy": {"*.down": "bf
 
 
 def half(model: torch.nn.Module, call: Any) -> Result:
-    """Each rank has its half of the batch and coins of its own."""
+    """Each rank has its half of the batch and random bits of its own."""
     rank = dist.get_rank()
-    return train(model, call, parts=2, part=rank, coins=rank)
+    return train(model, call, parts=2, part=rank, rounding_seed=rank)
 
 
 def ddp(options: dict[str, Any]) -> Result:

@@ -6,7 +6,7 @@ weights; what they recorded is compared here. Three things are known of the numb
 
 - Codes are made block by block, so a rank's codes are one process's codes wherever its shards end
   between blocks. The first loss, before any random rounding, differs by fp32 sums alone.
-- Later losses differ by the coins. What that may be is what other coins do in one process.
+- Later losses differ by the random bits, by as much as other random bits do in one process.
 - Where ranks compute the same, they must get the same bits.
 """
 
@@ -33,7 +33,7 @@ from training import INNER, STEPS, UNEVEN, Result, new_model, train  # noqa: E40
 FP32_SUMS = 8e-6
 # bf16 activations of about 1 in a loss of about 5: 2**-9 each, and more than one lies on the way.
 BF16_ACTIVATIONS = 1e-3
-COINS = range(8)
+ROUNDING_SEEDS = range(8)
 PROJECTIONS = ["gate", "up", "down"]
 BLOCKS = [f"layers.{i}.{name}" for i in range(2) for name in PROJECTIONS]
 
@@ -76,7 +76,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 class OneProcess:
-    """The same training in this process, with every seed of the coins; each is run once."""
+    """The same training in this process, with every seed of the random bits; each is run once."""
 
     def __init__(self) -> None:
         self.results: dict[str, list[Result]] = {}
@@ -94,9 +94,11 @@ class OneProcess:
             model = new_model(inner)
             call = torch.compile(model, backend="quartet2", options=options)
             self.results[key] = []
-            for coins in COINS if recipe != "bf16" else [0]:
+            for rounding_seed in ROUNDING_SEEDS if recipe != "bf16" else [0]:
                 model.load_state_dict(new_model(inner).state_dict())
-                self.results[key].append(train(model, call, coins=coins, autocast=autocast))
+                self.results[key].append(
+                    train(model, call, rounding_seed=rounding_seed, autocast=autocast)
+                )
         return self.results[key]
 
 
@@ -112,9 +114,9 @@ def assert_trains_alike(
     plain: Result,
     first_loss: float = FP32_SUMS,
 ) -> None:
-    """One process and several ranks agree, up to sums and coins.
+    """One process and several ranks agree, up to sums and random bits.
 
-    single: one process with the same recipe and other coins; plain: in high precision.
+    single: one process with the same recipe and other random bits; plain: in high precision.
     """
     for result in ranks:
         assert not result.error, result.error
@@ -240,7 +242,7 @@ def test_tensor_parallel(
 def test_redundant_compute_draws_the_same_coins(
     scenario: str, tensor_parallel: dict[str, Ranks]
 ) -> None:
-    """Trap: both ranks compute the quantized head; other coins, and its copies drift apart."""
+    """Trap: both ranks compute the quantized head; other random bits would let its copies drift."""
     ranks = tensor_parallel[scenario]
     replicated = ["embed.weight", "norm.weight", "head.weight"]
     replicated += [f"layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "down.bias")]

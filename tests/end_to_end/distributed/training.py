@@ -106,18 +106,18 @@ def train(
     *,
     parts: int = 1,
     part: int = 0,
-    coins: int = 0,
+    rounding_seed: int = 0,
     autocast: bool = False,
 ) -> Result:
     """STEPS steps of AdamW on ``model``'s parameters; ``call`` gives the logits.
 
     parts, part: the batch is cut into equal parts, and this rank has that one.
-    coins: seed of the rounding.
+    rounding_seed: seed of the rounding.
     """
     result, report = Result(), Report()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     token = collector.set(report)
-    torch.manual_seed(coins)
+    torch.manual_seed(rounding_seed)
     try:
         for step, tokens in enumerate(batches()):
             mine = tokens.chunk(parts)[part]

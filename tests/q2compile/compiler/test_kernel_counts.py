@@ -12,7 +12,7 @@ pair_directions in test_passes.py, of part_directions in test_part_directions.py
 recompute_weights in test_joint_passes.py, of the two for swizzled scales in test_swizzle_scales.py,
 of gather_codes in test_gather_codes.py, of dequantize_operands in test_dequantize_operands.py, of
 sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
-test_weight_cache.py. share_rotations and share_saved_rotations draw other coins:
+test_weight_cache.py. share_rotations and share_saved_rotations draw other random bits:
 test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py;
 group_launches only marks them: test_group_launches.py. What launches both save is shown in
 tests/lowering/test_launch_counts.py.
@@ -145,7 +145,7 @@ def _pass(name: str, recipe: str = "quartet2", **program: Any) -> Row:
 
 
 def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
-    """A joint pass that a recipe asks for, among all the others. Of the two for coins in the
+    """A joint pass that a recipe asks for, among all the others. Of the two for random bits in the
     forward (nvfp4) neither does anything without the other."""
     return Row(
         "joint", name, {"recipe": recipe, **_left_out([name])}, {"recipe": recipe}, **program

@@ -183,7 +183,8 @@ def test_a_step_of_each_spelling(layer: Any) -> None:
 
 @pytest.mark.parametrize("layer", [grouped, looked_up, equal_groups, loop])
 def test_inductor_gives_what_eager_gives(layer: Any) -> None:
-    """One layer, from the same seed. Coins fall on other sides where a sum is rounded otherwise."""
+    """One layer, from the same seed. Random bits fall on other sides where a sum is rounded
+    otherwise."""
 
     class One(nn.Module):
         def __init__(self) -> None:

@@ -212,7 +212,7 @@ def test_the_graph() -> None:
 
 
 def test_what_is_left() -> None:
-    """Too few rows; coins, which depend on the place; blocks of several rows."""
+    """Too few rows; random bits, which depend on the place; blocks of several rows."""
     for b, note in (
         (graph(63, 32), ["quantize_default is left: 63 rows, gathered from 32"]),
         (graph(64, 32, "nvfp4_sr_pow2", stochastic=True), []),

@@ -298,8 +298,8 @@ def test_of_a_mixture(back, inner, tmp_path) -> None:
     """Forward, gradient of the tokens and that of the weights. Sums of TOP bf16 numbers are off by
     TOP roundings, each at most 2^-9 of a partial sum. Of eager code these are those of the tokens'
     gradient alone. Inductor does not round what it adds up in one loop with the gather, so that y
-    is another number, too, which takes some codes of the gradient over the edge of a coin: that
-    moves gradients by less than half of what other coins do."""
+    is another number, too, which takes some codes of the gradient over the threshold of a random
+    rounding: that moves gradients by less than half of what other random bits do."""
     torch._dynamo.reset()
     options = {"inner": inner, "dump": str(tmp_path)}
     made = step(back, 40, backend="quartet2", options=options)

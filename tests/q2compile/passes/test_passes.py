@@ -280,7 +280,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("name", ["share_operands", "merge_seeds", "pair_directions"])
 def test_the_bits_of_a_step_are_the_same_without_a_pass(name):
-    """Loss and gradients; share_rotations draws other coins, and is tested by its distribution."""
+    """Loss and gradients; share_rotations draws other random bits, and is tested by its distribution."""
     results = []
     for left_out in ((), (name,)):
         torch._dynamo.reset()

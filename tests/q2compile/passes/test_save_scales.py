@@ -102,7 +102,7 @@ def test_subnormal_scales_leave_a_small_difference():
     """Of dx, which alone depends on it. What it is of a weight is bounded in
     tests/runtime_kernels/ops/test_requantize_by_scales.py: 2^-14 of its largest number; here two of
     three blocks of the first weight are such, and the smallest. What the gradient is rounded to
-    differs where MS-EDEN's coins fall otherwise by that: a rounding of bf16."""
+    differs where MS-EDEN's random bits fall otherwise by that: a rounding of bf16."""
     (dx, *others), _ = step(tiny=True)
     (wanted, *of_codes), _ = step(tiny=True, recompute_weights=True)
     assert all(map(torch.equal, others, of_codes))

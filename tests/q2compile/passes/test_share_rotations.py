@@ -219,13 +219,13 @@ def error_correlation(scheme):
 
 def test_equal_gradients_draw_their_own_coins():
     """Stochastic rounding errs by as much on either operand, so two wgrads share x's half of their
-    error and no more. With equal coins they would share all of it; 24 draws scatter by a few
+    error and no more. With equal random bits they would share all of it; 24 draws scatter by a few
     percent."""
     assert 0.4 < error_correlation("nvfp4_sr_pow2") < 0.6
 
 
 def test_equal_gradients_rounded_by_ms_eden_err_alike():
-    """Its codes depend on the signs alone, which are shared, and only its scales on coins: two
+    """Its codes depend on the signs alone, which are shared, and only its scales on random bits: two
     equal gradients get nearly equal errors. Each is unbiased all the same."""
     assert 0.9 < error_correlation(EDEN) < 1
 

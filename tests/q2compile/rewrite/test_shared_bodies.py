@@ -139,7 +139,8 @@ class PlainLayer(Layer):
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_only_the_layer_that_the_policy_names_is_quantized(inner):
     """What comes out is what the same layers give without regions, where one is quantized: the
-    forward to fp32's rounding (gelu in one kernel or in two), the gradients up to their coins."""
+    forward to fp32's rounding (gelu in one kernel or in two), the gradients up to their random
+    bits."""
     model, plain, x = Stack(), Stack(PlainLayer), batch()
     plain.load_state_dict(model.state_dict())
     options = {"inner": inner, "policy": {"*": "bf16", "layers.1.*": "quartet2"}}
@@ -147,7 +148,9 @@ def test_only_the_layer_that_the_policy_names_is_quantized(inner):
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
     for mine, other in zip(ours[1:], theirs[1:], strict=True):
         assert F.cosine_similarity(mine.flatten(), other.flatten(), 0) > 0.97
-    torch.testing.assert_close(ours[5:], theirs[5:], rtol=1e-5, atol=1e-6)  # after it: no coins
+    torch.testing.assert_close(
+        ours[5:], theirs[5:], rtol=1e-5, atol=1e-6
+    )  # after it: no random bits
 
 
 def test_a_region_in_a_region():

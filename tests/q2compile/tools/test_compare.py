@@ -18,7 +18,11 @@ from q2compile.tools.compare.measurements import ModuleError
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-FORWARD = {"base": "quartet2", "dgrad": "bf16", "wgrad": "bf16"}  # no coins: runs can be repeated
+FORWARD = {
+    "base": "quartet2",
+    "dgrad": "bf16",
+    "wgrad": "bf16",
+}  # no random bits: runs can be repeated
 
 
 class Net(nn.Module):
@@ -71,7 +75,8 @@ def test_each_gemms_error_is_that_of_the_op_on_the_operands_of_the_run_in_bf16()
     assert found.fprop == pytest.approx(relative(y, exact), rel=1e-5)
     (dy,) = torch.autograd.grad(F.softplus(3 * model.norm(exact)).mean(), exact)
     dx, dw = torch.autograd.grad(y, (h, w), dy)
-    # Other coins than those that compare threw: the errors of so many numbers agree to a few %.
+    # Other random bits than those that compare threw: the errors of so many numbers agree to a few
+    # %.
     assert found.dgrad == pytest.approx(relative(dx, dy @ w), rel=0.1)
     assert found.wgrad == pytest.approx(relative(dw, dy.t() @ h), rel=0.1)
 

@@ -46,7 +46,7 @@ def test_every_row_is_made_and_found() -> None:
     assert set(patches._REPLACEMENTS) == {patch.name for patch in PATCHES}
     assert set(values()) == {patch.name for patch in PATCHES}
     for patch in PATCHES:
-        assert patch.cause and patch.upstream and patch.versions and patch.worth
+        assert patch.cause and patch.upstream and patch.versions and patch.benefit
 
 
 def test_in_force_inside_and_gone_outside() -> None:
