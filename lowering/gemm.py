@@ -54,7 +54,7 @@ def product(call: OpCall) -> Any:
     scales = [
         unit
         for unit, scheme in ((a_global, a_scheme), (b_global, b_scheme))
-        if not get_scheme(scheme).folds
+        if not get_scheme(scheme).has_pow2_scale
     ]
     if not scales and dtype == torch.bfloat16 and (bias is None or bias.get_dtype() == dtype):
         if bias is None:
@@ -168,7 +168,7 @@ def _source(gemm: fx.Node, first: int, at: int) -> _Source:
         lowering_state().dequantized[node] = codes
         return _Source(node, ())
     cols = 2 * codes.get_size()[1]
-    args = codes, scales, unit if spec.folds else None, scheme, cols, torch.bfloat16
+    args = codes, scales, unit if spec.has_pow2_scale else None, scheme, cols, torch.bfloat16
     return _Source(node, args)
 
 

@@ -27,7 +27,7 @@ def is_emulated(node: fx.Node) -> bool:
     schemes = [get_scheme(str(node.args[at])) for _, at in OPERANDS]
     if any(scheme.swizzled for scheme in schemes):
         return False
-    if node.target is GROUPED and not all(scheme.folds for scheme in schemes):
+    if node.target is GROUPED and not all(scheme.has_pow2_scale for scheme in schemes):
         return False
     args = map_arg(node.args, lambda n: n.meta["val"])
     op = "gemm" if node.target is GEMM else "grouped_gemm"
@@ -46,7 +46,9 @@ def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
     for first, at in OPERANDS:
         spec = get_scheme(str(reader.args[at]))
         unread = (
-            reader.args[first + 1 : first + (3 if spec.folds else 2)] if spec.dequantized else ()
+            reader.args[first + 1 : first + (3 if spec.has_pow2_scale else 2)]
+            if spec.dequantized
+            else ()
         )
         if output in reader.args[first : first + 3] and output not in unread:
             return False

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of kernels that are launches alone: buffers that Inductor plans, and a line of generated
-code that enqueues the launches into them, past torch's dispatcher (runtime_kernels/cuda/site.py).
+code that enqueues the launches into them, past torch's dispatcher
+(runtime_kernels/cuda/call_site.py).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.gemm_operands import is_read
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
-from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Form, lies
-from q2compile.runtime_kernels.cuda.quantize.together import compile_ahead
+from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, Layout, is_in_layout
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import compile_ahead
 from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, global_scales
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
 
-_MODULE = "q2compile.runtime_kernels.cuda.site"
-_IMPORT = f"from {_MODULE} import Site as q2_Site, Together as q2_Together, View as q2_View"
+_MODULE = "q2compile.runtime_kernels.cuda.call_site"
+_IMPORT = (
+    f"from {_MODULE} import CallSite as q2_CallSite, GroupedCallSite as q2_GroupedCallSite, "
+    "View as q2_View"
+)
 
 
 def launch(call: OpCall) -> Any:
@@ -72,8 +76,8 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
     by = launching(name, realized)
     if by is None:
         return None
-    for i, form in _forms_of(name, realized).items():
-        realized[i] = _formed(realized[i], form)
+    for i, layout in _layouts_of(name, realized).items():
+        realized[i] = _laid_out(realized[i], layout)
     results = results_of(op, realized)
     several = isinstance(results, tuple | list)
     results = results if several else (results,)
@@ -119,9 +123,9 @@ def results_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
 
 
 @_once_a_kind
-def _forms_of(name: str, args: Sequence[Any]) -> dict[int, Form]:
+def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, Layout]:
     """How that kernel wants arguments to lie."""
-    return launching(name, args).forms(*fakes(args))
+    return launching(name, args).layouts(*fakes(args))
 
 
 @_once_a_kind
@@ -137,7 +141,7 @@ def _enqueue(member: Member) -> None:
     if state.waiting and not _ends_with(state.waiting, member):
         _enqueue_waiting()
     state.waiting.append(member)
-    if member.node not in state.groups or member.last_launch is None:
+    if member.node not in state.groups or member.tail_launch is None:
         _enqueue_waiting()
 
 
@@ -145,8 +149,8 @@ def _ends_with(waiting: Sequence[Member], member: Member) -> bool:
     groups = lowering_state().groups
     one_group = groups.get(waiting[0].node) is groups.get(member.node)
     operands = sum(each.operands for each in (*waiting, member))
-    alike = waiting[0].last_launch == member.last_launch and member.last_launch is not None
-    return one_group and alike and operands <= MOST_SIDES
+    alike = waiting[0].tail_launch == member.tail_launch and member.tail_launch is not None
+    return one_group and alike and operands <= MOST_OPERANDS
 
 
 def _enqueue_waiting() -> None:
@@ -233,11 +237,11 @@ def fakes(args: Sequence[Any]) -> list[Any]:
         ]
 
 
-def _formed(x: Any, form: Form) -> Any:
+def _laid_out(x: Any, layout: Layout) -> Any:
     if ir.is_storage_and_layout(x):
         ir.as_storage_and_layout(x, freeze=True)
     is_one = functools.partial(V.graph.sizevars.statically_known_equals, 1)
-    if len(x.get_size()) == 2 and lies(x.get_stride(), form, is_one):
+    if len(x.get_size()) == 2 and is_in_layout(x.get_stride(), layout, is_one):
         return x
     return ir.ExternKernel.require_contiguous(x)
 
@@ -299,7 +303,7 @@ class Launches(Enqueued):
                 products.append(f"({own}, {other})")
             of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
             parts = [*(f"({text})" for text in of), f"fixed={fixed}"]
-            site = f"q2_Together({', '.join(parts)})"
+            site = f"q2_GroupedCallSite({', '.join(parts)})"
         self._write(wrapper, site, given)
 
     def _site(
@@ -321,7 +325,7 @@ class Launches(Enqueued):
         wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
         of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
         of += [f"fixed={fixed}", *(f"{name}={arg!r}" for name, arg in keywords.items())]
-        return f"q2_Site({', '.join(of)})"
+        return f"q2_CallSite({', '.join(of)})"
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
+from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
 from q2compile.runtime_kernels.registry import bound
 
@@ -47,9 +47,9 @@ class Member(NamedTuple):
     buffers: list[Any]
 
     @property
-    def last_launch(self) -> Any:
+    def tail_launch(self) -> Any:
         """Calls that have the same can end in one launch; None where a call ends alone."""
-        return last_launch(self.op, self.args)
+        return tail_launch(self.op, self.args)
 
     @property
     def operands(self) -> int:

@@ -40,7 +40,7 @@ LIBRARY = torch.library.Library("q2", "DEF")
 REFERENCE = "reference"
 CUDA = "cuda"
 CPP = "cpp"  # on a CPU
-LOOPS = "inductor"  # no kernel of the registry's: what Inductor makes of an op
+INDUCTOR = "inductor"  # no kernel of the registry's: what Inductor makes of an op
 FUSED = "fused"  # CUDA kernels of quantizers that compute their operand, which generated code calls
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 disable(named_in_environment(), DISABLING)
@@ -68,7 +68,7 @@ class Kernel:
     name: str
     device_type: str | None
     function: Callable
-    refuses: Callable[..., str | None]
+    unsupported: Callable[..., str | None]
     prepare: Callable[..., None]
     launching: Any = None
 
@@ -77,12 +77,12 @@ class Kernel:
         device = device_of(args)
         if self.device_type not in (None, device.type):
             return f"it runs on {self.device_type}, the operands are on {device.type}"
-        return self.declines(args)
+        return self.unavailable(args)
 
-    def declines(self, args: Sequence) -> str | None:
+    def unavailable(self, args: Sequence) -> str | None:
         """The same for arguments on a device of this kernel's."""
         failure = _FAILURES.get(_kind(self, args)) if _FAILURES else None
-        return failure or why_disabled(self.op, self.name) or self.refuses(*args)
+        return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
 
 
 _KERNELS: dict[str, list[Kernel]] = {}
@@ -169,7 +169,7 @@ def _run(candidates: Sequence[Kernel], args: tuple):
     """
     device_type = device_of(args).type
     for kernel in _in_order(candidates, args):
-        if kernel.device_type in (None, device_type) and kernel.declines(args) is None:
+        if kernel.device_type in (None, device_type) and kernel.unavailable(args) is None:
             try:
                 return kernel.function(*args)
             except Exception as error:
@@ -308,7 +308,7 @@ def kernel(
     name: str,
     *,
     device_type: str | None = None,
-    refuses: Callable[..., str | None] = _nothing,
+    unsupported: Callable[..., str | None] = _nothing,
     prepare: Callable[..., None] = _nothing,
     launching: Any = None,
 ) -> Callable[[Callable], Callable]:
@@ -317,7 +317,7 @@ def kernel(
 
     def register(function: Callable) -> Callable:
         assert all(k.name != name for k in _KERNELS[op]), f"q2::{op} already has a kernel {name!r}"
-        added = Kernel(op, name, device_type, function, refuses, prepare, launching)
+        added = Kernel(op, name, device_type, function, unsupported, prepare, launching)
         _KERNELS[op].insert(0, added)
         return function
 

@@ -89,7 +89,7 @@ def _lowered(call: QuantizerCall) -> bool:
     fuses = support.beats_kernels(call) and _computed(x)
     if not fuses and not _served_by_reference_alone():
         return False
-    return selfcheck.refusal(device, call) is None
+    return selfcheck.rejection(device, call) is None
 
 
 def _computed(x: ir.TensorBox) -> bool:

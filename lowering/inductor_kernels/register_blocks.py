@@ -20,7 +20,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from q2compile.lowering.inductor_kernels.blocks import NIBBLES, Blocks, Code, Index, Kind, PerBlock
 from q2compile.lowering.inductor_kernels.fp32 import Value, integer, number, shifted_left
 from q2compile.lowering.inductor_kernels.philox import element_bits, philox4x32
-from q2compile.runtime_kernels.numerics.philox import COINS, SIGNS
+from q2compile.runtime_kernels.numerics.philox import RANDOM_BITS, SIGNS
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, Transform
 
@@ -121,4 +121,4 @@ class HeldBlocks(Blocks):
         row, block = place
         octets = (row * self.grid[1] + block) * (self.width // NIBBLES) + first // NIBBLES
         index = ops.index_expr(octets, torch.int64)
-        return element_bits(self._seed(), index, self._draws.stream, COINS)
+        return element_bits(self._seed(), index, self._draws.stream, RANDOM_BITS)

@@ -27,19 +27,19 @@ from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
 from q2compile.runtime_kernels.kernel_states import why_disabled
 from q2compile.runtime_kernels.ops.table import QuantizerCall, rowwise_call
-from q2compile.runtime_kernels.registry import LOOPS
+from q2compile.runtime_kernels.registry import INDUCTOR
 from q2compile.torch_internals.inductor import compile_by_itself
 from q2compile.torch_internals.patches import patched
 
 _SHAPE = (130, 264)
 
 
-def refusal(device: torch.device, call: QuantizerCall) -> str | None:
+def rejection(device: torch.device, call: QuantizerCall) -> str | None:
     """None when the Inductor kernel of such a call may be used on this device, otherwise the reason
     in words."""
     if _is_known(device):
-        return why_disabled(call.spec.name, LOOPS)
-    return checks.refusal(_request(device, call))
+        return why_disabled(call.spec.name, INDUCTOR)
+    return checks.rejection(_request(device, call))
 
 
 def begin(device: torch.device, scheme: str) -> None:
@@ -53,7 +53,7 @@ def begin(device: torch.device, scheme: str) -> None:
 def _request(device: torch.device, call: QuantizerCall) -> Request:
     how = call.scheme.name, call.transform.name, call.variant
     args = {name: arg if _is_plain(arg) else None for name, arg in call.args.items()}
-    check = call.spec.name, LOOPS, device, *how
+    check = call.spec.name, INDUCTOR, device, *how
     sources = (str(Path(__file__).parents[1]),)
     return Request(check, __name__, (device, call.replace(**args)), sources)
 
@@ -72,7 +72,7 @@ def is_refused(device: torch.device, call: QuantizerCall) -> bool:
     """Whether it is disabled, or a check that was run has rejected it."""
     request = _request(device, call)
     found = checks.result_of(request)
-    disabled = why_disabled(call.spec.name, LOOPS) is not None
+    disabled = why_disabled(call.spec.name, INDUCTOR) is not None
     return disabled or (found is not None and found.reason is not None)
 
 

@@ -78,7 +78,7 @@ def _halves(
     if serving(QUANTIZE, map_arg(call.positional, lambda n: n.meta["val"])).launching is None:
         raise NotProduced("no CUDA kernel of q2compile serves it here")
     found = producer_of(*inputs)
-    found = found._replace(producer=dataclasses.replace(found.producer, halves=True))
+    found = found._replace(producer=dataclasses.replace(found.producer, gate_and_up=True))
     device = inputs[0].get_device_or_error()
     tensors = {name: ... for name, a in call.args.items() if isinstance(a, fx.Node) and name != "x"}
     asked = call.replace(**tensors)

@@ -48,14 +48,15 @@ from q2compile.lowering.prologue.producers import (
 )
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantizer_of
 
 _IMPORTS = (
-    "from q2compile.runtime_kernels.cuda.fused_site import FusedSite as q2_FusedSite",
-    "from q2compile.runtime_kernels.cuda.quantize.producer import Producer as q2_Producer",
-    "from q2compile.runtime_kernels.cuda.site import View as q2_View",
+    "from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite as q2_FusedCallSite",
+    "from q2compile.runtime_kernels.cuda.quantize.prologue_expression "
+    "import PrologueExpression as q2_PrologueExpression",
+    "from q2compile.runtime_kernels.cuda.call_site import View as q2_View",
 )
 
 
@@ -187,7 +188,7 @@ def quantized(asked: Asked) -> Quantized:
     return Quantized(node, keywords, results, wanted, [])
 
 
-def refuse(producer: Producer, asked: Asked) -> None:
+def refuse(producer: PrologueExpression, asked: Asked) -> None:
     """Raises NotProduced where the kernel would not pay, or does not do what it should."""
     node, call = asked
     operands = len(producer.results)
@@ -201,7 +202,7 @@ def refuse(producer: Producer, asked: Asked) -> None:
         how = call.scheme, len(call.operands), capability, shared
         reason = fusion_rule.why_not(producer, *how)
     if reason is None and device.type == "cuda":
-        reason = fused.refusal(index, keywords, operands)
+        reason = fused.rejection(index, keywords, operands)
     if reason is not None:
         raise NotProduced(reason)
 
@@ -215,7 +216,7 @@ def other_readers(node: fx.Node) -> list[str]:
         others = [user.name for user in read.users if user is not reader]
         if others:
             return others
-        if not is_same_numbers(read) or not read.args or not isinstance(read.args[0], fx.Node):
+        if not is_view_or_cast(read) or not read.args or not isinstance(read.args[0], fx.Node):
             return []
         read, reader = read.args[0], read
 
@@ -265,5 +266,5 @@ class FusedLaunches(Enqueued):
             keywords = ", ".join(f"{name}={text}" for name, text in shown.items())
             wanted = ", ".join(str(int(w)) for w in each.wanted)
             calls.append(f"(dict({keywords}), ({wanted},))")
-        site = f"q2_FusedSite(q2_{producer!r}, [{', '.join(calls)}])"
+        site = f"q2_FusedCallSite(q2_{producer!r}, [{', '.join(calls)}])"
         self._write(wrapper, site, given)

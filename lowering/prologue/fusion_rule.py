@@ -48,8 +48,8 @@ power of two. P comes from tests/lowering/test_fused_static.py.
 
 from __future__ import annotations
 
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.cuda.quantize.producer_source import (
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.cuda.quantize.prologue_source import (
     bytes_read,
     instructions,
     rows_ahead,
@@ -71,7 +71,11 @@ _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its wa
 
 
 def why_not(
-    producer: Producer, spec: Scheme, directions: int, capability: int, shared: bool = False
+    producer: PrologueExpression,
+    spec: Scheme,
+    directions: int,
+    capability: int,
+    shared: bool = False,
 ) -> str | None:
     """None when computing the operand in the quantizer, or both operands in one, is expected to
     pay, otherwise the reason in words. capability: the major compute capability of the GPU.
@@ -88,7 +92,11 @@ def why_not(
 
 
 def expected(
-    producer: Producer, spec: Scheme, directions: int, capability: int, shared: bool = False
+    producer: PrologueExpression,
+    spec: Scheme,
+    directions: int,
+    capability: int,
+    shared: bool = False,
 ) -> float:
     """The time of the fused kernels over that of the others."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a loop of Inductor's to a Producer: the expression that makes an operand, as data from which
-rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/producer.py).
+rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_expression.py).
 
     before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
              quantize(buf0, ...)                        and the quantizer reads it back
@@ -43,16 +43,16 @@ from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexin
 
 from q2compile.lowering.prologue.index_ways import COLUMN, ROW, NotProduced, Way, way_through
 from q2compile.lowering.prologue.shorter_steps import contracted, shorter
-from q2compile.runtime_kernels.cuda.quantize.producer import (
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     KIND_OF,
     OPERATIONS,
-    Producer,
+    PrologueExpression,
     Step,
     arguments_of,
     kind_of,
     renumbered,
 )
-from q2compile.runtime_kernels.ops.fusing import is_same_numbers
+from q2compile.runtime_kernels.ops.fusing import is_view_or_cast
 
 _MOST_STEPS = 96  # more would not fit into a thread's registers, whatever the rule thinks of it
 _MOST_INPUTS = 8
@@ -65,7 +65,7 @@ _WIDE = 2**31
 class Found(NamedTuple):
     """A producer, its inputs, by the names of their buffers, and its sizes."""
 
-    producer: Producer
+    producer: PrologueExpression
     buffers: tuple[str, ...]
     sizes: tuple[sympy.Symbol, ...]
 
@@ -104,7 +104,7 @@ def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
         raise NotProduced(f"the expression has {len(steps)} steps, more than {_MOST_STEPS}")
     if not written.buffers or len(written.buffers) > _MOST_INPUTS:
         raise NotProduced(f"it reads {len(written.buffers)} tensors, not 1 to {_MOST_INPUTS}")
-    producer = Producer(
+    producer = PrologueExpression(
         dtype=dtype,
         rows=written.text(sympy.sympify(rows)),
         cols=int(cols),
@@ -180,7 +180,7 @@ def _is_loop(reader: fx.Node) -> bool:
     """Whether it computes number by number, or its readers do."""
     if torch.Tag.pointwise in getattr(reader.target, "tags", ()):
         return True
-    return is_same_numbers(reader) and all(map(_is_loop, reader.users))
+    return is_view_or_cast(reader) and all(map(_is_loop, reader.users))
 
 
 def _freeze(names: list[str]) -> None:

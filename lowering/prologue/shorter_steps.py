@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.cuda.quantize.producer import (
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     Step,
     arguments_of,
     kind_of,

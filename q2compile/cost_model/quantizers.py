@@ -18,14 +18,14 @@ import torch
 
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, several_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, batched_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 HIGH = 16  # bits of a number in high precision
 BF16 = "bf16"
 # What sums of columns add to the loop's: an addition each (of two numbers on 10.0), signs, and what
-# lanes exchange. tests/runtime_kernels/cuda/test_summed_static.py counts them.
+# lanes exchange. tests/runtime_kernels/cuda/test_dbias_static.py counts them.
 SUMMING = {"sm_90a": 1.7, "sm_100a": 1.1, "sm_120a": 1.6}
 _OF_TILES = Fraction(2 * 32, 128)  # bits an element of the sums, written and read again
 _ROOM = 228 * 1024  # any: how much shared memory there is does not change how many are launched
@@ -94,7 +94,7 @@ class Quantizer:
     @property
     def several(self) -> Launch | None:
         """What rotates and rounds the operands of several calls, where others have the same."""
-        return several_launch(_launches(self)[0])
+        return batched_launch(_launches(self)[0])
 
     def instructions(self, architecture: str) -> float:
         """An element, in the loop over tiles; 0 where they were not counted: nothing is said of
@@ -123,7 +123,7 @@ def _launches(call: Quantizer) -> tuple[Launch, ...]:
         room=_ROOM,
         vectors=True,
         amax_known=False,
-        sums=call.sums,
+        dbias=call.sums,
     )
 
 

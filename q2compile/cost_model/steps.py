@@ -46,7 +46,7 @@ from q2compile.cost_model.devices import (
 )
 from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits, written_bits
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
-from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
@@ -185,7 +185,7 @@ def _dbias_is_summed(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
     operand = recipe.wgrad.a
     spec, rotation = get_scheme(operand.scheme), get_transform(operand.transform)
     draws = spec.stochastic or rotation.seeded
-    return draws and plan.shared_launch(spec, rotation) is not None
+    return draws and plan.tail_launch_of_scheme(spec, rotation) is not None
 
 
 def _is_of_columns(step: Step) -> bool:
@@ -284,7 +284,7 @@ def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
     if len(lone) != 1 or not group or group[-1].last != lone[0].last:
         return made
     sides = sum(s.quantizer.directions if s.quantizer else 1 for s in (*group, *lone))
-    if sides > MOST_SIDES:
+    if sides > MOST_OPERANDS:
         return made
     return [_behind(group, step) if step in lone else step for step in made]
 
@@ -294,8 +294,14 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
     aligned: a quantizer ahead of it ends in a launch that makes the product of global scales."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
     if layer.emulated:
-        folds = layer.grouped or all(get_scheme(o.scheme).folds for o in operands.values())
-        product = _plain_gemm(layer, name) if folds else _fp32_gemm(layer, name, fuses=not masked)
+        has_pow2_scale = layer.grouped or all(
+            get_scheme(o.scheme).has_pow2_scale for o in operands.values()
+        )
+        product = (
+            _plain_gemm(layer, name)
+            if has_pow2_scale
+            else _fp32_gemm(layer, name, fuses=not masked)
+        )
         return [*_dequantized(layer, name, operands), product]
     nvfp4 = get_scheme(gemm.a.scheme).format == "nvfp4"
     ahead = _ALPHA if nvfp4 and not aligned and not layer.grouped else 0
@@ -427,11 +433,11 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
 
 
 def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
-    """Which other operands' quantizers can end in as well (cuda/quantize/together.py)."""
+    """Which other operands' quantizers can end in as well (cuda/quantize/grouped_launch.py)."""
     spec = get_scheme(scheme)
     if not layer.emulated and spec.block[0] == 1:  # `passes.swizzle_scales`
         spec = get_scheme(scheme + SWIZZLED)
-    return plan.shared_launch(spec, get_transform(transform))
+    return plan.tail_launch_of_scheme(spec, get_transform(transform))
 
 
 def _fuses(recipe: Recipe, operand: Operand) -> bool:

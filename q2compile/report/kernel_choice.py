@@ -17,7 +17,7 @@ from q2compile.lowering.inductor_kernels import selfcheck, support
 from q2compile.recipes.recipe import GEMMS
 from q2compile.report.row import Row
 from q2compile.runtime_kernels.ops.table import SEED, SPECS, QuantizerCall
-from q2compile.runtime_kernels.registry import CPP, LOOPS, REFERENCE, bound, serving
+from q2compile.runtime_kernels.registry import CPP, INDUCTOR, REFERENCE, bound, serving
 from q2compile.torch_internals.private_names import FakeTensorMode, TorchDispatchMode
 
 
@@ -53,8 +53,8 @@ class _Recorder(TorchDispatchMode):
         if selfcheck.is_refused(device, call):
             return name
         if name in (CPP, REFERENCE):
-            return LOOPS
-        return f"{LOOPS} or {name}" if support.beats_kernels(call) else name
+            return INDUCTOR
+        return f"{INDUCTOR} or {name}" if support.beats_kernels(call) else name
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ from q2compile.runtime_kernels.kernel_states import REJECTED, state_of
 from q2compile.runtime_kernels.ops.table import QUANTIZE, Variant, rowwise_call
 from q2compile.runtime_kernels.registry import (
     CUDA,
-    LOOPS,
+    INDUCTOR,
     REFERENCE,
     Kernel,
     KernelWarning,
@@ -256,8 +256,8 @@ def device_rows(device: torch.device) -> Iterator[Row]:
 def loops_rows(device: torch.device) -> Iterator[Row]:
     for scheme in LOOPS_CHECKED:
         yield Row(
-            *(QUANTIZE, LOOPS, f"loops of {QUANTIZE}", scheme),
-            asks=[partial(loops.refusal, device, rowwise_call(scheme))],
+            *(QUANTIZE, INDUCTOR, f"loops of {QUANTIZE}", scheme),
+            asks=[partial(loops.rejection, device, rowwise_call(scheme))],
             begins=[partial(loops.begin, device, scheme)],
         )
 

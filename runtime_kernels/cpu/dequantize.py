@@ -53,7 +53,7 @@ def _no_dequantize(codes, scales, global_scale, scheme, cols, dtype) -> str | No
     return selfcheck.rejected_of(DEQUANTIZE, scheme)
 
 
-@kernel(DEQUANTIZE, CPP, device_type="cpu", refuses=_no_dequantize)
+@kernel(DEQUANTIZE, CPP, device_type="cpu", unsupported=_no_dequantize)
 def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -74,7 +74,7 @@ def _no_gemm(*args: Any) -> str | None:
     return selfcheck.rejected_of(GEMM, a_scheme)
 
 
-@kernel(GEMM, CPP, device_type="cpu", refuses=_no_gemm)
+@kernel(GEMM, CPP, device_type="cpu", unsupported=_no_gemm)
 def gemm(
     a_codes: torch.Tensor,
     a_scales: torch.Tensor,

@@ -17,7 +17,7 @@ def _unsupported(grad, mask, transform) -> str | None:
     return selfcheck.rejected_of(MASKED_UNROTATE, transform)
 
 
-@kernel(MASKED_UNROTATE, CPP, device_type="cpu", refuses=_unsupported)
+@kernel(MASKED_UNROTATE, CPP, device_type="cpu", unsupported=_unsupported)
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
     """See ops/masked_unrotate.py."""
     rotation = checked_shapes(grad, mask, transform)

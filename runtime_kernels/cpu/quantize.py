@@ -147,11 +147,11 @@ class _Maker:
         if self.asked.swizzled:
             scales = swizzle_32x4x4(scales).view(-1, 512)
         elif self.asked.dequantized:
-            folds = self.scheme.folds
+            has_pow2_scale = self.scheme.has_pow2_scale
             width = 2 * codes.shape[1]
-            codes = dequantized(codes, scales, unit if folds else None, self.scheme, width)
+            codes = dequantized(codes, scales, unit if has_pow2_scale else None, self.scheme, width)
             scales = scales.new_empty((0, 0))
-            unit = torch.where(unit.isnan(), unit, 1.0) if folds else unit
+            unit = torch.where(unit.isnan(), unit, 1.0) if has_pow2_scale else unit
         return [codes, scales, unit, *mask]
 
 
@@ -159,7 +159,7 @@ class _Maker:
     QUANTIZE,
     CPP,
     device_type="cpu",
-    refuses=lambda *args: _unsupported(QuantizerCall.of(QUANTIZE, args)),
+    unsupported=lambda *args: _unsupported(QuantizerCall.of(QUANTIZE, args)),
 )
 def quantize(*args: Any) -> list[torch.Tensor]:
     """See ops/quantize.py."""
@@ -180,7 +180,7 @@ def quantize(*args: Any) -> list[torch.Tensor]:
     REQUANTIZE,
     CPP,
     device_type="cpu",
-    refuses=lambda *args: _unsupported(QuantizerCall.of(REQUANTIZE, args)),
+    unsupported=lambda *args: _unsupported(QuantizerCall.of(REQUANTIZE, args)),
 )
 def requantize(*args: Any) -> list[torch.Tensor]:
     """See ops/requantize.py."""
@@ -207,7 +207,7 @@ def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.
 def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """numerics/column_sums.py"""
     out = x.new_empty((x.shape[1],), dtype=dtype)
-    summed = kernels.Summed(
+    summed = kernels.Dbias(
         *(x.data_ptr(), out.data_ptr()),
         *(*x.shape, *x.stride()),
         *(kernels.TYPES[x.dtype], kernels.TYPES[dtype]),

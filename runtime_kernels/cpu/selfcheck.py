@@ -143,7 +143,7 @@ def _others(op: str, what: str) -> Sequence[Any]:
         return *_quantized(what, _matrix()), what, _COLUMNS, torch.bfloat16
     if op == GEMM:
         operands = *_quantized(what, _matrix()), *_quantized(what, _matrix(_ROWS + 1))
-        dtype = torch.bfloat16 if get_scheme(what).folds else torch.float32
+        dtype = torch.bfloat16 if get_scheme(what).has_pow2_scale else torch.float32
         return *operands, None, what, what, dtype
     grad = _matrix(_ROWS, 256)
     return grad, pack_bits(_matrix(_ROWS, 256).t()[None] > 0)[0].t().contiguous(), what

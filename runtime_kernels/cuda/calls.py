@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of ops that are launches of our own kernels, worked out once for each kind of operands.
+"""Launch plans of ops that consist of launches of our own kernels, computed once for each kind of
+arguments.
 
-A kernel of the registry made by `launching` is a function from an op's arguments to a Call: which
-outputs it has, and which launches write them. Who calls the op has the outputs made and the
-launches enqueued; generated code brings buffers that Inductor has planned, and enqueues the
-launches into them (site.py). Both end in the same Ready, in which nothing is left to be done but
-to ask the tensors for their addresses.
+`launching` registers a function from an op's arguments to a LaunchPlan: the outputs of the call,
+and the launches that write them. There are two callers:
+
+- the op itself, which allocates the outputs
+- generated code (call_site.py), which brings buffers that Inductor has planned
+
+Both execute a BoundCall: the plan on one device, its kernels loaded. All that is left to do for
+each call is to read the addresses of the tensors.
 """
 
 from __future__ import annotations
@@ -21,59 +25,62 @@ import torch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, wait
 from q2compile.runtime_kernels.registry import CUDA, kernel
 
-_MOST_READY = 4096  # of a program whose shapes never repeat
-ALIGNMENT = 16  # bytes: of what the kernels load at once
+_MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
+ALIGNMENT = 16  # bytes that the kernels load at once
 _address_of = torch.Tensor.data_ptr
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
 
 
-class Form(Enum):
-    """How the kernels want an operand to lie."""
+class Layout(Enum):
+    """Memory layouts that kernels require of an operand."""
 
-    LINES = "a matrix whose rows or columns are contiguous"
+    ROWS_OR_COLUMNS = "a matrix whose rows or columns are contiguous"
     ROWS = "a matrix whose rows are contiguous"
     CONTIGUOUS = "contiguous"
     ALIGNED = "contiguous, on 16 bytes"
 
 
-class At(NamedTuple):
-    """A field of a launch's parameters that is an address: `past` bytes into tensor number
-    `tensor` of the call, whose tensors are its operands, its outputs and its workspace."""
+class BufferSlot(NamedTuple):
+    """A pointer in the parameters of a launch: `byte_offset` bytes into tensor number `tensor` of
+    the call. The tensors of a call are its inputs, its outputs and its workspace."""
 
     tensor: int
-    past: int = 0
+    byte_offset: int = 0
 
-    def __add__(self, more: int) -> At:  # type: ignore[override]
-        return At(self.tensor, self.past + more)
+    def __add__(self, more: int) -> BufferSlot:  # type: ignore[override]
+        return BufferSlot(self.tensor, self.byte_offset + more)
 
 
 class Step(NamedTuple):
-    """A launch, its thread blocks in x and y, and the fields of its parameter struct: numbers, and
-    At.
+    """A launch, its thread blocks in x and y, and the fields of its parameter struct: constants,
+    and BufferSlots for pointers.
 
-    several: does what equal launches of several calls do, with MOST_SIDES of their structs and a y
-        for each; None where each is better by itself, or where there is none.
+    batched: the launch that does this step for several calls at once, with MOST_OPERANDS parameter
+        structs and a blockIdx.y for each. None where there is none, or where separate launches are
+        faster.
     """
 
     launch: Launch
     grid: tuple[int, int]
     values: Sequence[Any]
-    several: Launch | None = None
+    batched: Launch | None = None
 
 
-MOST_SIDES = 4  # of an Ending
+MOST_OPERANDS = 4  # of a batched launch
 
 
 @dataclass(frozen=True)
-class Ending:
-    """The last step of a call, where it can end other calls as well (quantize/together.py).
+class Tail:
+    """The last step of a plan, where one launch can be the last step of several plans
+    (quantize/grouped_launch.py).
 
-    launch: calls whose endings have the same can end in one.
-    sides: what it does for each operand, as the launch's parameter struct has them: MOST_SIDES.
+    launch: the tail kernel. Plans with the same tail kernel can share one launch of it.
+    operands: for each operand, its fields in the parameter struct of the launch; at most
+        MOST_OPERANDS.
     """
 
     launch: Launch
-    sides: tuple[Any, ...]
+    operands: tuple[Any, ...]
 
     @property
     def step(self) -> Step:
@@ -81,14 +88,14 @@ class Ending:
 
 
 def in_places(structs: Sequence[Sequence[Any]]) -> list[Any]:
-    """Their fields, and zeros for those up to MOST_SIDES that nobody reads."""
-    assert len(structs) <= MOST_SIDES
+    """The fields of up to MOST_OPERANDS structs; zeros fill the places of absent ones."""
+    assert len(structs) <= MOST_OPERANDS
     fields = [field for struct in structs for field in struct]
-    return fields + [0] * (MOST_SIDES - len(structs)) * len(structs[0])
+    return fields + [0] * (MOST_OPERANDS - len(structs)) * len(structs[0])
 
 
 class Output(NamedTuple):
-    """A contiguous tensor that a call writes."""
+    """A contiguous tensor that a plan writes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -109,78 +116,81 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a call of an op is: operands tensors in, outputs out, steps between.
+class LaunchPlan:
+    """The launches of one kind of call of an op.
 
-    workspace: bytes of memory that the steps need besides; the last tensor, if they need any.
-    ending: what the last step is made of, where it can end other calls as well.
+    inputs: how many tensors the op is given.
+    outputs: what it returns.
+    workspace: bytes of scratch memory that the steps need; it is the last tensor, if there is any.
+    steps: the launches, in order.
+    tail: what the last step is made of, where other plans can share it.
     """
 
-    operands: int
+    inputs: int
     outputs: tuple[Output, ...]
     workspace: int
     steps: tuple[Step, ...]
-    ending: Ending | None = None
+    tail: Tail | None = None
 
 
-class Ready:
-    """A call on CUDA device `index`, its kernels loaded.
+class BoundCall:
+    """A launch plan on CUDA device `index`, its kernels loaded.
 
-    wanted: for each output, whether the caller has a tensor for it. The others are written into
+    wanted: for each output, whether the caller brings a tensor for it. The others are written into
         the workspace.
-    pasts: for each operand, how many bytes past the beginning of what is given for it.
+    byte_offsets: for each input, where it begins in the tensor that the caller brings for it.
     """
 
     def __init__(
         self,
-        call: Call,
+        plan: LaunchPlan,
         index: int,
         wanted: Sequence[bool] | None = None,
-        pasts: Sequence[int] | None = None,
+        byte_offsets: Sequence[int] | None = None,
     ) -> None:
-        wanted = wanted or [True] * len(call.outputs)
-        pasts = pasts or [0] * call.operands
-        self.outputs = call.outputs
+        wanted = wanted or [True] * len(plan.outputs)
+        byte_offsets = byte_offsets or [0] * plan.inputs
+        self.outputs = plan.outputs
         self._index = index
-        given = call.operands + sum(wanted)
-        self._bytes = call.workspace
-        place: dict[int, At] = {i: At(i, past) for i, past in enumerate(pasts)}
-        place[call.operands + len(call.outputs)] = At(given)
-        for i, (output, has_tensor) in enumerate(zip(call.outputs, wanted, strict=True)):
+        given = plan.inputs + sum(wanted)
+        self._bytes = plan.workspace
+        place = {i: BufferSlot(i, offset) for i, offset in enumerate(byte_offsets)}
+        place[plan.inputs + len(plan.outputs)] = BufferSlot(given)
+        for i, (output, has_tensor) in enumerate(zip(plan.outputs, wanted, strict=True)):
             if has_tensor:
-                place[call.operands + i] = At(call.operands + sum(wanted[:i]))
+                place[plan.inputs + i] = BufferSlot(plan.inputs + sum(wanted[:i]))
             else:
                 self._bytes = -(-self._bytes // ALIGNMENT) * ALIGNMENT
-                place[call.operands + i] = At(given, self._bytes)
+                place[plan.inputs + i] = BufferSlot(given, self._bytes)
                 self._bytes += output.bytes
-        self._pasts: list[At] = []
-        slots: dict[At, int] = {}
-        for field in (v for step in call.steps for v in step.values if isinstance(v, At)):
-            at = place[field.tensor] + field.past
-            if field not in slots:
-                slots[field] = at.tensor
-                if at.past:
-                    slots[field] = given + 1 + len(self._pasts)
-                    self._pasts.append(at)
+        self._byte_offsets: list[BufferSlot] = []
+        addresses: dict[BufferSlot, int] = {}
+        for field in (v for step in plan.steps for v in step.values if isinstance(v, BufferSlot)):
+            slot = place[field.tensor] + field.byte_offset
+            if field not in addresses:
+                addresses[field] = slot.tensor
+                if slot.byte_offset:
+                    addresses[field] = given + 1 + len(self._byte_offsets)
+                    self._byte_offsets.append(slot)
         self._launches = [
-            step.launch.bind(index, step.grid, step.values, slots) for step in call.steps
+            step.launch.bind(index, step.grid, step.values, addresses) for step in plan.steps
         ]
-        self._unproven = [s.launch for s in call.steps if index not in s.launch.proven]
+        self._unproven = [s.launch for s in plan.steps if index not in s.launch.proven]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueues the launches on the current stream of the device, which is the current one.
+        """Enqueues the launches on the current stream of the device, which must be current.
 
-        tensors: the operands and the wanted outputs, in order.
+        tensors: the inputs and the wanted outputs, in order.
         """
-        addresses = list(map(_address_of, tensors))  # a comprehension would be a call of its own
-        # It may be freed at once: what its memory is used for next is behind this in the stream.
+        addresses = list(map(_address_of, tensors))  # a comprehension would be one more call
+        # The workspace is freed at once. Whatever reuses its memory comes later in the stream.
         if self._bytes:
             workspace = empty((self._bytes,), (1,), torch.uint8)
             addresses.append(workspace.data_ptr())
         else:
             addresses.append(0)
-        for tensor, past in self._pasts:
-            addresses.append(addresses[tensor] + past)
+        for tensor, offset in self._byte_offsets:
+            addresses.append(addresses[tensor] + offset)
         stream = _raw_stream(self._index)
         for launch in self._launches:
             launch(stream, addresses)
@@ -188,8 +198,8 @@ class Ready:
             self._wait()
 
     def _wait(self) -> None:
-        """For kernels that run for the first time in this process, and not in a CUDA graph capture:
-        where the device fails, it is known at which call."""
+        """Waits for kernels that run for the first time in this process, unless a CUDA graph is
+        captured: if the device fails, the failing call is known."""
         if wait(self._index):
             for launch in self._unproven:
                 launch.proven.add(self._index)
@@ -198,92 +208,94 @@ class Ready:
 
 @dataclass(frozen=True)
 class Launching:
-    """The `launches` of a registry's kernel.
+    """How an op runs as launches of our kernels.
 
-    call: from the op's arguments, in their forms, to the Call.
-    launches: what it launches, from arguments whose tensors may be fake; where a size is not known,
-        for any it may have.
-    forms_of: from the op's arguments to how those of them, by position, must lie; or that itself,
-        where it is the same for all.
+    plan: from the op's arguments, in the layouts that it requires, to the LaunchPlan.
+    launches: the kernels that a call launches. Tensors among its arguments may be fake. For a size
+        that is not known: the kernels for any size.
+    layouts_of: from the op's arguments to the layouts that tensors among them must have, by
+        position; or a dictionary, where they are always the same.
     """
 
-    call: Callable[..., Call]
+    plan: Callable[..., LaunchPlan]
     launches: Callable[..., Iterable[Launch]]
-    forms_of: dict[int, Form] | Callable[..., dict[int, Form]]
+    layouts_of: dict[int, Layout] | Callable[..., dict[int, Layout]]
 
-    def forms(self, *args: Any) -> dict[int, Form]:
-        """How arguments must lie, by position."""
-        return self.forms_of(*args) if callable(self.forms_of) else self.forms_of
+    def layouts(self, *args: Any) -> dict[int, Layout]:
+        """The layouts that arguments must have, by position."""
+        return self.layouts_of(*args) if callable(self.layouts_of) else self.layouts_of
 
     def prepare(self, *args: Any) -> None:
-        """Loads what a call with the like of these arguments, which may be fake, will launch."""
+        """Compiles and loads the kernels that a call with such arguments, which may be fake, will
+        launch."""
         load(self.launches(*args), tensors_of(args)[0].device.index)
 
-    def ready(
+    def bind(
         self,
         args: Sequence[Any],
         wanted: tuple[bool, ...] | None = None,
-        pasts: tuple[int, ...] | None = None,
-    ) -> Ready:
-        """That of an earlier call like this one, or a new one; for arguments in their forms."""
-        key = (self.kind(args), wanted, pasts)
+        byte_offsets: tuple[int, ...] | None = None,
+    ) -> BoundCall:
+        """The bound call of these arguments, whose layouts must be right. Calls of one kind share
+        it."""
+        key = (self.kind(args), wanted, byte_offsets)
         index = tensors_of(args)[0].device.index
-        return ready_once(key, lambda: Ready(self.call(*args), index, wanted, pasts))
+        return bound_once(key, lambda: BoundCall(self.plan(*args), index, wanted, byte_offsets))
 
     def kind(self, args: Sequence[Any]) -> Hashable:
-        """What calls have in common that have the same Call."""
-        return self.call, *map(_kind, args)
+        """A key that is equal for calls with equal launch plans."""
+        return self.plan, *map(_kind, args)
 
-    def in_form(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments, copied where they have another form than the kernels want."""
+    def in_layout(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, copied where their layout is not the one that the kernels require."""
         args = list(args)
-        for i, form in self.forms(*args).items():
-            args[i] = _formed(args[i], form)
+        for i, layout in self.layouts(*args).items():
+            args[i] = _laid_out(args[i], layout)
         return args
 
     def __call__(self, *args: Any) -> Any:
-        """What the op returns: tensors, or one alone."""
-        return self._run(self.in_form(args), self.ready)
+        """Runs the op. Returns a tensor or a tuple of tensors, as the op does."""
+        return self._run(self.in_layout(args), self.bind)
 
     def planned_anew(self, *args: Any) -> Any:
-        """The same, as if it were the first call of its kind."""
+        """As __call__, with a plan that is computed anew."""
 
-        def ready(args: Sequence[Any]) -> Ready:
-            return Ready(self.call(*args), tensors_of(args)[0].device.index)
+        def bind(args: Sequence[Any]) -> BoundCall:
+            return BoundCall(self.plan(*args), tensors_of(args)[0].device.index)
 
-        return self._run(self.in_form(args), ready)
+        return self._run(self.in_layout(args), bind)
 
-    def _run(self, args: Sequence[Any], ready_for: Callable[[Sequence[Any]], Ready]) -> Any:
-        operands = tensors_of(args)
-        with on_device(operands[0].device.index):
-            ready = ready_for(args)
-            outputs = [empty(o.shape, o.strides, o.dtype) for o in ready.outputs]
-            ready([*operands, *outputs])
+    def _run(self, args: Sequence[Any], bind: Callable[[Sequence[Any]], BoundCall]) -> Any:
+        inputs = tensors_of(args)
+        with on_device(inputs[0].device.index):
+            bound = bind(args)
+            outputs = [empty(o.shape, o.strides, o.dtype) for o in bound.outputs]
+            bound([*inputs, *outputs])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-READY: dict[Hashable, Ready] = {}
+BOUND_CALLS: dict[Hashable, BoundCall] = {}
 _HERE = nullcontext()
 
 
-def ready_once(key: Hashable, make: Callable[[], Ready]) -> Ready:
-    """That of an earlier call of this key, or a new one."""
-    ready = READY.get(key)
-    if ready is None:
-        ready = make()
-        if len(READY) >= _MOST_READY:
-            READY.clear()
-        READY[key] = ready
-    return ready
+def bound_once(key: Hashable, make: Callable[[], BoundCall]) -> BoundCall:
+    """The bound call of this key, made if there is none yet."""
+    bound = BOUND_CALLS.get(key)
+    if bound is None:
+        bound = make()
+        if len(BOUND_CALLS) >= _MOST_BOUND_CALLS:
+            BOUND_CALLS.clear()
+        BOUND_CALLS[key] = bound
+    return bound
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:
-    """CUDA device `index` as the current one, which costs nothing where it is that already."""
+    """Makes CUDA device `index` current; free if it is current already."""
     return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
 
 
 def load(launches: Iterable[Launch], index: int) -> None:
-    """Compiles and loads them on CUDA device `index`, those that are not yet."""
+    """Compiles and loads kernels on CUDA device `index`, unless they are loaded."""
     for launch in launches:
         launch.warm_up(index)
 
@@ -295,17 +307,17 @@ def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
 def launching(
     op: str,
     *,
-    refuses: Callable[..., str | None],
+    unsupported: Callable[..., str | None],
     launches: Callable[..., Iterable[Launch]],
-    forms: dict[int, Form] | Callable[..., dict[int, Form]] | None = None,
-) -> Callable[[Callable[..., Call]], Launching]:
-    """Decorator: registers a function from the arguments of an op to its Call as the op's kernel
-    CUDA. Equal kinds of arguments must give equal Calls: the same types, sizes, strides and names,
-    and addresses that are on 16 bytes alike."""
+    layouts: dict[int, Layout] | Callable[..., dict[int, Layout]] | None = None,
+) -> Callable[[Callable[..., LaunchPlan]], Launching]:
+    """Decorator: registers a function from the arguments of an op to its LaunchPlan as kernel CUDA
+    of the op. Arguments of equal kind must give equal plans. Their kind is their types, sizes,
+    strides and names, and which addresses are multiples of 16 bytes."""
 
-    def register(call: Callable[..., Call]) -> Launching:
-        made = Launching(call, launches, forms or {})
-        how: Any = {"refuses": refuses, "prepare": made.prepare, "launching": made}
+    def register(plan: Callable[..., LaunchPlan]) -> Launching:
+        made = Launching(plan, launches, layouts or {})
+        how: Any = {"unsupported": unsupported, "prepare": made.prepare, "launching": made}
         kernel(op, CUDA, device_type="cuda", **how)(made)
         return made
 
@@ -322,15 +334,17 @@ def _kind(arg: Any) -> Hashable:
     return arg
 
 
-def lies(strides: Sequence[Any], form: Form, is_one: Callable[[Any], bool] = (1).__eq__) -> bool:
-    """Whether a matrix of these strides, which may be symbols, has the form for their sake."""
-    if form is Form.LINES:
+def is_in_layout(
+    strides: Sequence[Any], layout: Layout, is_one: Callable[[Any], bool] = (1).__eq__
+) -> bool:
+    """Whether the strides of a matrix, which may be symbols, prove that it has the layout."""
+    if layout is Layout.ROWS_OR_COLUMNS:
         return is_one(strides[0]) or is_one(strides[1])
-    return form is Form.ROWS and is_one(strides[1])
+    return layout is Layout.ROWS and is_one(strides[1])
 
 
-def _formed(x: torch.Tensor, form: Form) -> torch.Tensor:
-    if x.dim() == 2 and lies(x.stride(), form):
+def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if x.dim() == 2 and is_in_layout(x.stride(), layout):
         return x
     x = x.contiguous()
-    return x.clone() if form is Form.ALIGNED and not aligned(x) else x
+    return x.clone() if layout is Layout.ALIGNED and not aligned(x) else x

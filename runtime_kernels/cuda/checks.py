@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Before the first use of a kernel on a machine: its self-check, run where it can do no harm.
 
-    refusal(request)   None, or why the kernel is rejected; waits for its check
+    rejection(request) None, or why the kernel is rejected; waits for its check
     begin(request)     has the check run meanwhile
 
 All checks of a process run in one child process (check_child.py), one after the other, with a time
@@ -102,7 +102,7 @@ def answering(mode: Mode) -> Iterator[None]:
         _RESULTS.update(found)
 
 
-def refusal(request: Request) -> str | None:
+def rejection(request: Request) -> str | None:
     """None when the kernel may be used, otherwise the reason in words.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::dequantize on CUDA (dequantize.cu), also the first half of the emulated GEMM."""
+"""q2::dequantize on CUDA (dequantize.cu), also the first step of the emulated GEMM."""
 
 import functools
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from q2compile.runtime_kernels.cuda.calls import (
-    MOST_SIDES,
-    At,
-    Call,
-    Ending,
-    Form,
+    MOST_OPERANDS,
+    BufferSlot,
+    LaunchPlan,
+    Layout,
     Output,
     Step,
+    Tail,
     in_places,
     launching,
 )
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
@@ -35,10 +35,10 @@ _OUT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 class Matrix(NamedTuple):
     """dequantize.cu has the same struct."""
 
-    codes: At
-    scales: At
-    global_scale: At | int
-    out: At
+    codes: BufferSlot
+    scales: BufferSlot
+    global_scale: BufferSlot | int
+    out: BufferSlot
     groups: int
     groups_across: int
     cols: int
@@ -47,33 +47,33 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dequantizing(Ending):
-    """All of a call: one launch, whose thread blocks are those of one matrix after the other's."""
+class Dequantizing(Tail):
+    """The only launch of a call. The thread blocks of one matrix follow those of the other."""
 
     @property
     def step(self) -> Step:
-        thread_blocks = sum(matrix.blocks for matrix in self.sides)
-        return Step(self.launch, (thread_blocks, 1), in_places(self.sides))
+        thread_blocks = sum(matrix.blocks for matrix in self.operands)
+        return Step(self.launch, (thread_blocks, 1), in_places(self.operands))
 
 
 @functools.cache
 def dequantize_launch(dtype: torch.dtype, mx: bool, whole: bool) -> Launch:
-    """The kernel for an output type; whole: all columns, and no scales shared between rows."""
+    """The kernel for an output type. whole: all columns are wanted, and no rows share scales."""
     defines = {"Q2_OUT": _OUT[dtype], "Q2_MX": int(mx), "Q2_WHOLE": int(whole)}
-    return launch("dequantize.cu", _MATRIX * MOST_SIDES, THREADS, defines=defines)
+    return launch("dequantize.cu", _MATRIX * MOST_OPERANDS, THREADS, defines=defines)
 
 
-def _refuses(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
+def _unsupported(codes, scales, global_scale, scheme, cols, dtype) -> str | None:
     if dtype not in _OUT:
         return f"it writes bfloat16, float16 and float32, not {dtype}"
     if get_scheme(scheme).swizzled:
         return "dequantize.cu reads plain scales"
-    return refusal("dequantize", CUDA, codes.device.index, scheme)
+    return rejection("dequantize", CUDA, codes.device.index, scheme)
 
 
 def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
-    """What a call with the like of codes, which may be fake, launches; whether all columns are
-    wanted or not, where that is not known."""
+    """The kernels that a call launches; codes may be fake. If it is not known whether all columns
+    are wanted: the kernels for both cases."""
     spec = get_scheme(scheme)
     same = cols == 2 * codes.shape[1]
     for whole in (True, False):
@@ -84,9 +84,9 @@ def launches(codes, scheme: str, cols, dtype: torch.dtype) -> Iterator[Launch]:
 
 @launching(
     "dequantize",
-    refuses=_refuses,
+    unsupported=_unsupported,
     launches=lambda codes, scales, global_scale, *rest: launches(codes, *rest),
-    forms={0: Form.CONTIGUOUS, 1: Form.CONTIGUOUS},
+    layouts={0: Layout.CONTIGUOUS, 1: Layout.CONTIGUOUS},
 )
 def dequantize(
     codes: torch.Tensor,
@@ -95,18 +95,18 @@ def dequantize(
     scheme: str,
     cols: int,
     dtype: torch.dtype,
-) -> Call:
+) -> LaunchPlan:
     """See ops/dequantize.py."""
     check_quantized("dequantize", codes, scales, global_scale)
     spec = get_scheme(scheme)
     rows, half = codes.shape
-    operands = 2 + (global_scale is not None)
+    inputs = 2 + (global_scale is not None)
     groups = rows * half // 4
     whole = cols == 2 * half and spec.block[0] == 1
-    unit = 0 if global_scale is None else At(2)
+    unit = 0 if global_scale is None else BufferSlot(2)
     blocks = max(1, ceil_div(groups, THREADS))
     extents = groups, half // 4, cols, 4 if spec.block[0] == 16 else 0
-    matrix = Matrix(At(0), At(1), unit, At(operands), *extents, blocks)
+    matrix = Matrix(BufferSlot(0), BufferSlot(1), unit, BufferSlot(inputs), *extents, blocks)
     launched = dequantize_launch(dtype, spec.format == "mxfp4", whole)
-    ending = Dequantizing(launched, (matrix,))
-    return Call(operands, (Output((rows, cols), dtype),), 0, (ending.step,), ending)
+    tail = Dequantizing(launched, (matrix,))
+    return LaunchPlan(inputs, (Output((rows, cols), dtype),), 0, (tail.step,), tail)

@@ -5,9 +5,16 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    LaunchPlan,
+    Layout,
+    Output,
+    Step,
+    launching,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.masked_unrotate import checked_shapes
 from q2compile.runtime_kernels.registry import CUDA
@@ -23,24 +30,24 @@ def unrotate_launch(dtype: torch.dtype) -> Launch:
     return launch("masked_unrotate.cu", "PPPqf", _THREADS, defines=defines)
 
 
-def _refuses_unrotate(grad, mask, transform) -> str | None:
+def _unsupported_unrotate(grad, mask, transform) -> str | None:
     if transform != "h32":
         return f"masked_unrotate.cu has chunks of 32 without signs, not {transform}"
-    return refusal("masked_unrotate", CUDA, grad.device.index, "mxfp4_quest")
+    return rejection("masked_unrotate", CUDA, grad.device.index, "mxfp4_quest")
 
 
 @launching(
     "masked_unrotate",
-    refuses=_refuses_unrotate,
+    unsupported=_unsupported_unrotate,
     launches=lambda grad, mask, transform: [unrotate_launch(grad.dtype)],
-    forms={0: Form.ALIGNED, 1: Form.ALIGNED},
+    layouts={0: Layout.ALIGNED, 1: Layout.ALIGNED},
 )
-def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> Call:
+def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> LaunchPlan:
     """See ops/masked_unrotate.py."""
     norm = checked_shapes(grad, mask, transform).norm
     chunks = grad.numel() // _CHUNK
     steps: tuple[Step, ...] = ()
     if chunks:
-        values = (At(0), At(1), At(2), chunks, norm)
+        values = (BufferSlot(0), BufferSlot(1), BufferSlot(2), chunks, norm)
         steps = (Step(unrotate_launch(grad.dtype), (ceil_div(chunks, _THREADS), 1), values),)
-    return Call(2, (Output(tuple(grad.shape), grad.dtype),), 0, steps)
+    return LaunchPlan(2, (Output(tuple(grad.shape), grad.dtype),), 0, steps)

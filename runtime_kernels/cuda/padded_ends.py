@@ -5,9 +5,16 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    LaunchPlan,
+    Layout,
+    Output,
+    Step,
+    launching,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.ops.argument_checks import check_groups
 from q2compile.runtime_kernels.registry import CUDA
 
@@ -19,12 +26,12 @@ def padded_ends_launch() -> Launch:
 
 @launching(
     "padded_ends",
-    refuses=lambda offs: refusal("padded_ends", CUDA, offs.device.index, "nvfp4"),
+    unsupported=lambda offs: rejection("padded_ends", CUDA, offs.device.index, "nvfp4"),
     launches=lambda offs: [padded_ends_launch()],
-    forms={0: Form.CONTIGUOUS},
+    layouts={0: Layout.CONTIGUOUS},
 )
-def padded_ends(offs: torch.Tensor) -> Call:
+def padded_ends(offs: torch.Tensor) -> LaunchPlan:
     """See ops/padded_ends.py."""
     check_groups("padded_ends", offs)
-    step = Step(padded_ends_launch(), (1, 1), (At(0), At(1), offs.shape[0]))
-    return Call(1, (Output(tuple(offs.shape), torch.int32),), 0, (step,))
+    step = Step(padded_ends_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), offs.shape[0]))
+    return LaunchPlan(1, (Output(tuple(offs.shape), torch.int32),), 0, (step,))

@@ -52,14 +52,14 @@ from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
 What = Form | GroupedForm | Variant | Use | None
 
 
-def refusal(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
+def rejection(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
     """None when the kernel may be used with a scheme on this CUDA device, otherwise the reason in
     words. what: the form of a GEMM, grouped or not; the variant of a quantizer and how it is used.
 
     Raises:
         LaunchError: the kernel is still to be checked, and a CUDA graph is being captured.
     """
-    return unsupported(index) or checks.refusal(request_of(op, name, index, scheme, what))
+    return unsupported(index) or checks.rejection(request_of(op, name, index, scheme, what))
 
 
 def begin(of: str | Variant | Use, index: int, scheme: str) -> None:
@@ -119,19 +119,19 @@ def disagreement(
             cases = [arguments_of(checked, scheme, rows) for rows in ROWS]
             differences = (_bits_of(op, name, device, arguments) for arguments in cases)
             return next(filter(None, differences), None)
-        declined: ValueError | None = None
+        unsupported_form: ValueError | None = None
         agreed = False
         for arguments, words in CASES[op](scheme, of):
             try:
                 difference = _of_gemm(op, name, device, arguments)
-            except Declined as error:
-                declined = error
+            except UnsupportedForm as error:
+                unsupported_form = error
                 continue
             if difference is not None:
                 return f"{difference}, of {words}"
             agreed = True
-        if declined is not None and not agreed:
-            raise declined
+        if unsupported_form is not None and not agreed:
+            raise unsupported_form
     return None
 
 
@@ -177,7 +177,7 @@ def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
     return None
 
 
-class Declined(ValueError):
+class UnsupportedForm(ValueError):
     """A kernel does not take a form of GEMM."""
 
 
@@ -188,7 +188,7 @@ def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str 
     except NotServedError as error:
         if error.state != UNSUPPORTED:
             raise
-        raise Declined(*error.args) from error
+        raise UnsupportedForm(*error.args) from error
     got = function(*on_device).cpu().float()
     want = select(op, arguments, REFERENCE)(*arguments)
     off = (got - want.float()).norm() / want.float().norm()

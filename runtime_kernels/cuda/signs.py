@@ -5,9 +5,9 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, Output, Step, launching
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.ops.signs import checked
 from q2compile.runtime_kernels.registry import CUDA
 
@@ -19,11 +19,11 @@ def signs_launch() -> Launch:
 
 @launching(
     "signs",
-    refuses=lambda seed, transform: refusal("signs", CUDA, seed.device.index, "nvfp4"),
+    unsupported=lambda seed, transform: rejection("signs", CUDA, seed.device.index, "nvfp4"),
     launches=lambda seed, transform: [signs_launch()],
 )
-def signs(seed: torch.Tensor, transform: str) -> Call:
+def signs(seed: torch.Tensor, transform: str) -> LaunchPlan:
     """See ops/signs.py."""
     size = checked(transform).size
-    step = Step(signs_launch(), (1, 1), (At(0), At(1), size))
-    return Call(1, (Output((size,), torch.float32),), 0, (step,))
+    step = Step(signs_launch(), (1, 1), (BufferSlot(0), BufferSlot(1), size))
+    return LaunchPlan(1, (Output((size,), torch.float32),), 0, (step,))

@@ -5,9 +5,16 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    LaunchPlan,
+    Layout,
+    Output,
+    Step,
+    launching,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
 from q2compile.runtime_kernels.ops.transpose import shapes
@@ -23,15 +30,15 @@ def transpose_launch(swizzled: bool) -> Launch:
 
 @launching(
     "transpose",
-    refuses=lambda codes, scales, scheme, rows, swizzled=False: refusal(
+    unsupported=lambda codes, scales, scheme, rows, swizzled=False: rejection(
         "transpose", CUDA, codes.device.index, scheme
     ),
     launches=lambda codes, scales, scheme, rows, swizzled=False: [transpose_launch(swizzled)],
-    forms={0: Form.ALIGNED, 1: Form.CONTIGUOUS},
+    layouts={0: Layout.ALIGNED, 1: Layout.CONTIGUOUS},
 )
 def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
-) -> Call:
+) -> LaunchPlan:
     """See ops/transpose.py."""
     check_quantized("transpose", codes, scales, None)
     of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
@@ -39,6 +46,6 @@ def transpose(
     tiles_across = ceil_div(rows, _TILE)
     tiles = ceil_div(height, _TILE) * tiles_across
     sizes = height, half // 4, rows, of_codes[1] // 4, tiles_across, scales.shape[1]
-    values = (At(0), At(1), At(2), At(3), *sizes, of_codes[1] // 8)
+    values = (BufferSlot(0), BufferSlot(1), BufferSlot(2), BufferSlot(3), *sizes, of_codes[1] // 8)
     steps = (Step(transpose_launch(swizzled), (tiles, 1), values),) if tiles else ()
-    return Call(2, (Output(of_codes, torch.uint8), Output(of_scales, scales.dtype)), 0, steps)
+    return LaunchPlan(2, (Output(of_codes, torch.uint8), Output(of_scales, scales.dtype)), 0, steps)

@@ -57,7 +57,7 @@ class Rounded(NamedTuple):
 @dataclass(frozen=True)
 class Blocks:
     """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what they have still to be
-    multiplied by (quantize_tiles.py); seed, stream: of the random bits; shares: of MS-EDEN with
+    multiplied by (quantize_tiles.py); seed, rng_offset: of the random bits; shares: of MS-EDEN with
     copies of rows (groups.py), fp32 [n / 8], one for the blocks of a chunk."""
 
     x: torch.Tensor
@@ -65,7 +65,7 @@ class Blocks:
     scheme: Scheme
     factor: float | torch.Tensor
     seed: torch.Tensor | None
-    stream: int
+    rng_offset: int
     shares: torch.Tensor | None = None
 
     @cached_property
@@ -89,14 +89,14 @@ class Blocks:
         element. Of a block of zeros the other one may overflow."""
         return self.x * (reciprocal * self.factor).clamp_(max=_HUGE)
 
-    def to_e2m1(self, scaled: torch.Tensor, purpose: int = philox.COINS) -> torch.Tensor:
+    def to_e2m1(self, scaled: torch.Tensor, purpose: int = philox.RANDOM_BITS) -> torch.Tensor:
         """Tiles divided by their scale -> e2m1 values, saturating, by the scheme's rounding."""
         if self.scheme.rounding != "sr":
             return round_e2m1(scaled)
         rows, columns = self.tiling.rows, self.tiling.pieces * self.tiling.size
         assert self.seed is not None, "the op checks that a stochastic scheme has a seed"
         random = philox.element_bits(
-            self.seed, rows * columns, stream=self.stream, purpose=purpose
+            self.seed, rows * columns, rng_offset=self.rng_offset, purpose=purpose
         ).view(rows, columns)
         tiles = self.tiling.cut(random.t() if self.tiling.transpose else random, random.dtype)
         return stochastic_e2m1(scaled, tiles.view(scaled.shape))
@@ -104,7 +104,9 @@ class Blocks:
     def random_bits(self, shape: tuple[int, ...]) -> torch.Tensor:
         """32 random bits for each scale of a row-major matrix, as int64: word i for scale i."""
         assert self.seed is not None, "the op checks that a stochastic scheme has a seed"
-        words = philox.words(self.seed, math.prod(shape), stream=self.stream, purpose=philox.COINS)
+        words = philox.words(
+            self.seed, math.prod(shape), rng_offset=self.rng_offset, purpose=philox.RANDOM_BITS
+        )
         return words.view(shape)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,8 @@ def _four_over_six(
     ratio = four * _reciprocal(six, None) if unit is None else or_one(four) / or_one(six)
     if blocks.scheme.select == "mse":
         ratio = ratio.square()
-    values_six, error_six = _candidate(blocks, _reciprocal(six, unit), philox.COINS)
-    values_four, error_four = _candidate(blocks, _reciprocal(four, unit), philox.SECOND_COINS)
+    values_six, error_six = _candidate(blocks, _reciprocal(six, unit), philox.RANDOM_BITS)
+    values_four, error_four = _candidate(blocks, _reciprocal(four, unit), philox.SECOND_RANDOM_BITS)
     chosen = error_four * ratio < error_six
     return torch.where(chosen, values_four, values_six), torch.where(chosen, four, six)
 
@@ -94,7 +94,7 @@ def _scale_search(
     for step in blocks.scheme.steps:
         scale = _stepped(first, step, unit)
         ratio = scale * _reciprocal(first, None) if unit is None else or_one(scale) / or_one(first)
-        values, error = _candidate(blocks, _reciprocal(scale, unit), philox.COINS)
+        values, error = _candidate(blocks, _reciprocal(scale, unit), philox.RANDOM_BITS)
         found.append((values, error * ratio.square(), scale))
     best_values, best_error, best_scale = found[0]  # also where all errors are infinite
     for values, error, scale in found[1:]:

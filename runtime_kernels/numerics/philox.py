@@ -15,12 +15,12 @@ one GEMM apart under a shared seed, `purpose` keeps random bits apart from signs
 import torch
 
 SIGNS = 1  # the diagonal of a randomized Hadamard transform
-COINS = 2  # stochastic rounding, of elements or of block scales
-SECOND_COINS = 3  # of elements under the second candidate scale of 4/6
+RANDOM_BITS = 2  # stochastic rounding, of elements or of block scales
+SECOND_RANDOM_BITS = 3  # of elements under the second candidate scale of 4/6
 
 # Seven pass all of TestU01's BigCrush (section 4 of the paper), and rounding draws millions of
 # words. Signs are few; the customary ten keep the fixed ones of runs in progress.
-ROUNDS = {SIGNS: 10, COINS: 7, SECOND_COINS: 7}
+ROUNDS = {SIGNS: 10, RANDOM_BITS: 7, SECOND_RANDOM_BITS: 7}
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -42,7 +42,7 @@ def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor], rounds:
     return c0, c1, c2, c3
 
 
-def words(seed: torch.Tensor, count: int, *, stream: int, purpose: int) -> torch.Tensor:
+def words(seed: torch.Tensor, count: int, *, rng_offset: int, purpose: int) -> torch.Tensor:
     """The first `count` words of a stream.
 
     Args:
@@ -54,18 +54,18 @@ def words(seed: torch.Tensor, count: int, *, stream: int, purpose: int) -> torch
     """
     index = torch.arange((count + 3) // 4, device=seed.device)
     constant = torch.full_like
-    counter = (index & _LOW, index >> 32, constant(seed, stream), constant(seed, purpose))
+    counter = (index & _LOW, index >> 32, constant(seed, rng_offset), constant(seed, purpose))
     blocks = philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW), ROUNDS[purpose])
     return torch.stack(blocks, dim=1).flatten()[:count]
 
 
-def element_bits(seed: torch.Tensor, count: int, *, stream: int, purpose: int) -> torch.Tensor:
+def element_bits(seed: torch.Tensor, count: int, *, rng_offset: int, purpose: int) -> torch.Tensor:
     """22 random bits for each of `count` elements: int64 [count].
 
     A word serves two elements. Bits 31 to 10 are those of the first one. The second one has the
     same of the word with its halves swapped. So each element's bits are uniform, and two elements
     share only bits that weigh less than 2^-16 in one of them.
     """
-    halves = words(seed, (count + 1) // 2, stream=stream, purpose=purpose)
+    halves = words(seed, (count + 1) // 2, rng_offset=rng_offset, purpose=purpose)
     second = ((halves & 0xFFFF) << 6) | (halves >> 26)
     return torch.stack([halves >> 10, second], dim=1).flatten()[:count]

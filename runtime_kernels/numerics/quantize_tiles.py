@@ -24,7 +24,7 @@ def quantize_tiles(
     factor: float | torch.Tensor = 1.0,
     amax: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
-    stream: int = 0,
+    rng_offset: int = 0,
     shares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantizes the tiles that tiling.cut made.
@@ -38,7 +38,7 @@ def quantize_tiles(
             the elements are multiplied by. Only QuEST squares the elements themselves.
         amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it;
             without one it is found: that of the finite blocks.
-        seed, stream: where the random bits of a stochastic scheme come from.
+        seed, rng_offset: where the random bits of a stochastic scheme come from.
         shares: what MS-EDEN multiplies the rows of each chunk by besides (groups.py).
 
     Returns:
@@ -50,7 +50,7 @@ def quantize_tiles(
         tiles, factor = tiles.mul_(factor), 1.0
     outer, size, lanes = tiles.shape
     shape = (outer * (size // scheme.width), scheme.width, lanes)
-    blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, stream, shares)
+    blocks = Blocks(tiles.view(shape), tiling, scheme, factor, seed, rng_offset, shares)
     if scheme.takes_amax and amax is None:
         amax = largest_of(blocks.largest)
     rounded = mxfp4.rounded(blocks) if scheme.format == "mxfp4" else nvfp4.rounded(blocks, amax)
@@ -69,7 +69,7 @@ def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
     """The bf16 numbers of a scheme that ends in DEQUANTIZED, no scales, and the global scale that
     has still to be applied."""
     values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(DEQUANTIZED)))
-    if scheme.folds:
+    if scheme.has_pow2_scale:
         values = values.mul_(global_scale)
         global_scale = torch.where(global_scale.isnan(), global_scale, 1.0)
     return values.to(torch.bfloat16), scales.new_empty((0, 0)), global_scale

@@ -76,7 +76,7 @@ class Scheme:
         return self.global_scale == "exact" and self.rounding != "ms_eden"
 
     @property
-    def folds(self) -> bool:
+    def has_pow2_scale(self) -> bool:
         """global_scale is a power of two, so that the whole value is exact in bf16."""
         return self.global_scale == "pow2" or (self.global_scale == "none" and self.shrink == 1.0)
 
@@ -158,9 +158,9 @@ SWIZZLED, DEQUANTIZED = "@32x4x4", "@bf16"
 
 
 @cache
-def _as_read(name: str, ending: str) -> Scheme:
-    swizzled, dequantized = ending == SWIZZLED, ending == DEQUANTIZED
-    return replace(SCHEMES[name], name=name + ending, swizzled=swizzled, dequantized=dequantized)
+def _as_read(name: str, suffix: str) -> Scheme:
+    swizzled, dequantized = suffix == SWIZZLED, suffix == DEQUANTIZED
+    return replace(SCHEMES[name], name=name + suffix, swizzled=swizzled, dequantized=dequantized)
 
 
 def get_scheme(name: str) -> Scheme:
@@ -171,10 +171,10 @@ def get_scheme(name: str) -> Scheme:
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    for ending in (SWIZZLED, DEQUANTIZED):
-        plain = SCHEMES.get(name.removesuffix(ending)) if name.endswith(ending) else None
-        if plain is not None and (ending == DEQUANTIZED or plain.block[0] == 1):
-            return _as_read(plain.name, ending)
+    for suffix in (SWIZZLED, DEQUANTIZED):
+        plain = SCHEMES.get(name.removesuffix(suffix)) if name.endswith(suffix) else None
+        if plain is not None and (suffix == DEQUANTIZED or plain.block[0] == 1):
+            return _as_read(plain.name, suffix)
     raise unknown_scheme(name)
 
 

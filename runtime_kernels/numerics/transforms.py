@@ -82,7 +82,7 @@ def signs_of(
     if transform.signs == "fixed":
         seed = torch.full((), FIXED_SIGN_SEED, dtype=torch.int64, device=device)
     assert seed is not None, "the op checks that a seeded transform has a seed"
-    words = philox.words(seed, 4, stream=0, purpose=philox.SIGNS)
+    words = philox.words(seed, 4, rng_offset=0, purpose=philox.SIGNS)
     bits = (words[:, None] >> torch.arange(32, device=words.device)) & 1
     return 1.0 - 2.0 * bits.flatten()[: transform.size].to(torch.float32)
 

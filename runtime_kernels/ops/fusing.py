@@ -15,12 +15,12 @@ READS_THE_SAME = "q2_reads_the_same"
 # before the first one.
 PAIR = "q2_pair"
 
-_SAME_NUMBERS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze") + (
+_VIEWS_AND_CASTS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze") + (
     *("unsqueeze", "expand", "alias", "clone", "convert_element_type", "_to_copy"),
 )
 
 
-def is_same_numbers(node: fx.Node) -> bool:
+def is_view_or_cast(node: fx.Node) -> bool:
     """Whether a node only says how numbers lie or are rounded."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.partition("::")[2] in _SAME_NUMBERS
+    return schema is not None and schema.name.partition("::")[2] in _VIEWS_AND_CASTS

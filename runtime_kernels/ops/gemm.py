@@ -119,7 +119,7 @@ def product(
     """The product by torch, of operands that ``dequantize`` makes of codes, scales, a global scale
     or none, the scheme and the dtype."""
     bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    if bf16 and a_spec.folds and b_spec.folds and b_global is not None:
+    if bf16 and a_spec.has_pow2_scale and b_spec.has_pow2_scale and b_global is not None:
         a = dequantize(a_codes, a_scales, a_global, a_spec, dtype)
         b = dequantize(b_codes, b_scales, b_global, b_spec, dtype)
         # addmm adds the bias to the fp32 sums, before the one rounding.

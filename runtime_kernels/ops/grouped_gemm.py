@@ -103,14 +103,14 @@ def grouped_gemm(
     """The reference: see the top of this file."""
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
     a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
-    folds = a_spec.folds and b_spec.folds
+    has_pow2_scale = a_spec.has_pow2_scale and b_spec.has_pow2_scale
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    a = _dequantized(a_codes, a_scales, a_global if folds else None, a_spec, wide)
-    b = _dequantized(b_codes, b_scales, b_global if folds else None, b_spec, wide)
+    a = _dequantized(a_codes, a_scales, a_global if has_pow2_scale else None, a_spec, wide)
+    b = _dequantized(b_codes, b_scales, b_global if has_pow2_scale else None, b_spec, wide)
     out = torch.ops.q2.grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
-    return (out if folds else out.mul_(factor_of(a_global, b_global))).to(dtype)
+    return (out if has_pow2_scale else out.mul_(factor_of(a_global, b_global))).to(dtype)
 
 
 def factor_of(a_global: torch.Tensor, b_global: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import fx
 from q2compile.runtime_kernels.ops.table import PARTS, quantizer_of
 
 # A key of a quantizer's node.meta: the number of its launch group, in this graph. Quantizers of one
-# group are enqueued together, and end in one launch (cuda/quantize/together.py).
+# group are enqueued together, and end in one launch (cuda/quantize/grouped_launch.py).
 LAUNCH_GROUP = "q2_launch_group"
 # A key of a GEMM's: the group whose last launch makes alpha, the product of its global scales.
 ALPHA_FROM = "q2_alpha_from"

@@ -205,7 +205,7 @@ def rotate_and_quantize(
         factor=factor * transform.norm,
         amax=amax,
         seed=seed,
-        stream=rng_offset,
+        rng_offset=rng_offset,
         shares=shares,
     )
     return codes if scheme.block[0] == 1 else codes[:rows], scales, global_scale, mask

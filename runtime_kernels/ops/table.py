@@ -26,7 +26,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 from q2compile.runtime_kernels.registry import (
     FUSED,
-    LOOPS,
+    INDUCTOR,
     REFERENCE,
     as_written,
     bound,
@@ -274,7 +274,7 @@ def rowwise_call(scheme: str, x: Any = None, **args: Any) -> QuantizerCall:
 def kernel_names() -> tuple[str, ...]:
     """Names by which kernels can be disabled, alone and with their op."""
     pairs = [(op, k.name) for op in ops() for k in kernels(op) if k.name != REFERENCE]
-    pairs += [(spec.name, LOOPS) for spec in SPECS.values() if spec.is_lowered]
+    pairs += [(spec.name, INDUCTOR) for spec in SPECS.values() if spec.is_lowered]
     pairs += [(spec.name, FUSED) for spec in SPECS.values() if spec.is_fusable]
     return (*sorted({name for _, name in pairs}), *sorted(f"{op}.{name}" for op, name in pairs))
 

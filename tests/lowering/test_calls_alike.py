@@ -17,7 +17,7 @@ from torch import nn
 from q2compile.lowering import launches
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.lowering.state import LoweringState
-from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -76,7 +76,7 @@ def test_code_is_that_without_it(dynamic, sources, monkeypatch) -> None:
 def test_equal_layers_have_equal_calls(fuse, sources, monkeypatch) -> None:
     """Kernels are looked up once for each kind of call, so the second and the third layer ask for
     nothing; of the first and of the last something may be different."""
-    monkeypatch.setattr(FusedSite, "enqueue", lambda site, given: None)
+    monkeypatch.setattr(FusedCallSite, "enqueue", lambda site, given: None)
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     asked: Counter[str] = Counter()
     serving = launches.serving

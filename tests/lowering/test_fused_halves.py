@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from q2compile.lowering.prologue import fusion_rule
-from q2compile.runtime_kernels.cuda.fused_site import FusedSite
-from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
+from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
+from q2compile.runtime_kernels.cuda.quantize import fused, prologue_source, rotate_quantize
 from tests.support import quantizer_calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
@@ -115,7 +115,7 @@ def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
     how = {"scheme": EDEN, "transform": "rht128", "rowwise": True, "columnwise": True}
     call = {**how, "rng_offset": 3, **dict.fromkeys(names, ...)}, (1,) * 6
     outputs = [torch.empty_like(t) for t in done.results]
-    site = FusedSite(producer, [call])
+    site = FusedCallSite(producer, [call])
     site(shifted, both, *SEEDS, *args[1:3], *outputs)
     by_torch = producer.evaluate((dh, both))
     want = quantizer_calls.grouped_both(*by_torch, *args[1:3], *SEEDS, EDEN, "rht128", 3)()
@@ -198,8 +198,8 @@ def test_the_rule_is_that_of_two_operands(monkeypatch) -> None:
     assert not done.calls and "it would not pay" in done.notes[0]
     ((producer, spec, directions, capability, shared),) = asked
     assert (spec.name, directions, capability, shared) == (EDEN, 2, 9, False)
-    assert len(producer.results) == 2 and producer.halves
-    assert producer_source.bytes_read(producer) == pytest.approx(6.0, rel=0.01)
+    assert len(producer.results) == 2 and producer.gate_and_up
+    assert prologue_source.bytes_read(producer) == pytest.approx(6.0, rel=0.01)
 
 
 def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> None:
@@ -211,7 +211,7 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> N
     _, keywords = quantizer_calls.grouped_both(None, *4 * [...], EDEN, "rht128").written()
     check = torch.device("cpu"), keywords, 2
     assert fused.disagreement(*check) is None
-    text = producer_source.cuda_source(fused.representative(2, True))
+    text = prologue_source.cuda_source(fused.representative(2, True))
     wrong = text.replace(" + v1)", " - v1)")
     monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)
     rotate_quantize._rotate_launch.cache_clear()

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from q2compile.lowering.prologue import fusion_rule
-from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
-from q2compile.runtime_kernels.cuda.quantize import fused, producer_source, rotate_quantize
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer, arguments_of
-from q2compile.runtime_kernels.cuda.quantize.producer_source import bytes_read
+from q2compile.runtime_kernels.cuda.quantize import fused, prologue_source, rotate_quantize
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
+    PrologueExpression,
+    arguments_of,
+)
+from q2compile.runtime_kernels.cuda.quantize.prologue_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import quantizer_calls
@@ -83,7 +86,7 @@ def test_what_is_approximated() -> None:
     and 2^-22 is what a GPU's exponential may be."""
     x = torch.cat([torch.linspace(-12, 12, 64 * 128 - 4), torch.tensor([0.0, INF, -INF, NAN])])
     steps = (("load", 0, "(c + (128 * r))", "lanes", -1), ("erf_plus_one", 0), ("exp", 0))
-    producer = Producer(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
+    producer = PrologueExpression(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
     erf, exp = (made.double().flatten() for made in made_by(producer, (x,)))
     wide = x.double()
     assert torch.allclose(erf, 1 + wide.erf(), rtol=0, atol=2.0**-24 + 2.0**-22, equal_nan=True)
@@ -199,8 +202,8 @@ def test_what_is_told_ahead(monkeypatch) -> None:
     for name, ahead in (("gelu", 2), ("residual", 0)):
         function, operands_of, _ = PRODUCERS[name]
         ((producer, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
-        assert producer_source.prefetches(producer) is bool(ahead)
-        source = producer_source.cuda_source(producer)
+        assert prologue_source.prefetches(producer) is bool(ahead)
+        source = prologue_source.cuda_source(producer)
         assert f"kPrefetched = {str(bool(ahead)).lower()};" in source
         assert not ahead or source.count("  prefetch(") == ahead
 
@@ -275,7 +278,7 @@ NOT_FUSED = {
 def test_what_is_not_fused_and_why(why, monkeypatch) -> None:
     function, operands = NOT_FUSED[why]
     done = run_fused(monkeypatch, function, SEEDS, *operands())
-    assert done.calls == [] and "q2_FusedSite" not in done.source
+    assert done.calls == [] and "q2_FusedCallSite" not in done.source
     (note,) = done.notes
     assert ": not fused: " in note and why in note
 
@@ -341,7 +344,7 @@ def test_two_launches_make_what_four_made(monkeypatch) -> None:
     operands = matrices(3)
     done = run_fused(monkeypatch, gated(), SEEDS, *operands)
     _, keywords = calls.both(None, *SEEDS, EDEN, "rht128", 3).written()
-    call = fused.fused_call(done.calls[0][0], operands, (), [keywords, keywords])
+    call = fused.fused_plan(done.calls[0][0], operands, (), [keywords, keywords])
     rotate, align = call.steps
     assert rotate.launch.variant.file == "rotate_quantize.cu"
     assert (align.launch.variant.file, align.grid[1]) == ("align_scales.cu", 4)
@@ -398,10 +401,10 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
     assert told == [(2, False), (1, True), (1, True), (1, False)]
 
 
-def site_of(done: Fused) -> FusedSite:
+def site_of(done: Fused) -> FusedCallSite:
     """One like that of generated code."""
     _, keywords = calls.both(None, ..., ..., EDEN, "rht128", 3).written()
-    return FusedSite(done.calls[0][0], [(keywords, (1,) * 6)])
+    return FusedCallSite(done.calls[0][0], [(keywords, (1,) * 6)])
 
 
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
@@ -441,7 +444,7 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(operands, monkeyp
     _, keywords = calls.both(None, ..., ..., EDEN, "rht128").written()
     check = torch.device("cpu"), keywords, operands
     assert fused.disagreement(*check) is None
-    text = producer_source.cuda_source(fused.representative(operands))
+    text = prologue_source.cuda_source(fused.representative(operands))
     assert text.count(" + v1)") == 1
     wrong = text.replace(" + v1)", " - v1)")
     monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda.jit import disassemble, limits, nvrtc
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.cuda.quantize.producer_source import cuda_source, instructions
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.cuda.quantize.prologue_source import cuda_source, instructions
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -27,10 +27,10 @@ def loads(*numbers: int) -> tuple:
     return tuple(("load", i, AT, "lanes", -1) for i in numbers)
 
 
-def producer(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> Producer:
+def producer(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> PrologueExpression:
     """results: the last step, where nothing is said."""
     results = results or (len(steps) - 1,)
-    return Producer(BF16, "8192", 4096, inputs, (), False, steps, results)
+    return PrologueExpression(BF16, "8192", 4096, inputs, (), False, steps, results)
 
 
 ONE = ("constant", "0x1.0000000000000p+0", "float")
@@ -76,7 +76,7 @@ ROPE = producer(
 )
 # As GATED, of gate and up side by side and a mask of tokens: the halves of one matrix.
 GATE, TOKEN = "(c + (1536 * r))", ("load", 2, "r", "one", -1)
-HALVES = Producer(
+HALVES = PrologueExpression(
     BF16,
     *("65536", 768, (BF16, BF16, torch.bool), (), False),
     (
@@ -87,7 +87,7 @@ HALVES = Producer(
         *(("where", 11, 12, 9), ("where", 11, 12, 10)),
     ),
     results=(13, 14),
-    halves=True,
+    gate_and_up=True,
 )
 DROPOUT = producer((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
 CAST = producer((torch.float32,), *loads(0))
@@ -105,12 +105,12 @@ ALL = {
 
 
 def code_of(
-    made: Producer | None, architecture: str, scheme: str, directions: tuple[bool, bool]
+    made: PrologueExpression | None, architecture: str, scheme: str, directions: tuple[bool, bool]
 ) -> disassemble.Code:
     spec, rotation = get_scheme(scheme), get_transform("rht128")
-    grouped = made is not None and made.halves
+    grouped = made is not None and made.gate_and_up
     launch = rotate_launch(
-        SOURCES[BF16], rotation, spec, *directions, producer=made, grouped=grouped
+        SOURCES[BF16], rotation, spec, *directions, prologue=made, grouped=grouped
     )
     return disassemble.disassemble(nvrtc.cubin(launch.variant, architecture))
 

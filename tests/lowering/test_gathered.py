@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 
-from q2compile.runtime_kernels.cuda.site import Site, Together
+from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from tests.support.emulation.inductor import lower_on_cpu, serve_as_on
 from tests.support.emulation.on_cpu import launches_on_cpu
 
@@ -70,7 +70,7 @@ def step(how: str, training: bool = True, **options: Any) -> list[Tensor]:
 @pytest.fixture
 def pretended(monkeypatch) -> Iterator[list[str]]:
     """The sources of the graphs that are compiled."""
-    calls = {site: site.enqueue for site in (Site, Together)}
+    calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
     lower_on_cpu(monkeypatch)
     serve_as_on(monkeypatch, 90)
     for site, call in calls.items():
@@ -111,7 +111,7 @@ def test_numbers_are_gathered_in_the_forward_and_codes_in_the_backward(pretended
     assert f"({ROWS}, {K // 2})" not in forward and f"({ROWS}, {K // 16})" not in forward
     assert _made(forward, "torch.bfloat16").count(f"({ROWS}, {K})") == 1
     assert _made(backward, "torch.uint8") == [f"({ROWS}, {K // 16})", f"({ROWS}, {K // 2})"]
-    sites = [line for part in backward.split("q2_Site(") for line in part.splitlines()[:1]]
+    sites = [line for part in backward.split("q2_CallSite(") for line in part.splitlines()[:1]]
     assert sum(site.startswith("'requantize'") and "offs=" in site for site in sites) == 1
 
 

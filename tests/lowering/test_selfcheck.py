@@ -122,7 +122,7 @@ def test_whatever_fails_there_is_a_reason_once(monkeypatch, error) -> None:
     monkeypatch.setattr(selfcheck, "_compiled", compiled)
     with pytest.warns(KernelWarning, match=str(error)) as said:
         for _ in range(3):
-            assert str(error) in (selfcheck.refusal(CPU, CALL) or "")
+            assert str(error) in (selfcheck.rejection(CPU, CALL) or "")
     assert len(tried) == len(texts(said, KernelWarning)) == 1
 
 
@@ -135,8 +135,8 @@ def test_want_of_memory_is_no_verdict(monkeypatch) -> None:
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)
     with pytest.raises(torch.OutOfMemoryError):
-        selfcheck.refusal(CPU, CALL)
-    assert selfcheck.refusal(CPU, CALL) is None
+        selfcheck.rejection(CPU, CALL)
+    assert selfcheck.rejection(CPU, CALL) is None
 
 
 def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, ran) -> None:
@@ -147,9 +147,9 @@ def test_that_loops_agree_is_known_to_the_next_process(monkeypatch, ran) -> None
             monkeypatch.setattr(check_results, "versions", lambda: ("99.0", "99.0"))
         if times == 3:
             monkeypatch.setattr(check_results, "named", lambda device: ("another", 0, 0))
-        assert selfcheck.refusal(CPU, CALL) is None
+        assert selfcheck.rejection(CPU, CALL) is None
         assert len(ran) == times
-    assert selfcheck.refusal(CPU, rowwise_call("nvfp4_46")) is None
+    assert selfcheck.rejection(CPU, rowwise_call("nvfp4_46")) is None
     assert len(ran) == 4
 
 
@@ -159,7 +159,7 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
     for _ in range(2):
         in_a_new_process(monkeypatch)
         with pytest.warns(KernelWarning):
-            assert selfcheck.refusal(CPU, CALL)
+            assert selfcheck.rejection(CPU, CALL)
         registry._SAID.clear()
     assert len(run) == 1
 
@@ -167,7 +167,7 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
 def test_a_folder_that_cannot_be_written_costs_a_check_a_process(monkeypatch, ran) -> None:
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", "/dev/null/nowhere")
     for _ in range(2):
-        assert selfcheck.refusal(CPU, CALL) is None
+        assert selfcheck.rejection(CPU, CALL) is None
     assert len(ran) == 1
 
 

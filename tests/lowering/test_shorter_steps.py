@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from q2compile.lowering.prologue.shorter_steps import contracted, shorter
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 
 ONE, ZERO = ("constant", (1.0).hex(), "float"), ("constant", (0.0).hex(), "float")
 ROWS, COLS = 16, 64
@@ -28,7 +28,7 @@ def value(*steps: Any) -> torch.Tensor:
     """The number of the last step, by torch."""
     dtypes = (torch.float32,) * 3
     how = (torch.float32, str(ROWS), COLS, dtypes, (), False)
-    (made,) = Producer(*how, tuple(steps), (len(steps) - 1,)).evaluate(inputs())
+    (made,) = PrologueExpression(*how, tuple(steps), (len(steps) - 1,)).evaluate(inputs())
     return made
 
 

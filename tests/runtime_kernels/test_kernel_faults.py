@@ -343,11 +343,11 @@ def test_a_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
 def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
     """Also one that declines some forms, as cuda_bf16 does swizzled scales."""
     reference = registry.select("gemm", gemm_arguments(), REFERENCE)
-    for refuses in (
+    for unsupported in (
         registry._nothing,
         lambda *args: "plain scales" if args[7].endswith("@32x4x4") else None,
     ):
-        kernel = Kernel("gemm", "right", "cpu", reference, refuses, registry._nothing)
+        kernel = Kernel("gemm", "right", "cpu", reference, unsupported, registry._nothing)
         registry._KERNELS["gemm"].insert(0, kernel)
         try:
             for scheme in checked_cases.CHECKED["gemm"]:

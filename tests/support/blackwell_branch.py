@@ -32,5 +32,5 @@ def blackwell_branch():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "conversions", lambda architecture: SOFTWARE_FP4)
         patch.setattr(Launch, "bind", bind)
-        patch.setattr(calls, "READY", {})
+        patch.setattr(calls, "BOUND_CALLS", {})
         yield

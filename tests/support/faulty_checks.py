@@ -43,5 +43,5 @@ def disagreement(how: str, folder: str) -> str | None:
         raise error
     if how.startswith("inside "):  # another kernel runs in this one's check
         inner = request(how.removeprefix("inside "), Path(folder), "inner", "dequantize")
-        assert checks.refusal(inner) is not None
+        assert checks.rejection(inner) is not None
     return "1 of 9 codes differ from the reference" if how == "wrong" else None

@@ -14,8 +14,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import nn
 
+from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.emulation.on_cpu import launches_on_cpu
@@ -40,7 +40,7 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
     def bind(launch, index, grid, values, slots):
         return lambda stream, addresses: found.update([launch.variant.file])
 
-    calls = {site: site.enqueue for site in (Site, Together)}
+    calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
     with (
         pytest.MonkeyPatch.context() as patch,
         inductor_config.patch(INDUCTOR_OPTIONS),

@@ -32,8 +32,8 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED,
     ROUNDED_SWIZZLED,
     SOURCES,
+    batched_launch,
     rotate_launch,
-    several_launch,
 )
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
@@ -135,7 +135,7 @@ OTHERS = {
 
 # The same for several operands, whose structs are chosen from.
 SEVERAL = {
-    f"{name}, several": several_launch({**HOT, **OTHERS}[name])
+    f"{name}, several": batched_launch({**HOT, **OTHERS}[name])
     for name in (
         *("quartet2 fprop", "requantize", "rht_quantize_both", "requantize swizzled"),
         *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
@@ -184,14 +184,14 @@ DBIAS_CASES = [
 
 def dbias_scheme(recipe: str, architecture: str) -> str:
     """Dequantized operands where GEMMs are emulated, codes on a Blackwell."""
-    ending = "" if recipe == "quartet2" and architecture in BLACKWELL else SWIZZLED
-    return DBIAS[recipe][0] + (ending if architecture in BLACKWELL else DEQUANTIZED)
+    suffix = "" if recipe == "quartet2" and architecture in BLACKWELL else SWIZZLED
+    return DBIAS[recipe][0] + (suffix if architecture in BLACKWELL else DEQUANTIZED)
 
 
 def dbias(recipe: str, architecture: str) -> Launch:
     _, transform, rows = DBIAS[recipe]
     spec = get_scheme(dbias_scheme(recipe, architecture))
-    return rotate_launch(BF16, get_transform(transform), spec, rows, True, sums=True)
+    return rotate_launch(BF16, get_transform(transform), spec, rows, True, dbias=True)
 
 
 # ---- counts --------------------------------------------------------------------------------------

@@ -190,7 +190,12 @@ class _Code:
         for device in ("cpu", "cuda"):
             scope[f"empty_strided_{device}"] = lambda *like: counted.made(_line(), *like)
         for text in re.findall(r"^q2_site_\d+ = .*$", source, re.M):
-            sites = {"q2_Site": _Site, "q2_Together": _Together, "q2_View": _View, "torch": torch}
+            sites = {
+                "q2_CallSite": _Site,
+                "q2_GroupedCallSite": _Grouped,
+                "q2_View": _View,
+                "torch": torch,
+            }
             name, _, value = text.partition(" = ")
             scope[name] = eval(value, sites)
             scope[name].counted = counted
@@ -244,7 +249,7 @@ class _Site:
         self.counted.made(_line(), (self.workspace(list(given[self.open :])),), (1,), torch.uint8)
 
 
-class _Together:
+class _Grouped:
     """Several of them, which end in one launch."""
 
     def __init__(self, sites: Any, products: Any, others: Any, fixed: bool) -> None:

@@ -58,7 +58,7 @@ FAULTS = (
     fault(
         "operands of a GEMM draw the same random bits under one seed",
         "runtime_kernels/numerics/philox.py",
-        "constant(seed, stream), constant(seed, purpose)",
+        "constant(seed, rng_offset), constant(seed, purpose)",
         "constant(seed, 0), constant(seed, purpose)",
         _NUMERICS,
     ),
@@ -117,7 +117,7 @@ FAULTS = (
         "runtime_kernels/numerics/column_sums.py",
         "(lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])",
         "((lanes[:, 0] + lanes[:, 1]) + lanes[:, 2]) + lanes[:, 3]",
-        "runtime_kernels/cuda/test_summed.py",
+        "runtime_kernels/cuda/test_dbias.py",
     ),
     fault(
         "neighboring values of the option seed give related seeds",
@@ -199,22 +199,22 @@ FAULTS = (
         "runtime_kernels/cuda/csrc/include/sums.cuh",
         "for (int i = 1; i < kWarps; ++i) sum +=",
         "for (int i = 1; i < kWarps - 1; ++i) sum +=",
-        "runtime_kernels/cuda/test_summed.py",
+        "runtime_kernels/cuda/test_dbias.py",
     ),
     fault(
         "views of tensors launch at the beginning of their storage",
         "runtime_kernels/cuda/calls.py",
-        "at = place[field.tensor] + field.past",
-        "at = place[field.tensor]",
+        "slot = place[field.tensor] + field.byte_offset",
+        "slot = place[field.tensor]",
         "runtime_kernels/cuda/test_calls.py",
-        "runtime_kernels/cuda/test_together.py",
+        "runtime_kernels/cuda/test_grouped_launch.py",
     ),
     fault(
         "a batched launch has the thread blocks of the smallest operand",
-        "runtime_kernels/cuda/quantize/together.py",
+        "runtime_kernels/cuda/quantize/grouped_launch.py",
         "most = max(each.thread_blocks for each",
         "most = min(each.thread_blocks for each",
-        "runtime_kernels/cuda/test_together.py",
+        "runtime_kernels/cuda/test_grouped_launch.py",
     ),
     # ---- lowering ----
     fault(
@@ -241,8 +241,8 @@ FAULTS = (
     fault(
         "global scales that are in the operands are applied again",
         "lowering/gemm.py",
-        "if not get_scheme(scheme).folds\n",
-        "if get_scheme(scheme).folds\n",
+        "if not get_scheme(scheme).has_pow2_scale\n",
+        "if get_scheme(scheme).has_pow2_scale\n",
         "lowering/test_launches.py",
     ),
     fault(
@@ -284,8 +284,8 @@ FAULTS = (
     fault(
         "a launch is given more operands than it has room for",
         "q2compile/passes/post_grad/group_launches.py",
-        "operands + count > MOST_SIDES",
-        "operands + count > MOST_SIDES + 1",
+        "operands + count > MOST_OPERANDS",
+        "operands + count > MOST_OPERANDS + 1",
         "q2compile/passes/test_group_launches.py",
     ),
     fault(

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from q2compile.passes.live_bytes import Storage, storages
-from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_same_numbers
+from q2compile.runtime_kernels.ops.fusing import MAY_FUSE, PAIR, READS_THE_SAME, is_view_or_cast
 from q2compile.runtime_kernels.ops.table import QuantizerCall, quantizer_of, quantizers
 
 
@@ -153,7 +153,7 @@ def _moved_ahead(second: fx.Node, first: fx.Node) -> bool:
 def _is_element_by_element(node: fx.Node) -> bool:
     tags: Any = getattr(node.target, "tags", ())
     draws = torch.Tag.nondeterministic_seeded in tags  # whose order is part of the program
-    return is_same_numbers(node) or (torch.Tag.pointwise in tags and not draws)
+    return is_view_or_cast(node) or (torch.Tag.pointwise in tags and not draws)
 
 
 def _is_seed(node: fx.Node) -> bool:

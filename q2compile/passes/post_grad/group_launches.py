@@ -11,9 +11,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from q2compile.passes.graph_queries import is_q2
-from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
-from q2compile.runtime_kernels.cuda.quantize.plan import shared_launch
+from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.launch_groups import (
     ALPHA_FROM,
     LAUNCH_GROUP,
@@ -71,7 +71,7 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             call = quantizer_of(node)
             assert call is not None
             own, count = _last_launch(call), len(call.operands)
-            if group and (own != last or operands + count > MOST_SIDES):
+            if group and (own != last or operands + count > MOST_OPERANDS):
                 yield group
                 group, operands = [], 0
             if own is not None:
@@ -83,7 +83,7 @@ def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _last_launch(call: QuantizerCall) -> Launch | None:
     """The launch that a quantizer ends in, where others can end in it as well."""
-    last = shared_launch(call.scheme, call.transform)
+    last = tail_launch_of_scheme(call.scheme, call.transform)
     return last if last is not None and _is_launched(call) else None
 
 

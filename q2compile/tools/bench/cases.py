@@ -12,7 +12,7 @@ import torch
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits
 from q2compile.cost_model.steps import Step, quantizing, turning
-from q2compile.runtime_kernels.cuda.calls import At
+from q2compile.runtime_kernels.cuda.calls import BufferSlot
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
 from q2compile.runtime_kernels.ops.table import (
@@ -153,7 +153,7 @@ def calls_of_host(device: torch.device) -> dict[str, Call]:
     again = {"source_scheme": FORWARD_SCHEME, "rows": 256, "columnwise_seed": seed}
     both = {"rowwise": True, "columnwise": True, "rowwise_seed": seed, "columnwise_seed": seed}
     row = {"rowwise": True, "columnwise": False, "rowwise_seed": seed}
-    field = At(0)
+    field = BufferSlot(0)
     values = (field, field, 0, 0, 0, 1, 0)
     bound = swizzle_launch().bind(device.index, (1, 1), values, {field: 0})
     stream, at = torch.cuda.current_stream().cuda_stream, packed[1].data_ptr()

@@ -3,7 +3,7 @@
 
 A launch for the GEMM, which applies the product of the two global scales and adds a bias of the
 result's 16-bit type, in fp32 and before the one rounding; and one for that product, where the
-quantizers have not made it (quantize/together.py). Any other bias is added to an
+quantizers have not made it (quantize/grouped_launch.py). Any other bias is added to an
 fp32 result. Only where N is no multiple of 16, or K of 32, are codes padded and results cut.
 """
 
@@ -32,7 +32,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 )
 from q2compile.runtime_kernels.cuda.jit.launch import empty
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_fp4
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
@@ -42,7 +42,7 @@ from q2compile.runtime_kernels.registry import CUBLASLT_FP4, kernel
 _UNIT = 16  # cuBLASLt wants multiples of it: columns, and bytes of codes in a row
 
 
-def _refuses_fp4(
+def _unsupported_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
@@ -51,7 +51,7 @@ def _refuses_fp4(
     if get_scheme(a_scheme).format != "nvfp4":
         return "cuBLASLt multiplies nvfp4, not mxfp4"
     wrong = two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or refusal(
+    return wrong or rejection(
         "gemm", CUBLASLT_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
     )
 
@@ -89,7 +89,9 @@ def takes(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     return bias is None or (bias.dtype == dtype and dtype.itemsize == 2)
 
 
-@kernel("gemm", CUBLASLT_FP4, device_type="cuda", refuses=_refuses_fp4, prepare=_prepare_fp4)
+@kernel(
+    "gemm", CUBLASLT_FP4, device_type="cuda", unsupported=_unsupported_fp4, prepare=_prepare_fp4
+)
 def gemm_fp4(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:

@@ -14,18 +14,18 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
     form,
     without_contraction,
 )
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of, checked
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
-def _refuses_bf16(
+def _unsupported_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     asked = form(bias, a_scheme, b_scheme, dtype)
-    return refusal("gemm", CUDA_BF16, a_codes.device.index, a_scheme, asked)
+    return rejection("gemm", CUDA_BF16, a_codes.device.index, a_scheme, asked)
 
 
 def _prepare_bf16(
@@ -36,7 +36,7 @@ def _prepare_bf16(
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
-@kernel("gemm", CUDA_BF16, device_type="cuda", refuses=_refuses_bf16, prepare=_prepare_bf16)
+@kernel("gemm", CUDA_BF16, device_type="cuda", unsupported=_unsupported_bf16, prepare=_prepare_bf16)
 def gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -46,16 +46,16 @@ def gemm_bf16(
     )
     if 0 in (*a_codes.shape, *b_codes.shape):
         return without_contraction(a_codes, b_codes, bias, dtype)
-    folds = a_spec.folds and b_spec.folds and b_global is not None
-    a = dequantized(a_codes, a_scales, a_global if folds else None, a_spec)
-    b = dequantized(b_codes, b_scales, b_global if folds else None, b_spec)
-    if folds and dtype == torch.bfloat16:
+    has_pow2_scale = a_spec.has_pow2_scale and b_spec.has_pow2_scale and b_global is not None
+    a = dequantized(a_codes, a_scales, a_global if has_pow2_scale else None, a_spec)
+    b = dequantized(b_codes, b_scales, b_global if has_pow2_scale else None, b_spec)
+    if has_pow2_scale and dtype == torch.bfloat16:
         if bias is None:
             return a @ b.t()
         if bias.dtype == dtype:  # added to the fp32 sums
             return torch.addmm(bias, a, b.t())
     out = torch.mm(a, b.t(), out_dtype=torch.float32)
-    return finished(out, None if folds else alpha_of(a_global, b_global), bias, dtype)
+    return finished(out, None if has_pow2_scale else alpha_of(a_global, b_global), bias, dtype)
 
 
 def dequantized(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:

@@ -11,19 +11,19 @@ from q2compile.runtime_kernels.cuda.calls import load
 from q2compile.runtime_kernels.cuda.dequantize import launches
 from q2compile.runtime_kernels.cuda.gemm.cuda_bf16 import dequantized
 from q2compile.runtime_kernels.cuda.gemm.grouped_mm import grouped_mm, unserved, zero_rows_launch
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.grouped_gemm import as_grouped, checked, factor_of
 from q2compile.runtime_kernels.registry import CUDA_BF16, kernel
 
 
-def _refuses(
+def _unsupported(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
 ) -> str | None:
     index = a_codes.device.index
     columns = b_codes.shape[0] // offs.shape[0] if gemm == "fprop" else b_codes.shape[0]
     asked = gemm, dtype
-    return unserved(index, dtype, columns) or refusal(
+    return unserved(index, dtype, columns) or rejection(
         "grouped_gemm", CUDA_BF16, index, a_scheme, asked
     )
 
@@ -37,18 +37,18 @@ def _prepare(
             load(launches(codes, scheme, 2 * codes.shape[1], torch.bfloat16), codes.device.index)
 
 
-@kernel("grouped_gemm", CUDA_BF16, device_type="cuda", refuses=_refuses, prepare=_prepare)
+@kernel("grouped_gemm", CUDA_BF16, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
 def grouped_gemm_bf16(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
 ) -> torch.Tensor:
     """See ops/grouped_gemm.py."""
     operands = (a_codes, a_scales, a_global, b_codes, b_scales, b_global)
     a_spec, b_spec = checked(*operands, a_scheme, b_scheme)
-    folds = a_spec.folds and b_spec.folds
-    a = dequantized(a_codes, a_scales, a_global if folds else None, a_spec)
-    b = dequantized(b_codes, b_scales, b_global if folds else None, b_spec)
+    has_pow2_scale = a_spec.has_pow2_scale and b_spec.has_pow2_scale
+    a = dequantized(a_codes, a_scales, a_global if has_pow2_scale else None, a_spec)
+    b = dequantized(b_codes, b_scales, b_global if has_pow2_scale else None, b_spec)
     out = grouped_mm(a, as_grouped(b, gemm, offs.shape[0]), offs)
     if gemm == "wgrad":
         out = out.flatten(0, 1)
     # In place: the gradient of all experts' weights is among the largest tensors of a step.
-    return out if folds else out.mul_(factor_of(a_global, b_global))
+    return out if has_pow2_scale else out.mul_(factor_of(a_global, b_global))

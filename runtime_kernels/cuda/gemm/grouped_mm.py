@@ -7,9 +7,9 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Step
+from q2compile.runtime_kernels.cuda.calls import BufferSlot, Launching, LaunchPlan, Layout, Step
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _THREADS = 256
@@ -33,17 +33,17 @@ def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
     return f"its rows are to be multiples of 16 bytes, not {2 * odd[0]}" if odd else None
 
 
-def _refuses(a, b, offs) -> str | None:
+def _unsupported(a, b, offs) -> str | None:
     index = a.device.index
     why = unserved(index, a.dtype, a.shape[1], b.shape[-1])
-    return why or refusal("grouped_mm", CUDA, index, "nvfp4_46_pow2")
+    return why or rejection("grouped_mm", CUDA, index, "nvfp4_46_pow2")
 
 
 def _prepare(a, b, offs) -> None:
     zero_rows_launch().warm_up(a.device.index)
 
 
-@kernel("grouped_mm", CUDA, device_type="cuda", refuses=_refuses, prepare=_prepare)
+@kernel("grouped_mm", CUDA, device_type="cuda", unsupported=_unsupported, prepare=_prepare)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """See ops/grouped_mm.py."""
     if a.shape[0] == 0 or b.shape[-1] == 0 or (b.dim() == 3 and a.shape[1] == 0):
@@ -55,11 +55,11 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Te
     return out
 
 
-def _zero_rows_call(out: torch.Tensor, offs: torch.Tensor) -> Call:
+def _zero_rows_call(out: torch.Tensor, offs: torch.Tensor) -> LaunchPlan:
     row_bytes = out.stride(0) * out.element_size()
     grid = 2 * multiprocessors(out.device.index), 1
-    values = (At(0), At(1), out.shape[0] * row_bytes, row_bytes, offs.shape[0])
-    return Call(2, (), 0, (Step(zero_rows_launch(), grid, values),))
+    values = (BufferSlot(0), BufferSlot(1), out.shape[0] * row_bytes, row_bytes, offs.shape[0])
+    return LaunchPlan(2, (), 0, (Step(zero_rows_launch(), grid, values),))
 
 
-_zero_rows = Launching(_zero_rows_call, lambda *args: [zero_rows_launch()], {1: Form.CONTIGUOUS})
+_zero_rows = Launching(_zero_rows_call, lambda *args: [zero_rows_launch()], {1: Layout.CONTIGUOUS})

@@ -8,24 +8,24 @@ from q2compile.runtime_kernels.cuda.calls import on_device
 from q2compile.runtime_kernels.cuda.gemm.operands import aligned, reads_codes, two_formats
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import compiling, unserved
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.grouped_gemm import checked, result_shape
 from q2compile.runtime_kernels.ops.table import GROUPED_GEMM
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel
 
 
-def _refuses(
+def _unsupported(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
 ) -> str | None:
     index = a_codes.device.index
     wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
     if wrong is None and (get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled):
         wrong = "it reads plain scales: groups begin anywhere in tiles of 128 rows"
-    return wrong or refusal("grouped_gemm", TRITON_FP4, index, a_scheme, (gemm, dtype))
+    return wrong or rejection("grouped_gemm", TRITON_FP4, index, a_scheme, (gemm, dtype))
 
 
-@kernel("grouped_gemm", TRITON_FP4, device_type="cuda", refuses=_refuses)
+@kernel("grouped_gemm", TRITON_FP4, device_type="cuda", unsupported=_unsupported)
 def grouped_gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs, a_scheme, b_scheme, gemm, dtype
 ) -> torch.Tensor:

@@ -16,7 +16,14 @@ import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Output, Step
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    Launching,
+    LaunchPlan,
+    Layout,
+    Output,
+    Step,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.schemes import Scheme, get_scheme
@@ -43,15 +50,15 @@ def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
     return _swizzled(scales, rows, spec.block[0])
 
 
-def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> Call:
+def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> LaunchPlan:
     blocks = scales.shape[1]
     tiles_across = ceil_div(blocks, 4)
     words = ceil_div(rows, 128) * tiles_across * 128
     shift = height.bit_length() - 1  # blocks of 1 or 16 rows
-    values = (At(0), At(1), rows, blocks, shift, tiles_across, words)
+    values = (BufferSlot(0), BufferSlot(1), rows, blocks, shift, tiles_across, words)
     grid = ceil_div(words, THREADS), 1
     output = Output((4 * words,), scales.dtype)
-    return Call(1, (output,), 0, (Step(swizzle_launch(), grid, values),))
+    return LaunchPlan(1, (output,), 0, (Step(swizzle_launch(), grid, values),))
 
 
-_swizzled = Launching(_swizzle_call, lambda *args: [swizzle_launch()], {0: Form.CONTIGUOUS})
+_swizzled = Launching(_swizzle_call, lambda *args: [swizzle_launch()], {0: Layout.CONTIGUOUS})

@@ -22,7 +22,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 )
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_dot_scaled
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.gemm import checked
@@ -31,12 +31,12 @@ from q2compile.runtime_kernels.ops.table import GEMM, GEMM_MASKED_UNROTATE
 from q2compile.runtime_kernels.registry import TRITON_FP4, kernel, kernels_own
 
 
-def _refuses_triton(
+def _unsupported_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> str | None:
     index = a_codes.device.index
     wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or refusal(
+    return wrong or rejection(
         "gemm", TRITON_FP4, index, a_scheme, form(bias, a_scheme, b_scheme, dtype)
     )
 
@@ -52,7 +52,9 @@ def _prepare_triton(
     swizzle.prepare(a_codes.device.index, a_scheme, b_scheme)
 
 
-@kernel("gemm", TRITON_FP4, device_type="cuda", refuses=_refuses_triton, prepare=_prepare_triton)
+@kernel(
+    "gemm", TRITON_FP4, device_type="cuda", unsupported=_unsupported_triton, prepare=_prepare_triton
+)
 def gemm_triton(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, bias, a_scheme, b_scheme, dtype
 ) -> torch.Tensor:
@@ -61,7 +63,7 @@ def gemm_triton(
     return _gemm(*operands, bias, a_scheme, b_scheme, dtype)
 
 
-def _refuses_unrotation(
+def _unsupported_unrotation(
     a_codes, a_scales, a_global, b_codes, b_scales, b_global, mask, a_scheme, b_scheme, *more
 ) -> str | None:
     transform, dtype = more
@@ -69,7 +71,7 @@ def _refuses_unrotation(
         return f"its epilogue rotates chunks of 32 without signs back, not {transform}"
     index = a_codes.device.index
     wrong = unserved(index) or two_formats(a_scheme, b_scheme) or reads_codes(a_scheme, b_scheme)
-    return wrong or refusal(
+    return wrong or rejection(
         *("gemm_masked_unrotate", TRITON_FP4, index, a_scheme),
         form(None, a_scheme, b_scheme, dtype),
     )
@@ -85,7 +87,7 @@ def _prepare_unrotation(
     "gemm_masked_unrotate",
     TRITON_FP4,
     device_type="cuda",
-    refuses=_refuses_unrotation,
+    unsupported=_unsupported_unrotation,
     prepare=_prepare_unrotation,
 )
 def gemm_masked_unrotate_triton(

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of q2::quantize whose operand is computed in the kernel. Two calls whose operands are made
-from the same tensors can be one, which reads those once. The same kernel computes and quantizes
-both halves of the operand of a call in groups.
+"""Calls of q2::quantize whose operand is computed in the kernel (prologue fusion).
 
-A call is given by its keywords, all that q2::quantize takes but x.
+Two calls whose operands are computed from the same tensors can be one call, which reads those
+tensors once. For a call in groups, the same kernel computes and quantizes gate and up, the two
+halves of its operand.
 
-Of GPUs only an H200 has run them, so everywhere the first use of a scheme is preceded by a check
-against the reference (`refusal`).
+A call is given by its keywords: all arguments of q2::quantize but x.
+
+Of all GPUs, only an H200 has run these kernels. So everywhere the first use of a scheme is preceded
+by a self-check against the reference (`rejection`).
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.calls import At, Call, Ready, empty
+from q2compile.runtime_kernels.cuda.calls import BoundCall, BufferSlot, LaunchPlan, empty
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
 from q2compile.runtime_kernels.cuda.quantize.plan import (
-    Direction,
+    BoundPrologue,
     Groups,
-    Produced,
+    OperandSlots,
     launches,
-    quantizer_call,
+    quantizer_plan,
 )
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     SOURCES,
     TILE,
@@ -47,81 +49,81 @@ Keywords = Mapping[str, Any]
 
 
 def call_of(keywords: Keywords) -> QuantizerCall:
-    """The call that these are of."""
+    """The call with these keywords."""
     return QuantizerCall.named(QUANTIZE, x=None, **keywords)
 
 
-def no_pair(producer: Producer, keywords: Keywords, index: int) -> str | None:
-    """None where one kernel may quantize both matrices of a producer like this with the scheme of a
-    call on this CUDA device, otherwise the reason in words."""
+def no_pair(prologue: PrologueExpression, keywords: Keywords, index: int) -> str | None:
+    """None if one kernel may compute and quantize both matrices of such an expression, with the
+    scheme of a call, on this CUDA device; otherwise the reason in words."""
     call = call_of(keywords)
     if Rule.of(call.scheme) not in SCALED_AFTERWARDS:
-        # MX spills registers; EXACT has a unit for each operand, of a pass that is not written.
+        # MX would spill registers. EXACT would need a pass for the maximum of each operand.
         return f"two operands of {call.scheme.name} are not quantized by one kernel"
     room = shared_memory(index)
-    if not has_room_for_two(SOURCES[producer.dtype], call.scheme, call.rowwise, room):
-        return f"tiles of two {producer.dtype} operands do not fit into shared memory"
+    if not has_room_for_two(SOURCES[prologue.dtype], call.scheme, call.rowwise, room):
+        return f"tiles of two {prologue.dtype} operands do not fit into shared memory"
     return None
 
 
-def fused_call(
-    producer: Producer,
+def fused_plan(
+    prologue: PrologueExpression,
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[int],
     calls: Sequence[Keywords],
-) -> Call:
-    """The launches.
+) -> LaunchPlan:
+    """The launch plan.
 
-    inputs: the producer's, on 16 bytes.  sizes: the values of its sizes.
-    calls: for each of its matrices; two have the same scheme and the same transform. Tensors of the
-        result: inputs, then those of calls (`tensors_in`).
+    inputs: of the prologue, on 16 bytes.  sizes: the values of its sizes.
+    calls: for each of its matrices; two have the same scheme and the same transform. The inputs of
+        the plan are `inputs`, then the tensors of calls (`tensors_in`).
     """
-    assert not producer.halves or producer.cols % TILE == 0, "a tile lies in one half"
+    assert not prologue.gate_and_up or prologue.cols % TILE == 0, "no tile lies in both halves"
     count = len(inputs)
-    operands = count + sum(len(tensors_in(keywords)) for keywords in calls)
-    directions: list[Direction | None] = []
-    places: dict[str, At] = {}
-    tensor, output = count, operands
+    tensors = count + sum(len(tensors_in(keywords)) for keywords in calls)
+    operands: list[OperandSlots | None] = []
+    slots: dict[str, BufferSlot] = {}
+    tensor, output = count, tensors
     for call in map(call_of, calls):
         given = [name for name, arg in call.args.items() if isinstance(arg, torch.Tensor)]
-        places = {name: At(tensor + i) for i, name in enumerate(given)}
-        found: list[Direction | None] = [None, None]
+        slots = {name: BufferSlot(tensor + i) for i, name in enumerate(given)}
+        found: list[OperandSlots | None] = [None, None]
         for operand in call.operands:
-            seed = places.get(operand.seed_name, 0)
-            made = Direction(seed, call.args["rng_offset"], output + operand.first)
+            seed = slots.get(operand.seed_name, 0)
+            made = OperandSlots(seed, call.args["rng_offset"], output + operand.first)
             found[operand.columnwise] = made
-        directions += found
+        operands += found
         tensor += len(given)
         output += len(call.outputs)
-    fields: tuple[At | int, ...] = (*(At(i) for i in range(count)), *map(int, sizes))
+    fields: tuple[BufferSlot | int, ...] = (*map(BufferSlot, range(count)), *map(int, sizes))
     groups = None
     if call.grouped:
-        groups = Groups(places["offs"], places["padded_offs"], call.args["offs"].shape[0])
-    return quantizer_call(
+        groups = Groups(slots["offs"], slots["padded_offs"], call.args["offs"].shape[0])
+    return quantizer_plan(
         inputs[0].device.index,
-        SOURCES[producer.dtype],
+        SOURCES[prologue.dtype],
         call.scheme,
         call.transform,
-        (0, producer.height(sizes), producer.cols, 0, 0),
-        directions,
+        (0, prologue.height(sizes), prologue.cols, 0, 0),
         operands,
-        operand=(0, 0, 0),
+        tensors,
+        x=(0, 0, 0),
         groups=groups,
-        produced=Produced(producer, fields),
+        prologue=BoundPrologue(prologue, fields),
     )
 
 
 def tensors_in(keywords: Keywords) -> list[Any]:
-    """The tensors that a call is given beside x, and what stands for one, in the order of the op's
+    """The tensors that a call is given beside x, or what stands for them, in the order of the op's
     schema."""
     return [arg for arg in call_of(keywords).args.values() if _is_tensor(arg)]
 
 
-def prepare(producer: Producer, keywords: Keywords, index: int) -> list[Future]:
-    """Has NVRTC begin with the kernels of such a call, while other things are compiled."""
+def prepare(prologue: PrologueExpression, keywords: Keywords, index: int) -> list[Future]:
+    """Has NVRTC begin to compile the kernels of such a call, in threads."""
     call = call_of(keywords)
     needed = launches(
-        SOURCES[producer.dtype],
+        SOURCES[prologue.dtype],
         call.scheme,
         call.transform,
         (call.rowwise, call.columnwise),
@@ -129,29 +131,31 @@ def prepare(producer: Producer, keywords: Keywords, index: int) -> list[Future]:
         vectors=True,
         amax_known=False,
         grouped=call.grouped,
-        producer=producer,
+        prologue=prologue,
     )
     return [nvrtc.begin(launch.variant, architecture(index)) for launch in needed]
 
 
-def refusal(index: int, keywords: Keywords, operands: int = 1) -> str | None:
-    """None when kernels with an expression in them may be used with such a call on this CUDA
-    device, otherwise the reason in words. The first time on a machine a small one runs, and must
-    give the reference's bits: of sums and products, since those are what all devices round alike.
-    The functions of libdevice it does not try.
+def rejection(index: int, keywords: Keywords, operands: int = 1) -> str | None:
+    """None if kernels with a prologue may be used with such a call on this CUDA device; otherwise
+    the reason in words.
 
-    operands: that one kernel computes and quantizes.
+    The first time on a machine a small prologue runs, and must give the reference's bits. It
+    consists of sums and products, which all devices round alike; functions of libdevice are not
+    checked.
+
+    operands: how many one kernel computes and quantizes.
     """
-    return checks.refusal(_request(index, keywords, operands))
+    return checks.rejection(_request(index, keywords, operands))
 
 
 def begin(index: int, keywords: Keywords, operands: int = 1) -> None:
-    """Has that check run, if it is still to come, and threads compile what it launches."""
+    """Starts that self-check, unless its result is known; threads compile its kernels."""
     request = _request(index, keywords, operands)
-    producer = representative(operands, call_of(keywords).grouped)
-    one_or_fits = operands == 1 or no_pair(producer, keywords, index) is None
+    prologue = representative(operands, call_of(keywords).grouped)
+    one_or_fits = operands == 1 or no_pair(prologue, keywords, index) is None
     if one_or_fits and not checks.is_known(request):
-        checks.begin(request, prepare(producer, keywords, index))
+        checks.begin(request, prepare(prologue, keywords, index))
 
 
 def _request(index: int, keywords: Keywords, operands: int) -> Request:
@@ -162,14 +166,14 @@ def _request(index: int, keywords: Keywords, operands: int) -> Request:
 
 
 def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) -> str | None:
-    """Runs a small producer of every kind of input through the op: None when the results have the
-    reference's bits, otherwise how they differ. keywords: of their tensors only which there are
-    counts."""
+    """Runs a small prologue with inputs of all kinds through the op. None if the results have the
+    reference's bits, otherwise how they differ. keywords: it counts which tensors are among them,
+    not what the tensors hold."""
     like = call_of(keywords)
     with apart(device):
         inputs = representative_inputs()
-        producer = representative(operands, like.grouped)
-        matrices = producer.evaluate(inputs)
+        prologue = representative(operands, like.grouped)
+        matrices = prologue.evaluate(inputs)
         calls = [
             {
                 name: torch.tensor(10 * n + i) if _is_tensor(arg) else arg
@@ -178,7 +182,7 @@ def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) ->
             for n in range(len(matrices))
         ]
         if like.grouped:
-            ends = torch.tensor([0, 70, 120], dtype=torch.int32)  # and rows of no group
+            ends = torch.tensor([0, 70, 120], dtype=torch.int32)  # ten rows are in no group
             calls[0] |= {"offs": ends, "padded_offs": padded_ends(ends)}
         quantize = like.spec.overload
         want = [r for x, given in zip(matrices, calls, strict=True) for r in quantize(x, **given)]
@@ -187,15 +191,16 @@ def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) ->
             {name: arg.to(device) if _is_tensor(arg) else arg for name, arg in given.items()}
             for given in calls
         ]
-        call = fused_call(producer, on_device, (), calls)
-        outputs = [empty(o.shape, o.strides, o.dtype) for o in call.outputs]
+        plan = fused_plan(prologue, on_device, (), calls)
+        outputs = [empty(o.shape, o.strides, o.dtype) for o in plan.outputs]
         seeds = [t for given in calls for t in tensors_in(given)]
-        Ready(call, device.index)([*on_device, *seeds, *outputs])
+        BoundCall(plan, device.index)([*on_device, *seeds, *outputs])
         return difference_of_bits(outputs, want, like.outputs * len(matrices))
 
 
 def _is_tensor(arg: Any) -> bool:
-    """Or what stands for one: an open argument of a call site, a node of Inductor's."""
+    """Whether it is a tensor, or stands for one: an open argument of a call site, a node of
+    Inductor's."""
     return isinstance(arg, torch.Tensor) or arg is ... or hasattr(arg, "get_size")
 
 
@@ -203,9 +208,10 @@ _ROWS, _COLS = 130, 264
 
 
 @functools.cache
-def representative(operands: int = 1, halves: bool = False) -> Producer:
-    """((a + b) * row + c * column) where a mask holds, else 0; with additions and products alone,
-    whose bits every device has. The second is the difference of the two. halves: of whole tiles."""
+def representative(operands: int = 1, gate_and_up: bool = False) -> PrologueExpression:
+    """((a + b) * row + c * column) where a mask holds, else 0: sums and products alone, whose bits
+    are the same on every device. The second matrix is the difference of the two products.
+    gate_and_up: both are halves of one, of whole tiles."""
     index = f"{_COLS}*r + c"
     steps = (
         ("load", 0, index, "lanes", -1),
@@ -227,12 +233,12 @@ def representative(operands: int = 1, halves: bool = False) -> Producer:
     )
     inputs = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bool)
     results = (14, 15)[:operands]
-    cols = 2 * TILE if halves else _COLS
-    return Producer(torch.bfloat16, str(_ROWS), cols, inputs, (), False, steps, results, halves)
+    size = str(_ROWS), 2 * TILE if gate_and_up else _COLS
+    return PrologueExpression(torch.bfloat16, *size, inputs, (), False, steps, results, gate_and_up)
 
 
 def representative_inputs() -> list[torch.Tensor]:
-    """On the CPU."""
+    """Its inputs, on the CPU."""
     generator = torch.Generator("cpu").manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:

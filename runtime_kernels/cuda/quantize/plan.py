@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of the quantizers launches.
+"""Launch plans of the quantizers.
 
-Two launches a call: rotate_quantize.cu makes the codes, align_scales.cu what has to wait for the
-largest of them; generated code has one of the second for several calls (together.py). A scheme
-whose global scale is the tensor's exact one needs that largest first: there rotate_quantize.cu goes
-over the operand twice.
+Two launches a call: rotate_quantize.cu makes the codes; the tail kernel, align_scales.cu, makes
+what depends on the maximum of the whole tensor. Generated code has one tail launch for several
+calls (grouped_launch.py). A scheme with an exact global scale needs the maximum first: there
+rotate_quantize.cu reads the operand twice.
 
     rule      launches, in order
     MS_EDEN   codes and raw scales; scales and global scale from the raw scales
     POW2      the same
     MX        codes and scales; global scale
-    EXACT     AMAX; codes, scales and global scale. No AMAX where the caller has it.
+    EXACT     AMAX; codes, scales and global scale. No AMAX if the caller gives it.
 
-The second launch also adds up the sums of columns that the first has left, where they are asked
-for.
+The tail launch also adds up dbias, the sums of columns, from the sums of tiles that
+rotate_quantize.cu has left.
 
-A scheme that ends in @bf16 is dequantized: numbers instead of codes and scales. What is made of
-raw scales then is numbers again, those whose scales turn out to be e4m3 subnormals
-(finalize_dequantized.cu).
+A scheme whose name ends in @bf16 gives dequantized operands: bf16 elements instead of codes and
+scales. Its tail kernel, finalize_dequantized.cu, changes those elements whose scales turn out to be
+e4m3 subnormals.
 """
 
 import functools
@@ -27,26 +27,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Output, Step
+from q2compile.runtime_kernels.cuda.calls import BufferSlot, LaunchPlan, Output, Step
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Address,
     Alignment,
-    Side,
     Sums,
+    TailOperand,
     align_launch,
     thread_blocks_of,
     thread_blocks_of_sums,
 )
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     NO_OUTPUT,
     ROUNDED,
     ROUNDED_SWIZZLED,
     SOURCES,
     TILE,
+    batched_launch,
     rotate_launch,
-    several_launch,
     shared_memory,
     thread_shape,
 )
@@ -58,42 +58,42 @@ from q2compile.runtime_kernels.numerics.transforms import Transform, get_transfo
 from q2compile.runtime_kernels.ops.table import SPECS, SPLIT_SCALES, QuantizerCall
 
 _MOST_RANDOM = 1 << 35  # Philox blocks of eight elements are counted in 32 bits
-# Of a thread block, up to which a launch less pays off: where blockIdx.y says which operand, up
-# to 3.5% more instructions are issued, of some 7 us a tile, and a launch takes 3 us of the device.
+# Tiles of a thread block up to which a batched launch pays off: choosing the operand by blockIdx.y
+# issues up to 3.5% more instructions, of some 7 us a tile; a launch takes 3 us of the device.
 _FEW_TILES = 16
 
 
 class Groups(NamedTuple):
-    """Of the rows of x, which are kept apart along columns: where they end, where in the padded
-    layout, and how many they are (ops/quantize.py)."""
+    """Groups of rows of x, which are quantized separately columnwise: where they end, where they
+    end in the padded layout, and how many there are (ops/quantize.py)."""
 
     ends: Address
     padded_ends: Address
-    number: int
+    total: int
 
 
-class Produced(NamedTuple):
-    """What x is computed from, or two of them, or its halves: the fields of the producer's struct,
+class BoundPrologue(NamedTuple):
+    """What x is computed from: the expression, and the fields of its parameter struct, which are
     inputs and sizes."""
 
-    producer: Producer
+    expression: PrologueExpression
     fields: tuple[Address, ...]
 
 
-class Summed(NamedTuple):
-    """Sums of the columns of x: their number among the tensors of the call, and their dtype."""
+class Dbias(NamedTuple):
+    """The sums of the columns of x: their number among the tensors of the call, and their dtype."""
 
     output: int
     dtype: torch.dtype
 
 
-class Direction(NamedTuple):
-    """Along rows or along columns: the seed of its signs and random bits, their stream, and the
-    number of its first output among the tensors of the call: codes, scales, global scale, mask if
-    any."""
+class OperandSlots(NamedTuple):
+    """Where one operand's seed and results are. seed: of its signs and random bits. first: the
+    number of its first output among the tensors of the call: codes, scales, global scale, and the
+    mask if there is one."""
 
     seed: Address
-    stream: int
+    rng_offset: int
     first: int
 
 
@@ -101,65 +101,65 @@ def launches(
     source: int,
     spec: Scheme,
     rotation: Transform,
-    directions: tuple[bool, bool],
+    rowwise_columnwise: tuple[bool, bool],
     *,
     room: int,
     vectors: bool,
     amax_known: bool,
     grouped: bool = False,
-    producer: Producer | None = None,
-    sums: bool = False,
+    prologue: PrologueExpression | None = None,
+    dbias: bool = False,
 ) -> tuple[Launch, ...]:
-    """What a call launches, in order. room: bytes of shared memory of a multiprocessor."""
-    kind = source, rotation, spec, *directions
+    """The launches of a call, in order. room: bytes of shared memory of a multiprocessor."""
+    kind = source, rotation, spec, *rowwise_columnwise
     rotate = functools.partial(
         rotate_launch,
         *kind,
         room=room,
         vectors=vectors,
         grouped=grouped,
-        producer=producer,
-        sums=sums,
+        prologue=prologue,
+        dbias=dbias,
     )
     if Rule.of(spec) != Rule.EXACT:
-        return rotate(), align_launch(spec, rotation.size == 128, sums)
-    assert not sums, "no launch is left that could add them up"
+        return rotate(), align_launch(spec, rotation.size == 128, dbias)
+    assert not dbias, "there is no tail launch that could add up the sums"
     if amax_known:
         return (rotate(),)
     return rotate(amax=True), rotate(overlaps=True)
 
 
-def last_launch(op: str, args: Sequence[Any]) -> Launch | None:
-    """The launch that a call of a quantizer ends in, where other calls can end in it as well; None
-    where there is none, and for other ops.
+def tail_launch(op: str, args: Sequence[Any]) -> Launch | None:
+    """The tail kernel of a quantizer, which other calls can share; None if it has none, and for
+    other ops.
 
-    args: all of the op's, of which the names of the scheme and the transform alone count.
+    args: all arguments of the op. Only the names of the scheme and the transform count.
     """
     if op in SPECS:
         call = QuantizerCall.of(op, args)
-        return shared_launch(call.scheme, call.transform)
+        return tail_launch_of_scheme(call.scheme, call.transform)
     if op == SPLIT_SCALES:
         _, scheme = args
-        return shared_launch(get_scheme(scheme), get_transform("none"))
+        return tail_launch_of_scheme(get_scheme(scheme), get_transform("none"))
     return None
 
 
-def shared_launch(spec: Scheme, rotation: Transform) -> Launch | None:
+def tail_launch_of_scheme(spec: Scheme, rotation: Transform) -> Launch | None:
     """The same by scheme and transform."""
     return None if Rule.of(spec) == Rule.EXACT else align_launch(spec, rotation.size == 128)
 
 
-class _Side(NamedTuple):
-    """One direction's results."""
+class _Operand(NamedTuple):
+    """The results of one operand."""
 
-    direction: Direction
+    slots: OperandSlots
     rows: int
-    blocks: int  # of 16, a row
+    blocks: int  # of 16, in a row
     outputs: tuple[Output, ...]
-    raw_scales: int  # numbers in the workspace that rotate_quantize.cu leaves for align_scales.cu
+    raw_scales: int  # in the workspace, from rotate_quantize.cu for align_scales.cu
 
 
-def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
+def _operand(slots: OperandSlots, rows: int, width: int, spec: Scheme) -> _Operand:
     """width: of the contraction, padding included."""
     codes = Output((rows, width), torch.bfloat16)
     if not spec.dequantized:
@@ -171,109 +171,111 @@ def _side(direction: Direction, rows: int, width: int, spec: Scheme) -> _Side:
         outputs.append(Output((rows, width // 8), torch.uint8))
     if spec.rounding == "sr" and rows * width > _MOST_RANDOM:
         raise ValueError(
-            f"{spec.name} of {rows} x {width} numbers: the CUDA kernels draw random bits for at "
+            f"{spec.name} of {rows} x {width} elements: the CUDA kernels draw random bits for at "
             "most 2^35 elements of one operand; quantize it in parts."
         )
     raw_scales = rows * width // 16 if Rule.of(spec) in SCALED_AFTERWARDS else 0
-    return _Side(direction, rows, width // 16, tuple(outputs), raw_scales)
+    return _Operand(slots, rows, width // 16, tuple(outputs), raw_scales)
 
 
-def quantizer_call(
+def quantizer_plan(
     index: int,
     source: int,
     spec: Scheme,
     rotation: Transform,
     extents: tuple[int, int, int, int, int],
-    directions: Sequence[Direction | None],
-    operands: int,
+    operands: Sequence[OperandSlots | None],
+    inputs: int,
     *,
-    operand: tuple[Address, Address, Address],
+    x: tuple[Address, Address, Address],
     amax: Address = 0,
     vectors: bool = True,
     groups: Groups | None = None,
-    produced: Produced | None = None,
-    summed: Summed | None = None,
-) -> Call:
-    """For CUDA device `index`.
+    prologue: BoundPrologue | None = None,
+    dbias: Dbias | None = None,
+) -> LaunchPlan:
+    """The plan for CUDA device `index`.
 
-    extents: pitch, rows and columns of x, or of a half of it, and for codes the scales a row of
-        theirs and the logarithm of the rows that share one.
-    directions: along rows, along columns; of two operands that are computed at once, of each.
-    operands: how many tensors the op is given.
-    operand: x or its codes, its scales, its global scale.
-    amax: the largest |x|, where the caller has it and the scheme takes it.
-    groups: of rows, which are kept apart along columns.
-    produced: x is computed in the kernel, and of `operand` there is nothing.
-    summed: the columns of x are summed, too.
+    extents: pitch, rows and columns of x (of the gate half, if a prologue computes gate and up).
+        For codes also: the scales in a row of theirs, and the logarithm of the rows that share one.
+    operands: rowwise, columnwise; for two matrices that are computed at once, these of each.
+    inputs: how many tensors the op is given.
+    x: x or its codes, its scales, its global scale.
+    amax: the largest |x|, if the caller gives it and the scheme takes it.
+    groups: of rows, which are quantized separately columnwise.
+    prologue: x is computed in the kernel, and `x` is empty.
+    dbias: the columns of x are summed, too.
     """
     _, m, k, *_ = extents
-    height = padded_rows(m, groups.number) if groups else padded(m, spec, rotation)
-    along = directions[0] is not None, directions[1] is not None
-    threads, blocks_per_multiprocessor = thread_shape(spec, along[0])
+    height = padded_rows(m, groups.total) if groups else padded(m, spec, rotation)
+    wanted = operands[0] is not None, operands[1] is not None
+    threads, blocks_per_multiprocessor = thread_shape(spec, wanted[0])
     rule = Rule.of(spec)
-    # Swizzled scales of rotate_quantize.cu: so many that it comes by all of their last tile.
+    # Where rotate_quantize.cu writes swizzled scales, it writes all of their last tile.
     whole = TILE if spec.swizzled and rule in SCALED_AT_ONCE else threads // 2
     across = max(1, ceil_div(k, whole)) * (whole // (threads // 2))
     tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
-    width = produced.producer.width if produced else k
-    results = (m, padded(width, spec, rotation)), (width, height)
-    sides = [each and _side(each, *results[i % 2], spec) for i, each in enumerate(directions)]
+    width = prologue.expression.width if prologue else k
+    sizes = (m, padded(width, spec, rotation)), (width, height)
+    results = [each and _operand(each, *sizes[i % 2], spec) for i, each in enumerate(operands)]
     # The kernel works on an nvfp4 source's code * scale * 2^-7.
     nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED], ROUNDED, ROUNDED_SWIZZLED)
     norm = rotation.norm * (128 if nvfp4 else 1)
-    present = sorted(filter(None, sides), key=lambda side: side.direction.first)
-    outputs = tuple(output for side in present for output in side.outputs)
-    outputs += (Output((k,), summed.dtype),) if summed else ()
-    workspace = At(operands + len(outputs))
-    fields = _Fields(index, spec, rule, parts, sides, workspace, amax, rotation.signs == "fixed")
-    sums, more = _sums(summed, workspace + fields.workspace_bytes, tiles, across, k, threads // 2)
+    present = sorted(filter(None, results), key=lambda operand: operand.slots.first)
+    outputs = tuple(output for operand in present for output in operand.outputs)
+    outputs += (Output((k,), dbias.dtype),) if dbias else ()
+    workspace = BufferSlot(inputs + len(outputs))
+    fields = _Fields(index, spec, rule, parts, results, workspace, amax, rotation.signs == "fixed")
+    sums, more = _sums(dbias, workspace + fields.workspace_bytes, tiles, across, k, threads // 2)
     partials = tuple(each.partials for each in sums)
     walk = (*extents, tiles, across, norm, *fields.mask, *partials, *(groups or ()))
-    walk += produced.fields if produced else ()
+    walk += prologue.fields if prologue else ()
     launched = launches(
         source,
         spec,
         rotation,
-        along,
+        wanted,
         room=shared_memory(index),
         vectors=vectors,
         amax_known=bool(amax),
         grouped=groups is not None,
-        producer=produced and produced.producer,
-        sums=bool(sums),
+        prologue=prologue and prologue.expression,
+        dbias=bool(sums),
     )
-    several = several_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
-    steps = [Step(launched[0], (parts, 1), (*operand, *fields.outputs, *walk), several)]
-    ending = None
+    batched = batched_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
+    steps = [Step(launched[0], (parts, 1), (*x, *fields.outputs, *walk), batched)]
+    tail = None
     if rule != Rule.EXACT:
         factor = {Rule.MS_EDEN: norm, Rule.MX: 1 / spec.shrink}.get(rule, 1.0)
-        source_global = operand[2] if rule == Rule.MS_EDEN else 0
-        ending = fields.alignment(align_launch(spec, rotation.size == 128), source_global, factor)
+        source_global = x[2] if rule == Rule.MS_EDEN else 0
+        tail = fields.alignment(align_launch(spec, rotation.size == 128), source_global, factor)
         if sums:
-            most = max(ending.thread_blocks, thread_blocks_of_sums(k))
-            ending = replace(ending, thread_blocks=most, sums=sums, summing=launched[1])
-        steps.append(ending.step)
+            most = max(tail.thread_blocks, thread_blocks_of_sums(k))
+            tail = replace(tail, thread_blocks=most, sums=sums, summing=launched[1])
+        steps.append(tail.step)
     elif len(launched) == 2:
         steps.append(steps[0]._replace(launch=launched[1]))
-    return Call(operands, outputs, fields.workspace_bytes + more, tuple(steps), ending)
+    return LaunchPlan(inputs, outputs, fields.workspace_bytes + more, tuple(steps), tail)
 
 
 def _sums(
-    summed: Summed | None, end: At, tiles: int, across: int, columns: int, width: int
+    dbias: Dbias | None, end: BufferSlot, tiles: int, across: int, columns: int, width: int
 ) -> tuple[tuple[Sums, ...], int]:
-    """Where the sums of columns are, by tiles of `width` columns, from the end of the workspace on;
-    and how many bytes more it has for them."""
-    if summed is None:
+    """The sums of columns by tiles of `width` columns, from slot `end` of the workspace on; and the
+    bytes that they add to it."""
+    if dbias is None:
         return (), 0
     down, pitch = tiles // across, across * width
-    to_16 = -end.past % 16
-    sums = Sums(*(end + to_16, At(summed.output), down, columns, pitch), SOURCES[summed.dtype])
+    to_16 = -end.byte_offset % 16
+    sums = Sums(
+        *(end + to_16, BufferSlot(dbias.output), down, columns, pitch), SOURCES[dbias.dtype]
+    )
     return (sums,), to_16 + 4 * down * pitch
 
 
 class _Fields:
-    """The parameters of both kernels that say where results and what is on the way to them lie."""
+    """The fields that both kernels have for results and for what is passed between them."""
 
     def __init__(
         self,
@@ -281,64 +283,49 @@ class _Fields:
         spec: Scheme,
         rule: Rule,
         parts: int,
-        sides: Sequence[_Side | None],
-        workspace: At,
+        operands: Sequence[_Operand | None],
+        workspace: BufferSlot,
         amax: Address,
         fixed_signs: bool,
     ) -> None:
         self._index, self._spec = index, spec
-        self._present = [side for side in sides if side]
-        room = sum(ceil_div(side.raw_scales, 4) * 4 for side in self._present)
-        # Of each side the largest, and with finalize_dequantized.cu the smallest.
+        self._present = [operand for operand in operands if operand]
+        room = sum(ceil_div(operand.raw_scales, 4) * 4 for operand in self._present)
+        # The largest of each operand; for finalize_dequantized.cu the smallest, too.
         extents = parts * (2 if room and spec.dequantized else 1)
         self.workspace_bytes = 4 * (room + extents * len(self._present))
         raw_scales, largest = workspace, workspace + 4 * room
         self.outputs: tuple[Any, ...] = ()
-        self._ends: list[Side] = []
-        for side in sides:
-            if side is None:
+        self._ends: list[TailOperand] = []
+        for operand in operands:
+            if operand is None:
                 self.outputs += NO_OUTPUT
                 continue
-            seed, stream, first = side.direction
-            codes, scales, unit = (At(first + i) for i in range(3))
+            seed, rng_offset, first = operand.slots
+            codes, scales, unit = (BufferSlot(first + i) for i in range(3))
             signs = 0 if fixed_signs else seed  # the kernel has the fixed seed
             made = raw_scales if room else scales
             self.outputs += (codes, made, amax or largest, unit, signs, seed)
-            self.outputs += (side.rows, side.blocks, stream, 1 if amax else parts)
+            self.outputs += (operand.rows, operand.blocks, rng_offset, 1 if amax else parts)
             finalized = codes if spec.dequantized else scales
             self._ends.append(
-                Side(
-                    *(
-                        raw_scales,
-                        largest,
-                        seed,
-                        finalized,
-                        unit,
-                        0,
-                        0,
-                        0,
-                        side.raw_scales,
-                        stream,
-                        parts,
-                    ),
+                TailOperand(
+                    *(raw_scales, largest, seed, finalized, unit, 0, 0, 0),
+                    *(operand.raw_scales, rng_offset, parts),
                     norm=1.0,
-                    blocks=max(1, side.blocks),
+                    blocks=max(1, operand.blocks),
                     partner=-1,
                 )
             )
-            raw_scales, largest = (
-                raw_scales + 4 * ceil_div(side.raw_scales, 4) * 4,
-                largest + 4 * extents,
-            )
-        self.mask = (At(self._present[0].direction.first + 3),) if spec.masked else ()
+            raw_scales += 4 * ceil_div(operand.raw_scales, 4) * 4
+            largest += 4 * extents
+        self.mask = (BufferSlot(self._present[0].slots.first + 3),) if spec.masked else ()
 
     def alignment(self, launch: Launch, source_global: Address, factor: float) -> Alignment:
-        """By align_scales.cu or finalize_dequantized.cu."""
-        sizes = [(side.rows, side.blocks) if side.raw_scales else (0, 0) for side in self._present]
+        """The tail, by align_scales.cu or finalize_dequantized.cu."""
+        sizes = [(o.rows, o.blocks) if o.raw_scales else (0, 0) for o in self._present]
         made_by = thread_blocks_of(self._spec, *sizes)
-        if (
-            self._spec.dequantized
-        ):  # thread blocks of finalize_dequantized.cu stay, or mostly leave at once
+        if self._spec.dequantized:  # most thread blocks of finalize_dequantized.cu end at once
             made_by = min(made_by, 4 * multiprocessors(self._index))
-        sides = (s._replace(source_global=source_global, norm=factor) for s in self._ends)
-        return Alignment(launch, tuple(sides), made_by)
+        ends = (o._replace(source_global=source_global, norm=factor) for o in self._ends)
+        return Alignment(launch, tuple(ends), made_by)

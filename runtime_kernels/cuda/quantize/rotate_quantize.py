@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of rotate_quantize.cu: sources, schemes, rotations, directions."""
+"""Variants of rotate_quantize.cu: source, scheme, rotation, rowwise and columnwise."""
 
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.jit.limits import SHARED_KIB
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
 
-# Sources of rotate_quantize.cu: what x is; for codes their scheme's format, and SWIZZLED where its
-# scales are.
+# Sources of rotate_quantize.cu: the dtype of x; or the format of codes, with SWIZZLED for swizzled
+# scales.
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, "nvfp4": 3, "mxfp4": 4}
 SOURCES |= {"nvfp4" + SWIZZLED: 5, "mxfp4" + SWIZZLED: 6}
-# bf16 that is rounded to codes of nvfp4 under scales that are there.
+# bf16 that is rounded to nvfp4 codes by given scales.
 ROUNDED, ROUNDED_SWIZZLED = 7, 8
 _FP32 = SOURCES[torch.float32]
 TILE = 128
 _FILE = "rotate_quantize.cu"
-_STAGED = 8 * (2 * 256 + 16) - 16  # bytes of a warp (dequantized.cuh)
-_SIGNS = 4 * TILE  # more of those, where columns are summed
-_MASKS = 8 * TILE  # and of another operand
-_BESIDES = 1024 + 864  # bytes of a thread block: what CUDA keeps of it, and static variables
-_FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, where they are not needed
-_FACTORS = 8 * 256  # more of those, by scale (round_to_scales.cuh)
-_SEEN = 2 * 4 * 16 + 8  # and of scales (tensor_cores.cuh), and a seed
-# The parameter structs, for Python's struct module.
+# Bytes of shared memory.
+_STAGED = 8 * (2 * 256 + 16) - 16  # of a warp (dequantized.cuh)
+_SIGNS = 4 * TILE  # of a thread block with dbias, besides
+_MASKS = 8 * TILE  # of a thread block with a second operand, besides
+_BESIDES = 1024 + 864  # of a thread block: reserved by CUDA, and static variables
+_FOR_ROWS, _FOR_GROUPS = 240, 64  # of those, what is needed rowwise, and for groups
+_FACTORS = 8 * 256  # for a source that is rounded to scales, besides (round_to_scales.cuh)
+_SEEN = 2 * 4 * 16 + 8  # for rotations by tensor cores, besides (tensor_cores.cuh), and a seed
+# Parameter structs, in the notation of Python's struct module.
 _OUTPUT = "PPPPPPiiIi"
 _SOURCE, _WALK = "PPP", "qiiiiiif"
 NO_OUTPUT = (0,) * 10
@@ -40,11 +41,13 @@ NO_OUTPUT = (0,) * 10
 
 @functools.cache
 def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | None:
-    """None when rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for the
-    op with a trust mask."""
+    """None if rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for a call
+    that writes a trust mask."""
     spec = get_scheme(scheme)
-    if spec.dequantized and spec.folds and Rule.of(spec) not in SCALED_AFTERWARDS:
-        return f"finalize_dequantized.cu folds global scales of nvfp4, not that of {scheme}"
+    if spec.dequantized and spec.has_pow2_scale and Rule.of(spec) not in SCALED_AFTERWARDS:
+        return (
+            f"finalize_dequantized.cu multiplies by global scales of nvfp4, not by that of {scheme}"
+        )
     if spec.dequantized and Rule.of(spec) == Rule.MS_EDEN and not _finalizes(scheme, transform):
         return "dequantized.cuh rounds scales of chunks of 128 only under a power of two"
     if spec.select is not None and spec.rounding != "rtn":
@@ -64,39 +67,41 @@ def rotate_launch(
     source: int,
     rotation: Transform,
     spec: Scheme,
-    rows: bool,
-    cols: bool,
+    rowwise: bool,
+    columnwise: bool,
     *,
     room: int = 228 * 1024,
     vectors: bool = True,
     amax: bool = False,
     overlaps: bool = False,
     grouped: bool = False,
-    producer: Producer | None = None,
-    sums: bool = False,
+    prologue: PrologueExpression | None = None,
+    dbias: bool = False,
 ) -> Launch:
-    """rotate_quantize.cu for a source, a rotation, a scheme and the directions wanted.
+    """rotate_quantize.cu for a source, a rotation and a scheme, rowwise or columnwise or both.
 
     room: bytes of shared memory of a multiprocessor.
-    vectors: rows of x start on 16 bytes.  amax: no codes, the largest rotated number alone.
-    grouped: along columns by groups of rows.
-    producer: what makes x, where it is computed in the kernel.
-    sums: the columns of x are summed, too.
-    overlaps: it follows AMAX on the same x (another kernel ahead of it might be writing x still).
+    vectors: rows of x start on 16 bytes.
+    amax: only the largest magnitude of the rotated matrix, no codes.
+    grouped: columnwise by groups of rows.
+    prologue: computes x in the kernel.
+    dbias: the columns of x are summed, too.
+    overlaps: it follows AMAX on the same x, so it may start early. After another kernel it may not:
+        that one might still be writing x.
     """
     rule = Rule.AMAX if amax else Rule.of(spec)
     rounds = rule not in (Rule.MS_EDEN, Rule.AMAX)
     stochastic = rounds and spec.rounding == "sr"
-    # How far above the largest code a block's largest can come out, and what rounds that down.
+    # Whether a block's largest magnitude can land above the largest code, and must be clipped.
     clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
     clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
     clips = clips or any(step < 0 for step in spec.steps)
     dequantized = spec.dequantized and not amax
-    threads, blocks_per_multiprocessor = thread_shape(spec, rows)
-    operands = len(producer.results) if producer else 1
+    threads, blocks_per_multiprocessor = thread_shape(spec, rowwise)
+    operands = len(prologue.results) if prologue else 1
     tile = operands * _tile_bytes(source, threads)
     staged = _staged_bytes(dequantized, threads)
-    besides = staged + sums * _SIGNS - (not rows) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
+    besides = staged + dbias * _SIGNS - (not rowwise) * _FOR_ROWS - (not grouped) * _FOR_GROUPS
     rounded = source in (ROUNDED, ROUNDED_SWIZZLED)
     scaled = rounded or source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED])
     multiplied = scaled and rotation.size > 1 and not stochastic
@@ -107,15 +112,15 @@ def rotate_launch(
         threads,
         stages * tile + staged,
         overlaps,
-        producer,
+        prologue,
         Q2_STAGES=stages,
         Q2_THREADS=threads,
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
         Q2_SOURCE=source,
         Q2_SIZE=rotation.size,
         Q2_SIGNED={"none": 0, "seed": 1, "fixed": 2}[rotation.signs],
-        Q2_ROWS=int(rows),
-        Q2_COLS=int(cols),
+        Q2_ROWS=int(rowwise),
+        Q2_COLS=int(columnwise),
         Q2_VECTORS=int(vectors),
         Q2_DEQUANTIZED=int(dequantized),
         Q2_RULE=int(rule),
@@ -129,49 +134,51 @@ def rotate_launch(
         Q2_MASKED=int(spec.masked),
         Q2_GROUPED=int(grouped),
         Q2_SPREAD=int(grouped and spreads(spec, rotation)),
-        Q2_SUMS=int(sums),
+        Q2_SUMS=int(dbias),
         Q2_OPERANDS=operands,
         Q2_BATCH=0,
     )
 
 
 def _packed(steps: Sequence[int]) -> int:
-    """Steps of a scale search, all but the first, as rounding.cuh's kSteps; the first is 0."""
+    """The steps of a scale search in the format of rounding.cuh's kSteps. The first one, 0, is left
+    out."""
     return sum((step + 8) << 4 * i for i, step in enumerate(steps[1:]))
 
 
 @functools.cache
 def _rotate_launch(
-    threads: int, shared: int, overlaps: bool, producer: Producer | None, **defines: int
+    threads: int, shared: int, overlaps: bool, prologue: PrologueExpression | None, **defines: int
 ) -> Launch:
     headers: tuple[tuple[str, str], ...] = ()
     fields = (
         _SOURCE
-        + 2 * _OUTPUT * (1 if producer and producer.halves else defines["Q2_OPERANDS"])
+        + 2 * _OUTPUT * (1 if prologue and prologue.gate_and_up else defines["Q2_OPERANDS"])
         + _WALK
         + "P" * defines["Q2_MASKED"]
         + "P" * defines["Q2_SUMS"]
         + "PPi" * defines["Q2_GROUPED"]
     )
-    if producer is not None:
+    if prologue is not None:
         defines["Q2_PRODUCED"] = 1
-        if producer.halves:
+        if prologue.gate_and_up:
             defines["Q2_HALVES"] = 1
-        fields += layout(producer)
-        headers = ((FILE, cuda_source(producer)),)
+        fields += layout(prologue)
+        headers = ((FILE, cuda_source(prologue)),)
     return launch(
         _FILE, fields, threads, shared, overlaps=overlaps, defines=defines, headers=headers
     )
 
 
 @functools.cache
-def several_launch(one: Launch) -> Launch | None:
-    """The same for several operands, of which blockIdx.y says one: MOST_SIDES structs side by side.
+def batched_launch(one: Launch) -> Launch | None:
+    """The variant for several operands, chosen by blockIdx.y: MOST_OPERANDS structs side by side.
 
-    None for other kernels than rotate_quantize.cu; for an operand that is computed, or whose
-    largest is needed first; and where registers would be spilled, since a struct that is chosen
-    takes some: of both directions with MX or with sums, and along rows of numbers with random bits,
-    which wait for their scales.
+    None for
+    - other kernels than rotate_quantize.cu
+    - an operand with a prologue, and one whose maximum is needed first
+    - variants that would spill registers, since choosing a struct takes some: both rowwise and
+      columnwise with MX or dbias; rowwise dequantized with random bits
     """
     if one.variant.file != _FILE or one.variant.headers:
         return None
@@ -181,22 +188,22 @@ def several_launch(one: Launch) -> Launch | None:
     spills = spills or (defines["Q2_STOCHASTIC"] and defines["Q2_DEQUANTIZED"])
     if rule in (Rule.EXACT, Rule.AMAX) or (rows and spills):
         return None
-    defines["Q2_BATCH"] = MOST_SIDES
-    return launch(_FILE, MOST_SIDES * one.layout, one.threads, one.shared, defines=defines)
+    defines["Q2_BATCH"] = MOST_OPERANDS
+    return launch(_FILE, MOST_OPERANDS * one.layout, one.threads, one.shared, defines=defines)
 
 
 @functools.cache
 def shared_memory(index: int) -> int:
-    """Bytes of shared memory of a multiprocessor of a CUDA device; by its capability where there is
-    no CUDA."""
+    """Bytes of shared memory of a multiprocessor of a CUDA device. Without CUDA: by the capability
+    that is pretended."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
     return 1024 * SHARED_KIB.get(torch.cuda.get_device_capability(index), 100)
 
 
-def has_room_for_two(source: int, spec: Scheme, rows: bool, room: int) -> bool:
-    """Whether as many thread blocks fit on a multiprocessor with tiles of two operands each."""
-    threads, blocks = thread_shape(spec, rows)
+def has_room_for_two(source: int, spec: Scheme, rowwise: bool, room: int) -> bool:
+    """Whether as many thread blocks fit on a multiprocessor if each has tiles of two operands."""
+    threads, blocks = thread_shape(spec, rowwise)
     bytes_ = 2 * _tile_bytes(source, threads) + _staged_bytes(spec.dequantized, threads)
     return blocks * (bytes_ + _BESIDES + _MASKS) <= room
 
@@ -210,21 +217,22 @@ def _staged_bytes(dequantized: bool, threads: int) -> int:
 
 
 def stages_in(room: int, blocks: int, tile: int, staged: int) -> int:
-    """Tiles of a thread block in shared memory: two, so that one is loaded while the other is
-    worked on, unless with one alone more thread blocks of those wanted fit on a multiprocessor.
-    They wait for their loads in turn then. (8.6, 8.9, 12.x: two of 256 threads where one would be.)
+    """Tiles of a thread block in shared memory: one is loaded while the other is worked on.
+
+    Two, unless with one tile more of the wanted thread blocks fit on a multiprocessor: those wait
+    for their loads in turn. (8.6, 8.9, 12.x: two thread blocks of 256 threads instead of one.)
     """
     one, two = (min(blocks, room // (n * tile + staged + _BESIDES)) for n in (1, 2))
     return 1 if one > two else 2
 
 
-def thread_shape(spec: Scheme, rows: bool) -> tuple[int, int]:
+def thread_shape(spec: Scheme, rowwise: bool) -> tuple[int, int]:
     """Threads of a thread block, and thread blocks on a multiprocessor at once.
 
-    A thread holds 64 elements and needs 128 registers, which makes 512 threads on a multiprocessor;
-    with random bits beside them it needs more, and along columns alone fewer threads are as fast.
-    A tile has half as many columns as a block has threads; along rows it must hold a chunk of 128.
+    A thread holds 64 elements and needs 128 registers, so a multiprocessor runs 512 threads. With
+    random bits a thread needs more registers. Columnwise alone, fewer threads are as fast. A tile
+    has half as many columns as a thread block has threads; rowwise it must hold a chunk of 128.
     """
-    if rows:
+    if rowwise:
         return 256, 2
     return 128, 3 if spec.rounding == "sr" else 4

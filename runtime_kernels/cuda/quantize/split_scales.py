@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::split_scales on CUDA: the largest raw scale by parts (partial_max.cu), then
+"""q2::split_scales on CUDA: partial maxima of the raw scales (partial_max.cu), then
 align_scales.cu."""
 
 import functools
 
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Output, Step, launching
+from q2compile.runtime_kernels.cuda.calls import (
+    BufferSlot,
+    LaunchPlan,
+    Layout,
+    Output,
+    Step,
+    launching,
+)
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch, multiprocessors
 from q2compile.runtime_kernels.cuda.quantize.align_scales import (
     Alignment,
-    Side,
+    TailOperand,
     align_launch,
     thread_blocks_of,
 )
-from q2compile.runtime_kernels.cuda.selfcheck import refusal
+from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div, scales_shape
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.split_scales import checked
 from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS = 256
-_PER_THREAD = 16  # as many loads as that are under way at once
+_PER_THREAD = 16  # loads in flight at once
 
 
 @functools.cache
@@ -31,14 +38,16 @@ def partial_max_launch() -> Launch:
 
 @launching(
     "split_scales",
-    refuses=lambda raw_scale, scheme: refusal("split_scales", CUDA, raw_scale.device.index, scheme),
+    unsupported=lambda raw_scale, scheme: rejection(
+        "split_scales", CUDA, raw_scale.device.index, scheme
+    ),
     launches=lambda raw_scale, scheme: [
         partial_max_launch(),
         align_launch(get_scheme(scheme), interleaved=False),
     ],
-    forms={0: Form.CONTIGUOUS},
+    layouts={0: Layout.CONTIGUOUS},
 )
-def split_scales(raw_scale: torch.Tensor, scheme: str) -> Call:
+def split_scales(raw_scale: torch.Tensor, scheme: str) -> LaunchPlan:
     """See ops/split_scales.py."""
     spec = checked(raw_scale, scheme)
     rows, blocks = raw_scale.shape
@@ -47,15 +56,15 @@ def split_scales(raw_scale: torch.Tensor, scheme: str) -> Call:
     parts = max(1, min(ceil_div(count, _THREADS * _PER_THREAD), most))
     shape = scales_shape(rows, blocks, spec) if spec.swizzled else (rows, blocks)
     outputs = Output(shape, torch.float8_e4m3fn), Output((), torch.float32)
-    raw_scales, scales, global_scale, largest = map(At, range(4))
-    side = Side(
+    raw_scales, scales, global_scale, largest = map(BufferSlot, range(4))
+    operand = TailOperand(
         *(raw_scales, largest, 0, scales, global_scale, 0, 0, 0, count, 0, parts),
         norm=1.0,
         blocks=max(1, blocks),
         partner=-1,
     )
-    ending = Alignment(
-        align_launch(spec, interleaved=False), (side,), thread_blocks_of(spec, (rows, blocks))
+    tail = Alignment(
+        align_launch(spec, interleaved=False), (operand,), thread_blocks_of(spec, (rows, blocks))
     )
     first = Step(partial_max_launch(), (parts, 1), (raw_scales, largest, count))
-    return Call(1, outputs, 4 * parts, (first, ending.step), ending)
+    return LaunchPlan(1, outputs, 4 * parts, (first, tail.step), tail)

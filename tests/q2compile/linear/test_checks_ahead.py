@@ -37,14 +37,14 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
     serve_as_on(monkeypatch, capability)
     found = set()
 
-    def refusal(op, name, index, scheme, what=None):
+    def rejection(op, name, index, scheme, what=None):
         if name == CUDA:
             found.add((what if isinstance(what, Variant | Use) else op, scheme))
 
     for name, module in list(sys.modules.items()):
         theirs = name.startswith("q2compile.runtime_kernels.cuda.") and "fused" not in name
-        if theirs and module is not selfcheck and hasattr(module, "refusal"):
-            monkeypatch.setattr(module, "refusal", refusal)
+        if theirs and module is not selfcheck and hasattr(module, "rejection"):
+            monkeypatch.setattr(module, "rejection", rejection)
     layers = [nn.Linear(256, 256, bias=False) for _ in range(2)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1]).bfloat16()
     x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)

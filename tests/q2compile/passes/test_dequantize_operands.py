@@ -184,7 +184,7 @@ def test_dequantized_times_its_global_scale_is_what_the_codes_stand_for(scheme) 
         x, scheme=scheme, transform="rht64", rowwise=True, columnwise=False, rowwise_seed=seed
     )
     assert scales.numel() == 0 and values.shape == (40, 256)
-    assert global_scale == (1 if get_scheme(scheme).folds else packed[2])
+    assert global_scale == (1 if get_scheme(scheme).has_pow2_scale else packed[2])
     want = q2.dequantize(*packed, scheme, 256, torch.float32)
     assert torch.equal(values.float() * global_scale, want)
 

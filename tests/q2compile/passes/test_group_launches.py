@@ -16,7 +16,7 @@ from q2compile.lowering.state import lowering_state
 from q2compile.passes.post_grad import group_launches
 from q2compile.passes.post_grad.group_launches import group_launches_pass
 from q2compile.report.graph_text import lines_of
-from q2compile.runtime_kernels.cuda.calls import MOST_SIDES
+from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, LAUNCH_GROUP
 from q2compile.runtime_kernels.ops.table import quantizer_of, set_call
 from tests.support import quantizer_calls as calls
@@ -113,11 +113,11 @@ def test_what_reads_a_member_is_in_another_group() -> None:
 
 def test_a_group_has_as_many_operands_as_the_launch_has_room_for() -> None:
     b = Builder()
-    inputs = [b.placeholder(f"arg{i}_1", 32, 64) for i in range(MOST_SIDES + 1)]
+    inputs = [b.placeholder(f"arg{i}_1", 32, 64) for i in range(MOST_OPERANDS + 1)]
     made = [b.call(calls.plain(x, None, None, SOURCE, 0)) for x in inputs]
     b.done(*made)
     assert group_launches_pass(b.graph) == 1
-    assert groups(*made) == [0] * MOST_SIDES + [1]
+    assert groups(*made) == [0] * MOST_OPERANDS + [1]
 
 
 def test_none_where_nothing_is_launched(monkeypatch) -> None:

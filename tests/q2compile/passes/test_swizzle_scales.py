@@ -40,7 +40,7 @@ def blackwell(monkeypatch) -> None:
     """The kernels that these operands would have on an sm_100."""
 
     def serving(op, args):
-        return next(k for k in kernels(op) if k.refuses(*args) is None)
+        return next(k for k in kernels(op) if k.unsupported(*args) is None)
 
     serve_by(monkeypatch, serving)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
@@ -52,7 +52,7 @@ def blackwell(monkeypatch) -> None:
         quantizers,
         transpose,
     ):
-        monkeypatch.setattr(module, "refusal", lambda *check: None)
+        monkeypatch.setattr(module, "rejection", lambda *check: None)
 
 
 def test_operands_of_gemms_alone_are_made_swizzled() -> None:

@@ -25,9 +25,9 @@ def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
 
     said = "it failed its self-check on this GPU:\n1 of 9 codes differ"
     candidate("gemm", None, "good")
-    candidate("gemm", None, "wrong", refuses=lambda *args: rejected(said))
-    candidate("gemm", None, "starved", refuses=raises)
-    candidate("gemm", None, "elsewhere", refuses=lambda *args: "it wants a newer GPU")
+    candidate("gemm", None, "wrong", unsupported=lambda *args: rejected(said))
+    candidate("gemm", None, "starved", unsupported=raises)
+    candidate("gemm", None, "elsewhere", unsupported=lambda *args: "it wants a newer GPU")
     candidate("gemm", None, "unwanted")
     disable(["gemm.unwanted"], "option disable_kernels")
     cpu, schemes = torch.device("cpu"), checked_cases.CHECKED["gemm"]

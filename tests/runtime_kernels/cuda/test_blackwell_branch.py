@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
+from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import quantizers
-from q2compile.runtime_kernels.cuda.quantize.together import together
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import grouped_plan
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import ptx
@@ -132,11 +132,11 @@ def test_small_batched_launches(with_fp8) -> None:
         made["requantize"].append(calls.again(*packed, *how, "rht128", cols, 1))
     for members in made.values():
         ops = [getattr(quantizers, call.spec.name) for call in members]
-        call = together([op.call(*c.positional) for op, c in zip(ops, members, strict=True)])
+        call = grouped_plan([op.plan(*c.positional) for op, c in zip(ops, members, strict=True)])
         assert [step.grid[1] for step in call.steps] == [3, 3]
         outputs = [torch.empty(o.shape, dtype=o.dtype, device="cuda") for o in call.outputs]
         with blackwell_branch():
-            Ready(call, 0)([*(t for c in members for t in tensors_of(c.positional)), *outputs])
+            BoundCall(call, 0)([*(t for c in members for t in tensors_of(c.positional)), *outputs])
         want = [output for c in members for output in on_device(c, "cpu")()]
         assert_same_bits([t.cpu() for t in outputs], want)
 

@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from q2compile.runtime_kernels.cuda.calls import At, Call, Form, Launching, Output, Ready, Step
+from q2compile.runtime_kernels.cuda.calls import (
+    BoundCall,
+    BufferSlot,
+    Launching,
+    LaunchPlan,
+    Layout,
+    Output,
+    Step,
+)
 from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.quantize.plan import Direction, quantizer_call
+from q2compile.runtime_kernels.cuda.quantize.plan import OperandSlots, quantizer_plan
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import FIXED_SIGN_SEED, get_transform
@@ -55,9 +63,24 @@ def step(*values) -> Step:
 def test_an_output_that_nobody_wants_lies_in_the_workspace(launched) -> None:
     """Behind what the steps need of it, on 16 bytes; what is given keeps its order."""
     outputs = (Output((3,), torch.uint8), Output((4,), torch.float32), Output((), torch.float32))
-    call = Call(1, outputs, 20, (step(At(0), At(1), At(2, 4), At(3), At(4), At(4, 8), 7),))
+    call = LaunchPlan(
+        1,
+        outputs,
+        20,
+        (
+            step(
+                BufferSlot(0),
+                BufferSlot(1),
+                BufferSlot(2, 4),
+                BufferSlot(3),
+                BufferSlot(4),
+                BufferSlot(4, 8),
+                7,
+            ),
+        ),
+    )
     x, codes, unit = torch.empty(9), torch.empty(3, dtype=torch.uint8), torch.empty(())
-    Ready(call, 0, (True, False, True), (12,))([x, codes, unit])
+    BoundCall(call, 0, (True, False, True), (12,))([x, codes, unit])
     ((at_x, at_codes, at_scales, at_unit, workspace, further, number),) = launched
     assert at_x == x.data_ptr() + 12 and at_codes == codes.data_ptr()
     assert at_unit == unit.data_ptr() and further == workspace + 8 and number == 7
@@ -82,7 +105,12 @@ def test_what_the_driver_is_given(monkeypatch) -> None:
     monkeypatch.setattr(launch, "_driver", lambda: driver)
     of = Launch(None, layout, 32, loaded={0: launch._Loaded(77, None, True)})  # type: ignore[arg-type]
     highest = 2**64 - 1
-    bound = of.bind(0, (1, 1), (-3, At(0), At(2), 2**40, 5, At(0)), {At(0): 2, At(2): 0})
+    bound = of.bind(
+        0,
+        (1, 1),
+        (-3, BufferSlot(0), BufferSlot(2), 2**40, 5, BufferSlot(0)),
+        {BufferSlot(0): 2, BufferSlot(2): 0},
+    )
     bound(9, (1, 2, highest))
     bound(9, (3, 2, 4))
     bound(0, (3, 2, 5))
@@ -96,11 +124,11 @@ def test_what_the_driver_is_given(monkeypatch) -> None:
 def test_operands_are_brought_into_form(launched) -> None:
     seen = []
 
-    def call(*args) -> Call:
+    def call(*args) -> LaunchPlan:
         seen.append(args)
-        return Call(2, (), 0, ())
+        return LaunchPlan(2, (), 0, ())
 
-    kernel = Launching(call, lambda *args: (), {0: Form.LINES, 1: Form.ALIGNED})
+    kernel = Launching(call, lambda *args: (), {0: Layout.ROWS_OR_COLUMNS, 1: Layout.ALIGNED})
     across, odd = torch.empty(8, 8).t(), torch.empty(65)[1:]
     for x in (across, torch.empty(8, 8, 2)[..., 0]):
         kernel(x, odd)
@@ -115,8 +143,8 @@ def test_more_coins_than_are_counted(monkeypatch) -> None:
     def call(scheme: str, rows: int) -> None:
         spec, rotation = get_scheme(scheme), get_transform("rht128")
         extents = (1 << 17, rows, 1 << 17, 0, 0)
-        along = (Direction(At(1), 0, 2), None)
-        quantizer_call(0, BF16, spec, rotation, extents, along, 2, operand=(At(0), 0, 0))
+        along = (OperandSlots(BufferSlot(1), 0, 2), None)
+        quantizer_plan(0, BF16, spec, rotation, extents, along, 2, x=(BufferSlot(0), 0, 0))
 
     for scheme in (SR, EDEN):
         call(scheme, 1 << 18)
@@ -129,14 +157,14 @@ def test_fixed_signs_have_no_tensor(monkeypatch) -> None:
     """One made at a first use, in a CUDA graph's warm-up, would lie in the graph's memory."""
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
     monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
-    call = quantizer_call(
+    call = quantizer_plan(
         *(0, BF16, get_scheme(EDEN), get_transform("rht128_fixed"), (128, 128, 128, 0, 0)),
-        *((Direction(At(1), 0, 2), None), 2),
-        operand=(At(0), 0, 0),
+        *((OperandSlots(BufferSlot(1), 0, 2), None), 2),
+        x=(BufferSlot(0), 0, 0),
     )
     # Behind the operand's three: codes, raw scales, largest, global scale, and both seeds.
     signs, random_bits = call.steps[0].values[7:9]
-    assert signs == 0 and random_bits == At(1)
+    assert signs == 0 and random_bits == BufferSlot(1)
     source = Path(plan.__file__).parents[1] / "csrc" / "include" / "tile.cuh"
     fixed = re.search(r"kFixedSignSeed = (\d+);", source.read_text())
     assert fixed and int(fixed.group(1)) == FIXED_SIGN_SEED

@@ -33,7 +33,7 @@ def of_a_new_process(monkeypatch, request=REQUEST, answer=None) -> tuple[str | N
     ran = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what) or answer)
     monkeypatch.setattr(checks, "_RESULTS", {})
-    return checks.refusal(request), bool(ran)
+    return checks.rejection(request), bool(ran)
 
 
 def test_of_the_same_gpu_versions_and_sources(monkeypatch, tmp_path) -> None:
@@ -104,16 +104,16 @@ def test_what_depends_on_the_moment_is_found_again(monkeypatch, error) -> None:
         monkeypatch.setattr(checks, "_RESULTS", {})
         registry._SAID.clear()
         with pytest.warns(KernelWarning, match=str(error)):
-            assert str(error) in (checks.refusal(REQUEST) or "")
+            assert str(error) in (checks.rejection(REQUEST) or "")
         assert len(ran) == times
 
 
 def test_in_a_capture_what_is_kept_needs_no_check(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(LaunchError, match="run the model once before capturing"):
-        checks.refusal(REQUEST)
+        checks.rejection(REQUEST)
     check_results.keep(REQUEST, check_results.Result(None))
-    assert checks.refusal(REQUEST) is None
+    assert checks.rejection(REQUEST) is None
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch) -> None:

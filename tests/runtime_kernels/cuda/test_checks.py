@@ -57,15 +57,15 @@ def refused(how, folder, **names):
     """What is said of a kernel, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = checks.refusal(request(how, folder, **names))
+        found = checks.rejection(request(how, folder, **names))
     return found, texts(caught, KernelWarning)
 
 
 @pytest.mark.parametrize("how", ENDS)
 def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, how) -> None:
     """With one warning; what was asked for behind it is checked by a new child."""
-    for ending in ("right", how, "right too"):
-        checks.begin(request(ending, folder, name=ending))
+    for suffix in ("right", how, "right too"):
+        checks.begin(request(suffix, folder, name=suffix))
     for good in ("right", "right too"):
         assert refused(good, folder, name=good) == (None, [])
     found, said = refused(how, folder, name=how)
@@ -95,8 +95,8 @@ def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder,
         return results
 
     want = step()
-    refuses = lambda *args: checks.refusal(request(how, folder))  # noqa: E731
-    calls = candidate("gemm", ZeroDivisionError(), refuses=refuses)
+    unsupported = lambda *args: checks.rejection(request(how, folder))  # noqa: E731
+    calls = candidate("gemm", ZeroDivisionError(), unsupported=unsupported)
     for _ in range(2):
         with pytest.warns(KernelWarning) as caught:
             assert all(map(torch.equal, step(), want))
@@ -108,7 +108,7 @@ def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder,
 @pytest.mark.parametrize("how", ["trap", "illegal", "hang"])
 def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
     """A GEMM's check runs dequantize: that one failed, and the GEMM is checked again."""
-    assert checks.refusal(request(f"inside {how}", folder)) is None
+    assert checks.rejection(request(f"inside {how}", folder)) is None
     inner = request(how, folder, "inner", "dequantize")
     assert check_results.kept(inner).reason.startswith(ENDS[how])
     assert runs(folder) == sorted([how, f"inside {how}", f"inside {how}"])
@@ -117,13 +117,13 @@ def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
 def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> None:
     """As one does whose device was lost: nothing is checked in this process because of it."""
     with caplog.at_level("INFO", logger="q2compile"):
-        assert checks.refusal(request("illegal", folder)).startswith(ENDS["illegal"])
+        assert checks.rejection(request("illegal", folder)).startswith(ENDS["illegal"])
         if checks._CHECKER._child is not None:
             checks._CHECKER._child._process.wait(60)
-        assert checks.refusal(request("right", folder)) is None
+        assert checks.rejection(request("right", folder)) is None
         checks._CHECKER._child._process.kill()
         checks._CHECKER._child._process.wait(60)
-        assert checks.refusal(request("wrong", folder)).startswith(ENDS["wrong"])
+        assert checks.rejection(request("wrong", folder)).startswith(ENDS["wrong"])
     said = [record.getMessage() for record in caplog.records]
     assert sum("in a process of its own" in line for line in said) == 3
     assert not any("in this process" in line for line in said)
@@ -135,7 +135,7 @@ def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> No
     other one knows better."""
     asked = request("right", folder)
     check_results.mark(asked)  # of this process, which is alive
-    assert checks.refusal(asked) is None and runs(folder) == ["right"]
+    assert checks.rejection(asked) is None and runs(folder) == ["right"]
     check_results.unmark(asked)
     asked = request("trap", folder)
     program = (
@@ -143,7 +143,7 @@ def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> No
         "from q2compile.runtime_kernels.cuda import checks\n"
         "from tests.support.faulty_checks import request\n"
         "checks._State.mode = checks.Mode(in_child=False)\n"
-        f"checks.refusal(request('trap', Path({str(folder)!r})))\n"
+        f"checks.rejection(request('trap', Path({str(folder)!r})))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
@@ -159,11 +159,11 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
     """There is no memory for one, it sees another device, it can't be started."""
     memory = request("memory", folder)
     with pytest.raises(torch.OutOfMemoryError):
-        checks.refusal(memory)
+        checks.rejection(memory)
     assert runs(folder) == ["memory", "memory"] and check_results.kept(memory) is None
     with monkeypatch.context() as patch:
         patch.setattr(check_results, "named", lambda device: ("a GPU", 10, 0))
-        assert checks.refusal(request("right", folder)) is None
+        assert checks.rejection(request("right", folder)) is None
     assert runs(folder)[2:] == ["right"]
     checks._CHECKER._drop()
     new_process(monkeypatch)
@@ -181,7 +181,7 @@ def test_a_device_that_fails_here_ends_in_one_error_that_names_the_kernel(
     own = checks._device_error
     try:
         with pytest.raises(DeviceLostError, match="Q2COMPILE_DISABLE_KERNELS=gemm.broken") as said:
-            checks.refusal(request("illegal", folder))
+            checks.rejection(request("illegal", folder))
     finally:
         checks._device_error = own
     assert "cpu failed after kernel 'broken' of q2::gemm was launched" in str(said.value)
@@ -203,7 +203,7 @@ def test_an_orphan_keeps_its_result(monkeypatch, folder) -> None:
 
 def test_each_check_is_in_the_log_before_it_runs(folder, caplog) -> None:
     with caplog.at_level("DEBUG", logger="q2compile"):
-        checks.refusal(request("wrong", folder))
+        checks.rejection(request("wrong", folder))
     lines = [record.getMessage() for record in caplog.records]
     assert "q2compile: checks kernel 'broken' of q2::gemm on cpu (wrong)" in lines
     assert sum("in a process of its own" in line for line in lines) == 1
@@ -218,7 +218,7 @@ def test_a_disabled_kernel_is_not_checked(monkeypatch, folder) -> None:
 
 
 def test_results_say_what_they_are_of(folder) -> None:
-    checks.refusal(request("wrong", folder))
+    checks.rejection(request("wrong", folder))
     (path,) = (folder.parent / "cache").glob("*.checked")
     found = json.loads(path.read_text())
     assert found["what"] == "kernel 'broken' of q2::gemm on cpu (wrong)"

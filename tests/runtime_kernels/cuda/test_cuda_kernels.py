@@ -378,7 +378,7 @@ def as_on_ampere(monkeypatch) -> None:
             loaded[self] = launch._load(replace(self, overlaps=False), index)
         return launch.Bound(self, loaded[self], grid, values, slots)
 
-    monkeypatch.setattr(calls, "READY", {})
+    monkeypatch.setattr(calls, "BOUND_CALLS", {})
     monkeypatch.setattr(nvrtc, "conversions", lambda architecture: ampere)
     monkeypatch.setattr(launch.Launch, "bind", bind)
 
@@ -405,7 +405,7 @@ def as_on_12_0(monkeypatch) -> None:
     """100 KiB of shared memory a multiprocessor: one tile of a thread block at a time."""
     monkeypatch.setattr(plan, "shared_memory", lambda index: 100 * 1024)
     monkeypatch.setattr(quantizers, "shared_memory", lambda index: 100 * 1024)
-    monkeypatch.setattr(calls, "READY", {})
+    monkeypatch.setattr(calls, "BOUND_CALLS", {})
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def as_on_a_gpu_that_nobody_knows(monkeypatch) -> Iterator[None]:
     fresh: dict = {}
     monkeypatch.setattr(limits, "ARCHITECTURES", {})
     monkeypatch.setattr(launch.Launch, "bind", bind)
-    monkeypatch.setattr(calls, "READY", {})
+    monkeypatch.setattr(calls, "BOUND_CALLS", {})
     launch.target.cache_clear()
     yield
     launch.target.cache_clear()

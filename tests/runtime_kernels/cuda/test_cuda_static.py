@@ -24,8 +24,8 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     ROUNDED,
+    batched_launch,
     not_served,
-    several_launch,
     shared_memory,
 )
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
@@ -214,7 +214,7 @@ def test_thread_blocks_at_once(name, room) -> None:
 )
 def test_one_tile_at_a_time_spills_nothing(name, architecture) -> None:
     one = rotate(*OCCUPANCY[name][0], room=SMALL)
-    for launch in (one, several_launch(one)):
+    for launch in (one, batched_launch(one)):
         code = disassembled(launch, architecture)
         assert code.count("LDL") == code.count("STL") == 0
 
@@ -244,11 +244,11 @@ def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
     """Up to 3.5% of an element's, 4% with NVRTC 13.2, which plan.py weighs against a launch."""
     most = 1.035 if nvrtc.version() == (13, 0) else 1.04
     for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
-        one, several = (
+        one, batched = (
             instructions(disassembled({**HOT, **OTHERS}[each], architecture))
             for each in (name.partition(",")[0], name)
         )
-        assert several <= most * one
+        assert batched <= most * one
 
 
 # --- which kernel runs ----------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def loaded_by(monkeypatch, op: str, args: Sequence[Any]) -> list[Launch]:
     loaded: list[Launch] = []
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
     for module in (quantizers, dequantize, cublaslt_fp4, cuda_bf16, triton_fp4):
-        monkeypatch.setattr(module, "refusal", lambda *names: None)
+        monkeypatch.setattr(module, "rejection", lambda *names: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     warm_up(op, args)
     return loaded

@@ -7,8 +7,8 @@ block loops over all tiles. The tests of the emulation have more shapes and sche
 all on PTX, in some 20 minutes:
 
     Q2_TEST_PTX=1 python -m pytest tests/runtime_kernels/cuda/test_cuda_emulated.py \\
-        tests/runtime_kernels/cuda/test_*_emulated.py tests/runtime_kernels/cuda/test_summed.py \\
-        tests/runtime_kernels/cuda/test_together.py
+        tests/runtime_kernels/cuda/test_*_emulated.py tests/runtime_kernels/cuda/test_dbias.py \\
+        tests/runtime_kernels/cuda/test_grouped_launch.py
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 from q2compile.runtime_kernels.cuda import dequantize, masked_unrotate, padded_ends, signs
 from q2compile.runtime_kernels.cuda import transpose as transposing
-from q2compile.runtime_kernels.cuda.calls import Ready, tensors_of
+from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.gemm import grouped_mm
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzled
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan, quantizers, split_scales
-from q2compile.runtime_kernels.cuda.quantize.together import together
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import grouped_plan
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.ops.table import QuantizerCall
@@ -160,11 +160,11 @@ def test_batched_launches(kind) -> None:
             made = calls.plain(matrix(rows, cols), None, None, FORWARD + SWIZZLED)
         members.append(made)
     ops = [getattr(quantizers, call.spec.name) for call in members]
-    call = together([op.call(*c.positional) for op, c in zip(ops, members, strict=True)])
+    call = grouped_plan([op.plan(*c.positional) for op, c in zip(ops, members, strict=True)])
     assert [step.grid[1] for step in call.steps] == [2, 2]
     outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
     operands = [t for c in members for t in tensors_of(c.positional)]
-    Ready(call, 0)([*operands, *outputs])
+    BoundCall(call, 0)([*operands, *outputs])
     assert_same_bits(outputs, [output for c in members for output in c()])
 
 

@@ -20,9 +20,9 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 from q2compile.recipes.published import RECIPES
+from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite, View
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize import plan
-from q2compile.runtime_kernels.cuda.site import Site, Together, View
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import REFERENCE, parameters, select
 from tests.support import ptx
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 ROWS, INNER, OUTER = 144, 96, 160
 EDEN, SEEDS = "nvfp4_ms_eden_pow2@32x4x4", torch.tensor([11, 12])
-ENQUEUE = {call: call.enqueue for call in (Site, Together)}
+ENQUEUE = {call: call.enqueue for call in (CallSite, GroupedCallSite)}
 
 
 class Checked:
@@ -55,17 +55,17 @@ class Checked:
         self.sources = sources
         self.schemes: set[str] = set()
 
-    def site(self, site: Site, given: Sequence[Any]) -> None:
+    def site(self, site: CallSite, given: Sequence[Any]) -> None:
         want = self._reference(site, given)
-        ENQUEUE[Site](site, given)
+        ENQUEUE[CallSite](site, given)
         made = [result for result, wanted in zip(want, site.wanted, strict=True) if wanted]
         self._compare(given[site.counts[0] :], made)
 
-    def together(self, call: Together, given: Sequence[Any]) -> None:
+    def grouped(self, call: GroupedCallSite, given: Sequence[Any]) -> None:
         first, others = call._first, call._first[-1]
         spans = zip(call._sites, first, first[1:], strict=False)
         want = [self._reference(site, given[begin:end]) for site, begin, end in spans]
-        ENQUEUE[Together](call, given)
+        ENQUEUE[GroupedCallSite](call, given)
         made = [
             result
             for site, results in zip(call._sites, want, strict=True)
@@ -81,7 +81,7 @@ class Checked:
             made.append(want[i][own] * factor)
         self._compare(given[others + len(call._others) :], made)
 
-    def _reference(self, site: Site, given: Sequence[Any]) -> Sequence[torch.Tensor]:
+    def _reference(self, site: CallSite, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         args = site.arguments(given)
         names = dict(zip((name for name, _ in parameters(site.op)), args, strict=True))
         # What kernels of Triton's write, of which there are but stubs.
@@ -108,8 +108,8 @@ def checked(monkeypatch, capability) -> Iterator[Checked]:
     architecture = limits.target(capability, nvrtc.version()).name
     check = Checked(emulate(monkeypatch, 10 * capability[0] + capability[1]))
     serve_as_on(monkeypatch, 10 * capability[0] + capability[1])
-    monkeypatch.setattr(Site, "enqueue", lambda site, given: check.site(site, given))
-    monkeypatch.setattr(Together, "enqueue", lambda call, given: check.together(call, given))
+    monkeypatch.setattr(CallSite, "enqueue", lambda site, given: check.site(site, given))
+    monkeypatch.setattr(GroupedCallSite, "enqueue", lambda call, given: check.grouped(call, given))
     ptx.serve(monkeypatch, architecture)
     pretend_device(monkeypatch, 1024 * limits.SHARED_KIB.get(capability, 100), multiprocessors=1)
     shape = plan.thread_shape

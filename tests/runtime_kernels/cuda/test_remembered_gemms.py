@@ -28,7 +28,7 @@ def blackwell(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
     monkeypatch.setattr(remembered, "triton_version", lambda: (3, 8))
     for module in (cublaslt_fp4, cuda_bf16, triton_fp4):
-        monkeypatch.setattr(module, "refusal", lambda *names: None)
+        monkeypatch.setattr(module, "rejection", lambda *names: None)
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(remembered.VARIABLE, raising=False)
     remembered.forget()
@@ -101,7 +101,7 @@ def test_a_symbolic_size_takes_the_usual_order_and_no_guard() -> None:
 def test_what_declines_is_not_taken(monkeypatch) -> None:
     """The choice changes the order, not what a kernel refuses: its self-check holds."""
     remembered_choices()
-    monkeypatch.setattr(triton_fp4, "refusal", lambda *names: "it failed its self-check")
+    monkeypatch.setattr(triton_fp4, "rejection", lambda *names: "it failed its self-check")
     assert serves(512) == "cublaslt_fp4"
 
 

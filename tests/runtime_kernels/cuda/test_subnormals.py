@@ -137,8 +137,11 @@ def agree(call: QuantizerCall) -> None:
     """The same bits; but a norm of 1/4 or 1/8, which the kernels apply with the scale, may round an
     element up that fp32's smallest step has cut: a byte of codes in ten thousand."""
     got, want = calls.launched(call), call()
-    x, folds = call.x, call.transform.size in (16, 64) and call.scheme.rounding != "ms_eden"
-    if folds and x.dtype == torch.float32 and 0 < x.abs().max() < TINY:
+    x, pow2_size = (
+        call.x,
+        call.transform.size in (16, 64) and call.scheme.rounding != "ms_eden",
+    )
+    if pow2_size and x.dtype == torch.float32 and 0 < x.abs().max() < TINY:
         wrong = (got[0] != want[0]).sum().item()
         assert wrong <= want[0].numel() / 4000, wrong
         got, want = got[1:], want[1:]

@@ -214,7 +214,7 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
     monkeypatch.setattr(first_launch, "FLOPS", 1)
     model, x = Mlp(), torch.randn(32, 64)
     want = step(model, x)
-    own = {"function": cublaslt_fp4.gemm_fp4, "refuses": _other_formats}
+    own = {"function": cublaslt_fp4.gemm_fp4, "unsupported": _other_formats}
     candidate("gemm", None, "large", **own)
     for attempt in range(2):
         before = len(ran)

@@ -61,7 +61,9 @@ def test_e4m3_stochastic_is_unbiased_also_in_the_subnormals(scale):
     """Trap 4: steps under 2^-6 are all 2^-9, and zero is one of them."""
     x = torch.rand(200, generator=torch.Generator().manual_seed(1)) * scale
     draws = 4096
-    random_bits = philox.words(torch.tensor(5), draws * 200, stream=0, purpose=philox.COINS)
+    random_bits = philox.words(
+        torch.tensor(5), draws * 200, rng_offset=0, purpose=philox.RANDOM_BITS
+    )
     rounded = formats.stochastic_e4m3(x.expand(draws, -1), random_bits.view(draws, 200)).double()
     below, above = neighbors(x, E4M3)
     assert ((rounded == below) | (rounded == above)).all()

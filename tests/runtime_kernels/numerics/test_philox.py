@@ -28,16 +28,16 @@ def test_known_answers(rounds, counter, key, answer):
 
 def test_word_i_is_word_i_mod_4_of_block_i_div_4():
     seed = torch.tensor(-(2**63) + 12345)  # all 64 bits are key, the sign bit too
-    words = philox.words(seed, 11, stream=3, purpose=philox.COINS)
+    words = philox.words(seed, 11, rng_offset=3, purpose=philox.RANDOM_BITS)
     assert words.shape == (11,)
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for i in range(11):
-        counter = tuple(torch.tensor(c) for c in (i // 4, 0, 3, philox.COINS))
+        counter = tuple(torch.tensor(c) for c in (i // 4, 0, 3, philox.RANDOM_BITS))
         assert words[i] == philox.philox4x32(counter, (low, high), 7)[i % 4]
 
 
 def test_words_are_32_uniform_bits():
-    words = philox.words(torch.tensor(7), 1 << 16, stream=0, purpose=philox.COINS)
+    words = philox.words(torch.tensor(7), 1 << 16, rng_offset=0, purpose=philox.RANDOM_BITS)
     assert words.min() >= 0 and words.max() < 2**32
     ones = ((words[:, None] >> torch.arange(32)) & 1).double().mean(0)
     # 5 standard deviations of the mean of 2^16 fair random bits
@@ -47,16 +47,16 @@ def test_words_are_32_uniform_bits():
 
 @pytest.mark.parametrize("other", [(8, 0, 2), (7, 1, 2), (7, 0, 1)])
 def test_seed_stream_and_purpose_each_change_the_words(other):
-    seed, stream, purpose = other
-    words = philox.words(torch.tensor(7), 64, stream=0, purpose=2)
-    others = philox.words(torch.tensor(seed), 64, stream=stream, purpose=purpose)
+    seed, rng_offset, purpose = other
+    words = philox.words(torch.tensor(7), 64, rng_offset=0, purpose=2)
+    others = philox.words(torch.tensor(seed), 64, rng_offset=rng_offset, purpose=purpose)
     assert (words != others).all()
 
 
 def test_bits_of_elements_are_windows_of_their_word():
     seed = torch.tensor(7)
-    words = philox.words(seed, 500, stream=0, purpose=philox.COINS).tolist()
-    bits = philox.element_bits(seed, 999, stream=0, purpose=philox.COINS).tolist()
+    words = philox.words(seed, 500, rng_offset=0, purpose=philox.RANDOM_BITS).tolist()
+    bits = philox.element_bits(seed, 999, rng_offset=0, purpose=philox.RANDOM_BITS).tolist()
     assert bits[0::2] == [w >> 10 for w in words]
     assert bits[1::2] == [((w << 16 | w >> 16) & 0xFFFFFFFF) >> 10 for w in words][:499]
 

@@ -229,15 +229,15 @@ def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> Non
     assert got[2] == want[2]
 
 
-@pytest.mark.parametrize("ending", ["", DEQUANTIZED])
-def test_what_is_recorded_of_groups(ending: str) -> None:
+@pytest.mark.parametrize("suffix", ["", DEQUANTIZED])
+def test_what_is_recorded_of_groups(suffix: str) -> None:
     """The outputs of the ops themselves, and the error of what was rounded: that of MS-EDEN on
     N(0,1), sqrt(9.4e-3), of requantized codes, whose zeros round to zero, a little more or less;
     and less where a chunk of few tokens is one number a block (of 7 rows in 190)."""
     offs, seed, scheme = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3), EDEN
     ends, x = (offs, torch.ops.q2.padded_ends(offs)), torch.randn(200, 64)
     packed = torch.ops.q2.quantize(x, scheme=SOURCE, rowwise=True, columnwise=False)
-    how = seed, scheme + ending, "rht128", 0
+    how = seed, scheme + suffix, "rht128", 0
     for call in (
         calls.grouped(x, *ends, *how),
         calls.grouped_both(x, *ends, seed, *how),

@@ -44,7 +44,7 @@ def seed():
     return torch.tensor(11)
 
 
-def calls(ending=""):
+def calls(suffix=""):
     """name -> (the call, the same quantization of each operand through q2compile.quantize)"""
     x = matrix()
     source = q2compile.quantize(x, "nvfp4_46_pow2")
@@ -52,9 +52,9 @@ def calls(ending=""):
     eden = {"transform": "rht128", "seed": seed()}
     columnwise = {**eden, "transpose": True}
     saved = [(source.dequantize(), EDEN, {**columnwise, "stream": 1})]
-    how = seed(), EDEN + ending, "rht128"
+    how = seed(), EDEN + suffix, "rht128"
     one, both = made.one(x, *how, True), made.both(x, seed(), *how)
-    again = seed(), "nvfp4_46_pow2", EDEN + ending, "rht128"
+    again = seed(), "nvfp4_46_pow2", EDEN + suffix, "rht128"
     directions = [(x, EDEN, eden), (x, EDEN, columnwise)]
     return {
         "rowwise": (made.plain(x, None, None, "nvfp4_46_pow2"), [(x, "nvfp4_46_pow2", {})]),
@@ -108,10 +108,10 @@ def measured(x, scheme, options):
     }
 
 
-@pytest.mark.parametrize("ending", ["", SWIZZLED, DEQUANTIZED])
+@pytest.mark.parametrize("suffix", ["", SWIZZLED, DEQUANTIZED])
 @pytest.mark.parametrize("op", calls())
-def test_outputs_and_statistics(op, ending):
-    call, operands = calls(ending)[op]
+def test_outputs_and_statistics(op, suffix):
+    call, operands = calls(suffix)[op]
     wanted, found = call(), call.replace(recorded=True)()
     for one, other in zip(found, wanted, strict=False):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
@@ -225,22 +225,22 @@ def _reference(call):
     return next(k for k in kernels(call.spec.name) if k.name == REFERENCE)
 
 
-@pytest.mark.parametrize("form, ending", [(0, ""), (1, SWIZZLED), (2, DEQUANTIZED)])
+@pytest.mark.parametrize("form, suffix", [(0, ""), (1, SWIZZLED), (2, DEQUANTIZED)])
 @pytest.mark.parametrize("op", LAUNCHES)
-def test_how_much_is_launched(op, form, ending):
+def test_how_much_is_launched(op, form, suffix):
     """On a GPU launches are nearly all that statistics cost."""
     constants.make(torch.device("cpu"))
-    call, _ = calls(ending)[op]
+    call, _ = calls(suffix)[op]
     with Launches() as counted:
         _reference(call).function(*call.replace(recorded=True).positional)
     assert counted.number <= LAUNCHES[op][form]
 
 
-@pytest.mark.parametrize("ending", ["", SWIZZLED, DEQUANTIZED])
+@pytest.mark.parametrize("suffix", ["", SWIZZLED, DEQUANTIZED])
 @pytest.mark.parametrize("op", LAUNCHES)
-def test_what_is_launched_has_been_loaded(op, ending, monkeypatch):
+def test_what_is_launched_has_been_loaded(op, suffix, monkeypatch):
     """All ops that a recorded op calls, in their forms: a call may stand in a capture."""
-    call, _ = calls(ending)[op]
+    call, _ = calls(suffix)[op]
     args = call.replace(recorded=True).positional
     loaded = set()
     monkeypatch.setattr(recorded, "warm_up", lambda op, args: loaded.add(_with_scheme(op, args)))

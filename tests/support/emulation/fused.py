@@ -15,10 +15,10 @@ import torch._inductor.config as inductor_config
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.passes.post_grad.concatenate_last import concatenate_last_pass
 from q2compile.passes.post_grad.fuse_rotations import fuse_rotations_pass, fusion_notes
-from q2compile.runtime_kernels.cuda.fused_site import FusedSite
+from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
 from q2compile.runtime_kernels.cuda.jit import limits, nvrtc
-from q2compile.runtime_kernels.cuda.quantize.producer import Producer
-from q2compile.runtime_kernels.cuda.quantize.producer_source import FILE, cuda_source, layout
+from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
+from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES
 from q2compile.torch_internals.patches import patched
 from tests.support.emulation import library
@@ -47,7 +47,7 @@ class Fused(NamedTuple):
     the notes of the lowering, the generated code."""
 
     results: Any
-    calls: list[tuple[Producer, tuple]]
+    calls: list[tuple[PrologueExpression, tuple]]
     notes: list[str]
     source: str
 
@@ -65,7 +65,7 @@ def run_fused(
 
     always: whatever the rule thinks of it.  how: settings of Inductor.
     """
-    call = FusedSite.enqueue
+    call = FusedCallSite.enqueue
     sources = emulate(monkeypatch, capability)
     serve_as_on(monkeypatch, capability)
     architecture = "sm_90a" if capability == 90 else f"sm_{capability}f"
@@ -73,11 +73,11 @@ def run_fused(
     launches_on_cpu(monkeypatch, architecture, room)
     if always:
         monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
-    calls: list[tuple[Producer, tuple]] = []
+    calls: list[tuple[PrologueExpression, tuple]] = []
     notes: list[str] = []
 
-    def recorded(site: FusedSite, given: tuple) -> None:
-        calls.append((site._producer, tuple(given)))
+    def recorded(site: FusedCallSite, given: tuple) -> None:
+        calls.append((site._prologue, tuple(given)))
         call(site, given)
 
     def marked(graph: torch.fx.Graph) -> None:
@@ -86,7 +86,7 @@ def run_fused(
         nonlocal notes
         notes = fusion_notes(graph)
 
-    monkeypatch.setattr(FusedSite, "enqueue", recorded)
+    monkeypatch.setattr(FusedCallSite, "enqueue", recorded)
     torch._dynamo.reset()
     settings = {**INDUCTOR_OPTIONS, "post_grad_custom_pre_pass": marked, **how}
     with inductor_config.patch(settings), patched():
@@ -94,7 +94,7 @@ def run_fused(
     return Fused(results, calls, notes, sources[-1])
 
 
-def made_by(producer: Producer, given: tuple) -> list[torch.Tensor]:
+def made_by(producer: PrologueExpression, given: tuple) -> list[torch.Tensor]:
     """The matrices, by the same C++ as in the kernel, which a thread writes down piece by piece."""
     inputs = given[: len(producer.inputs)]
     sizes = given[len(inputs) : len(inputs) + len(producer.sizes)]

@@ -31,6 +31,7 @@ from q2compile.runtime_kernels.cuda import (
     signs,
     transpose,
 )
+from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
 from q2compile.runtime_kernels.cuda.gemm import (
     cublaslt_fp4,
     cuda_bf16,
@@ -42,7 +43,6 @@ from q2compile.runtime_kernels.cuda.gemm import (
 from q2compile.runtime_kernels.cuda.jit import disassemble
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import quantizers, split_scales
-from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.torch_internals.patches import patched
 
 _DECORATOR = re.compile(r"@triton_heuristics\.\w+\(.*?\n\s*\)\n(?=\s*@triton.jit)", re.S)
@@ -153,11 +153,11 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     served on the CPU, by the reference."""
 
     def why_not(kernel: registry.Kernel, *args: Any) -> str | None:
-        return kernel.declines(args) if kernel.device_type in (None, "cuda") else "not of CUDA"
+        return kernel.unavailable(args) if kernel.device_type in (None, "cuda") else "not of CUDA"
 
     monkeypatch.setattr(registry.Kernel, "why_not", why_not)
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: None)
-    for site in (Site, Together):
+    for site in (CallSite, GroupedCallSite):
         monkeypatch.setattr(site, "enqueue", lambda site, given: None)
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     gemms = (cublaslt_fp4, cuda_bf16, triton_fp4, grouped_bf16, grouped_mm, grouped_triton_fp4)
@@ -165,6 +165,6 @@ def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         *(quantizers, split_scales, dequantize, transpose, masked_unrotate, padded_ends, signs),
         *gemms,
     ):
-        monkeypatch.setattr(module, "refusal", lambda *names: None)
+        monkeypatch.setattr(module, "rejection", lambda *names: None)
     found = divmod(capability, 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)

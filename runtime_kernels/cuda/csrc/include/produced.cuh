@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an expression that makes the operand is written in: producer.cuh, which is no file here but
-// comes with a variant (cuda/quantize/producer_source.py). For tile.cuh with Q2_PRODUCED.
+// comes with a variant (cuda/quantize/prologue_source.py). For tile.cuh with Q2_PRODUCED.
 //
 // Rounding is that of Inductor's Triton code: fp32 and the functions of libdevice. But quotients,
 // exponentials and 1 + erf are approximated to some ulp, and a product and a sum are never one

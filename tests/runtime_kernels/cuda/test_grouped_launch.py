@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from q2compile.runtime_kernels.cuda import dequantize
-from q2compile.runtime_kernels.cuda.calls import MOST_SIDES, Ready, tensors_of
+from q2compile.runtime_kernels.cuda.call_site import CallSite, GroupedCallSite
+from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, BoundCall, tensors_of
 from q2compile.runtime_kernels.cuda.jit import nvrtc
-from q2compile.runtime_kernels.cuda.quantize import quantizers
-from q2compile.runtime_kernels.cuda.quantize import together as together_file
-from q2compile.runtime_kernels.cuda.quantize.plan import last_launch
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import several_launch
+from q2compile.runtime_kernels.cuda.quantize import grouped_launch, quantizers
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product, grouped_plan
+from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
 from q2compile.runtime_kernels.cuda.quantize.split_scales import split_scales
-from q2compile.runtime_kernels.cuda.quantize.together import Product, together
-from q2compile.runtime_kernels.cuda.site import Site, Together
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED
 from q2compile.runtime_kernels.ops.table import QuantizerCall
 from tests.support import quantizer_calls as calls
@@ -33,10 +32,10 @@ Members = list[tuple[Any, tuple]]
 
 def run(members: Members, products=(), others=()) -> list[torch.Tensor]:
     """The outputs of all, and the products, of one call of them."""
-    call = together([op.call(*args) for op, args in members], products, len(others))
+    call = grouped_plan([op.plan(*args) for op, args in members], products, len(others))
     operands = [t for _, args in members for t in tensors_of(args)]
     outputs = [torch.empty(o.shape, dtype=o.dtype) for o in call.outputs]
-    Ready(call, 0)([*operands, *others, *outputs])
+    BoundCall(call, 0)([*operands, *others, *outputs])
     return outputs
 
 
@@ -104,7 +103,7 @@ def test_matrices_are_dequantized_by_one_launch(shapes, scheme, emulated) -> Non
         )
         args = codes, scales, unit if i else None, scheme, cols, torch.bfloat16
         members.append((dequantize.dequantize, args))
-    call = together([op.call(*args) for op, args in members])
+    call = grouped_plan([op.plan(*args) for op, args in members])
     (step,) = call.steps
     assert step.grid == (sum(max(1, -(-rows * cols // 2048)) for rows, cols in shapes), 1)
     assert_same_bits(run(members), [q2.dequantize(*args) for _, args in members])
@@ -118,13 +117,13 @@ def test_sums_of_columns_among_others(scheme, emulated) -> None:
         [again(scheme), summed_columns(scheme, 300), summed_columns(scheme, 140)],
     ]
     for members in kinds:
-        assert len({last_launch(*_named(member)) for member in members}) == 1
+        assert len({tail_launch(*_named(member)) for member in members}) == 1
         assert_same_bits(run(members), apart(members))
 
 
 def _named(member: tuple) -> tuple[str, tuple]:
     op, args = member
-    return op.call.__name__, args
+    return op.plan.__name__, args
 
 
 @pytest.mark.parametrize("scheme", [EDEN, EDEN + SWIZZLED, SR + SWIZZLED, "mxfp4_sr"])
@@ -154,30 +153,30 @@ ALIKE = {
     "groups": [grouped(EDEN, *size) for size in SIZES],
 }
 # Of schemes of the backward: numbers leave, or codes with scales for the tensor cores.
-ENDINGS = {"sm_90a": DEQUANTIZED, "sm_100a": SWIZZLED}
+SUFFIXES = {"sm_90a": DEQUANTIZED, "sm_100a": SWIZZLED}
 
 
-def ending_in(members: Members, ending: str) -> Members:
+def with_suffix(members: Members, suffix: str) -> Members:
     """The same with the schemes that they make."""
     made = []
     for op, args in members:
-        call = QuantizerCall.of(op.call.__name__, args)
-        made.append(member(call.replace(scheme=call.args["scheme"] + ending)))
+        call = QuantizerCall.of(op.plan.__name__, args)
+        made.append(member(call.replace(scheme=call.args["scheme"] + suffix)))
     return made
 
 
 @pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize("emulated", ENDINGS, indirect=True)
+@pytest.mark.parametrize("emulated", SUFFIXES, indirect=True)
 def test_equal_launches_are_one(name, emulated, request) -> None:
     """With the bits of each by itself: also where one is much smaller than another."""
-    endings = ["", ENDINGS[request.node.callspec.params["emulated"]]]
-    for ending in endings[: 1 if "fprop" in name else 2]:
-        members = ending_in(ALIKE[name], ending)
-        call = together([op.call(*args) for op, args in members])
+    suffixes = ["", SUFFIXES[request.node.callspec.params["emulated"]]]
+    for suffix in suffixes[: 1 if "fprop" in name else 2]:
+        members = with_suffix(ALIKE[name], suffix)
+        call = grouped_plan([op.plan(*args) for op, args in members])
         rotated, _ = call.steps
-        own = [op.call(*args).steps[0] for op, args in members]
-        assert rotated.launch is own[0].several is several_launch(own[0].launch)
-        assert dict(rotated.launch.variant.defines)["Q2_BATCH"] == MOST_SIDES
+        own = [op.plan(*args).steps[0] for op, args in members]
+        assert rotated.launch is own[0].batched is batched_launch(own[0].launch)
+        assert dict(rotated.launch.variant.defines)["Q2_BATCH"] == MOST_OPERANDS
         assert rotated.grid == (max(step.grid[0] for step in own), len(members))
         assert len({step.grid for step in own}) > 1
         assert_same_bits(run(members), apart(members))
@@ -186,13 +185,13 @@ def test_equal_launches_are_one(name, emulated, request) -> None:
 def test_other_launches_stay(emulated) -> None:
     """Of another kernel, in the order of the calls; and of operands that are large."""
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
-    steps = together([op.call(*args) for op, args in members]).steps
+    steps = grouped_plan([op.plan(*args) for op, args in members]).steps
     assert [step.grid[1] for step in steps] == [1, 2, 4]
     rows = 17 * 128  # by four thread blocks
     sizes = (rows, 4 * 128), (rows - 128, 4 * 128), (rows, 3 * 128)
-    made = [quantizers.quantize.call(*forward(RTN, *size)[1]) for size in sizes]
-    assert [call.steps[0].several is None for call in made] == [True, False, False]
-    assert [step.grid for step in together(made).steps[:-1]] == [(4, 1), (4, 2)]
+    made = [quantizers.quantize.plan(*forward(RTN, *size)[1]) for size in sizes]
+    assert [call.steps[0].batched is None for call in made] == [True, False, False]
+    assert [step.grid for step in grouped_plan(made).steps[:-1]] == [(4, 1), (4, 2)]
 
 
 @pytest.mark.parametrize(
@@ -205,18 +204,18 @@ def test_other_launches_stay(emulated) -> None:
 )
 def test_which_have_a_launch_for_several(scheme, make, there, emulated) -> None:
     op, args = make(scheme, 130) if make is summed else make(scheme)
-    assert (op.call(*args).steps[0].several is not None) == there
+    assert (op.plan(*args).steps[0].batched is not None) == there
 
 
 def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> None:
     """By threads, as soon as it is known which calls those are."""
     begun: list[Any] = []
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
-    monkeypatch.setattr(together_file, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(grouped_launch, "architecture", lambda index: "sm_90a")
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
     monkeypatch.setattr(quantizers, "shared_memory", lambda index: 228 * 1024)
-    together_file.compile_ahead([op.launches(*args) for op, args in members], 0)
-    rotated = together([op.call(*args) for op, args in members]).steps[1]
+    grouped_launch.compile_ahead([op.launches(*args) for op, args in members], 0)
+    rotated = grouped_plan([op.plan(*args) for op, args in members]).steps[1]
     assert begun == [rotated.launch.variant]
 
 
@@ -251,25 +250,25 @@ def test_calls_that_end_alike() -> None:
         return call.spec.name, call.positional
 
     quantize = named(calls.plain(None, None, None, RTN))
-    assert last_launch(*quantize) is last_launch("split_scales", (None, RTN))
-    assert last_launch(*quantize) is not last_launch("split_scales", (None, RTN + SWIZZLED))
-    assert last_launch(*named(calls.plain(None, None, None, "nvfp4_46"))) is None
-    assert last_launch("dequantize", (None,) * 6) is None
+    assert tail_launch(*quantize) is tail_launch("split_scales", (None, RTN))
+    assert tail_launch(*quantize) is not tail_launch("split_scales", (None, RTN + SWIZZLED))
+    assert tail_launch(*named(calls.plain(None, None, None, "nvfp4_46"))) is None
+    assert tail_launch("dequantize", (None,) * 6) is None
     rotated = named(calls.one(None, None, EDEN, "rht128", False))
-    assert last_launch(*rotated) is last_launch("requantize", again(EDEN)[1])
-    assert last_launch(*rotated) is not last_launch(
+    assert tail_launch(*rotated) is tail_launch("requantize", again(EDEN)[1])
+    assert tail_launch(*rotated) is not tail_launch(
         *named(calls.one(None, None, EDEN, "rht16", False))
     )
 
 
 def test_more_sides_than_a_launch_has(emulated) -> None:
     with pytest.raises(AssertionError):
-        run([both(EDEN)] * (MOST_SIDES // 2 + 1))
+        run([both(EDEN)] * (MOST_OPERANDS // 2 + 1))
 
 
-def site_of(call: QuantizerCall, outputs: int) -> Site:
+def site_of(call: QuantizerCall, outputs: int) -> CallSite:
     args, keywords = call.written()
-    return Site(call.spec.name, args, (1,) * outputs, fixed=True, **keywords)
+    return CallSite(call.spec.name, args, (1,) * outputs, fixed=True, **keywords)
 
 
 class OnGpu:
@@ -281,7 +280,7 @@ class OnGpu:
             site_of(calls.both(..., ..., ..., scheme, "rht128"), 6),
             site_of(calls.again(..., ..., ..., ..., RTN, scheme, "rht128", 200, 1), 3),
         )
-        self.site = Together(sites, (((0, 2), (1, 2)), ((0, 5), 0)), (...,), fixed=True)
+        self.site = GroupedCallSite(sites, (((0, 2), (1, 2)), ((0, 5), 0)), (...,), fixed=True)
         self.given = [t.cuda() for t in self.fresh(0)]
         self.buffers = [torch.zeros_like(t).cuda() for t in self.want()]
 

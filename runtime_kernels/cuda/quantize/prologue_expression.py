@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An expression that makes a matrix, number by number, or two of one size at once: what
-rotate_quantize.cu computes in the place of reading its operand (lowering/prologue/producers.py
-makes it from Inductor's IR).
+"""Prologue expressions. Each computes a matrix element by element, or two matrices of one size.
+rotate_quantize.cu computes it in the place of reading its operand. lowering/prologue/producers.py
+makes it from Inductor's IR.
 
-Steps are numbered in order; an argument that is a number names an earlier step. A result is the
-step that is a matrix's number at row r and column c, rounded to the matrix's type afterwards:
+Steps are numbered in order; an argument that is a number names an earlier step. The result of a
+matrix is the step that computes its element at row r and column c. That is then rounded to the
+matrix's dtype.
 
-    ("load", input, index, how, mask)   element `index` of an input; 0 where mask, a step or -1, is
-                                        false
-    ("index", index, how)               an index as a number
+    ("load", input, index, how, mask)   element `index` of an input; 0 where step `mask` is false
+                                        (-1: no mask)
+    ("index", index, how)               an index as an integer
     ("constant", text, kind)            text: Python's hex() of a float, inf, nan, an integer
     ("cast", step, kind)                to "float", "int" or "bool"
     ("round", step, type)               to "bfloat16" or "float16" and back to float
     (name, step, ...)                   arithmetic: OPERATIONS
 
 An index is a text of +, *, floordiv(a, b), mod(a, b), r, c and the names of sizes. Threads work on
-pieces of a row, 16 bytes of the matrix that begin at a column that is a multiple of their length.
-How an index goes through a piece:
+pieces of a row: 16 bytes of the matrix, from a column that is a multiple of their length. `how`
+says what an index does within a piece:
 
     "lanes"   it counts up with c, from a multiple of the length: loads of 16 bytes
-    "one"     it is the same for all of a piece
-    "first"   that of a piece's first column, for all of it ("index" alone)
+    "one"     it is the same for the whole piece
+    "first"   the index of the piece's first column, for the whole piece ("index" alone)
 
-Numbers are fp32, integers and truth values, as in Inductor's Triton code.
+Values are fp32, integers and booleans, as in Inductor's Triton code.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ Step = tuple[Any, ...]
 
 
 class Operation(NamedTuple):
-    """kind: of the result; "" for that of the arguments.  instructions: about how many it takes.
-    cuda: in C++.  torch: the reference.  inductor: how many more it takes in Triton's code, by its
-    machine code for sm_90a beside ours (examples/benchmarks/KERNEL_LOG.md)."""
+    """kind: of the result; "" for that of the arguments.
+    instructions: about how many it takes.
+    cuda: the expression in C++.
+    torch: the reference.
+    inductor: how many instructions more it takes in Triton's code, from machine code for sm_90a
+        (examples/benchmarks/KERNEL_LOG.md).
+    """
 
     kind: str
     instructions: float
@@ -86,7 +91,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_not": Operation("bool", 1, "(!{})", torch.logical_not),
 }
 KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
-# Of inputs; the others have none of these kernels' loads.
+# Of inputs; inputs of other dtypes are not supported.
 KIND_OF = {
     **dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), "float"),
     torch.bool: "bool",
@@ -96,7 +101,7 @@ KIND_OF = {
 
 
 def arguments_of(step: Step) -> tuple[int, ...]:
-    """The steps whose numbers a step is given."""
+    """The steps whose results a step takes."""
     name, *args = step
     if name == "load":
         return tuple(mask for mask in args[3:] if mask >= 0)
@@ -115,7 +120,7 @@ def renumbered(step: Step, number: Mapping[int, int]) -> Step:
 
 
 def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> str:
-    """Of a step's number: "float", "int" or "bool". kinds: of the steps before it."""
+    """The kind of a step's result: "float", "int" or "bool". kinds: of the steps before it."""
     name, *args = step
     if name == "load":
         return KIND_OF[inputs[args[0]]]
@@ -123,17 +128,19 @@ def kind_of(step: Step, kinds: Sequence[str], inputs: Sequence[torch.dtype]) -> 
         return args[1]
     if name in ("index", "round"):
         return "int" if name == "index" else "float"
-    # Of `where` that of the last argument: the first is a truth value.
+    # `where` has the kind of its last argument; the first is a boolean.
     return OPERATIONS[name].kind or kinds[args[-1]]
 
 
 @dataclass(frozen=True)
-class Producer:
-    """dtype: of the matrices.  rows, cols: their size; rows as a text of sizes.
-    inputs: their types.  sizes: names that indices and rows may contain.
+class PrologueExpression:
+    """dtype: of the matrices.
+    rows, cols: their size; rows as a text of sizes.
+    inputs: their dtypes.
+    sizes: names that indices and rows may contain.
     wide: an index may be 2^31 or more.
     results: the step of each matrix, one or two.
-    halves: the two are the left and the right half of one, of `cols` columns each.
+    gate_and_up: the two matrices are the left and the right half of one, of `cols` columns each.
     """
 
     dtype: torch.dtype
@@ -144,21 +151,21 @@ class Producer:
     wide: bool
     steps: tuple[Step, ...]
     results: tuple[int, ...]
-    halves: bool = False
+    gate_and_up: bool = False
 
     @property
     def width(self) -> int:
         """Columns of a matrix that is quantized."""
-        return 2 * self.cols if self.halves else self.cols
+        return 2 * self.cols if self.gate_and_up else self.cols
 
     @property
     def piece(self) -> int:
-        """Elements of 16 bytes of the matrix."""
+        """Elements of the matrix in 16 bytes."""
         return 16 // self.dtype.itemsize
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Of the steps' numbers."""
+        """The kind of each step."""
         kinds: list[str] = []
         for step in self.steps:
             kinds.append(kind_of(step, kinds, self.inputs))
@@ -166,13 +173,13 @@ class Producer:
 
     def height(self, sizes: Sequence[int]) -> int:
         """Rows, for these sizes."""
-        return int(self.number(self.rows, dict(zip(self.sizes, sizes, strict=True))))
+        return int(self.value_of(self.rows, dict(zip(self.sizes, sizes, strict=True))))
 
     def evaluate(
         self, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
     ) -> list[torch.Tensor]:
-        """The matrices that are quantized, by torch. inputs: tensors at whose addresses the indices
-        begin."""
+        """The matrices that are quantized, computed by torch. inputs: tensors, whose first element
+        has index 0."""
         names = dict(zip(self.sizes, sizes, strict=True))
         device = inputs[0].device
         height = self.height(sizes)
@@ -184,11 +191,11 @@ class Producer:
                 values.append(self._loaded(inputs[args[0]], args, at, values))
             elif name == "index":
                 first = {"c": c - c % self.piece} if args[1] == "first" else {}
-                index = self.number(args[0], {**at, **first})
+                index = self.value_of(args[0], {**at, **first})
                 values.append(torch.as_tensor(index, device=device).expand_as(c))
             elif name == "constant":
-                number = float.fromhex(args[0]) if args[1] == "float" else int(args[0])
-                values.append(torch.full((), number, dtype=KINDS[args[1]], device=device))
+                constant = float.fromhex(args[0]) if args[1] == "float" else int(args[0])
+                values.append(torch.full((), constant, dtype=KINDS[args[1]], device=device))
             elif name == "cast":
                 values.append(values[args[0]].to(KINDS[args[1]]))
             elif name == "round":
@@ -198,11 +205,11 @@ class Producer:
                 values.append(value.float() if value.is_floating_point() else value)
         made = (values[step].to(self.dtype) for step in self.results)
         matrices = [matrix.expand(height, self.cols).contiguous() for matrix in made]
-        return [torch.cat(matrices, 1)] if self.halves else matrices
+        return [torch.cat(matrices, 1)] if self.gate_and_up else matrices
 
     def _loaded(self, x: torch.Tensor, args: Sequence[Any], at: dict, values: list) -> torch.Tensor:
         _, index, _, mask = args
-        index = torch.as_tensor(self.number(index, at), device=x.device).expand_as(at["c"])
+        index = torch.as_tensor(self.value_of(index, at), device=x.device).expand_as(at["c"])
         if mask >= 0:
             index = torch.where(values[mask], index, 0)
         extent = int(index.max()) + 1 if index.numel() else 0
@@ -210,13 +217,13 @@ class Producer:
         return found if mask < 0 else torch.where(values[mask], found, found.new_zeros(()))
 
     @staticmethod
-    def number(text: str, names: dict[str, Any]) -> Any:
+    def value_of(text: str, names: dict[str, Any]) -> Any:
         """The value of an index, or of `rows`: for ints an int, for tensors a tensor."""
-        # Builtins stay: torch may import something in the middle of a first quotient.
+        # With builtins: torch may import a module in the first division.
         return eval(_code(text), {"floordiv": operator.floordiv, "mod": operator.mod}, names)
 
 
 @functools.lru_cache(maxsize=1024)
 def _code(text: str) -> CodeType:
-    """Parsed once, and not for every place that an index is asked for."""
+    """Parsed once, not for each value."""
     return compile(text, "<index>", "eval")

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped launches: one tail kernel for several calls. That of quantizers also multiplies their
+global scales.
+
+separate   rotate x, align x, rotate w, align w, product of the global scales, GEMM
+grouped    rotate x, rotate w, align both and multiply their global scales, GEMM
+           rotate x and w by a batched launch, if their kernels are equal and neither is large
+
+separate   dequantize x, dequantize w, BF16 GEMM
+grouped    dequantize both, BF16 GEMM
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from q2compile.runtime_kernels.cuda.calls import (
+    ALIGNMENT,
+    BufferSlot,
+    LaunchPlan,
+    Output,
+    Step,
+    in_places,
+)
+from q2compile.runtime_kernels.cuda.jit import nvrtc
+from q2compile.runtime_kernels.cuda.jit.launch import Launch, architecture
+from q2compile.runtime_kernels.cuda.quantize.align_scales import Alignment, TailOperand
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_launch
+
+
+class Product(NamedTuple):
+    """Of the global scales of two operands of a GEMM.
+
+    own: one of them, as the number of the call that makes it, and which output of that call it is.
+    other: the other one, in the same way; or its number among the tensors that are given besides.
+    """
+
+    own: tuple[int, int]
+    other: tuple[int, int] | int
+
+
+def grouped_plan(
+    plans: Sequence[LaunchPlan],
+    products: Sequence[Product] = (),
+    others: int = 0,
+) -> LaunchPlan:
+    """One plan for several that have the same tail kernel.
+
+    Its inputs are those of all plans, then `others` tensors of one fp32 each. Its outputs are those
+    of all plans, then the products.
+    """
+    slots = _Slots(plans, len(products), others)
+    steps = _merged(
+        _moved(step, i, slots) for i, plan in enumerate(plans) for step in plan.steps[:-1]
+    )
+    tails = {i: plan.tail for i, plan in enumerate(plans)}
+    assert None not in tails.values() and len({t.launch for t in tails.values() if t}) == 1
+    operands = [o for i, each in tails.items() if each for o in slots.of_all(i, each.operands)]
+    tail: Any = tails[0]
+    if isinstance(tail, Alignment):
+        tail = _all_of(tail, tails, slots)
+        operands = _multiplying(operands, slots, products)
+    tail = replace(tail, operands=tuple(operands))
+    outputs = [output for plan in plans for output in plan.outputs]
+    outputs += [Output((), torch.float32)] * len(products)
+    steps.append(tail.step)
+    return LaunchPlan(slots.inputs, tuple(outputs), slots.workspace_bytes, tuple(steps), tail)
+
+
+def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> None:
+    """Has NVRTC begin to compile the batched launches of a group, which no call has by itself.
+
+    calls: the launches that each may have (Launching.launches).
+    """
+    alike = Counter(launch for launches in calls for launch in launches)
+    for each in [batched_launch(launch) for launch, count in alike.items() if count > 1]:
+        if each is not None:
+            nvrtc.begin(each.variant, architecture(index))
+
+
+def _moved(step: Step, i: int, slots: _Slots) -> Step:
+    return step._replace(values=[slots.of(i, value) for value in step.values])
+
+
+def _merged(steps: Iterable[Step]) -> list[Step]:
+    """The steps; those with equal batched launches are merged into one, where the first of them
+    was. That is in order: no plan reads what another one writes, and of its own steps only the tail
+    reads what earlier ones wrote."""
+    alike: dict[Any, list[Step]] = {}
+    for number, step in enumerate(steps):
+        alike.setdefault(step.batched or number, []).append(step)
+    return [_as_one(group) if len(group) > 1 else group[0] for group in alike.values()]
+
+
+def _as_one(steps: Sequence[Step]) -> Step:
+    launch = steps[0].batched
+    assert launch is not None
+    grid = max(step.grid[0] for step in steps), len(steps)
+    return Step(launch, grid, in_places([step.values for step in steps]))
+
+
+def _all_of(tail: Alignment, tails: Mapping[int, Any], slots: _Slots) -> Alignment:
+    """The tail with the thread blocks of the largest, and the column sums of all."""
+    most = max(each.thread_blocks for each in tails.values())
+    sums = [each for i, one in tails.items() for each in slots.of_all(i, one.sums)]
+    summing = next((each.summing for each in tails.values() if each.summing is not None), None)
+    return replace(tail, thread_blocks=most, sums=tuple(sums), summing=summing)
+
+
+def _multiplying(
+    operands: Sequence[TailOperand], slots: _Slots, products: Sequence[Product]
+) -> list[TailOperand]:
+    """The operands, which also write the products."""
+    operands = list(operands)
+    numbers = {operand.global_scale: number for number, operand in enumerate(operands)}
+    for i, (own, other) in enumerate(products):
+        number = numbers[slots.output(*own)]
+        known = isinstance(other, int)
+        operands[number] = operands[number]._replace(
+            product=slots.product(i),
+            other=slots.other(other) if isinstance(other, int) else 0,
+            partner=-1 if known else numbers[slots.output(*other)],  # type: ignore[misc]
+        )
+    return operands
+
+
+class _Slots:
+    """The buffer slots of each plan, moved to their places in the grouped plan."""
+
+    def __init__(self, plans: Sequence[LaunchPlan], products: int, others: int) -> None:
+        self._plans = plans
+        self._inputs = _sums(plan.inputs for plan in plans)
+        self.inputs = self._inputs[-1] + others
+        self._outputs = [self.inputs + n for n in _sums(len(plan.outputs) for plan in plans)]
+        self._workspace = self._outputs[-1] + products
+        parts = (-(-plan.workspace // ALIGNMENT) * ALIGNMENT for plan in plans)
+        *self._parts, self.workspace_bytes = _sums(parts)
+
+    def of(self, i: int, field: Any) -> Any:
+        """A field of a step of plan i: a slot becomes that of the same tensor, others are kept."""
+        if not isinstance(field, BufferSlot):
+            return field
+        plan, (tensor, offset) = self._plans[i], field
+        if tensor < plan.inputs:
+            return BufferSlot(self._inputs[i] + tensor, offset)
+        if tensor < plan.inputs + len(plan.outputs):
+            return BufferSlot(self._outputs[i] + tensor - plan.inputs, offset)
+        return BufferSlot(self._workspace, self._parts[i] + offset)
+
+    def of_all(self, i: int, structs: Sequence[Any]) -> list[Any]:
+        """The same for structs of fields."""
+        return [type(each)(*(self.of(i, field) for field in each)) for each in structs]
+
+    def output(self, i: int, number: int) -> BufferSlot:
+        return BufferSlot(self._outputs[i] + number)
+
+    def other(self, number: int) -> BufferSlot:
+        return BufferSlot(self._inputs[-1] + number)
+
+    def product(self, number: int) -> BufferSlot:
+        return BufferSlot(self._outputs[-1] + number)
+
+
+def _sums(sizes: Any) -> list[int]:
+    """0, the first size, the sum of the first two, ..., of all."""
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] + size)
+    return found
