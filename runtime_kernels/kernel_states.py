@@ -2,11 +2,10 @@
 """Why a kernel does not run: one of three states, with the reason in words.
 
     unsupported   it does not serve these arguments, or this device
-    rejected      its self-check failed on this machine, or it failed in this process
-    disabled      the user named it: option disable_kernels, or Q2COMPILE_DISABLE_KERNELS
+    rejected      it failed, in its self-check on this machine or in this process
+    disabled      by the user: option disable_kernels, or Q2COMPILE_DISABLE_KERNELS
 
-A kernel is named by itself, for all ops that have one of that name, or with its op before a point:
-"cuda", "quantize.cuda".
+"cuda" names the kernels of that name of all ops, "quantize.cuda" that of one op.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ OPTION = "disable_kernels"
 
 
 class Reason(str):
-    """Why a kernel does not run. A reason that is a plain str is of an unsupported call."""
+    """Why a kernel does not run. A reason that is a plain str means that a call is unsupported."""
 
     state: str
 
@@ -37,7 +36,7 @@ class Reason(str):
 
 
 def rejected(text: str) -> Reason:
-    """A self-check that failed, in words."""
+    """The reason of a kernel that failed."""
     return Reason(f"{REJECTED}: {text}", REJECTED)
 
 
@@ -55,27 +54,27 @@ class NotServedError(ValueError):
 
 
 class DeviceLostError(RuntimeError):
-    """The GPU reported an error that it does not recover from: nothing more can run on it in this
-    process. The message names the kernel that ran last, and what to do."""
+    """The GPU reported an error that it does not recover from: nothing can run on it any more in
+    this process. The message names the kernel that ran last, and what to do."""
 
 
 _DISABLED: dict[str, str] = {}  # name -> who disabled it
 
 
 def disable(names: Iterable[str], who: str) -> None:
-    """Has kernels of these names serve no call from now on, in the whole process."""
+    """Disables kernels of these names in the whole process."""
     for name in names:
         _DISABLED.setdefault(name, who)
 
 
 def named_in_environment() -> tuple[str, ...]:
-    """The names in Q2COMPILE_DISABLE_KERNELS, which has commas between them."""
+    """The names in Q2COMPILE_DISABLE_KERNELS, separated by commas."""
     given = (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
     return tuple(name for name in given if name)
 
 
 def why_disabled(op: str, name: str) -> Reason | None:
-    """None, or who disabled kernel `name` of an op."""
+    """None if kernel `name` of an op is not disabled, otherwise by whom."""
     if not _DISABLED:
         return None
     who = _DISABLED.get(name) or _DISABLED.get(f"{op}.{name}")
@@ -89,10 +88,10 @@ def disabled_kernels() -> dict[str, str]:
 
 def lost_text(op: str, name: str, device: object, error: BaseException) -> str:
     """The message of a DeviceLostError."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     return (
         f"{device} failed after kernel {name!r} of q2::{op} was launched, and can't be used again "
-        f"in this process: {said}\n"
+        f"in this process: {reason}\n"
         f"Start again with {VARIABLE}={op}.{name}, and another kernel runs in its place. If the "
         "error stays, a kernel that was launched before is at fault: CUDA_LAUNCH_BLOCKING=1 makes "
         "the error name that one."

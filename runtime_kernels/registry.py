@@ -2,14 +2,18 @@
 """The ops of namespace q2 and the kernels behind them.
 
 `define` makes an op: schema, fake, and a body that dispatches on the device of its first tensor.
-`kernel` registers an implementation. A call runs the first registered kernel that serves the device
-and accepts the arguments, newest registration first, or ahead of all the one that `prefer` names
-for such a call; the torch reference, which serves every device, is behind them all. `select`
-returns one implementation by name, and never another in its place.
+`kernel` registers an implementation. A call runs the first kernel that serves the device and the
+arguments, in this order:
 
-A kernel that fails, while it is prepared, in its self-check or when it runs, is rejected for calls
-of that kind, with a KernelWarning, and the next one serves them. One that the user has disabled is
-never asked (kernel_states.py).
+1. the kernel that `prefer` names for such a call
+2. the others, newest registration first
+3. the torch reference, which serves every call
+
+`select` returns one implementation by name, and never another in its place.
+
+A kernel may fail while it is prepared, in its self-check or when it runs. Then it is rejected for
+calls of that kind, with a KernelWarning, and the next one serves them. A kernel that the user has
+disabled never runs (kernel_states.py).
 """
 
 import functools
@@ -40,8 +44,8 @@ LIBRARY = torch.library.Library("q2", "DEF")
 REFERENCE = "reference"
 CUDA = "cuda"
 CPP = "cpp"  # on a CPU
-INDUCTOR = "inductor"  # no kernel of the registry's: what Inductor makes of an op
-FUSED = "fused"  # CUDA kernels of quantizers that compute their operand, which generated code calls
+INDUCTOR = "inductor"  # the kernel that Inductor generates for an op; not in the registry
+FUSED = "fused"  # CUDA quantizers that compute their operand (prologue fusion), in generated code
 CUDA_BF16, TRITON_FP4, CUBLASLT_FP4 = "cuda_bf16", "triton_fp4", "cublaslt_fp4"
 disable(named_in_environment(), DISABLING)
 
@@ -55,13 +59,13 @@ class Kernel:
     """One implementation of one op.
 
     device_type: "cpu", "cuda", ..., or None for any.
-    function, and those that follow, are called with all of the op's arguments, in the order of its
-        schema.
-    refuses: None when the kernel serves them, otherwise the reason in words.
-    prepare: called with arguments whose tensors may be fake: compiles and loads what a
-        call with the like of them will launch.
-    launching: of a kernel that is launches alone, what generated code needs to enqueue them past
-        the dispatcher (cuda/calls.py).
+    function, and the callables after it, are called with all of the op's arguments, in the order of
+        its schema.
+    unsupported: None if the kernel serves the arguments, otherwise the reason in words.
+    prepare: compiles and loads the kernels that a call with such arguments, whose tensors may be
+        fake, will launch.
+    launching: how generated code enqueues the launches of the kernel without torch's dispatcher
+        (cuda/calls.py); None where that is not possible.
     """
 
     op: str
@@ -73,14 +77,15 @@ class Kernel:
     launching: Any = None
 
     def why_not(self, *args) -> str | None:
-        """None when this kernel serves the arguments, otherwise the reason in words."""
+        """None if this kernel runs with the arguments; otherwise why it is unsupported, rejected or
+        disabled, in words."""
         device = device_of(args)
         if self.device_type not in (None, device.type):
             return f"it runs on {self.device_type}, the operands are on {device.type}"
         return self.unavailable(args)
 
     def unavailable(self, args: Sequence) -> str | None:
-        """The same for arguments on a device of this kernel's."""
+        """The same for arguments on a device of the kernel's type."""
         failure = _FAILURES.get(_kind(self, args)) if _FAILURES else None
         return failure or why_disabled(self.op, self.name) or self.unsupported(*args)
 
@@ -90,8 +95,8 @@ _FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rej
 _PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
 _EMULATED: list[Callable[[], list[str]]] = []
-_MOST_FAILURES = 4096  # of a program whose shapes never repeat
-_SAID: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and why at first
+_MOST_FAILURES = 4096  # for a program whose shapes never repeat
+_WARNED: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and the first reason
 
 
 def _nothing(*args) -> None:
@@ -101,10 +106,9 @@ def _nothing(*args) -> None:
 def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> None:
     """Makes torch.ops.q2.<name> from a schema, with a fake that must hold for symbolic shapes.
 
-    The body is opaque to AOTAutograd and Inductor (CompositeExplicitAutograd): graphs show the op
-    and nothing of its inside. Operands may have any strides (flexible_layout): by default Inductor
-    would give them those that were seen in tracing, also after a pass has given the node other
-    operands.
+    The body is opaque to AOTAutograd and Inductor (CompositeExplicitAutograd): graphs show only the
+    op. Operands may have any strides (flexible_layout). By default Inductor would give them the
+    strides seen in tracing, even after a pass has given the node other operands.
     """
     name = schema.partition("(")[0]
     candidates = _KERNELS.setdefault(name, [])
@@ -114,7 +118,7 @@ def define(schema: str, *, fake: Callable, tags: Sequence[torch.Tag] = ()) -> No
 
     def call_fake(*args, **kwargs):
         made = fake(*bound(name, args, kwargs))
-        return tuple(made) if isinstance(made, list) else made  # torch remembers no list of fakes
+        return tuple(made) if isinstance(made, list) else made  # torch caches no list of fakes
 
     own = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     LIBRARY.define(schema, tags=(*own, *tags))
@@ -183,36 +187,36 @@ def _run(candidates: Sequence[Kernel], args: tuple):
 
 
 def prefer(
-    op: str, choose: Callable[[Sequence], str | None], said: Callable[[], list[str]]
+    op: str, choose: Callable[[Sequence], str | None], describe: Callable[[], list[str]]
 ) -> None:
     """Has kernels of an op tried in another order.
 
     choose: from a call's arguments, which may be fake, to the name of the kernel to be tried first,
         or None.
-    said: what is to be said of that in reports.
+    describe: lines for reports about the choice.
     """
     _PREFERRED[op] = choose
-    say_in_reports(said)
+    add_to_reports(describe)
 
 
-def say_in_reports(said: Callable[[], list[str]]) -> None:
-    """Has reports say what a function returns, of how kernels are chosen on this machine."""
-    _REASONS.append(said)
+def add_to_reports(describe: Callable[[], list[str]]) -> None:
+    """Adds the lines that a function returns to reports: how kernels are chosen on this machine."""
+    _REASONS.append(describe)
 
 
 def preferences() -> list[str]:
-    """Where kernels are tried in another order than usual, or are missing, and why, in words."""
-    return [text for said in _REASONS for text in said()]
+    """Lines on kernels that are tried in another order than usual, or are missing, with reasons."""
+    return [text for describe in _REASONS for text in describe()]
 
 
-def emulation(said: Callable[[], list[str]]) -> None:
-    """Has reports say what this returns: what is emulated, and why."""
-    _EMULATED.append(said)
+def emulation(describe: Callable[[], list[str]]) -> None:
+    """Adds the lines that a function returns to reports: what is emulated, and why."""
+    _EMULATED.append(describe)
 
 
 def emulated() -> list[str]:
-    """What is emulated here, or runs as a reference on a GPU, and why, in words."""
-    return [text for said in _EMULATED for text in said()]
+    """Lines on what is emulated here, or runs as a reference on a GPU, with reasons."""
+    return [text for describe in _EMULATED for text in describe()]
 
 
 def _in_order(candidates: Sequence[Kernel], args: Sequence) -> Sequence[Kernel]:
@@ -222,21 +226,21 @@ def _in_order(candidates: Sequence[Kernel], args: Sequence) -> Sequence[Kernel]:
 
 
 def _instead(failed: Kernel, others: Sequence[Kernel], args: tuple, error: Exception):
-    """What other kernels make of a call that one raised ``error`` at."""
+    """Runs a call by other kernels, after one has raised ``error``."""
     try:
         result = _run(others, args)
     except Exception:
-        raise error  # noqa: B904  what the others raised is its context
+        raise error  # noqa: B904  the errors of the others are its context
     reject(failed, args, error)
     return result
 
 
 def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> bool:
-    """Whether a kernel that raised this is to be rejected: not for want of memory, which may be
-    there the next time, nor in a CUDA graph capture, which has lost its graph.
+    """Whether a kernel that raised this is rejected. Not when memory was missing, since there may
+    be enough the next time, nor in a CUDA graph capture, whose graph is lost anyway.
 
     Raises:
-        DeviceLostError: the device has failed, whatever kernel it was.
+        DeviceLostError: the device has failed, whichever kernel was the cause.
     """
     if isinstance(error, torch.OutOfMemoryError | DeviceLostError):
         return False
@@ -252,7 +256,7 @@ def kernels_own(error: Exception, op: str, name: str, device: torch.device) -> b
 
 
 def _kind(kernel: Kernel, args: Sequence) -> Hashable:
-    """What calls have in common that a kernel is rejected for."""
+    """A key that is equal for the calls that a kernel is rejected for at once."""
     return (
         kernel.op,
         kernel.name,
@@ -266,7 +270,7 @@ def _kind(kernel: Kernel, args: Sequence) -> Hashable:
 
 
 def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
-    """Has other kernels serve calls like this one from now on, and says so."""
+    """Rejects a kernel for calls of this kind, with a warning: other kernels serve them."""
     reason = failure_text(error)
     if len(_FAILURES) >= _MOST_FAILURES:
         _FAILURES.clear()
@@ -280,9 +284,9 @@ def failure_text(error: Exception) -> Reason:
 
 
 def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:
-    """Warns that a kernel is rejected, once a kernel and device, and notes it for reports."""
-    if (op, name, device) not in _SAID:
-        _SAID[op, name, device] = reason
+    """Warns that a kernel is rejected, once for each kernel and device, and adds it to reports."""
+    if (op, name, device) not in _WARNED:
+        _WARNED[op, name, device] = reason
         warnings.warn(
             f"q2compile: kernel {name!r} of q2::{op} on {device} is {reason}\n"
             "Another runs in its place, slower. `q2compile doctor` checks all kernels of this "
@@ -294,11 +298,11 @@ def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> No
 
 def left_out() -> list[str]:
     """What was rejected in this process, or disabled, in words."""
-    said = [
+    lines = [
         f"kernel {name!r} of q2::{op} on {device} is {' '.join(reason.split())}"
-        for (op, name, device), reason in _SAID.items()
+        for (op, name, device), reason in _WARNED.items()
     ]
-    return said + [
+    return lines + [
         f"kernel {name!r} is disabled by {who}" for name, who in disabled_kernels().items()
     ]
 
@@ -341,14 +345,16 @@ def kernels(op: str) -> tuple[Kernel, ...]:
 
 
 def serving(op: str, args: Sequence) -> Kernel:
-    """The kernel that runs op on these arguments (tensors may be fake): the first to serve them."""
+    """The kernel that runs op on these arguments (tensors may be fake): the first that serves
+    them."""
     return next(k for k in _in_order(kernels(op), args) if k.why_not(*args) is None)
 
 
 def serves(op: str, args: Sequence, names: Collection[str]) -> bool:
-    """Whether one of the kernels of these names runs op on these arguments. The others are asked
-    after them, if at all: a kernel that takes a call is checked on its GPU when it is first asked,
-    for what it may never run.
+    """Whether a kernel with one of these names runs op on these arguments.
+
+    Other kernels are queried after these, if at all: a query may start a self-check on the GPU, of
+    a kernel that then never runs.
     """
     if all(k.why_not(*args) is not None for k in kernels(op) if k.name in names):
         return False
@@ -367,7 +373,7 @@ def warm_up(op: str, args: Sequence) -> None:
                 if candidate.name == REFERENCE or not kernels_own(
                     error, op, candidate.name, device_of(args)
                 ):
-                    raise  # behind the reference there is none
+                    raise  # there is no kernel after the reference
                 reject(candidate, args, error)
 
 
@@ -377,7 +383,7 @@ def select(op: str, args: Sequence, name: str | None = None) -> Callable:
     Args:
         op: name of the op without its namespace.
         args: the op's positional arguments (tensors may be fake).
-        name: a kernel's name, to have that one and no other.
+        name: the name of the only kernel wanted.
 
     Raises:
         ValueError: the named kernel does not exist.

@@ -47,7 +47,7 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
 def _no_kernel_left_out_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would serve nothing in the next one, whose reports would say so."""
     monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_SAID", {})
+    monkeypatch.setattr(registry, "_WARNED", {})
     monkeypatch.setattr(kernel_states, "_DISABLED", {})
     monkeypatch.setattr(checks, "_RESULTS", {})
 

@@ -253,7 +253,7 @@ class FusedLaunches(Enqueued):
         operands = iter(self._tensors[len(self._found.buffers) :])
         calls = []
         for each in self._quantized:
-            # In the order in which a FusedSite is given tensors.
+            # In the order of the arguments of a FusedCallSite.
             call = fused.call_of(each.keywords)
             shown = {}
             for name, arg in call.args.items():

@@ -17,11 +17,11 @@ import torch
 from q2compile.recipes.recipe import Operand, Recipe, parse
 from q2compile.runtime_kernels.cuda import selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import (
-    AGAIN,
     BOTH,
     COLUMNWISE,
     MASKED,
     OF_FORMAT,
+    REQUANTIZED,
     ROWWISE,
     Use,
     used,
@@ -78,12 +78,12 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
         rotated = get_transform(gemm.b.transform).size > 1
         if gemm.b.source == "requantize":
-            again = AGAIN._replace(rotated=rotated)
-            yield used(again, gemm.b.transform), _named(gemm.b, codes)
+            requantized = REQUANTIZED._replace(rotated=rotated)
+            yield used(requantized, gemm.b.transform), _named(gemm.b, codes)
             if gemm is recipe.dgrad and fprop and rounds_by_scales(get_scheme(fprop.b.scheme)):
                 # A weight: checked under the scheme of the joint graph, then under the scheme after
                 # passes.
-                by_scales = used(again._replace(by_scales=True), gemm.b.transform)
+                by_scales = used(requantized._replace(by_scales=True), gemm.b.transform)
                 yield by_scales, _named(gemm.b, codes, saved=True)
                 yield by_scales, _named(gemm.b, codes)
         elif gemm.b.source == "reuse":

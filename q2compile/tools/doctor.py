@@ -221,12 +221,12 @@ def _device(index: int, check: bool, say: Callable[..., None]) -> dict[str, Any]
 
 def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
     """Fills in the rows, and prints each: what it is of before its check runs."""
-    with checks.answering(checks.Mode(kept=False, runs=False)):
+    with checks.answering(checks.Mode(stored=False, runs=False)):
         for row in rows:
             row.ask()
             if row.state == PASSED:
                 row.state = SERVES
-    with checks.answering(checks.Mode(kept=False)) if check else nullcontext():
+    with checks.answering(checks.Mode(stored=False)) if check else nullcontext():
         to_check = [row for row in rows if check and row.state == SERVES]
         for row in to_check:
             for begin in row.begins:

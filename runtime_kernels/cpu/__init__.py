@@ -12,8 +12,8 @@ there is no compiler, the references run.
 """
 
 from q2compile.runtime_kernels.cpu import build, dequantize, masked_unrotate, quantize
-from q2compile.runtime_kernels.registry import say_in_reports
+from q2compile.runtime_kernels.registry import add_to_reports
 
-say_in_reports(build.reasons)
+add_to_reports(build.reasons)
 
 __all__ = ["build", "dequantize", "masked_unrotate", "quantize"]

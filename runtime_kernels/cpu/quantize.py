@@ -52,7 +52,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
 
 @cache
 def _operand(
-    scheme: Scheme, transform: Transform, columnwise: bool, again: bool
+    scheme: Scheme, transform: Transform, columnwise: bool, requantizes: bool
 ) -> kernels.Operand:
     """What does not depend on tensors. again: of a requantization."""
     vmax, four = scheme.vmax, scheme.vmax / 1.5
@@ -66,7 +66,7 @@ def _operand(
         chunk=max(scheme.width, transform.size),
         rotated=transform.size,
         signs=transform.signs != "none",
-        positive_zeros=again,
+        positive_zeros=requantizes,
         vmax=vmax,
         vmax_four=four,
         inverse_vmax=1.0 / vmax,
@@ -89,7 +89,7 @@ class _Maker:
         self.call, self.transform = call, call.transform
         self.asked = call.scheme
         self.scheme = self.asked.with_form("") if self.asked.form else self.asked
-        self.again = call.spec.name == REQUANTIZE
+        self.requantizes = call.spec.name == REQUANTIZE
 
     def of_matrix(self, x: torch.Tensor, columnwise: bool, seed, **more: Any) -> list[torch.Tensor]:
         """Of a matrix of any strides. more: fields of the operand."""
@@ -119,7 +119,7 @@ class _Maker:
         return self._run(operand, x, x.shape[0], columns, seed, more)
 
     def _new(self, columnwise: bool) -> kernels.Operand:
-        fixed = _operand(self.scheme, self.transform, columnwise, self.again)
+        fixed = _operand(self.scheme, self.transform, columnwise, self.requantizes)
         operand: kernels.Operand = kernels.Operand.from_buffer_copy(fixed)
         operand.rng_offset = self.call.args["rng_offset"]
         return operand
@@ -207,10 +207,10 @@ def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.
 def _column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """numerics/column_sums.py"""
     out = x.new_empty((x.shape[1],), dtype=dtype)
-    summed = kernels.Dbias(
+    dbias = kernels.Dbias(
         *(x.data_ptr(), out.data_ptr()),
         *(*x.shape, *x.stride()),
         *(kernels.TYPES[x.dtype], kernels.TYPES[dtype]),
     )
-    kernels.entry("q2_column_sums")(byref(summed))
+    kernels.entry("q2_column_sums")(byref(dbias))
     return out

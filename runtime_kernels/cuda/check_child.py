@@ -71,14 +71,14 @@ class _Child:
             start_new_session=True,  # Ctrl-C is its parent's
         )
         self.pid = self._process.pid
-        self._said: queue.Queue[Any] = queue.Queue()
+        self._messages: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._read, name="q2-check-child", daemon=True).start()
 
     def _read(self) -> None:
         with suppress(Exception):  # whatever is wrong with what it says, it is of no use any more
             while True:
-                self._said.put(pickle.load(self._process.stdout))  # type: ignore[arg-type]
-        self._said.put(None)
+                self._messages.put(pickle.load(self._process.stdout))  # type: ignore[arg-type]
+        self._messages.put(None)
 
     def ask(self, request: Request) -> None:
         try:
@@ -90,12 +90,12 @@ class _Child:
     def next(self, seconds: float) -> tuple[str, Any]:
         """What it says next."""
         try:
-            said = self._said.get(timeout=seconds)
+            message = self._messages.get(timeout=seconds)
         except queue.Empty:
             raise _Silent from None
-        if said is None:
+        if message is None:
             raise _Gone
-        return said
+        return message
 
     def end(self) -> str:
         """Ends it; how it had ended, in words."""
@@ -109,9 +109,9 @@ class _Child:
             self._kill()
         with suppress(OSError, ValueError):
             self._stderr.seek(0)
-            said = self._stderr.read().decode(errors="replace").strip()
+            message = self._stderr.read().decode(errors="replace").strip()
             self._stderr.close()
-            how += f": {' '.join(said[-_STDERR:].split())}" if said else ""
+            how += f": {' '.join(message[-_STDERR:].split())}" if message else ""
         return how
 
     def _kill(self) -> None:
@@ -217,18 +217,18 @@ class Checker:
             return self._unable
         child.ask(request)
         while request.check not in self._found:
-            what, said = child.next(self._limit if began else _STARTING)
+            what, message = child.next(self._limit if began else _STARTING)
             if what == BEGUN:
-                LOG.debug("q2compile: checks %s", said.label)
-                began.append(said)
+                LOG.debug("q2compile: checks %s", message.label)
+                began.append(message)
             elif what == ENDED:
                 began.pop()
-                self._found[said[0].check] = said[1]
+                self._found[message[0].check] = message[1]
             elif what == LOST:  # whose kernel is known
                 self._drop()
                 return None
             else:
-                return Unable(said)
+                return Unable(message)
         return None
 
     def _started(self) -> _Child | None:
@@ -250,7 +250,7 @@ class Checker:
         self._drop()
         result = Result(rejected(f"{why[:2000]}"))
         self._found[request.check] = result
-        check_results.keep(request, result)
+        check_results.store(request, result)
         check_results.take_unended(request)
         if pid is not None:
             check_results.unmark(request, pid)

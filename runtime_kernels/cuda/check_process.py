@@ -33,24 +33,24 @@ class _ToParent:
         self._channel = os.fdopen(os.dup(1), mode="wb")
         os.dup2(2, 1)
 
-    def say(self, what: str, more: Any = None) -> None:
+    def send(self, what: str, more: Any = None) -> None:
         pickle.dump((what, more), self._channel)
         self._channel.flush()
 
     def begun(self, request: Request) -> None:
         faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # whose parent is gone
-        self.say(BEGUN, request)
+        self.send(BEGUN, request)
 
     def ended(self, request: Request, result: Result) -> None:
         faulthandler.cancel_dump_traceback_later()
-        self.say(ENDED, (request, result))
+        self.send(ENDED, (request, result))
 
 
 def main() -> None:
     """Ends with the process."""
     parent = _ToParent()
     checks.listen(parent)
-    parent.say(READY)
+    parent.send(READY)
     while True:
         try:
             request, of_parent = pickle.load(sys.stdin.buffer)
@@ -59,12 +59,12 @@ def main() -> None:
         try:
             own = named(request.check[2])
             if own != of_parent:
-                parent.say(UNABLE, f"it sees another device, {own}")
+                parent.send(UNABLE, f"it sees another device, {own}")
             else:
                 checks.run_here(request)
         except DeviceLostError:
-            parent.say(LOST)
+            parent.send(LOST)
             os._exit(0)
         except Exception as error:  # no fault of the kernel's
             traceback.print_exc()
-            parent.say(UNABLE, f"{type(error).__name__}: {error}"[:500])
+            parent.send(UNABLE, f"{type(error).__name__}: {error}"[:500])

@@ -66,7 +66,7 @@ class Result(NamedTuple):
     seconds: float = 0.0
 
 
-def kept(request: Request) -> Result | None:
+def stored(request: Request) -> Result | None:
     """The result of an earlier process, if there is one."""
     try:
         found = json.loads(_path(request).read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def kept(request: Request) -> Result | None:
     return Result(reason and rejected(f"{reason} ({found.get('date')})"), seconds)
 
 
-def keep(request: Request, result: Result) -> None:
+def store(request: Request, result: Result) -> None:
     """A folder that can't be written costs a check a process, no more."""
     reason = result.reason and result.reason.removeprefix(rejected(""))
     _write(

@@ -282,7 +282,7 @@ _GROUPED = (
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
     *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
 )
-_SUMMED = _with_swizzled(
+_WITH_DBIAS = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34")
 )
 _DEQUANTIZED = ("nvfp4_ms_eden_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED)
@@ -291,7 +291,7 @@ MASKED = ROWWISE._replace(rotated=True, masked=True)
 _ROWWISE_ROTATED = ROWWISE._replace(rotated=True)
 COLUMNWISE = _ROWWISE_ROTATED._replace(rowwise=False, columnwise=True)
 BOTH = COLUMNWISE._replace(rowwise=True)
-AGAIN = COLUMNWISE._replace(op=REQUANTIZE)
+REQUANTIZED = COLUMNWISE._replace(op=REQUANTIZE)
 # The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
 CHECKED: dict[str | Variant, tuple[str, ...]] = {
     ROWWISE: (
@@ -301,19 +301,19 @@ CHECKED: dict[str | Variant, tuple[str, ...]] = {
     _ROWWISE_ROTATED: _ROTATED + _DEQUANTIZED,
     COLUMNWISE: _ROTATED + _DEQUANTIZED,
     BOTH: _ROTATED + _DEQUANTIZED,
-    COLUMNWISE._replace(dbias=True): _SUMMED + _DEQUANTIZED,
-    BOTH._replace(dbias=True): _SUMMED + _DEQUANTIZED,
+    COLUMNWISE._replace(dbias=True): _WITH_DBIAS + _DEQUANTIZED,
+    BOTH._replace(dbias=True): _WITH_DBIAS + _DEQUANTIZED,
     COLUMNWISE._replace(grouped=True): _GROUPED,
     BOTH._replace(grouped=True): _GROUPED,
     MASKED: _with_swizzled("mxfp4_quest"),
-    AGAIN: (
+    REQUANTIZED: (
         _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34")
         + _DEQUANTIZED
     ),
-    AGAIN._replace(by_scales=True): (
+    REQUANTIZED._replace(by_scales=True): (
         _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2") + _DEQUANTIZED
     ),
-    AGAIN._replace(grouped=True): (
+    REQUANTIZED._replace(grouped=True): (
         ("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "mxfp4_rtn34") + _DEQUANTIZED
     ),
     "masked_unrotate": ("mxfp4_quest",),

@@ -49,11 +49,12 @@ _PASSING = (OSError, ImportError, MemoryError)
 class Mode(NamedTuple):
     """How this process answers.
 
-    kept: by results of earlier processes, where there are some.  runs: by checks.
+    stored: by results of earlier processes, if there are any.
+    runs: by running checks.
     in_child: checks run in the child process.
     """
 
-    kept: bool = True
+    stored: bool = True
     runs: bool = True
     in_child: bool = True
 
@@ -145,7 +146,7 @@ def is_known(request: Request) -> bool:
     check = request.check
     if check in _RESULTS or why_disabled(*check[:2]) is not None:
         return True
-    return _State.mode.kept and check_results.kept(request) is not None
+    return _State.mode.stored and check_results.stored(request) is not None
 
 
 def listen(listener: Listener) -> None:
@@ -157,12 +158,12 @@ def listen(listener: Listener) -> None:
 def _known(request: Request) -> Result | None:
     """From an earlier process: its result, or that it did not end."""
     unended = check_results.take_unended(request)
-    if not _State.mode.kept:
+    if not _State.mode.stored:
         return None
-    found = check_results.kept(request)
+    found = check_results.stored(request)
     if found is None and unended:
         found = Result(rejected(UNENDED))
-        check_results.keep(request, found)
+        check_results.store(request, found)
     return found
 
 
@@ -213,7 +214,7 @@ def run_here(request: Request) -> Result:
         reason = failure_text(lost)
     result = Result(reason, time.perf_counter() - start)
     if lasts:
-        check_results.keep(request, result)
+        check_results.store(request, result)
     _State.listener.ended(request, result)
     if lost is not None:
         raise DeviceLostError(lost_text(op, name, device, lost)) from lost

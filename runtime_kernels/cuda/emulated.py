@@ -18,25 +18,25 @@ def of_device(index: int) -> list[str]:
     """In words, a sentence a thing."""
     capability = torch.cuda.get_device_capability(index)
     where = f"{torch.cuda.get_device_name(index)} ({capability[0]}.{capability[1]})"
-    said = []
+    lines = []
     if reason := launch.unsupported(index):
-        said.append(f"quantizers on {where} are Inductor's kernels or torch references: {reason}")
+        lines.append(f"quantizers on {where} are Inductor's kernels or torch references: {reason}")
     else:
         target = launch.target(index)
         if target.why and family_of(capability) is not None:
-            said.append(f"quantizers on {where} round to FP4 by arithmetic: {target.why}")
+            lines.append(f"quantizers on {where} round to FP4 by arithmetic: {target.why}")
         elif target.why:
-            said.append(f"quantizers on {where} are compiled for {target.name}: {target.why}")
+            lines.append(f"quantizers on {where} are compiled for {target.name}: {target.why}")
     triton = why_disabled(GEMM, TRITON_FP4) or triton_fp4.unserved(index)
     cublaslt = why_disabled(GEMM, CUBLASLT_FP4) or cublaslt_fp4.unserved(index)
     if cublaslt is not None and triton is not None:
         reasons = {cublaslt: CUBLASLT_FP4}
         reasons.setdefault(triton, TRITON_FP4)
         words = [why if len(reasons) == 1 else f"{name}: {why}" for why, name in reasons.items()]
-        said.append(f"FP4 GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
+        lines.append(f"FP4 GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
     elif triton is not None:
-        said.append(f"MXFP4 GEMMs on {where} are emulated in BF16: {triton}")
-    return said
+        lines.append(f"MXFP4 GEMMs on {where} are emulated in BF16: {triton}")
+    return lines
 
 
 def _of_all() -> list[str]:

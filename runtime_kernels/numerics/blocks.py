@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of one operand, as the rounding rules of nvfp4.py and mxfp4.py see them.
 
-Tiles are [n, w, lanes], a block in each column of w = 16 or 32 (layout.py). The rules are the law
-for every other kernel: each step is one fp32 operation with its own rounding, no fused
-multiply-add, no re-association; a sum adds neighbors first: (t0+t1), (t2+t3), ...; then pairs of
-those; and so on; or what it adds has so few bits that its order does not matter (nvfp4.py).
+Tiles are [n, w, lanes], a block in each column of w = 16 or 32 (layout.py). The rules are the
+reference semantics of all kernels. Each step is one fp32 operation with its own rounding: no fused
+multiply-add, no re-association. A sum adds neighbors first: (t0+t1), (t2+t3), ...; then pairs of
+those; and so on. Other sums are exact, so that their order does not matter (nvfp4.py).
 
 Non-finite elements. A block that holds a NaN or an Inf is poisoned: its scale is NaN (0x7F in
 e4m3, 0xFF in e8m0). So every element of it dequantizes to NaN, and every result that contracts it
@@ -21,7 +21,7 @@ Reasons:
 - Rows of an operand are tokens, in inference of different requests. No token may depend on another
   one's fault. A matrix product is NaN in the rows that have a NaN, and in no other.
 - Poison must not vanish: gradient scalers look for it in the gradients, and an Inf that saturates
-  would be a plausible number.
+  would be a plausible value.
 - The scale holds it because e2m1 has no NaN. FP4 tensor cores and all emulations propagate it.
 - Codes are unspecified because clearing them would cost an instruction for each element.
 
@@ -56,9 +56,14 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """x: fp32 tiles [n, w, lanes]; tiling: how they were cut; factor: what they have still to be
-    multiplied by (quantize_tiles.py); seed, rng_offset: of the random bits; shares: of MS-EDEN with
-    copies of rows (groups.py), fp32 [n / 8], one for the blocks of a chunk."""
+    """The blocks of a matrix.
+
+    x: fp32 tiles [n, w, lanes].
+    tiling: how they were cut.
+    factor: of x, not yet applied (quantize_tiles.py).
+    seed, rng_offset: of the random bits.
+    shares: fp32 [n / 8], one for each chunk: of MS-EDEN with copies of rows (groups.py).
+    """
 
     x: torch.Tensor
     tiling: Tiling
@@ -85,8 +90,8 @@ class Blocks:
         return largest if self.scheme.rounding == "ms_eden" else largest * self.factor
 
     def scaled(self, reciprocal: torch.Tensor) -> torch.Tensor:
-        """x * factor in units of the blocks' scales, whose reciprocals are given: one product an
-        element. Of a block of zeros the other one may overflow."""
+        """x * factor * reciprocal, the reciprocal being that of the blocks' scales: one product for
+        each element. In a block of zeros reciprocal * factor may overflow."""
         return self.x * (reciprocal * self.factor).clamp_(max=_HUGE)
 
     def to_e2m1(self, scaled: torch.Tensor, purpose: int = philox.RANDOM_BITS) -> torch.Tensor:
@@ -120,8 +125,8 @@ class Blocks:
         return self.join(scales)[:: self.scheme.block[0]].contiguous()
 
     def shared(self, per_row: torch.Tensor, *, total: bool = False) -> torch.Tensor:
-        """For blocks of several rows: a value of each row's part of a block, [n, 1, lanes] -> the
-        maximum (or sum) of the rows of the block, at every one of them."""
+        """For blocks of several rows: from a value for each row's part of a block, [n, 1, lanes],
+        to the maximum (or sum) over the rows of the block, repeated for each of them."""
         height = self.scheme.block[0]
         if height == 1:
             return per_row
@@ -138,7 +143,7 @@ def sum_neighbors(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def or_one(x: torch.Tensor) -> torch.Tensor:
-    """x with its zeros replaced by one: what may be divided by."""
+    """x with zeros replaced by one, as a divisor."""
     return torch.where(x == 0, 1.0, x)
 
 
@@ -149,12 +154,12 @@ def finite_reciprocal(numerator: torch.Tensor | float, scale: torch.Tensor) -> t
 
 
 def finite_or_nan(global_scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """NaN where the number that the global scale is made from is not finite."""
+    """NaN where the maximum that the global scale is computed from is not finite."""
     return torch.where(largest.isfinite(), global_scale, torch.nan)
 
 
 def largest_of(x: torch.Tensor) -> torch.Tensor:
-    """max(x), 0 for an empty tensor. NaN comes through."""
+    """max(x); 0 for an empty tensor, NaN if x has one."""
     return x.amax() if x.numel() else x.new_zeros(())
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of the columns of a matrix in fp32, in the order in which the rotating quantizers make them
-on their way (cuda/csrc/rotate_quantize.cu, cuda/csrc/include/sums.cuh).
+"""Sums of the columns of a matrix in fp32 (dbias), in the order in which the rotating quantizers
+add (cuda/csrc/rotate_quantize.cu, cuda/csrc/include/sums.cuh).
 
-Tiles of 128 rows are summed apart, rows that there are none of as zeros. In a tile four sums each
-of 32 rows, 16 q .. 16 q + 15 and those 64 below, q = 0 .. 3, are added row by row; then
-(0 + 1) + (2 + 3). Of the tiles eight strands, t = s, s + 8, ..., s = 0 .. 7, are added tile by
-tile; then the strands, from the first to the last. The end is one rounding to the result's dtype.
+1. Each tile of 128 rows is summed by itself; missing rows count as zeros. Sum q = 0 .. 3 of a tile
+   adds 32 rows one by one: 16 q .. 16 q + 15, and those 64 below. Then (0 + 1) + (2 + 3).
+2. Strand s = 0 .. 7 adds tiles s, s + 8, ... one by one.
+3. The strands are added from the first to the last, and rounded once to the result's dtype.
 
-A number takes part in at most 41 + ceil(tiles / 8) roundings of fp32, each a relative 2^-24 of what
-is summed so far; in a plain sum, in as many as there are rows. Inductor's loops add in an order of
-their own, which depends on the GPU and the sizes. Two such results differ by at most the roundings
-of both; of bf16 that is seldom a step, where sums do not cancel.
+An element takes part in at most 41 + ceil(tiles / 8) roundings of fp32, each a relative 2^-24 of
+the partial sum; in a plain sum there are as many roundings as rows. Inductor's kernels add in an
+order that depends on the GPU and the sizes. Two such results differ by at most the roundings of
+both. In bf16 that is seldom a step, unless sums cancel.
 """
 
 import torch
@@ -20,7 +20,7 @@ from q2compile.runtime_kernels.numerics.layout import ceil_div
 
 TILE = 128
 STRANDS = 8
-_LANES, _RUN = 4, 16  # that share a tile's rows, in runs of so many
+_LANES, _RUN = 4, 16  # sums of a tile, and the rows in a run of one
 
 
 def column_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of which every device needs one, for who counts launches (statistics.py).
+"""Constant tensors, one for each device, so that using one costs no launches (statistics.py).
 
     make(device)                        before the first call that may be captured
     pairs_of_bytes(device)              formats.byte_pairs
     rotation_matrix(transform, device)  fp64 [size, size] of 1 and -1: x @ it rotates a chunk x, but
                                         for the norm, and for the signs that a seed gives
 
-A call that finds none makes one and forgets it: what a call keeps, when it is the warm-up of a CUDA
-graph, lies in the memory of that graph's pool, and torch refuses the graph.
+A call that finds none makes one and does not store it. In the warm-up of a CUDA graph it would be
+in the graph's memory pool, and torch rejects graphs whose pool holds tensors that outlive a call.
 """
 
 import torch
@@ -25,12 +25,12 @@ _ROTATIONS: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def make(device: torch.device) -> None:
-    """Makes all of a device's, once."""
+    """Makes all constants of a device, once."""
     if device in _PAIRS:
         return
     pairs = byte_pairs(device)
     if type(pairs) is not torch.Tensor:
-        return  # a mode's: fake tensors
+        return  # a fake tensor, made by a mode
     for transform in TRANSFORMS.values():
         _ROTATIONS[transform.name, pairs.device] = _rotation(transform, device)
     _PAIRS[pairs.device] = pairs  # with an index, as operands have it

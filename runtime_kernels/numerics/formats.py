@@ -12,7 +12,7 @@ from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, E4M3_MAX
 
 _EXPONENT = 0x7F800000  # exponent field of an fp32
 _ONE, _HALF = 127 << 23, 126 << 23  # bits of 1.0 and 0.5
-_KEPT = 0xFFF00000 - (1 << 32)  # sign, exponent and 3 mantissa bits, as an int32
+_TOP_BITS = 0xFFF00000 - (1 << 32)  # sign, exponent and 3 mantissa bits, as an int32
 
 
 def _binade_bits(x: torch.Tensor, min_exponent: int) -> torch.Tensor:
@@ -36,8 +36,8 @@ def stochastic_e2m1(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """The e2m1 value below or above, as fp32: above with the probability of the distance from the
     one below, in steps of the grid. Saturates at +-6. Keeps the sign, of zero too.
 
-    The bits of an fp32 count in steps of the grid from 1 on: a code is its top bits, and the
-    fraction of a step its last 22. Below 1 those of |x| + 1 do, to the nearest 2^-22 of a step.
+    From 1 on, the top bits of an fp32 are its code, and its last 22 bits are the fraction of a step
+    of the grid. Below 1 this holds for |x| + 1, to the nearest 2^-22 of a step.
 
     Args:
         random: int64 in [0, 2^22), same shape (philox.element_bits). Added to the fraction, it
@@ -54,9 +54,8 @@ def stochastic_e4m3(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     at 448.
 
     Args:
-        random_bits: int64 words in [0, 2^32), same shape. Up when they are < fraction of a step *
-        2^32, both
-            as integers.
+        random_bits: int64 words in [0, 2^32), same shape. Rounds up where they are less than
+            (fraction of a step) * 2^32, as integers.
     """
     x = x.clamp(max=E4M3_MAX)
     step = _binade_bits(x, -6).sub_(3 << 23).view(torch.float32)
@@ -89,14 +88,14 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def byte_pairs(device: torch.device) -> torch.Tensor:
-    """The two values of each byte of codes, fp32, side by side as one number: int64 [256]."""
+    """The two fp32 values of each byte of codes, packed into one int64: [256]."""
     byte = torch.arange(256, dtype=torch.uint8, device=device)
     return _values(torch.stack([byte & 15, byte >> 4], dim=1)).view(torch.int64).flatten()
 
 
 def decode_e2m1(codes: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
-    """Packed codes uint8 [..., Kp/2], of any strides -> fp32 values [..., Kp]. pairs: `byte_pairs`,
-    where they are there already."""
+    """Packed codes uint8 [..., Kp/2], of any strides -> fp32 values [..., Kp]. pairs: the result of
+    `byte_pairs`, if the caller has it."""
     if pairs is None:
         pairs = byte_pairs(codes.device)
     values = pairs.index_select(0, codes.to(torch.int32).reshape(-1)).view(torch.float32)
@@ -107,7 +106,7 @@ def keep_4_bits(x: torch.Tensor) -> torch.Tensor:
     """x >= 0 rounded to 4 significant bits (as many as e4m3 has), ties to even, at any exponent."""
     bits = x.view(torch.int32)
     odd = (bits >> 20) & 1
-    return (bits + 0x7FFFF + odd).bitwise_and_(_KEPT).view(torch.float32)
+    return (bits + 0x7FFFF + odd).bitwise_and_(_TOP_BITS).view(torch.float32)
 
 
 def exponent_of(x: torch.Tensor) -> torch.Tensor:

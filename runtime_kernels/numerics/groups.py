@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in groups, the tokens of experts, moved apart to whole chunks: where rows are contracted,
-no block and no rotation may mix two groups. Few rows of a plain linear are one group.
+"""The padded layout of rows in groups (the tokens of experts): each group begins at a whole chunk.
+Where rows are contracted, no block and no rotation may mix two groups. The rows of a plain linear,
+if they are few, are one group.
 
 T rows in E groups; offs, int32 [E], are the ends of the groups, ascending. Group e has the rows
 from offs[e - 1] to offs[e], and begins in the padded layout at padded_offs[e - 1], a multiple of
@@ -27,8 +28,8 @@ So a chunk that its group leaves at most half full is filled otherwise, by its n
 Copies leave the product what it is, r * (x / sqrt(r)) * (dy / sqrt(r)), and give each token a
 vector of more values than +-1 under the rotation: no bias is left to be seen (below .0004), and the
 error of a draw falls to .036 - .09, as the errors of the copies are averaged. The last rule is
-exact. The rotation's first four steps make each block of 16 constant, one number that its scale
-alone holds (all codes are 6), and stochastic rounding of the scale has that number as its mean.
+unbiased. The rotation's first four steps make each block of 16 constant. So all its codes are 6,
+and the stochastic rounding of its scale has that constant as its mean.
 """
 
 import torch
@@ -61,8 +62,9 @@ def padded_ends(offs: torch.Tensor) -> torch.Tensor:
 def lay_out(
     x: torch.Tensor, offs: torch.Tensor, padded_offs: torch.Tensor, *, spread: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, C] in the padded layout: [Tp, C]. Spread: with chunks filled as above, and the share of
-    each, fp32 [Tp / UNIT], that its rows have still to be multiplied by; else None."""
+    """x [T, C] in the padded layout: [Tp, C]. With spread, chunks are filled as above, and the
+    factor that the rows of each chunk have still to be multiplied by comes with it: fp32 [Tp /
+    UNIT], else None."""
     rows, groups = padded_rows(x.shape[0], offs.shape[0]), offs.shape[0]
     chunk = torch.arange(0, rows, UNIT, dtype=offs.dtype, device=x.device)
     group = torch.searchsorted(padded_offs, chunk, right=True)
@@ -84,7 +86,7 @@ def lay_out(
 
 
 def _shares(shift: torch.Tensor) -> torch.Tensor:
-    """SHARES[shift], fp32; without a table, which would have to come from the host, as it may not
+    """SHARES[shift], fp32, computed: a table would be copied from the host, which is not possible
     in the capture of a CUDA graph."""
     shares = torch.ones_like(shift, dtype=torch.float32)
     for copies, share in enumerate(SHARES):
@@ -93,8 +95,8 @@ def _shares(shift: torch.Tensor) -> torch.Tensor:
 
 
 def clear_tail(codes: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:
-    """In place, codes [C, Tp/2] of the padded layout, or numbers [C, Tp]: those of rows of no group
-    become zeros without a sign, which rotated zeros can have."""
+    """In place: in codes [C, Tp/2], or dequantized [C, Tp], of the padded layout, rows of no group
+    become +0. Rotated zeros could be -0."""
     step = 2 if codes.dtype == torch.uint8 else 1
     row = step * torch.arange(codes.shape[1], device=codes.device)
     return codes.masked_fill_(row >= padded_offs[-1], 0)

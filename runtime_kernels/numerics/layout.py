@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where elements lie: shapes of quantized tensors, packing, and the tiles that the reference
-computes on.
+"""Shapes of quantized tensors, packing, and the tiles that the reference computes on.
 
 Shape legend: M rows, K contraction, Kp = K rounded up to whole blocks (and whole chunks of a
 rotation).
@@ -11,7 +10,7 @@ into {0, .5, 1, 1.5, 2, 3, 4, 6}.
 Tiles: the reference works on fp32 [outer, size, lanes] with a block (or chunk) along the middle
 dimension. A block's scale is then a [outer, 1, lanes] tensor that broadcasts along contiguous
 memory, and the sum of a block is a sum of contiguous rows: on a CPU the maxima of the blocks of
-2^19 numbers take 0.09 ms, over [blocks, 16] 0.62 (one core of an EPYC, torch 2.13). An operand
+2^19 elements take 0.09 ms, over [blocks, 16] 0.62 (one core of an EPYC, torch 2.13). An operand
 whose contraction is its first dimension needs no transposition at all.
 """
 

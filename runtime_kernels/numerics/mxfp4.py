@@ -26,7 +26,7 @@ def rounded(blocks: Blocks) -> Rounded:
     scheme, largest = blocks.scheme, blocks.largest
     quest = scheme.rounding == "quest"
     exponent = _quest_exponent(blocks.x, largest) if quest else exponent_of(largest) - 2
-    # 127 is left out, so that the reciprocal is a normal number: no finite x has such a scale.
+    # 127 is left out, so that the reciprocal is no subnormal: no finite x has such a scale.
     exponent = exponent.clamp(_MIN_EXPONENT, _MAX_EXPONENT - 1)
     scaled = blocks.scaled(scheme.shrink * power_of_two(-exponent))
     values = blocks.to_e2m1(scaled)

@@ -8,8 +8,8 @@
 
 4/6 and scale search have several candidates for s or p, and keep the one with the least error.
 
-Where s is 0, r is taken as if it were 1; under pow2 r is at most 2^126. There the codes need
-nothing from outside their block: p has as many bits as an e4m3 number, so dividing it by 2^k loses
+Where s is 0, r is taken as if it were 1; under pow2 r is at most 2^126. Codes of pow2 need
+nothing from outside their block: p has as many bits as an e4m3 value, so dividing it by 2^k loses
 bits only in e4m3's subnormals, below 2^-14 of the largest.
 
 "exact" is NVIDIA's rule, "Pretraining LLMs with NVFP4" (2509.25149), appendix B; "pow2" is ours.
@@ -42,7 +42,7 @@ _LAST_BIT = 2.0**38  # as much as that of an fp64 there
 _CUT = 2.0**-13  # what the products of MS-EDEN's sums are multiples of
 _LANES = 4096
 _CUT_BITS = 20  # of an fp32 with 4 significant bits: an e4m3 step counts from there on
-_LARGEST_BYTE, _NORMAL_BYTE = 0x7E, 8  # of e4m3: 448, and the least normal number
+_LARGEST_BYTE, _NORMAL_BYTE = 0x7E, 8  # of e4m3: 448, and the least normal value
 
 
 def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
@@ -87,9 +87,9 @@ def _four_over_six(
 def _scale_search(
     blocks: Blocks, first: torch.Tensor, unit: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the scales that lie `scheme.steps` e4m3 steps from `first`, the one with the smallest
-    error of the dequantized block; the first of them in a tie. Errors are compared as in
-    `_four_over_six`, in units of `first`. Returns the e2m1 values and the scale."""
+    """The scale with the smallest error of the dequantized block, among those `scheme.steps` e4m3
+    steps from `first`; the first of them in a tie. Errors are compared as in `_four_over_six`, in
+    units of `first`. Returns the e2m1 values and the scale."""
     found = []
     for step in blocks.scheme.steps:
         scale = _stepped(first, step, unit)
@@ -170,7 +170,7 @@ def _ms_eden(blocks: Blocks) -> Rounded:
 
 
 def _sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """<x, y> of each block, of products that are not negative and sum up to less than 1024, fp32.
+    """<x, y> of each block, fp32. The products are not negative, and their sum is below 1024.
 
     Each product is cut to a multiple of 2^-13, so that the sum is exact and a kernel may add in any
     order, by multiply-adds. Either sum of S loses some .001 by that, of 30 at least.
@@ -182,7 +182,7 @@ def _sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tiles: torch.Tensor) -> list[torch.Tensor]:
-    """Views of tiles, on a CPU so many lanes of each that their products stay in its cache."""
+    """Views of the tiles. On a CPU, each has as many lanes as its cache holds products."""
     if tiles.device.type != "cpu":
         return [tiles]
     return [piece for tile in tiles.split(1) for piece in tile.split(_LANES, 2)]
@@ -207,7 +207,7 @@ def pow2_global_scale(scales: torch.Tensor, cap: float) -> torch.Tensor:
 def _block_scale(largest: torch.Tensor, vmax: float, unit: torch.Tensor | None) -> torch.Tensor:
     """The scale that maps largest to vmax, fp32 with at most 4 significant bits; in units of the
     global scale where there is one. Without one, a subnormal scale becomes 0: the reciprocal of
-    every other is a normal number, and no kernel needs a slow path."""
+    every other is no subnormal, and no kernel needs a slow path."""
     if unit is None:
         scale = keep_4_bits(largest * (1.0 / vmax))
         return torch.where(scale < _TINY, 0.0, scale)
@@ -220,8 +220,8 @@ def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def _reciprocal(scale: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
-    """What x is multiplied by. Without a global scale, a block whose scale is 0 still has codes,
-    and stands for zeros all the same."""
+    """The factor of x. Without a global scale, a block whose scale is 0 still has codes; its values
+    are zeros all the same."""
     if unit is None:
         return 1.0 / scale.clamp(min=_TINY)
     return finite_reciprocal(1.0 / unit, scale)

@@ -5,11 +5,11 @@ Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 20
 cipher turns a 128-bit counter and a 64-bit key into four 32-bit words:
 
     key     = (seed low, seed high)
-    counter = (index low, index high, stream, purpose)
+    counter = (index low, index high, rng_offset, purpose)
 
 A word needs no state, so a kernel that walks the tensor in any order draws the same random bits.
-Word i of a stream is word i % 4 of the block whose index is i // 4. `stream` keeps the operands of
-one GEMM apart under a shared seed, `purpose` keeps random bits apart from signs.
+Word i of a sequence is word i % 4 of the block with index i // 4. `rng_offset` gives the operands
+of one GEMM different words under a shared seed; `purpose` separates random bits from signs.
 """
 
 import torch
@@ -18,8 +18,8 @@ SIGNS = 1  # the diagonal of a randomized Hadamard transform
 RANDOM_BITS = 2  # stochastic rounding, of elements or of block scales
 SECOND_RANDOM_BITS = 3  # of elements under the second candidate scale of 4/6
 
-# Seven pass all of TestU01's BigCrush (section 4 of the paper), and rounding draws millions of
-# words. Signs are few; the customary ten keep the fixed ones of runs in progress.
+# Seven rounds pass all of TestU01's BigCrush (section 4 of the paper), and rounding draws millions
+# of words. Signs are few: with the customary ten, fixed signs stay those of earlier versions.
 ROUNDS = {SIGNS: 10, RANDOM_BITS: 7, SECOND_RANDOM_BITS: 7}
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -29,8 +29,8 @@ Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor], rounds: int) -> Counter:
-    """Philox of so many rounds. All values are int64 tensors holding unsigned 32-bit words; shapes
-    broadcast."""
+    """Philox with this many rounds. All values are int64 tensors holding unsigned 32-bit words;
+    shapes broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -43,7 +43,7 @@ def philox4x32(counter: Counter, key: tuple[torch.Tensor, torch.Tensor], rounds:
 
 
 def words(seed: torch.Tensor, count: int, *, rng_offset: int, purpose: int) -> torch.Tensor:
-    """The first `count` words of a stream.
+    """The first `count` words for a seed, an rng_offset and a purpose.
 
     Args:
         seed: int64, 0-dim; all 64 bits are the key. It is not read on the host.
@@ -66,6 +66,6 @@ def element_bits(seed: torch.Tensor, count: int, *, rng_offset: int, purpose: in
     same of the word with its halves swapped. So each element's bits are uniform, and two elements
     share only bits that weigh less than 2^-16 in one of them.
     """
-    halves = words(seed, (count + 1) // 2, rng_offset=rng_offset, purpose=purpose)
-    second = ((halves & 0xFFFF) << 6) | (halves >> 26)
-    return torch.stack([halves >> 10, second], dim=1).flatten()[:count]
+    pairs = words(seed, (count + 1) // 2, rng_offset=rng_offset, purpose=purpose)
+    second = ((pairs & 0xFFFF) << 6) | (pairs >> 26)
+    return torch.stack([pairs >> 10, second], dim=1).flatten()[:count]

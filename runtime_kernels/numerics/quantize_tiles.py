@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From fp32 tiles to a quantized operand, for either format: what the references of the ops
-share."""
+"""From fp32 tiles to a quantized operand, in either format; shared by the references of the ops."""
 
 import torch
 
@@ -31,15 +30,15 @@ def quantize_tiles(
 
     Args:
         tiles: fp32 [outer, size, lanes], size a multiple of the block.
-        tiling: where they came from; the result lies along its rows.
-        factor: what the tiles have still to be multiplied by: the norm of a rotation, and the
-            global scale of a source that was quantized before. One number a block is multiplied by
-            it instead: of MS-EDEN, whose codes do not depend on it, the raw scale; of others what
-            the elements are multiplied by. Only QuEST squares the elements themselves.
-        amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it;
-            without one it is found: that of the finite blocks.
-        seed, rng_offset: where the random bits of a stochastic scheme come from.
-        shares: what MS-EDEN multiplies the rows of each chunk by besides (groups.py).
+        tiling: how they were cut; the result has its rows.
+        factor: of the tiles, not yet applied: the norm of a rotation, times the global scale of a
+            quantized source. It is applied to one value for each block: with MS-EDEN, whose codes
+            do not depend on it, to the raw scale; elsewhere to the factor of the elements. Only
+            QuEST applies it to each element.
+        amax: fp32 0-dim, the largest finite |x| of the whole tensor, for schemes that take it. By
+            default it is computed, over the finite blocks.
+        seed, rng_offset: of the random bits of a stochastic scheme.
+        shares: further factors of MS-EDEN, one for the rows of each chunk (groups.py).
 
     Returns:
         codes uint8 [rows, Kp/2], or dequantized bf16 [rows, Kp]; scales [rows / rows of a block,
@@ -66,8 +65,8 @@ def quantize_tiles(
 
 
 def _dequantized(codes, scales, global_scale, scheme: Scheme) -> Quantized:
-    """The bf16 numbers of a scheme that ends in DEQUANTIZED, no scales, and the global scale that
-    has still to be applied."""
+    """The dequantized bf16 operand of a scheme that ends in DEQUANTIZED, no scales, and the global
+    scale that has still to be applied."""
     values = scaled_codes(codes, scales, get_scheme(scheme.name.removesuffix(DEQUANTIZED)))
     if scheme.has_pow2_scale:
         values = values.mul_(global_scale)
@@ -83,11 +82,11 @@ def rotate_tiles(
     positive_zeros: bool = False,
 ) -> torch.Tensor:
     """H (x * D) of every chunk of tiles [outer, size, lanes], size whole chunks, up to
-    transform.norm. Overwrites them. signs: D, where it is there already.
+    transform.norm. Overwrites them. signs: D, if the caller has it.
 
-    positive_zeros: a rotated zero is +0. Tensor cores, which add in an order of their own, make no
-    other. In hadamard's order a sum is -0 only if the first element of its chunk is -0: in each
-    butterfly it takes a first operand of -0. So +0 in that one's place suffices.
+    positive_zeros: a rotated zero is +0, as tensor cores give it, which add in another order. In
+    hadamard's order a sum is -0 only if the first element of its chunk is -0, since each butterfly
+    needs a first operand of -0. So the first element is made +0.
     """
     if signs is None:
         signs = signs_of(transform, seed, tiles.device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that codes stand for, but for the global scale: of codes, or of what is rounded to
-them."""
+"""Codes times block scales, without the global scale: from codes, or from a matrix that is rounded
+to them."""
 
 import torch
 
@@ -11,8 +11,8 @@ from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 
 
 def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """e2m1(code) * scale, exact in fp32 and in bf16: fp32 [M, Kp]. Dequantized codes are it
-    already."""
+    """e2m1(code) * scale, exact in fp32 and in bf16: fp32 [M, Kp]. A dequantized operand is
+    returned as it is."""
     if scheme.dequantized:
         return codes.float()
     values = decode_e2m1(codes)
@@ -29,13 +29,15 @@ def scaled_codes(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> t
 def rounded_to_scales(
     x: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
-    """e2m1(x / (scale * global_scale)) * scale, fp32 [M, K]: scaled_codes of what nvfp4.py's rule
-    "pow2" makes of x, to the bit where these are the scales that it has found, above 2^-6.
+    """e2m1(x / (scale * global_scale)) * scale, fp32 [M, K].
 
-    A scale that is an e4m3 subnormal, or the number above them, was rounded after the codes were,
-    which it does not fit as well: here they are rounded to it, and so nearer to x. It is a block's
-    whose largest is below 2^-13 of the tensor's or so. Codes under a scale of 0 have the signs of
-    x, here as there.
+    These are the bits of scaled_codes after rule "pow2" of nvfp4.py, if the scales are those that
+    the rule has found and are above 2^-6.
+
+    The rule rounds a smaller scale (an e4m3 subnormal, or the least normal value) after the codes.
+    Here the codes are rounded by the rounded scale, and come nearer to x. Such a block has a
+    maximum below about 2^-13 of the tensor's. Under a scale of 0 codes have the signs of x in both
+    cases.
     """
     rows, columns = x.shape
     blocks = ceil_div(columns, scheme.width)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What quantizing did to an operand, in numbers: the statistics that telemetry records.
 
-    sums(values, turn, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]
+    sums(values, rotation, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]
     sums_of_codes(codes, scales, global_scale, scheme)            -> ...
     statistics(sums [..., len(SUMS)]) -> fp64 [..., len(FIELDS)]
 
@@ -57,7 +57,7 @@ SUMS = (
     "rounded",  # ‖x̂‖
     "size",  # ‖x‖
     "nonzero",  # elements with x != 0
-    "kept",  # with x != 0 and x̂ != 0
+    "nonzero_after",  # with x != 0 and x̂ != 0
     "saturated",
     "elements",
     "scale_nonzero",  # shares of the scales
@@ -113,7 +113,7 @@ def of_rows(
 
 def sums(
     values: torch.Tensor,
-    turn: torch.Tensor | None,
+    rotation: torch.Tensor | None,
     codes: torch.Tensor,
     scales: torch.Tensor,
     global_scale: torch.Tensor,
@@ -122,28 +122,28 @@ def sums(
 ) -> torch.Tensor:
     """See the top of this file. All of one and the same rows, as `of_rows` gives them.
 
-    values: any floating dtype [..., K], before rotation.  turn: fp64 [size, size] of 1 and -1, by
-    which a chunk is multiplied to rotate it, or None.
+    values: any floating dtype [..., K], before rotation.  rotation: fp64 [size, size] of 1 and -1,
+    by which a chunk is multiplied to rotate it, or None.
     """
     rows, width = codes.shape[:-1].numel(), 2 * codes.shape[-1]
-    counted = values.shape[-1] if turn is None else width
+    counted = values.shape[-1] if rotation is None else width
     found = amax.new_full((len(SUMS),), rows * counted, dtype=torch.float64)
     largest, norms, counts, _, shares = found.split([1, 3, 3, 1, 3])
     largest.copy_(amax)
     spread = found.new_empty((5, rows * width))
-    error, rounded, x, kept, beyond = spread.unbind()
-    if turn is None:
+    error, rounded, x, nonzero_after, beyond = spread.unbind()
+    if rotation is None:
         _fill(x, values, width)
     else:
         _fill(beyond, values, width)
-        size = turn.shape[0]
-        torch.mm(beyond.view(-1, size), turn, out=x.view(-1, size))
-        x.mul_(size**-0.5)  # not in turn: what cancels out is exactly 0
+        size = rotation.shape[0]
+        torch.mm(beyond.view(-1, size), rotation, out=x.view(-1, size))
+        x.mul_(size**-0.5)  # not in the matrix: sums that cancel out are exactly 0
     scale = scales.to(torch.float64)
     unit = _units(scale, global_scale, scheme, rows)
     _decode(codes, unit, scheme, rounded)
     torch.sub(rounded, x, out=error)
-    torch.mul(rounded, x, out=kept)
+    torch.mul(rounded, x, out=nonzero_after)
     torch.abs(x, out=beyond)
     beyond.view(*unit.shape[:2], scheme.width).gt_(unit * E2M1_MAX)
     # A sum of squares below fp64's largest has none but finite addends; any other is NaN or Inf. Of
@@ -165,7 +165,7 @@ def sums_of_codes(
     rounded = found.new_empty((rows * width,))
     _decode(codes, _units(scale, global_scale, scheme, rows), scheme, rounded)
     if rows * width:
-        for name, order in (("amax", torch.inf), ("size", 2), ("kept", 0)):
+        for name, order in (("amax", torch.inf), ("size", 2), ("nonzero_after", 0)):
             torch.linalg.vector_norm(rounded, order, out=found[SUMS.index(name)])
     for name in ("error", "saturated"):
         found[SUMS.index(name)].fill_(torch.nan)
@@ -175,8 +175,8 @@ def sums_of_codes(
 
 def statistics(sums: torch.Tensor) -> torch.Tensor:
     """See the top of this file."""
-    amax, error, rounded, size, nonzero, kept, saturated, elements, *shares = sums.double().unbind(
-        -1
+    amax, error, rounded, size, nonzero, nonzero_after, saturated, elements, *shares = (
+        sums.double().unbind(-1)
     )
     scale_nonzero, scale_normal, scale_largest = shares
     nothing = size == 0
@@ -185,7 +185,7 @@ def statistics(sums: torch.Tensor) -> torch.Tensor:
     known = [
         torch.where(nothing, error, error / size),
         torch.where(nothing, 1 + error, product / (size * rounded)),
-        (nonzero - kept) / elements,
+        (nonzero - nonzero_after) / elements,
         saturated / elements,
         1 - scale_nonzero,
         scale_nonzero - scale_normal,

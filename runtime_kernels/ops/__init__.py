@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of namespace q2, one a file: schema, fake, and the torch reference, which is the law for
-every other kernel. Imports numerics and the registry.
+"""The ops of namespace q2, one a file: schema, fake, and the torch reference, whose bits define
+those of every other kernel. Imports numerics and the registry.
 """
 
 from q2compile.runtime_kernels.ops import (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::amax(x): the largest magnitude of a tensor.
 
-The one op that is meant to decompose: as plain aten it fuses into whatever produces x, a norm or an
-activation, and costs no pass of its own.
+The only op that decomposes: as plain aten it fuses into the kernel that produces x, a norm or an
+activation, and costs no extra read.
 """
 
 import torch
@@ -12,8 +12,8 @@ from q2compile.runtime_kernels.registry import LIBRARY
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| over the finite elements, as an fp32 scalar; 0 if there is none: what the global
-    scale of a quantized operand is made from (numerics/blocks.py).
+    """max |x| over the finite elements, an fp32 scalar; 0 if there are none. The global scale of a
+    quantized operand is computed from it (numerics/blocks.py).
 
     Args:
         x: any shape, any float dtype.

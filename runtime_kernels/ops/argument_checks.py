@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the ops' callers, raised alike by the real op and by its fake."""
+"""Checks of arguments that the real ops and their fakes share."""
 
 import torch
 
@@ -22,7 +22,7 @@ def check_operand(op: str, x: torch.Tensor) -> None:
 
 
 def check_seed(op: str, seed: torch.Tensor | None, scheme: Scheme, transform: Transform) -> None:
-    """A seed must be there when random bits or signs are drawn; one that nothing uses is ignored.
+    """A seed is required where random bits or signs are drawn, and ignored elsewhere.
 
     Raises:
         ValueError: it is missing, or not an int64 scalar.
@@ -30,7 +30,7 @@ def check_seed(op: str, seed: torch.Tensor | None, scheme: Scheme, transform: Tr
     if seed is None:
         if scheme.stochastic or transform.seeded:
             raise ValueError(
-                f"q2::{op} with {scheme.name} and {transform.name} draws random numbers: "
+                f"q2::{op} with {scheme.name} and {transform.name} draws random bits: "
                 "give it a seed."
             )
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::dequantize: the numbers that a quantized matrix stands for.
+"""q2::dequantize: the values of a quantized matrix.
 
     dequantize(codes [M, Kp/2], scales, global_scale?, scheme, cols, dtype) -> [M, cols]
 
-Without a global scale it is code * scale alone, which bf16 holds exactly in every scheme.
+Without a global scale the result is code * scale, which is exact in bf16 for every scheme.
 
 value = (e2m1(code) * scale) * global_scale in fp32, the first product exact, then one rounding to
 dtype. With a power of two as global scale the value is exact in bf16: e2m1 has 2 significant bits

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gather_rows: rows of a quantized matrix, each as often as it is named.
+"""q2::gather_rows: rows of a quantized matrix, by index; an index may repeat.
 
     gather_rows(codes uint8 [M, Kp/2], scales [M, blocks], rows [R])
         -> codes uint8 [R, Kp/2], scales [R, blocks]
 
-rows: int32 or int64; as in torch's indexing -1 is the last. The global scale stays the matrix's.
+rows: int32 or int64; -1 is the last row, as in torch's indexing. The global scale stays the same.
 
-An op of its own, and not two of aten's: graphs show what belongs together, and whoever reads the
-codes may look through it to the matrix and the index.
+One op instead of two of aten's: graphs show that both gathers belong to one matrix, and passes can
+find the matrix and the index.
 """
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheme does to Gaussian data: the measure for the errors of real operands."""
+"""The error of a scheme on Gaussian data, with which errors of real operands are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OCTAVE = 2.0
 @cache
 def gaussian_error(scheme: str) -> float | None:
     """Relative error ‖x̂ - x‖ / ‖x‖ of rounding N(0, 1) by ``scheme``, measured on a CPU with a
-    fixed seed; None for a name that is no scheme's.
+    fixed seed; None for an unknown scheme.
 
     Rotated Gaussian data is Gaussian, so this holds behind every transform, too. The rows' scales
     are spread over an octave: MXFP4's error depends on where a block lies between two powers of

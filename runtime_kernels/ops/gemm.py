@@ -12,8 +12,8 @@ Without b_global, a_global is the product of both.
 The reference is one ordinary product of dequantized operands. An operand without its global scale,
 code * scale, has at most 6 significant bits, so it is exact in bf16 (8 bits), and the product on
 any bf16 tensor core with fp32 accumulation is the 4-bit GEMM up to the order of the sums. A global
-scale that is a power of two only moves exponents: folded into the operands it leaves them exact,
-and nothing remains to be done after the product. Any other is applied to the fp32 result.
+scale that is a power of two only changes exponents: it is multiplied into the operands, which stay
+exact. Any other global scale is applied to the fp32 result.
 """
 
 from collections.abc import Callable
@@ -116,8 +116,8 @@ def product(
     dtype: torch.dtype,
     dequantize: Dequantize,
 ) -> torch.Tensor:
-    """The product by torch, of operands that ``dequantize`` makes of codes, scales, a global scale
-    or none, the scheme and the dtype."""
+    """The product by torch. ``dequantize`` makes the operands from codes, scales, a global scale or
+    None, the scheme and the dtype."""
     bf16 = dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
     if bf16 and a_spec.has_pow2_scale and b_spec.has_pow2_scale and b_global is not None:
         a = dequantize(a_codes, a_scales, a_global, a_spec, dtype)
@@ -138,7 +138,7 @@ def _of_codes(codes, scales, global_scale, spec: Scheme, dtype: torch.dtype) -> 
 
 
 def alpha_of(a_global: torch.Tensor, b_global: torch.Tensor | None) -> torch.Tensor:
-    """What the sums are multiplied by."""
+    """The factor of the sums."""
     return a_global if b_global is None else a_global * b_global
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm_masked_unrotate: a product that q2::masked_unrotate reads, and that.
+"""q2::gemm_masked_unrotate: q2::gemm, then q2::masked_unrotate of its result.
 
     gemm_masked_unrotate(a_codes [M, Kp/2], a_scales, a_global, b_codes [Np, Kp/2], b_scales,
     b_global?, mask uint8 [M, Np/8], a_scheme, b_scheme, transform, dtype) -> [M, Np]
 
-masked_unrotate(gemm(...), mask, transform), bit for bit what the two ops give: the product is
-rounded to dtype before it is masked, as it is where it goes through memory.
+masked_unrotate(gemm(...), mask, transform), with the bits of the two ops: the product is rounded to
+dtype before it is masked, as if it went through memory.
 
-The reference calls the two ops, each of which the best kernel for it serves.
+The reference calls the two ops, each of which runs by its own best kernel.
 """
 
 from collections.abc import Sequence

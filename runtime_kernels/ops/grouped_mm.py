@@ -24,10 +24,10 @@ define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", fake=fake)
 
 @kernel("grouped_mm", REFERENCE)
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """See above. On CUDA, where this runs for operands of other types than bf16, torch reads the
-    offsets on the host, once a call."""
+    """See above. On CUDA this serves operands that are not bf16. torch reads their offsets on the
+    host, once for each call."""
     out = torch._grouped_mm(a, b, offs=offs)
-    if b.dim() == 3:  # torch leaves the rows of no group as they were in memory
+    if b.dim() == 3:  # torch does not write the rows of no group
         row = torch.arange(a.shape[0], device=a.device)
         out.masked_fill_((row >= offs[-1])[:, None], 0)
     return out

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::masked_unrotate: the backward of quantize with a mask, straight through the rounding.
+"""q2::masked_unrotate: the backward of quantize with a mask, by the straight-through estimator.
 
     masked_unrotate(grad [M, Kp], mask uint8 [M, Kp/8], transform) -> [M, Kp]
 
-The gradient of the rotated operand, zero where the rounding clipped, rotated back: T^-1(grad *
-mask) along the last dimension. Kp is padded, as q2::quantize padded it: cut the result, not
-grad, since a rotation back needs its whole chunks. fp32 inside, rounded once to grad's dtype.
+grad is the gradient of the rotated operand. It is set to zero where the rounding clipped, and
+rotated back: T^-1(grad * mask) along the last dimension. Kp is padded, as by q2::quantize: cut the
+result, not grad, since the rotation needs whole chunks. fp32 inside, rounded once to grad's
+dtype.
 """
 
 from collections.abc import Sequence
@@ -79,6 +80,6 @@ def check_shape(shape: Sequence[int], mask: torch.Tensor, rotation: Transform) -
 def masked_unrotate(grad: torch.Tensor, mask: torch.Tensor, transform: str) -> torch.Tensor:
     """The reference: see the top of this file."""
     rotation = checked_shapes(grad, mask, transform)
-    kept = torch.where(unpack_bits(mask), grad.to(torch.float32), 0.0)
-    tiling = Tiling.of(kept, rotation.size, transpose=False)
-    return tiling.join(rotate_tiles_back(tiling.cut(kept), rotation, None)).to(grad.dtype)
+    masked = torch.where(unpack_bits(mask), grad.to(torch.float32), 0.0)
+    tiling = Tiling.of(masked, rotation.size, transpose=False)
+    return tiling.join(rotate_tiles_back(tiling.cut(masked), rotation, None)).to(grad.dtype)

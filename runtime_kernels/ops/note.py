@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out of a graph, without leaving it: how telemetry hears of what a graph computes.
+"""Ops by which telemetry reads what a graph computes.
 
     mark(codes, scales) -> 0-dim     shows whether an operand has a NaN or Inf
-    stack_marks(marks) -> fp32 [n]   those of several operands: NaN if it has, else finite
+    stack_marks(marks) -> fp32 [n]   of several operands: NaN for those with a NaN or Inf
     note(noted!, place, layout)      hands tensors to the function that `SINKS` has for the place,
                                      with a text that says what they are
 
@@ -11,10 +11,11 @@ format. So a mark is the largest byte of the scales: one kernel that reads a byt
 Operands in the form that a bf16 GEMM reads (@bf16) have no scales; there it is the largest
 magnitude.
 
-``note`` says that it writes to what it is given, so that no compiler takes it for dead code; it
-does not. Its function runs on the host when the graph is run or captured, so all that it does with
-the tensors must be launched on their device and write to memory of its own: a replay of a CUDA
-graph does the launches alone. A place that has no function is no error: cached code may outlive it.
+``note`` declares that it writes to its tensors, so that no compiler removes it as dead code; it
+does not write. Its function runs on the host when the graph is run or captured. All that it does
+with the tensors must be launches on their device that write to memory of its own, since a replay of
+a CUDA graph repeats only the launches. A place without a function is no error: cached code may
+outlive the function.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ define(
 
 
 def _dtype_of_mark(codes: torch.Tensor, scales: torch.Tensor) -> torch.dtype:
-    """Of e4m3, whose sign bit is unused, int8: a NaN is the largest number of either."""
+    """The bytes as integers of which NaN is the largest; e4m3 as int8, since its sign bit is
+    unused."""
     if codes.is_floating_point():
         return torch.float32
     return torch.int8 if scales.dtype == torch.float8_e4m3fn else torch.uint8
@@ -60,7 +62,7 @@ define(
 
 @kernel("stack_marks", REFERENCE)
 def stack_marks(marks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See above; in a few kernels, whatever the number of marks."""
+    """See above. Takes a few kernels for any number of marks."""
     of_each: dict[int, torch.Tensor] = {}
     for dtype in {m.dtype: None for m in marks}:
         places = [i for i, m in enumerate(marks) if m.dtype == dtype]

@@ -3,7 +3,7 @@
 
     padded_ends(offs int32 [E]) -> int32 [E]
 
-See numerics/groups.py. An op, so that passes know it: pair_directions moves it up.
+See numerics/groups.py. It is an op, so that passes can find it: pair_directions moves it up.
 """
 
 import torch

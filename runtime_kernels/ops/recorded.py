@@ -46,16 +46,16 @@ _ANY_SIGNS = "rht128"  # of which a kernel is as good as of another transform's
 
 def recorded(call: QuantizerCall) -> list[torch.Tensor]:
     """What a recorded call returns."""
-    plain, looked_at = _plain(call), _looked_at(call)
+    plain, with_codes = _plain(call), _with_codes(call)
     outputs = plain()
-    seen = looked_at() if looked_at.scheme.form != plain.scheme.form else outputs
+    seen = with_codes() if with_codes.scheme.form != plain.scheme.form else outputs
     values, amax = _source(call)
     found = []
     for columnwise, seed, first in call.operands:
         own = values(columnwise)
         if columnwise and call.grouped:
             own = _in_groups(call, own)
-        how = looked_at.scheme, seed, call.transform
+        how = with_codes.scheme, seed, call.transform
         found.append(_measured(own, seen[first : first + 3], *how, amax))
     return [*outputs, *found]
 
@@ -68,7 +68,7 @@ def prepare_recorded(op: str) -> Callable[..., None]:
         if not call.recorded:
             return
         warm_up(op, _plain(call).positional)
-        warm_up(op, _looked_at(call).positional)
+        warm_up(op, _with_codes(call).positional)
         for seed in (operand.seed for operand in call.operands if operand.seed is not None):
             warm_up("signs", (seed, _ANY_SIGNS))
         if call.source_scheme is not None and not call.by_scales:
@@ -87,7 +87,7 @@ def _plain(call: QuantizerCall) -> QuantizerCall:
     return call.replace(recorded=False)
 
 
-def _looked_at(call: QuantizerCall) -> QuantizerCall:
+def _with_codes(call: QuantizerCall) -> QuantizerCall:
     """The call that makes codes and scales to look at."""
     plain = _plain(call)
     return (
@@ -129,13 +129,13 @@ def _measured(
     """The sums of one operand."""
     codes, scales, global_scale = parts
     sample = sample_of(codes.shape[0], 2 * codes.shape[1])
-    turn = None
+    rotating = None
     if rotation.size > 1:
-        turn = rotation_matrix(rotation, codes.device)
+        rotating = rotation_matrix(rotation, codes.device)
         if rotation.seeded:
-            turn = turn * torch.ops.q2.signs(seed, rotation.name)[:, None]
+            rotating = rotating * torch.ops.q2.signs(seed, rotation.name)[:, None]
     codes, scales = of_rows(codes, scales, scheme, sample)
-    return sums(values(sample), turn, codes, scales, global_scale, scheme, amax)
+    return sums(values(sample), rotating, codes, scales, global_scale, scheme, amax)
 
 
 def _rows_of(x: torch.Tensor, columnwise: bool) -> Rows:

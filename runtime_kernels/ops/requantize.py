@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::requantize: a saved operand, quantized again along its other dimension, for a GEMM of the
-backward pass.
+"""q2::requantize: quantizes a saved operand along its other dimension, for a GEMM of the backward
+pass.
 
     requantize(source [T, Kp/2], scales, global_scale, *, source_scheme, scheme, transform, rows,
                columnwise_seed=None, rng_offset=0, offs=None, padded_offs=None, by_scales=False,
                recorded=False) -> Tensor[]
 
-Outputs: codes uint8 [rows, Tp/2], scales, global_scale fp32 0-dim; and, recorded, their statistics.
+Outputs: codes uint8 [rows, Tp/2], scales, global_scale fp32 0-dim; if recorded, their statistics.
 
-Dequantizes the source's codes, drops their padding ([:, :rows]), and quantizes that columnwise, as
-q2::quantize does, in groups as well: nothing of the source need exist in more than 4 bits outside
-the op. A zero that its rotation makes is +0 (numerics/quantize_tiles.py, rotate_tiles).
+Dequantizes the source's codes, drops their padding ([:, :rows]), and quantizes the result
+columnwise as q2::quantize does, also in groups. Outside the op the source exists in 4 bits alone. A
+zero that its rotation makes is +0 (numerics/quantize_tiles.py, rotate_tiles).
 
-by_scales: the source is not codes but the matrix [T, rows] that they were made of. It is rounded to
-the codes that source_scheme gives it under these scales, so nobody need save the codes, or search
-for the scales again. The bits are those of requantize(quantize(x)) but for blocks whose scale is
-2^-6 or less, where e4m3's subnormals begin: codes were rounded before such a scale was, and here
-afterwards (numerics/scaled_codes.py).
+by_scales: the source is the matrix [T, rows] itself, and is rounded to the codes that source_scheme
+gives it with these scales. So the codes need not be saved, and the scales not searched for again.
+The bits are those of requantize(quantize(x)), except in blocks whose scale is 2^-6 or less, where
+e4m3's subnormals begin: quantize rounds the codes before such a scale, this op after it
+(numerics/scaled_codes.py).
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def rounds_by_scales(scheme: Scheme) -> bool:
-    """Whether the codes of a scheme follow from its scales: to the nearest, in blocks of one row,
-    with a power of two as global scale, so that a scale is what the codes were rounded with."""
+    """Whether the codes of a scheme follow from its scales. They do for rounding to nearest, in
+    blocks of one row, with a power of two as global scale: codes were rounded by these scales."""
     plain = scheme.format == "nvfp4" and scheme.rounding == "rtn" and not scheme.dequantized
     return plain and scheme.global_scale == "pow2" and scheme.block[0] == 1
 

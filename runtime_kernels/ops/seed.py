@@ -6,15 +6,15 @@
 
 `seed` is one 64-bit draw: from the default generator of anchor's device, or, if the option ``seed``
 gives a key, from that key's counter on the device (numerics/seeds.py). `draw` takes ``count`` seeds
-of a key at once: it returns how many were drawn before, and counts on.
+of a key at once: it returns how many were drawn before, and increases the counter by ``count``.
 
-The anchor is the incoming gradient. It gives the op its place: randomness in a backward graph that
-does not depend on the gradient is hoisted into forward by the partitioner and drawn again in
-backward, and the operands of one GEMM then disagree on their signs. The salt keeps
-common-subexpression elimination from merging the seeds of two sites that receive the same gradient.
+The anchor is the incoming gradient. It keeps the op in the backward graph: the partitioner would
+hoist randomness that does not depend on the gradient into forward, and draw it a second time in
+backward, so that the operands of one GEMM would have different signs. The salt keeps
+common-subexpression elimination from merging the seeds of two matmuls with the same gradient.
 
-A counter is on its device, and is created before a graph is compiled: so it is none of a CUDA
-graph's memory, and each replay counts on.
+A counter is on its device, and is created before a graph is compiled. So it is not in a CUDA
+graph's memory, and each replay increases it.
 """
 
 import torch

@@ -3,8 +3,8 @@
 
     signs(seed int64 0-dim, transform) -> fp32 [size], +1 and -1
 
-For who wants an operand as it was rounded (telemetry): in torch's arithmetic Philox is some 160
-small operations.
+Telemetry rotates operands by it, as they were rotated before rounding. In torch's arithmetic Philox
+takes some 160 small operations.
 """
 
 import torch

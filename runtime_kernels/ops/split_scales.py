@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::split_scales: the raw scale of each block, split into an e4m3 scale for the block
-and a power of two for the tensor.
+"""q2::split_scales: splits the raw scale of each block into an e4m3 scale for the block and a power
+of two for the tensor.
 
     split_scales(raw scale fp32 [R, B], scheme) -> scales e4m3 [R, B], global_scale fp32 0-dim
 
-With a swizzled scheme the scales lie as the fp4 GEMM reads them (swizzle.py), [tiles, 512].
+With a swizzled scheme the scales are [tiles, 512], in the order that FP4 GEMMs read (swizzle.py).
 
-The last step of a quantizer whose scheme has the global scale "pow2" and rounds its scales to
-nearest, for loops that Inductor made of the rest (q2compile.lowering). A poisoned block's raw
-scale is NaN, and so is its scale; the global scale is that of the others (numerics/blocks.py).
+It is the last step of a quantizer that is an Inductor kernel (q2compile.lowering), for schemes with
+global scale "pow2" and block scales rounded to nearest. A poisoned block's raw scale is NaN, and so
+is its scale; the global scale is that of the others (numerics/blocks.py).
 """
 
 import torch
@@ -23,8 +23,8 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel
 
 
 def splits_scales(scheme: Scheme) -> bool:
-    """Whether its global scale is a power of two found after the codes, and its block scales are
-    rounded to nearest."""
+    """Whether a scheme's global scale is a power of two found after the codes, and its block scales
+    are rounded to nearest."""
     return scheme.global_scale == "pow2" and scheme.rounding != "ms_eden"
 
 
@@ -38,7 +38,7 @@ def checked(raw_scale: torch.Tensor, scheme: str) -> Scheme:
     spec = get_scheme(scheme)
     if raw_scale.dtype != torch.float32 or raw_scale.dim() != 2:
         raise ValueError(
-            "q2::split_scales takes float32 in two dimensions, one number a block; got "
+            "q2::split_scales takes float32 in two dimensions, one raw scale for each block; got "
             f"{raw_scale.dtype} in {raw_scale.dim()}."
         )
     if not splits_scales(spec):

@@ -111,10 +111,10 @@ class Variant(NamedTuple):
     by_scales: bool = False
 
     def __str__(self) -> str:
-        directions = ("rowwise",) * self.rowwise + ("columnwise",) * self.columnwise
+        operands = ("rowwise",) * self.rowwise + ("columnwise",) * self.columnwise
         flags = ("rotated", "masked", "grouped", "dbias", "by_scales")
         words = [name.replace("_", " ") for name in flags if getattr(self, name)]
-        return " ".join((self.op, "+".join(directions), *words))
+        return " ".join((self.op, "+".join(operands), *words))
 
 
 @dataclass(frozen=True)

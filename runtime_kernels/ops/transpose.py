@@ -46,8 +46,8 @@ def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:
     """Of the codes and the scales that come out; sizes may be symbolic."""
     spec = checked(scheme)
     blocks = ceil_div(codes.shape[0], spec.width)
-    turned = get_scheme(of_rows(scheme)) if swizzled else spec
-    return (rows, blocks * spec.width // 2), scales_shape(rows, blocks, turned)
+    transposed = get_scheme(of_rows(scheme)) if swizzled else spec
+    return (rows, blocks * spec.width // 2), scales_shape(rows, blocks, transposed)
 
 
 def fake(codes, scales, scheme, rows, swizzled=False):
@@ -67,12 +67,12 @@ def transpose(
     codes: torch.Tensor, scales: torch.Tensor, scheme: str, rows: int, swizzled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference: see the top of this file."""
-    side = checked(scheme).width
-    turned = unpack(codes)[:, :rows].t()
-    turned = torch.nn.functional.pad(turned, (0, -codes.shape[0] % side))
-    packed = turned[:, 0::2] | (turned[:, 1::2] << 4)
-    turned_scales = scales[:, : ceil_div(rows, side)].t().contiguous()
+    width = checked(scheme).width
+    transposed = unpack(codes)[:, :rows].t()
+    transposed = torch.nn.functional.pad(transposed, (0, -codes.shape[0] % width))
+    packed = transposed[:, 0::2] | (transposed[:, 1::2] << 4)
+    transposed_scales = scales[:, : ceil_div(rows, width)].t().contiguous()
     if swizzled:
-        of_each_row = turned_scales.view(torch.uint8).repeat_interleave(side, 0)[:rows]
-        turned_scales = swizzle_32x4x4(of_each_row.view(scales.dtype)).view(-1, 512)
-    return packed.contiguous(), turned_scales
+        of_each_row = transposed_scales.view(torch.uint8).repeat_interleave(width, 0)[:rows]
+        transposed_scales = swizzle_32x4x4(of_each_row.view(scales.dtype)).view(-1, 512)
+    return packed.contiguous(), transposed_scales

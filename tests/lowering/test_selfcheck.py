@@ -160,7 +160,7 @@ def test_that_they_differ_is_known_to_the_next_process(monkeypatch) -> None:
         in_a_new_process(monkeypatch)
         with pytest.warns(KernelWarning):
             assert selfcheck.rejection(CPU, CALL)
-        registry._SAID.clear()
+        registry._WARNED.clear()
     assert len(run) == 1
 
 

@@ -24,12 +24,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(cublaslt_fp4, "ready", lambda product: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(checks, "_RESULTS", {})
-    monkeypatch.setattr(checks._State, "mode", checks.Mode(kept=False, in_child=False))
+    monkeypatch.setattr(checks._State, "mode", checks.Mode(stored=False, in_child=False))
     for name in ("keep", "mark", "unmark"):
         monkeypatch.setattr(check_results, name, lambda *args: None)
     monkeypatch.setattr(check_results, "take_unended", lambda request: False)
     monkeypatch.setattr(registry, "_FAILURES", {})
-    monkeypatch.setattr(registry, "_SAID", {})
+    monkeypatch.setattr(registry, "_WARNED", {})
     forget()
 
 

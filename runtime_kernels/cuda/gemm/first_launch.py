@@ -68,7 +68,7 @@ def known(what: Request) -> bool:
     """
     found = _RESULTS.get(what.check)
     if found is None:
-        found = check_results.kept(what)
+        found = check_results.stored(what)
         if found is None:
             return False
         _RESULTS[what.check] = found
@@ -113,7 +113,7 @@ def compare(
         )
     result = Result(reason and rejected(reason), time.perf_counter() - start)
     _RESULTS[what.check] = result
-    check_results.keep(what, result)
+    check_results.store(what, result)
     if reason is not None:
         raise WrongError(reason)
 

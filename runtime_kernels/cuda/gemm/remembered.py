@@ -199,7 +199,7 @@ def _nearest(index: int, format: str, *shape: int) -> Choice | None:
     return min(near, key=lambda choice: sum(distances(choice)), default=None)
 
 
-def said() -> list[str]:
+def described() -> list[str]:
     """For reports: what is chosen by measurement in this process, in words."""
     texts = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -213,4 +213,4 @@ def said() -> list[str]:
     return texts
 
 
-prefer("gemm", chosen, said)
+prefer("gemm", chosen, described)

@@ -125,9 +125,9 @@ def _unrotated(
     CHUNKS: tl.constexpr = TILE_N // 32
     chunk = left // 32 + tl.arange(0, CHUNKS)
     at = mask + m[:, None].to(tl.int64) * (N // 32) + chunk[None, :]
-    kept = tl.load(at, mask=(m[:, None] < M) & (chunk[None, :] < N // 32), other=0)
-    kept = (kept[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    x = tl.where(kept != 0, x.reshape(TILE_M, CHUNKS, 32), 0.0)
+    mask_bits = tl.load(at, mask=(m[:, None] < M) & (chunk[None, :] < N // 32), other=0)
+    mask_bits = (mask_bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    x = tl.where(mask_bits != 0, x.reshape(TILE_M, CHUNKS, 32), 0.0)
     for _ in tl.static_range(5):
         a, b = tl.split(x.reshape(TILE_M, CHUNKS, 16, 2))
         x = tl.join(a + b, a - b).trans(0, 1, 3, 2).reshape(TILE_M, CHUNKS, 32)

@@ -81,12 +81,12 @@ def test_another_version_is_checked_again(monkeypatch, which) -> None:
 def test_a_rejection_is_kept_with_its_date(monkeypatch) -> None:
     said = "rejected: it failed its self-check on this GPU: 1 of 9 codes differ"
     for ran in (True, False):
-        registry._SAID.clear()
+        registry._WARNED.clear()
         with pytest.warns(KernelWarning, match="1 of 9 codes differ"):
             found, did = of_a_new_process(monkeypatch, answer="1 of 9 codes differ")
         assert did == ran and found is not None and found.startswith(said)
     assert found.removeprefix(said).startswith(" (20")
-    with checks.answering(checks.Mode(kept=False, in_child=False)):  # as doctor asks
+    with checks.answering(checks.Mode(stored=False, in_child=False)):  # as doctor asks
         assert of_a_new_process(monkeypatch) == (None, True)
     assert of_a_new_process(monkeypatch) == (None, False)
 
@@ -102,7 +102,7 @@ def test_what_depends_on_the_moment_is_found_again(monkeypatch, error) -> None:
     for times in (1, 2):
         monkeypatch.setattr(selfcheck, "disagreement", disagreement)
         monkeypatch.setattr(checks, "_RESULTS", {})
-        registry._SAID.clear()
+        registry._WARNED.clear()
         with pytest.warns(KernelWarning, match=str(error)):
             assert str(error) in (checks.rejection(REQUEST) or "")
         assert len(ran) == times
@@ -112,7 +112,7 @@ def test_in_a_capture_what_is_kept_needs_no_check(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(LaunchError, match="run the model once before capturing"):
         checks.rejection(REQUEST)
-    check_results.keep(REQUEST, check_results.Result(None))
+    check_results.store(REQUEST, check_results.Result(None))
     assert checks.rejection(REQUEST) is None
 
 

@@ -50,7 +50,7 @@ def folder(monkeypatch, tmp_path):
 def new_process(monkeypatch) -> None:
     monkeypatch.setattr(checks, "_RESULTS", {})
     checks._CHECKER.forget()
-    registry._SAID.clear()
+    registry._WARNED.clear()
 
 
 def refused(how, folder, **names):
@@ -110,7 +110,7 @@ def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
     """A GEMM's check runs dequantize: that one failed, and the GEMM is checked again."""
     assert checks.rejection(request(f"inside {how}", folder)) is None
     inner = request(how, folder, "inner", "dequantize")
-    assert check_results.kept(inner).reason.startswith(ENDS[how])
+    assert check_results.stored(inner).reason.startswith(ENDS[how])
     assert runs(folder) == sorted([how, f"inside {how}", f"inside {how}"])
 
 
@@ -160,7 +160,7 @@ def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
     memory = request("memory", folder)
     with pytest.raises(torch.OutOfMemoryError):
         checks.rejection(memory)
-    assert runs(folder) == ["memory", "memory"] and check_results.kept(memory) is None
+    assert runs(folder) == ["memory", "memory"] and check_results.stored(memory) is None
     with monkeypatch.context() as patch:
         patch.setattr(check_results, "named", lambda device: ("a GPU", 10, 0))
         assert checks.rejection(request("right", folder)) is None
@@ -198,7 +198,7 @@ def test_an_orphan_keeps_its_result(monkeypatch, folder) -> None:
     child.ask(asked)
     child._process.stdin.close()
     assert child._process.wait(60) == 0
-    assert check_results.kept(asked).reason.startswith(ENDS["wrong"])
+    assert check_results.stored(asked).reason.startswith(ENDS["wrong"])
 
 
 def test_each_check_is_in_the_log_before_it_runs(folder, caplog) -> None:
@@ -253,4 +253,4 @@ def test_in_training_a_device_error_is_one_error(monkeypatch) -> None:
     words = str(said.value)
     assert words.startswith("cuda:0 failed after kernel 'cuda' of q2::mark was launched")
     assert "illegal memory access" in words and "DISABLE_KERNELS=mark.cuda" in words
-    assert registry._FAILURES == registry._SAID == {}
+    assert registry._FAILURES == registry._WARNED == {}

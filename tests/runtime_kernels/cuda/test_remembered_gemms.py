@@ -59,7 +59,7 @@ def arguments(m, n, k, scheme):
 
 def test_without_a_file_the_usual_order() -> None:
     assert serves(512) == serves(16384) == "cublaslt_fp4"
-    assert remembered.said() == []
+    assert remembered.described() == []
 
 
 def test_the_fastest_at_the_nearest_shape_is_tried_first() -> None:
@@ -140,7 +140,7 @@ def test_reports_say_it(monkeypatch) -> None:
     remembered_choices()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    (text,) = remembered.said()
+    (text,) = remembered.described()
     assert text == (
         "q2::gemm on cuda:0 is run by the kernel that `q2compile bench` found the fastest at 2 "
         "shapes on 2026-11-22; another kernel sums in another order, within a rounding of the "

@@ -231,7 +231,7 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
             first = {(p.dtype, p.bias) for p in ran}
             assert first
             assert len(ran) - before == (0 if attempt else len(first))
-        registry._SAID.clear()
+        registry._WARNED.clear()
         monkeypatch.setattr(registry, "_FAILURES", {})
         monkeypatch.setattr(first_launch, "_RESULTS", {})  # as in a new process
     assert ran
@@ -288,7 +288,7 @@ def test_operands_of_a_check_are_as_it_says(dtype, vectors) -> None:
     of = checked_cases.used(checked_cases.ROWWISE, "none", dtype, vectors)
     x, *_ = checked_cases.arguments_of(of, "nvfp4_46")
     assert x.dtype == dtype and (x.stride(0) * x.element_size() % 16 == 0) == vectors
-    again = checked_cases.AGAIN._replace(by_scales=True)
+    again = checked_cases.REQUANTIZED._replace(by_scales=True)
     of = checked_cases.used(again, "rht16", vectors=vectors)
     x, *_ = args = checked_cases.arguments_of(of, "nvfp4_sr_pow2")
     assert (x.shape[1] % 8 == 0) == vectors and len(registry.call_op("requantize", args)) == 3
