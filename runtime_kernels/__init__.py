@@ -2,10 +2,12 @@
 """The ops of namespace q2 and what runs them. Knows nothing of graphs; imports neither q2compile
 nor lowering. Importing this package registers the ops and their kernels.
 
-registry.py   ops, the kernels behind them, and how one is chosen numerics/     formats, layouts,
-rotations and rounding rules, in torch alone: the reference semantics ops/          an op a file:
-schema, fake and reference cpu/          kernels in C++ for CPUs cuda/         CUDA kernels and
-GEMMs behind some of the ops
+registry.py   ops, the kernels behind them, and how one is chosen
+numerics/     formats, layouts, rotations and rounding rules, in torch alone: the semantics of all
+              kernels
+ops/          an op a file: schema, fake and reference
+cpu/          kernels in C++ for CPUs
+cuda/         CUDA kernels and GEMMs behind some of the ops
 """
 
 # The references come first: a later registration is tried before an earlier one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled kernels, passed self-checks and measured choices are kept between processes."""
+"""Where compiled kernels, passed self-checks and measured choices are stored between processes."""
 
 import os
 from pathlib import Path

@@ -2,7 +2,7 @@
 """Kernels for NVIDIA GPUs, behind the ops. Imports ops, numerics and the registry.
 
 jit/            a .cu file and its defines -> a cubin -> a launch
-quantize/       the quantizers: rotating or not, masked, and the scales of Inductor's loops
+quantize/       the quantizers: rotating or not, masked, and the scales of Inductor's kernels
 gemm/           q2::gemm by cuBLASLt, Triton or cuBLAS
 dequantize.py, masked_unrotate.py, padded_ends.py, signs.py, transpose.py
 calls.py        what a call of an op launches; site.py, such a call in generated code

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process that runs self-checks (check_process.py), as its parent sees it.
+"""The parent's side of the child process that runs self-checks (check_process.py).
 
-A thread sends it one check after the other and reads what it says of each: that it began, and its
-result. A child that ends or is silent for too long was at the check that began last: that kernel is
-rejected, and a new child goes on. It ends when nothing was asked for a while, and with its parent.
+A thread sends it one check after the other, and reads two messages for each: that it began, and its
+result. If the child ends or sends nothing for too long, the kernel of the check that began last is
+rejected, and a new child goes on. The child ends with its parent, or when it has been idle.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Unable(NamedTuple):
 
 
 class _Silent(Exception):
-    """The child has said nothing for too long."""
+    """The child has sent no message for too long."""
 
 
 class _Gone(Exception):
@@ -75,7 +75,7 @@ class _Child:
         threading.Thread(target=self._read, name="q2-check-child", daemon=True).start()
 
     def _read(self) -> None:
-        with suppress(Exception):  # whatever is wrong with what it says, it is of no use any more
+        with suppress(Exception):  # whatever is wrong with its messages, it is of no use any more
             while True:
                 self._messages.put(pickle.load(self._process.stdout))  # type: ignore[arg-type]
         self._messages.put(None)
@@ -88,7 +88,7 @@ class _Child:
             raise _Gone from None
 
     def next(self, seconds: float) -> tuple[str, Any]:
-        """What it says next."""
+        """Its next message."""
         try:
             message = self._messages.get(timeout=seconds)
         except queue.Empty:
@@ -98,7 +98,7 @@ class _Child:
         return message
 
     def end(self) -> str:
-        """Ends it; how it had ended, in words."""
+        """Ends it, if it has not ended. Returns how it ended, in words."""
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
@@ -115,7 +115,7 @@ class _Child:
         return how
 
     def _kill(self) -> None:
-        """With what it has started."""
+        """Kills it and its own children."""
         with suppress(OSError):
             if hasattr(os, "killpg"):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ class Checker:
         self._limit = SECONDS
 
     def submit(self, request: Request, after: Sequence[Future] = ()) -> Future:
-        """The Result of a check, or Unable, when it is there. after: what it waits for."""
+        """A future of the Result of a check, or of Unable. after: futures to wait for before."""
         with self._lock:
             future = self._futures.get(request.check)
             if future is None or (future.done() and isinstance(future.result(), Unable)):
@@ -210,7 +210,7 @@ class Checker:
         return self._found[request.check]
 
     def _asked_once(self, request: Request, began: list[Request]) -> Unable | None:
-        """Sends a check to the child, and notes what it says until its result is there, or the
+        """Sends a check to the child, and reads its messages until the result is there, or the
         child is of no use any more."""
         child = self._child or self._started()
         if child is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process that runs self-checks for its parent (check_child.py).
 
-It reads one check after the other from stdin, and writes to what was its stdout when each begins,
-when it ends and with which result. What else is printed goes to stderr. It ends when its parent
-has, or when the device has failed.
+It reads one check after the other from stdin. To its first stdout it writes a message when a check
+begins, and one with the result when it ends; all other output goes to stderr. It ends with its
+parent, or when the device has failed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of self-checks on a GPU like this one, kept on disk beside the cubins: a file a check,
-named by a hash of the check, the device, the versions and the sources.
+"""Results of self-checks on a GPU like this one, stored on disk beside the cubins. Each check has a
+file, named by a hash of the check, the device, the versions and the sources.
 
     OP-HASH.checked         whether the kernel passed, or why it is rejected
     OP-HASH.PID.checking    a process is at the check now
 
-So a machine checks a kernel once, not each of its processes. The second file is there before the
-kernel runs: if the kernel takes the process or the machine with it, the file stays, and the next
-process rejects the kernel instead of running it again.
+So a kernel is checked once on a machine, not in each process. The second file is written before the
+kernel runs. If the kernel crashes the process or the machine, the file stays, and the next process
+rejects the kernel instead of running it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from q2compile.runtime_kernels.kernel_states import rejected
 Check = tuple  # an op, the kernel's name, the device, and with what
 _KERNELS = Path(__file__).parents[1]  # runtime_kernels
 _SUFFIXES = (".py", ".cu", ".cuh")
-# After so many seconds a check has ended, or the time limit has ended its process.
+# After this many seconds a check has ended, or its process was killed for exceeding the time limit.
 _LONGEST = 300.0
 UNENDED = "its self-check did not end in an earlier process"
 
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     module: has the function `disagreement`, which is called with `arguments` and returns None, or
         how the kernel's results differ from the reference's.
-    sources: folders of what the kernel is written in, besides runtime_kernels.
+    sources: folders of the kernel's sources, besides runtime_kernels.
     """
 
     check: Check
@@ -77,7 +77,7 @@ def stored(request: Request) -> Result | None:
 
 
 def store(request: Request, result: Result) -> None:
-    """A folder that can't be written costs a check a process, no more."""
+    """Stores a result. If the folder can't be written, each process runs the check."""
     reason = result.reason and result.reason.removeprefix(rejected(""))
     _write(
         _path(request),
@@ -90,19 +90,19 @@ def store(request: Request, result: Result) -> None:
 
 
 def mark(request: Request) -> None:
-    """This process is at the check now."""
+    """Marks that this process runs the check."""
     pid = os.getpid()
     _write(_marker(request, pid), host=socket.gethostname(), started=_started(pid))
 
 
 def unmark(request: Request, pid: int | None = None) -> None:
-    """The check has ended; by default in this process."""
+    """Removes that mark, by default of this process."""
     with suppress(OSError):
         _marker(request, os.getpid() if pid is None else pid).unlink(missing_ok=True)
 
 
 def take_unended(request: Request) -> bool:
-    """Whether a process that is gone was at the check; its mark is removed."""
+    """Whether a process ended while it ran the check; its mark is removed."""
     path = _path(request)
     with suppress(OSError):
         gone = [m for m in path.parent.glob(f"{path.stem}.*.checking") if not _is_alive(m)]
@@ -113,7 +113,7 @@ def take_unended(request: Request) -> bool:
 
 
 def named(device: torch.device) -> tuple[str, int, int]:
-    """What kernels depend on of a device."""
+    """The properties of a device that kernels depend on."""
     if device.type != "cuda":
         return device.type, 0, 0
     properties = torch.cuda.get_device_properties(device)
@@ -121,7 +121,8 @@ def named(device: torch.device) -> tuple[str, int, int]:
 
 
 def _is_alive(marker: Path) -> bool:
-    """Of another machine, which shares the folder, nothing is known but how long it is at it."""
+    """Whether the process of a mark is running. Of one on another machine, which shares the folder,
+    only the age of the mark is known."""
     try:
         if time.time() - marker.stat().st_mtime > _LONGEST:
             return False
@@ -135,8 +136,8 @@ def _is_alive(marker: Path) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine began, in ticks; "" where there is none. A number of a process
-    is used again."""
+    """When a process of this machine began, in ticks; "" if there is none. Process ids are
+    reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

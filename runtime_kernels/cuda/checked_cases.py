@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the self-checks of CUDA kernels send through them: arguments of each op, on the CPU, for a
-scheme; of a quantizer for a variant (ops/table.py).
+"""The cases of the self-checks: arguments of each op with a CUDA kernel, on the CPU, for a scheme;
+of a quantizer for a variant (ops/table.py).
 """
 
 import functools
@@ -19,17 +19,17 @@ _WIDTH = 264  # no multiple of 16 or 128, several tiles
 _UNALIGNED = 261  # rows of which begin anywhere
 ROWS = (130, 1)
 _COLUMNS = 200  # of a product
-_PADDED = 224  # of one that is rotated back
-_IN_GROUPS = 200  # rows, of 3, 137, 0 and 40: chunks of copies, a whole one, rows of none
+_PADDED = 224  # columns of a product that is rotated back
+_IN_GROUPS = 200  # rows: groups of 3, 137, 0 and 40 (copies in chunks, a whole chunk), 20 of none
 _ENDS = (3, 140, 140, 180)
 # Two results that are rounded once each differ by a relative 2^-8 in bf16. What remains is the
 # order of the fp32 sums, and how many bits tensor cores keep on the way to them.
 GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}
 
-# Ops of which the format is all that counts in a scheme.
+# Ops for which only the format of a scheme counts.
 BY_FORMAT = ("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm")
 
-# Of a GEMM: the type of its result, that of its bias, and whether scales come swizzled.
+# Of a GEMM: the dtype of its result, that of its bias, and whether scales are swizzled.
 Form = tuple[torch.dtype, torch.dtype | None, bool]
 FORMS: tuple[Form, ...] = tuple(
     (dtype, bias, swizzled)
@@ -38,13 +38,13 @@ FORMS: tuple[Form, ...] = tuple(
     for swizzled in (False, True)
 )
 
-# Of a grouped GEMM: which of a layer's three it is, and the type of its result.
+# Of a grouped GEMM: which of a layer's three it is, and the dtype of its result.
 GroupedForm = tuple[str, torch.dtype]
 GROUPED_FORMS: tuple[GroupedForm, ...] = tuple(
     product(("fprop", "dgrad", "wgrad"), (torch.bfloat16, torch.float32))
 )
 
-# Those of each op that has forms.
+# The forms of each op that has any.
 FORMS_OF: dict[str, tuple] = {
     "gemm": FORMS,
     "gemm_masked_unrotate": tuple(form for form in FORMS if form[1] is None),
@@ -52,8 +52,8 @@ FORMS_OF: dict[str, tuple] = {
 }
 
 RESULTS = {
-    "dequantize": ("numbers",),
-    "masked_unrotate": ("numbers",),
+    "dequantize": ("elements",),
+    "masked_unrotate": ("elements",),
     "padded_ends": ("ends",),
     "signs": ("signs",),
     "split_scales": ("scales", "global scale"),
@@ -87,8 +87,8 @@ def used(
     dtype: torch.dtype = torch.bfloat16,
     vectors: bool = True,
 ) -> Variant | Use:
-    """What is checked for a call: the variant alone stands for the usual transform, of bf16, in
-    rows that begin on 16 bytes."""
+    """What is checked for a call. A variant alone stands for its usual use: the usual transform,
+    bf16, rows that begin on 16 bytes."""
     use = Use(variant, transform, dtype, vectors)
     return variant if use == _usual(variant) else use
 
@@ -123,12 +123,13 @@ def _seed(offset: int = 0) -> torch.Tensor:
 
 _FORWARD = "nvfp4_46_pow2"
 OF_FORMAT = {"nvfp4": _FORWARD, "mxfp4": "mxfp4_rtn"}
-# Of these one has a global scale that operands can take along, and one has another.
+# The global scale of the first is a power of two, which operands include; that of the second is
+# not.
 _OF_GEMM = {"nvfp4": (_FORWARD, "nvfp4_46"), "mxfp4": ("mxfp4_rtn", "mxfp4_rtn34")}
 
 
 def _source(scheme: str, rows: int, width: int) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """A forward scheme of the same format, its scales swizzled where the scheme's are, and an
+    """A forward scheme of the same format, with swizzled scales if the scheme has them, and an
     operand in it."""
     spec = get_scheme(scheme)
     source = OF_FORMAT[spec.format] + (SWIZZLED if spec.swizzled else "")
@@ -136,7 +137,7 @@ def _source(scheme: str, rows: int, width: int) -> tuple[str, tuple[torch.Tensor
 
 
 def _quantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
-    """For dbias of so many rows that a thread adds up more than one tile."""
+    """With dbias there are so many rows that a thread adds up more than one tile."""
     variant, transform, dtype, vectors = _usual(of)
     rows = 8 * rows if variant.dbias else _IN_GROUPS if variant.grouped else rows
     x = _matrix(rows, _WIDTH if vectors else _UNALIGNED, dtype)
@@ -205,7 +206,7 @@ def _gemm(
 def _gemm_masked_unrotate(
     scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
 ) -> tuple:
-    """The mask keeps every other number or so: one that is not applied is seen."""
+    """The mask keeps about half of the elements, so a mask that is not applied shows."""
     dtype, _, swizzled = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     mask = pack_bits(_matrix(rows, _PADDED) > 0)
@@ -292,7 +293,7 @@ _ROWWISE_ROTATED = ROWWISE._replace(rotated=True)
 COLUMNWISE = _ROWWISE_ROTATED._replace(rowwise=False, columnwise=True)
 BOTH = COLUMNWISE._replace(rowwise=True)
 REQUANTIZED = COLUMNWISE._replace(op=REQUANTIZE)
-# The schemes that `q2compile doctor` sends through each: those of the recipes' operands.
+# The schemes that `q2compile doctor` checks for each: those of the recipes' operands.
 CHECKED: dict[str | Variant, tuple[str, ...]] = {
     ROWWISE: (
         *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
@@ -345,7 +346,7 @@ def _words(form: Form, rows: int) -> str:
 
 
 def _gemm_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
-    """Arguments, and what they are of in words."""
+    """Arguments, and a description in words."""
     quantized = functools.cache(_quantized)
     sources = _OF_GEMM[get_scheme(scheme).format]
     for form, source, rows in product(forms or FORMS_OF["gemm"], sources, ROWS):
@@ -366,7 +367,7 @@ def _grouped_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple,
         yield _grouped_gemm(source, form), f"{form[0]} in {form[1]}"
 
 
-# Of a GEMM, grouped or not: what is run.
+# The cases of each kind of GEMM.
 CASES: dict[str, Callable[[str, Sequence | None], Iterator[tuple[tuple, str]]]] = {
     "gemm": _gemm_cases,
     "gemm_masked_unrotate": _unrotated_cases,

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before the first use of a kernel on a machine: its self-check, run where it can do no harm.
+"""The self-check of a kernel, before its first use on a machine, in a process where a fault does no
+harm.
 
     rejection(request) None, or why the kernel is rejected; waits for its check
-    begin(request)     has the check run meanwhile
+    begin(request)     starts the check, and does not wait
 
 All checks of a process run in one child process (check_child.py), one after the other, with a time
 limit each. A kernel that traps or hangs there is rejected, and a new child goes on with the others.
-Results are kept on disk (check_results.py): the next process runs no check.
+Results are stored on disk (check_results.py): the next process runs no check.
 
-Where a child can do nothing (no memory is left for it, the device admits one process alone) the
-check runs in this process, on a stream of its own. If the device fails then, one error says which
-kernel it was; the next process finds its result and does not run it again.
+If no child can run (for want of memory, or since the device admits one process alone), the check
+runs in this process, on a stream of its own. If the device then fails, one error names the kernel;
+the next process finds the result and does not run it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from q2compile.runtime_kernels.ops.table import Variant
 from q2compile.runtime_kernels.registry import failure_text, kernels_own, warn_of_failure
 
 LOG = logging.getLogger("q2compile")
-# What depends on the moment, and is found out anew by the next process.
+# Errors that may not occur in the next process, which checks anew.
 _PASSING = (OSError, ImportError, MemoryError)
 
 
@@ -60,7 +61,7 @@ class Mode(NamedTuple):
 
 
 class Listener(Protocol):
-    """Told of each check that runs in this process, nested ones too: its begin and its result."""
+    """Notified of the begin and the result of each check in this process, nested ones too."""
 
     def begun(self, request: Request) -> None: ...
 
@@ -82,15 +83,15 @@ class _State:
 
 _RESULTS: dict[Check, Result] = {}
 _LOCK = threading.Lock()
-# Checks that this code runs in, in this process: they must not ask themselves, and the outermost
-# has the lock. A thread that a check starts has them with the context it is given.
+# The checks that the current code runs in, outermost first: a check must not wait for itself, and
+# the outermost one holds the lock. Threads that a check starts inherit them by their context.
 _INSIDE: ContextVar[tuple[Check, ...]] = ContextVar("q2compile_checks", default=())
 _CHECKER = Checker()
 
 
 @contextmanager
 def answering(mode: Mode) -> Iterator[None]:
-    """Another mode, and nothing that this process has found so far."""
+    """Sets another mode, and forgets the results of this process meanwhile."""
     before, found = _State.mode, dict(_RESULTS)
     _State.mode = mode
     _RESULTS.clear()
@@ -130,19 +131,19 @@ def rejection(request: Request) -> str | None:
 
 
 def result_of(request: Request) -> Result | None:
-    """What this process knows of it."""
+    """The result, if this process has it."""
     return _RESULTS.get(request.check)
 
 
 def begin(request: Request, after: Sequence[Future] = ()) -> None:
-    """Has the child process run a check, if it is still to come. after: threads that compile what
-    it launches."""
+    """Starts a check in the child process, unless its result is known. after: futures of threads
+    that compile its kernels."""
     if not is_known(request) and _State.mode.in_child and _State.mode.runs:
         _CHECKER.submit(request, after)
 
 
 def is_known(request: Request) -> bool:
-    """Whether the check needs not run: it has run, or its kernel is disabled."""
+    """Whether the check need not run: it has run, or its kernel is disabled."""
     check = request.check
     if check in _RESULTS or why_disabled(*check[:2]) is not None:
         return True
@@ -156,7 +157,7 @@ def listen(listener: Listener) -> None:
 
 
 def _known(request: Request) -> Result | None:
-    """From an earlier process: its result, or that it did not end."""
+    """The result of an earlier process, or that it did not end there."""
     unended = check_results.take_unended(request)
     if not _State.mode.stored:
         return None
@@ -184,10 +185,10 @@ def _checked(request: Request) -> Result:
 
 
 def run_here(request: Request) -> Result:
-    """Runs a check in this process, and keeps its result.
+    """Runs a check in this process, and stores its result.
 
     Raises:
-        DeviceLostError: the device has failed. If it was this kernel, that is kept.
+        DeviceLostError: the device has failed. If this kernel was the cause, the result is stored.
         Exception: what is not the kernel's fault.
     """
     op, name, device, *_ = request.check

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is emulated on the GPUs of this process, or runs as a reference, and why: for the log, for
-reports and for `q2compile doctor`."""
+"""What is emulated on the GPUs of this process or runs as a reference, and why. Shown in the log,
+in reports and by `q2compile doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.registry import CUBLASLT_FP4, TRITON_FP4, emulati
 
 
 def of_device(index: int) -> list[str]:
-    """In words, a sentence a thing."""
+    """A sentence for each."""
     capability = torch.cuda.get_device_capability(index)
     where = f"{torch.cuda.get_device_name(index)} ({capability[0]}.{capability[1]})"
     lines = []
@@ -40,7 +40,7 @@ def of_device(index: int) -> list[str]:
 
 
 def _of_all() -> list[str]:
-    """A GPU like another is named once."""
+    """For all GPUs; equal ones are named once."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return list(dict.fromkeys(text for index in range(count) for text in of_device(index)))
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tiles through each CUDA kernel, compared with the torch reference on the CPU.
+"""Self-checks: each CUDA kernel on small operands, compared with the torch reference on the CPU.
 
-Quantizing kernels must give the reference's bits; GEMMs its numbers, to the rounding of the result,
-for every type of result and bias. Used by `q2compile doctor`, and before the first use of a kernel
-on a machine: one that disagrees is rejected there (checks.py).
+Quantizing kernels must give the reference's bits. GEMMs must give its values up to the rounding of
+the result, for every dtype of result and bias. `q2compile doctor` runs them, and so does the first
+use of a kernel on a machine: a kernel that differs is rejected there (checks.py).
 
-A check leaves alone what the caller has set: modes, default device and type, autocast, the random
-state. Inside a CUDA graph capture there can be none.
+A check changes no state of the caller: modes, default device and dtype, autocast, random state.
+None can run inside a CUDA graph capture.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,12 +48,12 @@ from q2compile.runtime_kernels.ops.table import (
 )
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
 
-# What a check is of, beside op and scheme.
+# What a check is for, beside op and scheme.
 What = Form | GroupedForm | Variant | Use | None
 
 
 def rejection(op: str, name: str, index: int, scheme: str, what: What = None) -> str | None:
-    """None when the kernel may be used with a scheme on this CUDA device, otherwise the reason in
+    """None if the kernel may be used with a scheme on this CUDA device, otherwise the reason in
     words. what: the form of a GEMM, grouped or not; the variant of a quantizer and how it is used.
 
     Raises:
@@ -63,15 +63,15 @@ def rejection(op: str, name: str, index: int, scheme: str, what: What = None) ->
 
 
 def begin(of: str | Variant | Use, index: int, scheme: str) -> None:
-    """Has the self-check of an op's kernel CUDA run on this device, of a quantizer for a variant,
-    if it is still to come, and threads compile what it launches."""
+    """Starts the self-check of kernel CUDA of an op on this device, unless its result is known;
+    threads compile its kernels. of: the op, or the variant of a quantizer."""
     request = request_of(op_of(of), CUDA, index, scheme, None if isinstance(of, str) else of)
     if not checks.is_known(request):
         checks.begin(request, _compiled(request, of, index))
 
 
 def begin_gemm(op: str, name: str, index: int, scheme: str, form: Form | GroupedForm) -> None:
-    """The same of a GEMM, which compiles what it launches by itself."""
+    """The same for a GEMM, whose kernels the check compiles itself."""
     checks.begin(request_of(op, name, index, scheme, form))
 
 
@@ -85,7 +85,7 @@ def request_of(op: str, name: str, index: int, scheme: str, what: What = None) -
 
 
 def _compiled(request: Request, of: str | Variant | Use, index: int) -> list[Future]:
-    """By threads, what a self-check launches."""
+    """Threads that compile the kernels of a self-check."""
     op, _, device, scheme, _ = request.check
     launching = next(k.launching for k in kernels(op) if k.name == CUDA)
     with apart(torch.device("cpu")):
@@ -105,8 +105,8 @@ def disagreement(
     """Runs kernel `name` of an op on small inputs of a scheme: None when it agrees with the
     reference, otherwise how it differs.
 
-    of: the variant of a quantizer; forms of a GEMM, by default all, of which those that the kernel
-    declines are left out, if it takes any.
+    of: the variant of a quantizer; forms of a GEMM, by default all; unsupported ones are left out,
+        unless all are.
 
     Raises:
         ValueError: the kernel does not serve this device or scheme.
@@ -137,7 +137,7 @@ def disagreement(
 
 @contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """Without the caller's modes and settings, and on a CUDA device on a stream of its own."""
+    """Without the caller's modes and settings; on a CUDA device on a stream of its own."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.no_grad())
@@ -152,8 +152,9 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 def _bits_of(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
-    """With a thread block for each tile, where there are so many multiprocessors, and with a few
-    that have several tiles each: their loop over tiles, its stages and barriers run, too."""
+    """Runs the kernel twice: with a thread block for each tile, if there are enough
+    multiprocessors, and with several tiles for each thread block, whose loop has stages and
+    barriers."""
     on_device = _on(device, arguments)
     function = select(op, on_device, name)
     want = select(op, arguments, REFERENCE)(*arguments)
@@ -169,7 +170,7 @@ def _bits_of(op: str, name: str, device: torch.device, arguments: tuple) -> str 
 
 def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
     """How the results of an op, of these names, differ from its reference's, which are on the CPU;
-    None when they are the same numbers."""
+    None if all values are equal."""
     for which, a, b in zip(names, _tuple(got), _tuple(want), strict=False):
         wrong = (a.cpu().float() != b.float()).sum().item()
         if wrong:
@@ -178,7 +179,7 @@ def difference_of_bits(got, want, names: Sequence[str]) -> str | None:
 
 
 class UnsupportedForm(ValueError):
-    """A kernel does not take a form of GEMM."""
+    """A kernel does not support a form of GEMM."""
 
 
 def _of_gemm(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:

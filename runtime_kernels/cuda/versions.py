@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of what compiles kernels, brings them, or runs them: part of every result that is kept
-on disk for later processes."""
+"""Versions of all that compiles, contains or runs kernels. Every result that is stored on disk
+names them."""
 
 from __future__ import annotations
 

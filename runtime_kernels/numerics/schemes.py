@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of quantization schemes: what one quantized operand is, as data.
+"""The table of quantization schemes: the format and the rounding of an operand, as data.
 
-A quantized tensor of logical shape [M, K] stands for
+A quantized tensor of logical shape [M, K] has the values
 
     value[m, k] = e2m1(code[m, k]) * scale[block of (m, k)] * global_scale
 
-with 4-bit e2m1 codes, one 8-bit scale a block, and one fp32 scalar. Blocks lie along the last
-dimension, the one that the GEMM contracts. Two formats exist:
+with 4-bit e2m1 codes, one 8-bit scale for each block, and one fp32 scalar. Blocks are along the
+last dimension, which the GEMM contracts. There are two formats:
 
     nvfp4   blocks of 16 (or 16x16), e4m3 scales, fp32 global scale
     mxfp4   blocks of 32, e8m0 (power of two) scales, global scale 1 (4/3 where codes shrink by 3/4)
@@ -59,9 +59,9 @@ class Scheme:
     shrink: float = (
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
     )
-    swizzled: bool = False  # scales lie as Blackwell's tensor cores read them (swizzle.py)
-    # There are no codes but bf16 [M, Kp], code * scale, times the global scale where that folds
-    # (and is then given as 1); no scales either. What a bf16 GEMM reads.
+    swizzled: bool = False  # scales are in the order of Blackwell's tensor cores (swizzle.py)
+    # bf16 [M, Kp] instead of codes, and no scales, for BF16 GEMMs: code * scale, times a global
+    # scale that is a power of two (which is then given as 1).
     dequantized: bool = False
 
     @property
@@ -71,13 +71,14 @@ class Scheme:
 
     @property
     def takes_amax(self) -> bool:
-        """The op must be given the tensor's amax (MS-EDEN finds its global scale from the corrected
-        block scales)."""
+        """The op needs the tensor's amax. MS-EDEN does not: its global scale follows from the
+        corrected block scales."""
         return self.global_scale == "exact" and self.rounding != "ms_eden"
 
     @property
     def has_pow2_scale(self) -> bool:
-        """global_scale is a power of two, so that the whole value is exact in bf16."""
+        """The global scale is a power of two, so that code * scale * global_scale is exact in
+        bf16."""
         return self.global_scale == "pow2" or (self.global_scale == "none" and self.shrink == 1.0)
 
     @property
@@ -96,7 +97,7 @@ class Scheme:
         return SWIZZLED * self.swizzled or DEQUANTIZED * self.dequantized
 
     def with_form(self, form: str) -> "Scheme":
-        """The same scheme in another form, or in none.
+        """The same scheme in another form, or without one.
 
         Raises:
             ValueError: its blocks span rows, whose scales are not swizzled.
@@ -106,7 +107,7 @@ class Scheme:
 
 def _nvfp4() -> list[Scheme]:
     rtn = Scheme("nvfp4", "nvfp4", "rtn", (1, 16), "exact")
-    # 1.5 * 448 is not an e4m3 number, so the scale of the second 4/6 candidate needs the cap of
+    # 1.5 * 448 is not an e4m3 value, so the scale of the second 4/6 candidate needs the cap of
     # 256.
     selected = replace(rtn, select="mse", cap=256.0)
     stochastic = replace(rtn, rounding="sr", vmax=E2M1_MAX * SR_HEADROOM)
@@ -126,7 +127,7 @@ def _nvfp4() -> list[Scheme]:
         replace(stochastic, name="nvfp4_sr_46", select="mse", cap=256.0),
         replace(rtn, name="nvfp4_ms_eden", rounding="ms_eden", vmax=MS_EDEN_CLIP, cap=256.0),
     ]
-    # The twins with a power of two as global scale. Their 4/6 may use all of e4m3, since both
+    # The same with a power of two as global scale. Their 4/6 may use all of e4m3, since both
     # candidates exist before the global scale does.
     return exact + [
         replace(
@@ -152,8 +153,8 @@ def _mxfp4() -> list[Scheme]:
 SCHEMES: dict[str, Scheme] = {s.name: s for s in [*_nvfp4(), *_mxfp4()]}
 
 
-# At the end of a scheme's name: the same as GEMMs read it, for an operand that only they read.
-# Swizzled scales are read by requantizations, too; schemes whose blocks have one row can have them.
+# Suffixes of a scheme's name, for operands that only GEMMs read: the form that those read.
+# Requantizations read swizzled scales, too. Only schemes whose blocks have one row can have them.
 SWIZZLED, DEQUANTIZED = "@32x4x4", "@bf16"
 
 

@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantizing did to an operand, in numbers: the statistics that telemetry records.
+"""Statistics of the rounding of an operand, which telemetry records.
 
     sums(values, rotation, codes, scales, global_scale, scheme, amax) -> fp64 [len(SUMS)]
     sums_of_codes(codes, scales, global_scale, scheme)            -> ...
     statistics(sums [..., len(SUMS)]) -> fp64 [..., len(FIELDS)]
 
-The first two run where the operand is, the last on the host, when a record is written. x [M, Kp] is
-the operand as it was rounded: rotated, norm and all, the contraction last. With
+The first two run on the operand's device, the last on the host, when a record is written. x [M, Kp]
+is the operand before rounding: rotated and multiplied by the norm, the contraction last. With
 x̂ = e2m1(code) * scale * global_scale:
 
     amax             largest magnitude of the whole tensor, before any rotation
     relative_error   ‖x̂ - x‖ / ‖x‖; 0 for a tensor of zeros
     cosine           ⟨x̂, x⟩ / (‖x̂‖ ‖x‖); 1 for a tensor of zeros
     zero             share of the elements that were not zero and are now
-    saturated        share of the elements beyond the largest number of their block, 6 * scale *
+    saturated        share of the elements beyond the largest value of their block, 6 * scale *
                      global_scale. Under MS-EDEN, whose scales are corrected after the rounding,
                      the scale is the corrected one
     scale_zero       share of the block scales that are 0
     scale_subnormal  share in e4m3's subnormals, below 2^-6, where a scale has fewer bits; 0 for
                      e8m0, which has none
-    scale_largest    share at or above the scheme's cap, the largest that it aims for
+    scale_largest    share at or above the scheme's cap, the largest scale that it aims for
 
-NaN where a number is not known, and all but amax where the operand has a NaN or Inf (of
-sums_of_codes: where the rows that it is given have one). Tensors of
-more than SAMPLE elements are measured, amax aside, on at most that many of them: whole rows, in
-groups of 16 spread evenly over all.
+A statistic that is not known is NaN. All but amax are NaN if the operand has a NaN or Inf
+(sums_of_codes: if the given rows have one). Tensors of more than SAMPLE elements are measured, amax
+aside, on at most that many of them: whole rows, in groups of 16 spread evenly over all.
 
-On a GPU what this costs is launches, some 20 an operand, and a few views for each. So sums of one
-kind lie side by side and are taken by one reduction; what only counts is what is not zero, which
-the norm of order 0 counts; and constants are made before (constants.py). All is in fp64: the sample
-is small, a cosine is off 1 by no more than 1e-3, and no product is rounded to tf32.
+On a GPU this costs launches, some 20 for each operand, and a few views for each launch. Hence sums
+of one kind are contiguous and computed by one reduction, counts are norms of order 0, and constants
+are made before (constants.py). All is in fp64: the sample is small, a cosine differs from 1 by 1e-3
+at most, and no product is rounded to tf32.
 """
 
 from typing import NamedTuple
@@ -65,7 +64,7 @@ SUMS = (
     "scale_largest",
 )
 SAMPLE = 2**18  # elements
-CODES_SAMPLE = 2**16  # codes of a weight that are kept, to see how many change
+CODES_SAMPLE = 2**16  # codes of a weight that are stored, to count how many change
 GROUP = 16  # rows: those of a square block share a scale
 _LEAST_NORMAL = 2.0**-6  # of e4m3
 _LARGEST_E8M0 = 2.0**127
@@ -82,8 +81,8 @@ class Sample(NamedTuple):
         return self.groups * GROUP
 
     def of(self, x: torch.Tensor, dim: int = 0, per: int = 1) -> torch.Tensor:
-        """Of a matrix with rows / per along dim those of the sample: a view, in the place of dim
-        with [groups, GROUP / per], or [groups, 1]."""
+        """The rows of the sample, of a matrix that has rows / per along dim: a view with
+        [groups, GROUP / per] or [groups, 1] in the place of dim."""
         size, stride = list(x.shape), list(x.stride())
         size[dim : dim + 1] = [self.groups, max(GROUP // per, 1)]
         stride.insert(dim, self.apart // per * stride[dim])
@@ -91,7 +90,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(rows: int, width: int, limit: int = SAMPLE) -> Sample | None:
-    """Of a matrix, with at most ``limit`` elements or one group; None for all rows."""
+    """The sample of a matrix: at most ``limit`` elements, or one group; None for all rows."""
     wanted = max(1, limit // (GROUP * max(width, 1)))
     if wanted >= rows // GROUP:
         return None
@@ -104,7 +103,7 @@ def of_rows(
     codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, sample: Sample | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the codes and block scales of some rows, [rows, n] or [groups, rows of one, n]; the
-    scales as they lie unswizzled."""
+    scales unswizzled."""
     scales = _unswizzled(codes, scales, scheme)
     if sample is None:
         return codes, scales
@@ -120,7 +119,7 @@ def sums(
     scheme: Scheme,
     amax: torch.Tensor,
 ) -> torch.Tensor:
-    """See the top of this file. All of one and the same rows, as `of_rows` gives them.
+    """See the top of this file. All arguments are of the same rows, as `of_rows` gives them.
 
     values: any floating dtype [..., K], before rotation.  rotation: fp64 [size, size] of 1 and -1,
     by which a chunk is multiplied to rotate it, or None.
@@ -146,8 +145,8 @@ def sums(
     torch.mul(rounded, x, out=nonzero_after)
     torch.abs(x, out=beyond)
     beyond.view(*unit.shape[:2], scheme.width).gt_(unit * E2M1_MAX)
-    # A sum of squares below fp64's largest has none but finite addends; any other is NaN or Inf. Of
-    # what no row here has, amax tells.
+    # A sum of squares is finite only if all its addends are. For rows that are not here, amax shows
+    # what is not finite.
     torch.linalg.vector_norm(spread[:3], dim=1, out=norms)
     torch.linalg.vector_norm(spread[2:], 0, dim=1, out=counts)
     _shares_of_scales(scale, scheme, shares)
@@ -157,8 +156,8 @@ def sums(
 def sums_of_codes(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
-    """The same where what was rounded is not known: the share of zeros counts those that were zero
-    before, errors and saturation are NaN, and amax is that of x̂."""
+    """The same without x: the share of zeros includes elements that were zero before, errors and
+    saturation are NaN, and amax is that of x̂."""
     rows, width = codes.shape[:-1].numel(), 2 * codes.shape[-1]
     found = global_scale.new_full((len(SUMS),), rows * width, dtype=torch.float64)
     scale = scales.to(torch.float64)
@@ -180,7 +179,7 @@ def statistics(sums: torch.Tensor) -> torch.Tensor:
     )
     scale_nonzero, scale_normal, scale_largest = shares
     nothing = size == 0
-    # ⟨x̂, x⟩ by the law of cosines, of which fp64 leaves more digits than are looked at.
+    # ⟨x̂, x⟩ by the law of cosines, of which fp64 leaves enough digits.
     product = (rounded.square() + size.square() - error.square()) / 2
     known = [
         torch.where(nothing, error, error / size),
@@ -229,7 +228,7 @@ def _fill(rows: torch.Tensor, values: torch.Tensor, width: int) -> None:
 def _units(
     scale: torch.Tensor, global_scale: torch.Tensor, scheme: Scheme, rows: int
 ) -> torch.Tensor:
-    """What a code of 1 stands for: fp64 [rows, blocks, 1]."""
+    """The value of code 1: fp64 [rows, blocks, 1]."""
     unit = (scale * global_scale).flatten(0, -2).unsqueeze(2)
     return unit if scheme.block[0] == 1 else unit.repeat_interleave(scheme.block[0], 0)[:rows]
 

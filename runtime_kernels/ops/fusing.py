@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pass fuse_rotations and the lowerings of one graph both know."""
+"""Keys of node.meta that the pass fuse_rotations sets and the lowerings of the graph read."""
 
 from __future__ import annotations
 
 from torch import fx
 
-# Keys of a quantizer's node.meta.
-# It may compute its operand. A list, to which the lowering adds what it was fused with, or why not.
+# The quantizer may compute its operand (prologue fusion). The value is a list, to which the
+# lowering appends what it was fused with, or why it was not.
 MAY_FUSE = "q2_may_fuse"
-# Another one's operand is made from half or more of what this one's is, by bytes: Inductor would
-# make one kernel of both producers.
+# Another quantizer's operand is computed from half or more of the bytes that this one's is computed
+# from: Inductor would fuse both producers into one kernel.
 READS_THE_SAME = "q2_reads_the_same"
-# Two may be one kernel: the number of the pair. What the second one's operand is computed by stands
-# before the first one.
+# The number of a pair of quantizers that may be one kernel. Nodes that compute the second one's
+# operand are before the first one.
 PAIR = "q2_pair"
 
 _VIEWS_AND_CASTS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze") + (
@@ -21,6 +21,6 @@ _VIEWS_AND_CASTS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "
 
 
 def is_view_or_cast(node: fx.Node) -> bool:
-    """Whether a node only says how numbers lie or are rounded."""
+    """Whether a node only changes the layout of a tensor, or casts it."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name.partition("::")[2] in _VIEWS_AND_CASTS

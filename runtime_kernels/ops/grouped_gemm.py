@@ -4,21 +4,21 @@
     grouped_gemm(a_codes, a_scales, a_global, b_codes, b_scales, b_global, offs [E], a_scheme,
     b_scheme, gemm, dtype) -> matrix
 
-Both operands are quantized along the contraction (or bf16 numbers, of a scheme that ends in @bf16),
-E weights w [E, N, K] lie in one matrix, and so do their gradients; ``gemm`` says how:
+Both operands are quantized along the contraction, or dequantized (schemes that end in @bf16). E
+weights w [E, N, K] form one matrix, and so do their gradients; ``gemm`` says how:
 
     gemm      a         b              result
     "fprop"   x [T, K]  w [E * N, K]   y [T, N]       contracts K, weight after weight
     "dgrad"   dy [T, N] w [K, E * N]   dx [T, K]      contracts N of each weight, beside each other
     "wgrad"   dy [N, T] x [K, T]       dw [E * N, K]  contracts T, group after group
 
-``offs``: int32 ends of the groups along T. Where T is contracted groups must be whole chunks of 128
-(padded_ends), and where N is, each weight's whole blocks. Rows of no group, from offs[E - 1] on,
-give zero.
+``offs``: int32 ends of the groups along T. Where T is contracted, groups must be whole chunks of
+128 (padded_ends), and where N is, each weight's whole blocks. Rows of no group, from offs[E - 1]
+on, give zero.
 
-The reference is one grouped product of dequantized operands. Code * scale is exact in bf16, and so
-is a global scale that is a power of two on top. Any other is applied to the result, which bf16 has
-by then rounded once more: torch has no grouped product of bf16 operands that returns its fp32 sums.
+The reference is one grouped product of dequantized operands. Code * scale is exact in bf16, also
+times a global scale that is a power of two. Any other global scale is applied to the result, after
+a second rounding to bf16: torch has no grouped product of bf16 operands that returns its fp32 sums.
 Results of another dtype are computed in fp32.
 """
 
@@ -114,8 +114,8 @@ def grouped_gemm(
 
 
 def factor_of(a_global: torch.Tensor, b_global: torch.Tensor) -> torch.Tensor:
-    """The product of the global scales, [1]: a matrix in bf16 is multiplied by it in fp32. One of
-    no dimensions CUDA would round to bf16 first."""
+    """The product of the global scales, [1], by which a bf16 matrix is multiplied in fp32. A 0-dim
+    one would be rounded to bf16 first, on CUDA."""
     return (a_global * b_global).reshape(1)
 
 
@@ -126,8 +126,8 @@ def _dequantized(
     spec: Scheme,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """code * scale, and times the global scale if it is given: [M, Kp]. Dequantized codes have that
-    factored in already."""
+    """code * scale, and times the global scale if it is given: [M, Kp]. Dequantized operands
+    include it already."""
     if spec.dequantized:
         return codes.to(dtype)
     if global_scale is None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pass group_launches writes into a graph, and the lowerings of that graph read."""
+"""Keys of node.meta that the pass group_launches sets and the lowerings of the graph read; and
+which quantizers are adjacent."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from torch import fx
 
 from q2compile.runtime_kernels.ops.table import PARTS, quantizer_of
 
-# A key of a quantizer's node.meta: the number of its launch group, in this graph. Quantizers of one
-# group are enqueued together, and end in one launch (cuda/quantize/grouped_launch.py).
+# Of a quantizer: the number of its launch group in this graph. Quantizers of one group share a tail
+# launch (cuda/quantize/grouped_launch.py).
 LAUNCH_GROUP = "q2_launch_group"
-# A key of a GEMM's: the group whose last launch makes alpha, the product of its global scales.
+# Of a GEMM: the group whose tail launch computes alpha, the product of its global scales.
 ALPHA_FROM = "q2_alpha_from"
 
 _GLOBAL_SCALE = PARTS.index("global scale")
 _aten, _prims = torch.ops.aten, torch.ops.prims
-# What may stand between quantizers of a group: it computes next to nothing, so that an operand
-# which waits is not kept alive for long.
+# Nodes that may be between quantizers of a group. They compute next to nothing, so no operand stays
+# alive for long because its launch is delayed.
 BETWEEN = frozenset(
     [_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default]
     + [_aten._to_copy.default, _prims.convert_element_type.default, _aten.select.int]
@@ -29,10 +30,10 @@ BETWEEN = frozenset(
 
 
 def adjacent_quantizers(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The quantizers of a graph, in runs: nothing that is computed stands between those of a run,
-    and nothing reads what one makes before the last is made."""
+    """The quantizers of a graph, in runs. Between those of a run nothing is computed, and no output
+    of a run is read before its last quantizer."""
     runs: list[list[fx.Node]] = []
-    made: set[fx.Node] = set()  # by the run that is open
+    made: set[fx.Node] = set()  # by the current run
     for node in nodes:
         quantizes = quantizer_of(node) is not None
         own = node.target is operator.getitem and node.args[0] in made
@@ -49,8 +50,8 @@ def adjacent_quantizers(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def global_scales(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """Of a quantizer's outputs those that a GEMM multiplies, with their places: none of a
-    dequantized operand's."""
+    """The outputs of a quantizer that are global scales, with their places; none for dequantized
+    operands."""
     call = quantizer_of(node)
     if call is None or call.scheme.dequantized:
         return []

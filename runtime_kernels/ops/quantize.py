@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::quantize: rounds a matrix to a 4-bit format, along its rows, along its columns, or both.
+"""q2::quantize: rounds a matrix to a 4-bit format, rowwise, columnwise, or both.
 
     quantize(x [M, K], *, scheme, transform="none", rowwise, columnwise, amax=None,
              rowwise_seed=None, columnwise_seed=None, rng_offset=0, offs=None, padded_offs=None,
@@ -13,21 +13,20 @@ Outputs, in order:
     dbias        the sums of the columns of x, [K], rounded once (numerics/column_sums.py)
     recorded     statistics of each operand, fp64 (ops/recorded.py)
 
-Formats, packing and shapes: numerics/schemes.py and layout.py. The contraction is padded with
-zeros inside, to whole blocks and whole chunks of the transform, a rotation that comes first. A
-gradient is an operand of both GEMMs of the backward pass: both directions come from one read of it,
-and so does the gradient of a bias.
+Formats, packing and shapes: numerics/schemes.py and layout.py. The transform, a rotation, is
+applied before rounding. The contraction is padded with zeros to whole blocks and whole chunks of
+the transform. A gradient is an operand of both GEMMs of the backward pass: one read of it gives the
+rowwise and the columnwise operand, and the gradient of a bias.
 
-    amax         the largest |x|, for schemes that take it. Without it an exact global scale is
-                 found inside, of the rotated matrix where there is a rotation.
-    seeds        int64 scalars, for signs and random bits; rng_offset tells apart tensors that share
-                 a seed: equal signs, different random bits.
-    offs         int32 [E], the ends of groups of rows, which columnwise are kept apart: an operand
-                 of the experts' wgrad, which contracts the tokens. padded_offs are those of the
-                 padded layout, where each group is whole chunks of 128 rows (numerics/groups.py),
-                 and Mp counts the rows of that. Rows of no group are zeros there, none of them
-                 negative. MS-EDEN after a rotation by 128 has short chunks spread, so that it is
-                 unbiased there, too.
+    amax         the largest |x|, for schemes that take it. Without it, an exact global scale is
+                 computed inside; with a rotation, from the rotated matrix.
+    seeds        int64 scalars, for signs and random bits. Tensors that share a seed have different
+                 values of rng_offset: equal signs, different random bits.
+    offs         int32 [E], the ends of groups of rows, which are quantized separately columnwise:
+                 for the experts' wgrad, which contracts the tokens. padded_offs are the ends in the
+                 padded layout, where each group is whole chunks of 128 rows (numerics/groups.py);
+                 Mp counts the rows of that layout. Rows of no group are +0. MS-EDEN after a
+                 rotation by 128 spreads short chunks, so that it is unbiased in them, too.
 """
 
 from typing import Any
@@ -76,7 +75,7 @@ def checked(call: QuantizerCall) -> QuantizerCall:
     if call.grouped or call.args["padded_offs"] is not None:
         if not call.columnwise or not call.grouped or call.args["padded_offs"] is None:
             raise ValueError(
-                f"q2::{QUANTIZE} keeps groups of rows apart columnwise: give it offs and "
+                f"q2::{QUANTIZE} quantizes groups of rows separately columnwise: give it offs and "
                 "padded_offs, and set columnwise."
             )
         check_groups(QUANTIZE, call.args["offs"], call.args["padded_offs"])

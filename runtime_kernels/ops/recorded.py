@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of what rounding did to an operand, for telemetry.
+"""Statistics of the rounding of an operand, for telemetry.
 
     quantize(..., recorded=True), requantize(..., recorded=True)
-        -> what the op returns, then the sums of each operand that it makes
+        -> the outputs of the op, then the sums of each operand that it makes
     statistics_of_codes(codes, scales, global_scale, scheme)   codes that another graph made
     statistics_of_operand(x, codes, scales, global_scale, scheme)   of q2::quantize's x and codes
     sampled_codes(codes) -> the codes of some rows, about CODES_SAMPLE of them
 
-sums are fp64 [len(SUMS)], of which the host makes statistics (numerics/statistics.py). A recorded
-call makes the same call without `recorded`, and so by the same kernel, and returns its very
-outputs: in a graph it changes no bit. Sums are computed beside it, in plain torch. Of codes in the
-form that a bf16 GEMM reads (@bf16) the op is called once more, without that form and with the same
-seed, for codes and scales to look at.
+sums are fp64 [len(SUMS)]; the host computes statistics from them (numerics/statistics.py). A
+recorded call makes the same call without `recorded`, by the same kernel, and returns its outputs:
+in a graph it changes no bit. Sums are computed beside it, in plain torch. For dequantized operands
+(@bf16) the op is called once more, without that form and with the same seed, since the sums need
+codes and scales.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from q2compile.runtime_kernels.numerics.transforms import Transform, get_transfo
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_up
 
-_ANY_SIGNS = "rht128"  # of which a kernel is as good as of another transform's
+_ANY_SIGNS = "rht128"  # the kernel is the same for each transform with signs
 
 
 def recorded(call: QuantizerCall) -> list[torch.Tensor]:
-    """What a recorded call returns."""
+    """The outputs of a recorded call."""
     plain, with_codes = _plain(call), _with_codes(call)
     outputs = plain()
     seen = with_codes() if with_codes.scheme.form != plain.scheme.form else outputs
@@ -61,7 +61,7 @@ def recorded(call: QuantizerCall) -> list[torch.Tensor]:
 
 
 def prepare_recorded(op: str) -> Callable[..., None]:
-    """Of the reference of a quantizing op: loads what a recorded call will launch."""
+    """`prepare` of the reference of a quantizing op: loads what a recorded call will launch."""
 
     def prepare(*args: Any) -> None:
         call = QuantizerCall.of(op, args)
@@ -88,7 +88,7 @@ def _plain(call: QuantizerCall) -> QuantizerCall:
 
 
 def _with_codes(call: QuantizerCall) -> QuantizerCall:
-    """The call that makes codes and scales to look at."""
+    """The call that gives codes and scales."""
     plain = _plain(call)
     return (
         plain.replace(scheme=call.scheme.with_form("").name) if call.scheme.dequantized else plain
@@ -99,7 +99,7 @@ Rows = Callable[[Sample | None], torch.Tensor]  # of an operand before rotation,
 
 
 def _source(call: QuantizerCall) -> tuple[Callable[[bool], Rows], torch.Tensor]:
-    """What a call quantizes, by direction, and its largest magnitude."""
+    """The rows that a call quantizes, rowwise or columnwise, and their largest magnitude."""
     scheme = call.source_scheme
     if scheme is None:
         return partial(_rows_of, call.x), _largest(call.x)
@@ -147,7 +147,7 @@ def _rows_of(x: torch.Tensor, columnwise: bool) -> Rows:
 
 
 def _largest_of_codes(codes, scales, global_scale, scheme: Scheme) -> torch.Tensor:
-    """max |x̂| of a quantized matrix. Without the global scale bf16 holds its numbers exactly."""
+    """max |x̂| of a quantized matrix. Without the global scale its elements are exact in bf16."""
     if scheme.swizzled:
         scales = unswizzle_32x4x4(scales, codes.shape[0], 2 * codes.shape[1] // scheme.width)
     args = _dequantized(codes, scales, scheme.with_form(""))
@@ -159,7 +159,7 @@ def _dequantized(codes, scales, scheme: Scheme) -> tuple:
 
 
 def _in_groups(call: QuantizerCall, values: Rows) -> Rows:
-    """``values`` of rows that lie [K, T], in the padded layout of their groups."""
+    """``values`` [K, T], with T in the padded layout of the groups."""
     ends = call.args["offs"], call.args["padded_offs"]
     spread = spreads(call.scheme, call.transform)
 

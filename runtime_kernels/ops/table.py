@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quantizing ops are: one row for each, and a call of one, described by its arguments.
+"""The table of quantizing ops, and QuantizerCall, a call of one described by its arguments.
 
-Every question about a quantizing op is asked here, by passes, lowerings, kernels, self-checks,
-telemetry and reports: what it reads, which operands it makes, where their parts are among its
-outputs, which seed each of them has. No other place has a list of these ops, or reads a meaning
-from the name of an op.
+Passes, lowerings, kernels, self-checks, telemetry and reports ask this file about a quantizing op:
+what it reads, which operands it makes, where their parts are among its outputs, which seed each of
+them has. No other file lists these ops, or derives a meaning from the name of an op.
 
     call = quantizer_of(node)                 None for other nodes
     call.columnwise, call.grouped, call.scheme.stochastic, call.operands[0].first
@@ -50,9 +49,9 @@ MASK = 3  # the output that is the trust mask, of a call that has one
 class OpSpec:
     """A quantizing op.
 
-    source       the arguments that are what it quantizes
-    is_lowered   Inductor may make a kernel of its own of it (lowering/inductor_kernels/quantize.py)
-    is_fusable   a kernel of ours may compute its operand in the place of reading it
+    source       the arguments that it quantizes
+    is_lowered   it may become an Inductor kernel (lowering/inductor_kernels/quantize.py)
+    is_fusable   our kernel may compute its operand instead of reading it (prologue fusion)
     """
 
     name: str
@@ -82,7 +81,7 @@ SPECS = {
 class Operand(NamedTuple):
     """An operand that a call makes.
 
-    columnwise  its blocks lie along the columns of what is quantized, else along the rows
+    columnwise  its blocks are along the columns of the source, else along the rows
     seed        of its signs and random bits, or None
     first       the output that is its codes; its scales and its global scale follow
     """
@@ -98,8 +97,8 @@ class Operand(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What chooses among the variants of a kernel, beside scheme and transform: calls that have the
-    same are checked by the same self-check."""
+    """What selects the variant of a kernel, beside scheme and transform. One self-check covers all
+    calls of a variant."""
 
     op: str
     rowwise: bool
@@ -121,8 +120,8 @@ class Variant(NamedTuple):
 class QuantizerCall:
     """A call of a quantizing op.
 
-    args: by the names of the schema, in its order, all of them. Their tensors may be anything that
-    stands for one: fakes, nodes of a graph, buffers of Inductor's.
+    args: all arguments by name, in the order of the schema. Tensors among them may be fakes, nodes
+    of a graph, or Inductor's buffers.
     """
 
     spec: OpSpec
@@ -163,7 +162,7 @@ class QuantizerCall:
 
     @property
     def x(self) -> Any:
-        """What is quantized: a matrix, or its codes."""
+        """The source: a matrix, or its codes."""
         return self.args[self.spec.source[0]]
 
     @property
@@ -172,12 +171,12 @@ class QuantizerCall:
 
     @property
     def by_scales(self) -> bool:
-        """A matrix is rounded to scales that are given, and requantized."""
+        """Whether a matrix is rounded by given scales, then requantized."""
         return bool(self.args.get("by_scales"))
 
     @property
     def source_scheme(self) -> Scheme | None:
-        """Of codes or scales that are given."""
+        """The scheme of the source's codes or scales; None for q2::quantize."""
         name = self.args.get("source_scheme")
         return None if name is None else get_scheme(name)
 
@@ -205,7 +204,7 @@ class QuantizerCall:
 
     @property
     def grouped(self) -> bool:
-        """Rows are in groups, which are kept apart columnwise."""
+        """Whether rows are in groups, which are quantized separately columnwise."""
         return self.args["offs"] is not None
 
     @property
@@ -214,7 +213,7 @@ class QuantizerCall:
 
     @property
     def dbias(self) -> torch.dtype | None:
-        """The dtype of the sums of the columns, where they are wanted."""
+        """The dtype of dbias, the sums of the columns; None without."""
         return self.args.get("dbias")
 
     @property
@@ -228,7 +227,7 @@ class QuantizerCall:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """In the order of the outputs: rowwise, columnwise."""
+        """The operands that it makes, in the order of the outputs: rowwise, columnwise."""
         found: list[Operand] = []
         for columnwise in (False,) * self.rowwise + (True,) * self.columnwise:
             seed = self.args.get("columnwise_seed" if columnwise else "rowwise_seed")
@@ -241,7 +240,7 @@ class QuantizerCall:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What comes out, by name; the statistics of each operand are last."""
+        """The names of the outputs; the statistics of each operand come last."""
         made = PARTS * len(self.operands) + ("mask",) * self.masked
         made += ("dbias",) * (self.dbias is not None)
         return made + ("statistics",) * (self.recorded * len(self.operands))
@@ -258,7 +257,7 @@ class QuantizerCall:
 
 
 def quantizer_of(node: Any) -> QuantizerCall | None:
-    """The call that a node of a graph is; None where it is of no quantizing op."""
+    """The call of a graph node; None if it is not a quantizing op."""
     target = getattr(node, "target", None)
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -267,7 +266,7 @@ def quantizer_of(node: Any) -> QuantizerCall | None:
 
 
 def rowwise_call(scheme: str, x: Any = None, **args: Any) -> QuantizerCall:
-    """Of q2::quantize, rowwise and without a rotation."""
+    """A call of q2::quantize, rowwise and without a rotation."""
     return QuantizerCall.named(QUANTIZE, x=x, scheme=scheme, rowwise=True, columnwise=False, **args)
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::transpose: the same numbers with the contraction on the other dimension, for 16x16 blocks.
+"""q2::transpose: the transposed matrix, as codes and scales, for 16x16 blocks.
 
     transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled)
         -> codes uint8 [rows, Mp/2], scales [rows/16, Mp/16]
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
-shares one scale in both directions, so the codes only change places: this is what lets NVIDIA's
-recipe quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused so.
+has one scale rowwise and columnwise, so the codes only change places. That lets NVIDIA's recipe
+quantize a weight once for fprop and dgrad. Blocks of one row cannot be reused in this way.
 
-swizzled: the scales are those of an operand whose blocks have one row (`of_rows`), a copy for each
-row, as the fp4 GEMM reads them (numerics/swizzle.py): [tiles, 512].
+swizzled: each row gets its own copy of the scales, swizzled for FP4 GEMMs (numerics/swizzle.py):
+[tiles, 512]. The operand then has the scheme with blocks of one row (`of_rows`).
 """
 
 import torch
@@ -31,19 +31,19 @@ def checked(scheme: str) -> Scheme:
         square = ", ".join(s.name for s in SCHEMES.values() if s.block[0] == s.block[1])
         raise ValueError(
             f"q2::transpose takes square blocks ({square}), got {scheme!r}: its blocks of "
-            f"{spec.block[0]}x{spec.block[1]} lie along one dimension; use q2::requantize."
+            f"{spec.block[0]}x{spec.block[1]} are along one dimension; use q2::requantize."
         )
     return spec
 
 
 def of_rows(scheme: str) -> str:
-    """What a GEMM calls an operand of square blocks whose scales are repeated for each row, and
-    swizzled: nvfp4_16x16_pow2 is nvfp4_pow2@32x4x4 then."""
+    """The scheme of an operand of square blocks once its scales are repeated for each row and
+    swizzled: nvfp4_pow2@32x4x4 for nvfp4_16x16_pow2."""
     return checked(scheme).name.replace("_16x16", "") + SWIZZLED
 
 
 def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:
-    """Of the codes and the scales that come out; sizes may be symbolic."""
+    """The shapes of the resulting codes and scales; sizes may be symbolic."""
     spec = checked(scheme)
     blocks = ceil_div(codes.shape[0], spec.width)
     transposed = get_scheme(of_rows(scheme)) if swizzled else spec

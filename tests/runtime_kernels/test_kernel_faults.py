@@ -200,7 +200,7 @@ def test_the_reference_is_never_rejected(monkeypatch):
 def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
     """With its log it takes seconds, and each shape would ask for it again."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(nvrtc, "_refused", {})
+    monkeypatch.setattr(nvrtc, "_failed", {})
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     compiled = []
 

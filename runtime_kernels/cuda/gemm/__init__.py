@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm on CUDA, by three kernels, and its grouped kin. Imports jit, dequantize, selfcheck, ops,
-numerics, registry.
+"""q2::gemm on CUDA, by three kernels, and the grouped GEMMs. Imports jit, dequantize, selfcheck,
+ops, numerics, registry.
 
 cublaslt_fp4.py   codes and scales on fp4 tensor cores, by cuBLASLt (cublaslt.py): nvfp4
 triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4; and
                   q2::gemm_masked_unrotate
-cuda_bf16.py      the numbers that the codes stand for, by cuBLAS in bf16, on any GPU
+cuda_bf16.py      the dequantized operands in bf16, by cuBLAS, on any GPU
 grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
 grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)
 first_launch.py   the first large product of an algorithm, compared with a BF16 GEMM
-operands.py       what they ask of their operands
-swizzle.py        scales as fp4 tensor cores read them
+operands.py       what they require of their operands
+swizzle.py        scales in the order that fp4 tensor cores read
 
 They are tried in this order: a later registration comes first. Where `q2compile bench` has measured
 which is faster (remembered.py), that one is tried first.

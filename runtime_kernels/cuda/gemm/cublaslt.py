@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """cuBLASLt's products of scaled operands, called by ctypes: A B^T * alpha + bias, rounded once.
 
-torch.nn.functional.scaled_mm calls the same function, and this is for what it leaves open (read in
+torch.nn.functional.scaled_mm calls the same function. This file differs in the following (read in
 torch 2.11 to 2.15, ATen/native/cuda/ScaledBlas.cpp and ATen/cuda/CUDABlas.cpp):
 
-    alpha      torch up to 2.13 copies it into the one buffer of the process, which two streams
-               write and read at once, and which lies on the first GPU that asked. Here cuBLASLt
-               reads it where it was made: in memory of this call's stream, which the caching
-               allocator gives to nothing else of that stream before the product has run.
+    alpha      torch up to 2.13 copies it into one buffer for the whole process, on the first GPU
+               that used it; two streams may write and read it at once. Here cuBLASLt reads alpha
+               in place: in memory of this call's stream, which the caching allocator does not
+               reuse on that stream before the product has run.
     look-up    torch asks cuBLASLt's heuristic for an algorithm, and makes and frees seven
                descriptors, at every call. Here once for each kind of product.
     algorithm  torch takes the first. `q2compile bench` times the first eight, and the fastest is
                taken from then on (remembered.py), wherever the heuristic lists it for a product.
-    bias       torch refuses one of an fp32 result.
+    bias       torch does not support one for an fp32 result.
 
 cuBLASLt adds the bias after alpha has scaled the sums. Its matrices are column-major: ours is the
 transpose of one, so its A is our b, its columns are our rows.
 
-The numbers are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1.
+The constants are those of cublasLt.h and library_types.h of CUDA 12.8 to 13.1.
 """
 
 import ctypes
@@ -43,17 +43,18 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 E2M1, E4M3 = 33, 28
 SCALES_ARE_ONE_FP32, SCALES_OF_16 = 0, 1
 _MOST_WORKSPACE = 32 << 20
-_ASKED = 8  # algorithms
-_MOST_PLANS = 4096  # of a program whose shapes never repeat
+_ASKED = 8  # algorithms that the heuristic is asked for
+_MOST_PLANS = 4096  # for a program whose shapes never repeat
 
 
-Operand = tuple[torch.Tensor, torch.Tensor]  # numbers, scales
+Operand = tuple[torch.Tensor, torch.Tensor]  # codes, scales
 
 
 class Product(NamedTuple):
     """A kind of product: a [rows, k] times b [columns, k], transposed, on a CUDA device.
 
-    operand and scale_mode: cuBLASLt's numbers for the type of both, and how their scales lie.
+    operand and scale_mode: cuBLASLt's constants for the type of both, and for the layout of their
+        scales.
     """
 
     device: int
@@ -67,7 +68,7 @@ class Product(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """What tells apart two algorithms of cuBLASLt: cublasLtMatmulAlgoConfigAttributes_t, in order.
+    """Identifies an algorithm of cuBLASLt: cublasLtMatmulAlgoConfigAttributes_t, in order.
 
     An attribute that this version of cuBLASLt does not have is -1.
     """
@@ -96,8 +97,8 @@ class _Heuristic(ctypes.Structure):
 
 
 class Descriptors:
-    """What cuBLASLt is told of a product: an operation, three layouts, a preference. No device is
-    needed to make them."""
+    """The descriptors of a product: an operation, three layouts, a preference. Making them needs no
+    device."""
 
     def __init__(self, product: Product) -> None:
         p = product
@@ -111,7 +112,7 @@ class Descriptors:
             (_B_SCALE_MODE, p.scale_mode),
         ):
             self.set(attribute, ctypes.c_int32(value))
-        # Looking an algorithm up, cuBLASLt asks these for nothing but their alignment.
+        # In the look-up of an algorithm cuBLASLt reads only the alignment of these.
         for attribute in (_A_SCALE, _B_SCALE, *((_BIAS_POINTER,) if p.bias else ())):
             self.set(attribute, ctypes.c_void_p(1 << 20))
         if p.bias is not None:
@@ -154,7 +155,7 @@ class Plan:
     """A product, with one of the algorithms that cuBLASLt's heuristic lists for it.
 
     algorithms: all of them, in its order
-    algorithm: the one that is taken: `wanted` where it is listed, else the first
+    algorithm: the one that runs: `wanted` if it is listed, else the first
 
     Raises:
         LaunchError: cuBLASLt has none.
@@ -221,7 +222,7 @@ _PLANS: dict[Product, Plan] = {}
 def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
     """Enqueues a product on torch's current stream; its device is the current one.
 
-    a, b: numbers in rows, and their scales as cuBLASLt reads them; all in one piece and aligned.
+    a, b: codes in rows, and scales in the order that cuBLASLt reads; all contiguous and aligned.
     alpha: one fp32.  bias: [columns], or None where the product has none.  out: [rows, columns].
 
     Raises:
@@ -231,7 +232,7 @@ def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
 
 
 def planned(product: Product) -> Plan:
-    """What a product runs by.
+    """The plan that a product runs by.
 
     Raises:
         LaunchError: as `run`.
@@ -240,7 +241,7 @@ def planned(product: Product) -> Plan:
 
 
 def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:
-    """Has a product run from now on by an algorithm, if the heuristic lists it for the product.
+    """Chooses the algorithm that a product runs by from now on, if the heuristic lists it.
 
     wanted: None for the one that `q2compile bench` found the fastest at the nearest shape, or
         else the first of the heuristic's.
@@ -258,7 +259,7 @@ def plan(product: Product, wanted: Sequence[int] | None = None) -> Plan:
 
 
 def ready(product: Product) -> None:
-    """Leaves nothing to be loaded at the first call; sizes may be symbolic.
+    """Loads all that the first call would load; sizes may be symbolic.
 
     Raises:
         LaunchError: cuBLASLt is not there, or has no algorithm for this.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::gemm on fp4 tensor cores by cuBLASLt: nvfp4 alone, which is all that it multiplies.
+"""q2::gemm on fp4 tensor cores by cuBLASLt, which multiplies nvfp4 alone.
 
-A launch for the GEMM, which applies the product of the two global scales and adds a bias of the
-result's 16-bit type, in fp32 and before the one rounding; and one for that product, where the
-quantizers have not made it (quantize/grouped_launch.py). Any other bias is added to an
-fp32 result. Only where N is no multiple of 16, or K of 32, are codes padded and results cut.
+One launch for the GEMM. In fp32, before the one rounding, it applies alpha, the product of the two
+global scales, and adds a bias of the result's 16-bit type. Any other bias is added to an fp32
+result. One more launch for alpha, unless a grouped launch of the quantizers has computed it
+(quantize/grouped_launch.py). Where N is no multiple of 16, or K of 32, codes are padded and results
+cut.
 """
 
 import torch
@@ -71,8 +72,8 @@ def _prepare_fp4(
 def product_of(
     a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Product:
-    """What is asked of cuBLASLt: the columns and the contraction padded, and an fp32 result where
-    the bias is to be added to it."""
+    """The product that cuBLASLt computes: columns and contraction padded, and an fp32 result if the
+    bias is added afterwards."""
     inside = takes(bias, dtype)
     return Product(
         a_codes.device.index,
@@ -119,7 +120,7 @@ def gemm_fp4(
 
 
 def _first(product: Product, device: torch.device) -> Request | None:
-    """Of the first large product by an algorithm, which is compared.
+    """The first large product by an algorithm is compared with a BF16 GEMM.
 
     Raises:
         WrongError: it was wrong.

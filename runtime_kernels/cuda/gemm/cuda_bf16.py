@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::gemm as a product of two bf16 matrices by cuBLAS.
 
-Exact but for the order of the sums: code * scale has 6 significant bits, and a power of two as
-global scale is folded in for nothing.
+Exact except for the order of the sums: code * scale has 6 significant bits. A global scale that is
+a power of two is multiplied into the operands at no cost.
 """
 
 import torch
@@ -59,10 +59,10 @@ def gemm_bf16(
 
 
 def dequantized(codes, scales, global_scale, spec: Scheme) -> torch.Tensor:
-    """code * scale, and * global_scale where it is given: bf16 [M, Kp], exact.
+    """code * scale, times global_scale if it is given: bf16 [M, Kp], exact.
 
-    Swizzled scales are those of operands that were made for a kernel on fp4 tensor cores, which has
-    failed since.
+    Swizzled scales come from operands that were made for a kernel on fp4 tensor cores, which was
+    then rejected.
     """
     if spec.dequantized:
         return codes

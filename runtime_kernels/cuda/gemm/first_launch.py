@@ -4,9 +4,9 @@
 Self-checks are small, and cuBLASLt has other algorithms for large products, Triton other tiles. So
 the first time that a GEMM of 2^30 FLOPs or more runs with one, 128 rows of its result, from all
 over the matrix, are compared on the device with the same rows by a BF16 GEMM of the dequantized
-operands. That is done once, its result is kept on disk (check_results.py), and one that is wrong is
-rejected: the call raises, and the next kernel serves it. Nothing is compared while a CUDA graph is
-captured; the run before has done so.
+operands. This is done once, and the result is stored on disk (check_results.py). If it is wrong,
+the call raises: the kernel is rejected, and the next one serves the call. Nothing is compared while
+a CUDA graph is captured, since the warm-up run has been.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLOPS = 2**30
 ROWS = 128
 _COLUMNS = 512  # of b that are dequantized at once, some 100 MiB where a row is long
 _CHUNK = 128  # columns that are compared as one
-# Of a chunk of a row, whose few numbers add up to more or less than what is usual.
+# Of a chunk of a row, whose few elements may add up to more or less than usual.
 _OF_CHUNK = 4.0
 # A chunk that is smaller than this share of the usual one is compared with that one.
 _SMALL = 2.0**-6
@@ -49,8 +49,8 @@ class Factor(NamedTuple):
     spec: Scheme
 
 
-# What comes behind the rounded product: from rows of it, their numbers, and its columns from one to
-# another, to the result.
+# What is done to the rounded product: a function of some rows of it, their indices, and the first
+# and the last column, to the result.
 Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 _RESULTS: dict[tuple, Result] = {}
 
@@ -90,8 +90,8 @@ def compare(
     bias: torch.Tensor | None,
     finish: Finish | None = None,
 ) -> None:
-    """Compares rows of a result with what a BF16 GEMM makes of them, and keeps what it finds. Where
-    there is no memory for that, nothing.
+    """Compares rows of a result with a BF16 GEMM, and stores the outcome. Does nothing if there is
+    not enough memory.
 
     Raises:
         WrongError: they differ.
@@ -121,7 +121,7 @@ def compare(
 def _worst(
     out: torch.Tensor, a: Factor, b: Factor, bias: torch.Tensor | None, finish: Finish | None
 ) -> float:
-    """The largest error of the whole and of any chunk, over what rounding explains."""
+    """The largest error, of the whole and of any chunk, divided by what rounding explains."""
     rows, columns = out.shape
     picked = torch.linspace(0, rows - 1, min(ROWS, rows), device=out.device).round().long()
     a_rows = _values(_rows_of(a, picked))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::grouped_gemm as one grouped product of bf16 matrices: no loop over the groups, and nothing
-that waits for the device.
+"""q2::grouped_gemm as one grouped product of bf16 matrices: no loop over the groups, and the host
+does not wait for the device.
 
-Exact but for the order of the sums, as cuda_bf16.py is, where both global scales are powers of two.
+Exact except for the order of the sums, as cuda_bf16.py, if both global scales are powers of two.
 """
 
 import torch

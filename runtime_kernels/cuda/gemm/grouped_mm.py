@@ -21,9 +21,10 @@ def zero_rows_launch() -> Launch:
 
 
 def unserved(index: int, dtype: torch.dtype, *sizes) -> str | None:
-    """None where torch has a grouped kernel that waits for nothing, otherwise the reason in words.
+    """None if torch has a grouped kernel for which the host does not wait, otherwise the reason in
+    words.
 
-    sizes: of the dimensions along which its operands and its result lie in memory.
+    sizes: of the contiguous dimensions of its operands and its result.
     """
     if torch.cuda.get_device_capability(index) < (8, 0):
         return "torch's grouped products begin with compute capability 8.0"

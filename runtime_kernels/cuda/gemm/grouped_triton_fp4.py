@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::grouped_gemm by tl.dot_scaled (triton_grouped_kernel.py): fp4 tensor cores in one launch,
-nvfp4 and mxfp4, and nothing that waits for the device."""
+for nvfp4 and mxfp4. The host does not wait for the device."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GEMM kernels ask of their operands, as reasons in words, and what they do at the end."""
+"""What the GEMM kernels require of their operands, as reasons in words; and their epilogue."""
 
 import torch
 from torch.nn.functional import pad
@@ -17,11 +17,11 @@ def two_formats(a_scheme: str, b_scheme: str) -> str | None:
 
 def reads_codes(a_scheme: str, b_scheme: str) -> str | None:
     dequantized = get_scheme(a_scheme).dequantized or get_scheme(b_scheme).dequantized
-    return "it reads codes, not the bf16 numbers that they stand for" if dequantized else None
+    return "it reads codes, not dequantized operands" if dequantized else None
 
 
 def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.dtype) -> Form:
-    """What a GEMM's self-check is told of these arguments."""
+    """The form of a GEMM with these arguments, for its self-check."""
     swizzled = get_scheme(a_scheme).swizzled or get_scheme(b_scheme).swizzled
     return dtype, None if bias is None else bias.dtype, swizzled
 
@@ -29,7 +29,7 @@ def form(bias: torch.Tensor | None, a_scheme: str, b_scheme: str, dtype: torch.d
 def without_contraction(
     a_codes: torch.Tensor, b_codes: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A sum of nothing, and the bias: the product where a size is 0."""
+    """An empty sum plus the bias: the product where a size is 0."""
     out = a_codes.new_zeros((a_codes.shape[0], b_codes.shape[0]), dtype=dtype)
     return out if bias is None else out + bias.to(dtype)
 
@@ -46,8 +46,8 @@ def finished(
 
 
 def padded(codes: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Packed codes [rows, width] with zeros at the ends, in one piece; as they are where they have
-    that size. Padding codes changes none of the sizes of swizzled scales."""
+    """Packed codes, zero-padded to [rows, width] and contiguous; unchanged if they have that size.
+    Padding codes changes none of the sizes of swizzled scales."""
     if codes.shape != (rows, width):
         codes = pad(codes, (0, width - codes.shape[1], 0, rows - codes.shape[0]))
     return aligned(codes.contiguous())

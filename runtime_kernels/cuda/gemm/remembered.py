@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel of q2::gemm was the fastest on a device, as `q2compile bench` measured it there, and
-which of cuBLASLt's algorithms.
+"""Which kernel of q2::gemm, and which of cuBLASLt's algorithms, was the fastest on a device, as
+`q2compile bench` measured it there.
 
-It is written down in gemm-HASH.json beside the cubins (cache_folder.py); the hash, and
-the file again, are of what it holds for: name and compute capability of the device, torch, Triton,
-cuBLASLt, the driver and q2compile. A product takes what was the fastest at the nearest shape that
-was measured, no size more than four times as large or small; where nothing was, the usual order
+The choices are stored in gemm-HASH.json beside the cubins (cache_folder.py). The hash and the file
+name what they hold for: name and compute capability of the device, and the versions of torch,
+Triton, cuBLASLt, the driver and q2compile. A product takes the fastest kernel of the nearest
+measured shape, if no size differs by more than a factor of four. Elsewhere the usual order holds
 (gemm/__init__.py).
-It is written down in gemm-HASH.json beside the cubins (cache_folder.py); the hash, and
-the file again, are of what it holds for: name and compute capability of the device, torch, Triton
-and q2compile. A product takes what was the fastest at the nearest shape that was measured, no size
-more than four times as large or small; where nothing was, the usual order (gemm/__init__.py).
 
-Chosen is between the kernels on fp4 tensor cores alone. They read the same operands, so a graph
-that was compiled with one is right with the other, and they add up the same products in fp32 in
-another order: results differ by their one rounding, a relative 2^-8 in bf16 (selfcheck.py holds
-them to it). Reports name the kernel, and say that it was chosen so. Q2COMPILE_GEMM_CHOICES=off
-takes the usual order.
+Only kernels on fp4 tensor cores are chosen from. They read the same operands, so a graph that was
+compiled with one is right with the other. They add the same products in fp32 in another order, so
+results differ by their one rounding, a relative 2^-8 in bf16 (selfcheck.py enforces it). Reports
+name the kernel and why it was chosen. Q2COMPILE_GEMM_CHOICES=off restores the usual order.
 """
 
 import functools
@@ -64,7 +59,7 @@ class Choice(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What is known of a device, and since when."""
+    """The measured choices for a device, and their date."""
 
     choices: tuple[Choice, ...]
     date: str
@@ -91,7 +86,7 @@ def path_for(held: dict[str, Any]) -> Path:
 
 
 def remember(index: int, choices: Sequence[Choice], date: str) -> Path:
-    """Writes down the choices for a device, in place of those before. Returns the file."""
+    """Stores the choices for a device in place of earlier ones. Returns the file."""
     held = holds_for(index)
     path = path_for(held)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +99,7 @@ def remember(index: int, choices: Sequence[Choice], date: str) -> Path:
 
 
 def forget() -> None:
-    """What this process has read."""
+    """The choices that this process has read."""
     _remembered.cache_clear()
     _nearest.cache_clear()
 

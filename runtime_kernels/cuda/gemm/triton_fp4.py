@@ -157,25 +157,25 @@ def _gemm(
     return out
 
 
-# What Triton says of a variant each time, after seconds.
-_refused: dict[tuple[torch.device, Hashable], str] = {}
+# Triton's error for a variant, which takes seconds to get.
+_failed: dict[tuple[torch.device, Hashable], str] = {}
 
 
 @contextmanager
 def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None]:
-    """Around a launch by an op: a variant that Triton refuses is compiled once, not for
-    each number of tokens.
+    """Around a launch by an op: a variant that Triton cannot compile is compiled once, not for
+    each count of tokens.
 
     Raises:
-        LaunchError: it was refused before.
+        LaunchError: it failed before.
     """
-    if (device, variant) in _refused:
-        raise LaunchError(_refused[device, variant])
+    if (device, variant) in _failed:
+        raise LaunchError(_failed[device, variant])
     try:
         yield
     except Exception as error:
         if kernels_own(error, op, TRITON_FP4, device):
-            _refused[device, variant] = f"{type(error).__name__}: {error}"
+            _failed[device, variant] = f"{type(error).__name__}: {error}"
         raise
 
 

@@ -33,7 +33,7 @@ class Code:
     descriptors: frozenset[int]
 
     def count(self, prefix: str) -> int:
-        """Instructions whose name begins so."""
+        """How many instructions have a name that begins with this."""
         return sum(name.startswith(prefix) for name in self.names)
 
     def hot_loop(self, rare: tuple[str, ...] = ()) -> Counter:

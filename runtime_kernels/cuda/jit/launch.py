@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading a cubin onto a device, and launching it on a stream.
 
-A kernel takes one struct by value. Its fields are written once into a buffer, with Python's
-`struct` in native alignment, all but the addresses of tensors; the driver is called through ctypes
-with arguments made once. A launch then costs those addresses and a call; -DQ2_PARAMS_BYTES and a
-static_assert in the source hold the two layouts together.
+A kernel takes one struct by value. All its fields except the addresses of tensors are written once
+into a buffer, with Python's `struct` in native alignment. The arguments of the driver's function
+are made once, too. So a launch costs writing the addresses, and one call through ctypes.
+-DQ2_PARAMS_BYTES and a static_assert in the source check that both layouts are equal.
 """
 
 import ctypes
@@ -56,22 +56,22 @@ class Launch:
     proven: set[int] = field(default_factory=set, repr=False)  # devices it ran on without an error
 
     def bind(self, index: int, grid: tuple[int, int], values: Sequence, slots: dict) -> "Bound":
-        """The kernel, loaded on CUDA device `index`, with all that does not change between its
-        launches.
+        """The kernel, loaded on CUDA device `index`, with all parameters that are the same in every
+        launch.
 
         grid: thread blocks in x and y.
-        values: the fields of the parameter struct, in order: numbers, and keys of slots.
-        slots: where in the addresses of a launch the value of such a field is.
+        values: the fields of the parameter struct, in order: constants, and keys of slots.
+        slots: for such a key, the index of its value among the addresses of a launch.
 
         Raises:
-            LaunchError: the driver refuses, or the first use falls into a CUDA graph capture.
+            LaunchError: the driver reports an error, or the first use is in a CUDA graph capture.
             torch.OutOfMemoryError: the driver has no memory for it.
         """
         self.warm_up(index)
         return Bound(self, self.loaded[index], grid, values, slots)
 
     def warm_up(self, index: int) -> None:
-        """Compiles and loads the kernel on a device, if that is still to be done.
+        """Compiles and loads the kernel on a device, unless it is loaded.
 
         Raises:
             LaunchError: as bind does.
@@ -98,13 +98,13 @@ def launch(
     return Launch(variant, layout, threads, shared, overlaps)
 
 
-# empty(size, stride, dtype) on the current CUDA device: what Inductor's generated code allocates
-# with, past torch's dispatcher.
+# empty(size, stride, dtype) on the current CUDA device, without torch's dispatcher; Inductor's
+# generated code allocates by it.
 empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: a number, and a union of 64 bytes that begins with the one we set."""
+    """CUlaunchAttribute: an id, and a union of 64 bytes that begins with the value we set."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
@@ -131,7 +131,7 @@ class _Loaded(NamedTuple):
 
 
 class Bound:
-    """A launch that waits for the addresses of its tensors."""
+    """A launch whose parameters are complete except for the addresses of tensors."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Bound:
             for i, value in enumerate(values)
             if value in slots
         ]
-        self._stream = 0  # what config.stream is, which takes longer to be asked
+        self._stream = 0  # equals config.stream, which takes longer to read
         self._config = _Config(
             grid=(*grid, 1), block=(launch.threads, 1, 1), shared=launch.shared, count=0
         )
@@ -171,7 +171,7 @@ class Bound:
         """Enqueues the kernel.
 
         Raises:
-            LaunchError, torch.OutOfMemoryError: the driver refuses.
+            LaunchError, torch.OutOfMemoryError: the driver reports an error.
         """
         with self._lock:
             if stream != self._stream:
@@ -223,7 +223,7 @@ def _load(launch: Launch, index: int) -> _Loaded:
 
 @functools.cache
 def target(index: int) -> limits.Target:
-    """What kernels are compiled for on this device.
+    """The target that kernels are compiled for on this device.
 
     Raises:
         ImportError: NVRTC is not installed.
@@ -232,7 +232,7 @@ def target(index: int) -> limits.Target:
 
 
 def architecture(index: int) -> str:
-    """Its name. Call unsupported() first."""
+    """The name of that target. Call unsupported() first."""
     found = target(index).name
     assert found is not None
     return found
@@ -257,7 +257,7 @@ def unsupported(index: int) -> str | None:
     if reason is not None:
         warnings.warn(
             f"q2compile: none of its CUDA kernels runs on cuda:{index}: {reason}\n"
-            "Inductor's loops and the torch references run in their place, slower.",
+            "Inductor's kernels and the torch references run in their place, slower.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -302,8 +302,8 @@ def all_multiprocessors(index: int) -> int:
 
 @contextmanager
 def on_one_multiprocessor() -> Iterator[None]:
-    """Grids are planned as for a device with one, so that each thread block has several tiles of
-    small operands to work on."""
+    """Plans grids as for a device with one multiprocessor, so that each thread block has several
+    tiles even of small operands."""
     token = _ONE_MULTIPROCESSOR.set(True)
     try:
         yield

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs there are, and what can be compiled for them: the one table of compute capabilities,
-with the first NVRTC and the first Triton for each.
+"""The table of GPUs by compute capability: compilation targets, and the first NVRTC and the first
+Triton for each.
 
 NVRTC compiles for a family of GPUs where it can (sm_100f, from 12.9 on): that code has the fp4
 conversions, and runs on all later GPUs of the family, too. Before that it compiles for the one GPU
@@ -18,7 +18,7 @@ class Family(NamedTuple):
     """GPUs with fp4 tensor cores and the same instructions.
 
     target, nvrtc: what is compiled for all of them, and the first NVRTC that does.
-    triton: the first that makes fp4 tensor-core instructions of tl.dot_scaled, for a GPU that is
+    triton: the first that compiles tl.dot_scaled to fp4 tensor-core instructions, for a GPU that is
         not in DOT_SCALED.
     """
 
@@ -57,20 +57,20 @@ SHARED_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228,
 
 
 class Target(NamedTuple):
-    """name: what kernels are compiled for, "compute_..." for PTX, None where there is nothing.
-    why: where it is not the GPU's own or its family's, the reason in words."""
+    """name: the target that kernels are compiled for; "compute_..." for PTX, None if there is none.
+    why: if it is neither the GPU's own nor its family's, the reason in words."""
 
     name: str | None
     why: str | None = None
 
 
 def family_of(capability: Version) -> Family | None:
-    """None for GPUs without fp4 tensor cores, and for those that nobody knows yet."""
+    """None for GPUs without fp4 tensor cores, and for unknown ones."""
     return None if capability in _NOT_OF_THE_FAMILY else FAMILIES.get(capability[0])
 
 
 def target(capability: Version, nvrtc: Version, driver: Version | None = None) -> Target:
-    """What kernels are compiled for on a GPU of this compute capability.
+    """The target for a GPU of this compute capability.
 
     driver: the CUDA version of the driver, which reads PTX of no later NVRTC; None: not known.
     """
@@ -109,7 +109,7 @@ def why_no_fp4(capability: Version) -> str | None:
 
 
 def why_no_dot_scaled(capability: Version, triton: Version | None) -> str | None:
-    """None where Triton makes fp4 tensor-core instructions of tl.dot_scaled, otherwise the reason
+    """None if Triton compiles tl.dot_scaled to fp4 tensor-core instructions, otherwise the reason
     in words."""
     family = family_of(capability)
     if family is None:

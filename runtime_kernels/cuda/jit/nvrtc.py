@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a .cu file to a cubin: NVRTC, and a cache on disk.
+"""Compiles a .cu file to a cubin by NVRTC, with a cache on disk.
 
 The sources include no CUDA header, so that NVRTC alone compiles them: no toolkit, no host compiler,
 no GPU. A variant is one entry point with its defines; the entry point has the name of the file.
 
 The cache holds one file a cubin, named by the hash of everything that went into it: sources,
 defines, architecture, options, and the version of NVRTC. A file begins with the hash of the rest;
-one that does not match is compiled again. The folder is $Q2COMPILE_CACHE_DIR, or q2compile under
+a file that does not match is replaced. The folder is $Q2COMPILE_CACHE_DIR, or q2compile under
 $XDG_CACHE_HOME or ~/.cache; deleting it costs a second at the next start.
 """
 
@@ -29,7 +29,7 @@ _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space"
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source; the message has its log."""
+    """NVRTC could not compile a source; the message has its log."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def cubin(variant: Variant, architecture: str) -> bytes:
 
 
 def begin(variant: Variant, architecture: str) -> Future:
-    """Has a thread make what cubin() is to be asked for; a call of it that ends when that is there,
-    or can't be made. NVRTC needs no lock of Python's."""
+    """Starts a thread that compiles what cubin() will be asked for. The future ends when it is done
+    or has failed. NVRTC holds no lock of Python's."""
     path = _cache_path(variant, architecture)
     begun = _begun.get(path.name)
     if begun is None:
@@ -77,7 +77,7 @@ def begin(variant: Variant, architecture: str) -> Future:
     return begun
 
 
-_begun: dict[str, Future] = {}  # name of a cubin -> the thread that makes it
+_begun: dict[str, Future] = {}  # name of a cubin -> the thread that compiles it
 
 
 @functools.cache
@@ -86,20 +86,20 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _made(variant: Variant, architecture: str, path: Path) -> bytes:
-    if path.name in _refused:
-        raise CompileError(_refused[path.name])
+    if path.name in _failed:
+        raise CompileError(_failed[path.name])
     code = _read(path)
     if code is None:
         try:
             code, _ = compile_variant(variant, architecture)
         except CompileError as error:
-            _refused[path.name] = str(error)
+            _failed[path.name] = str(error)
             raise
         _write(path, code)
     return code
 
 
-_refused: dict[str, str] = {}  # name of a cubin -> what NVRTC says each time, after seconds
+_failed: dict[str, str] = {}  # name of a cubin -> NVRTC's log, which takes seconds to get
 
 
 def compile_variant(
@@ -154,10 +154,10 @@ def version() -> tuple[int, int]:
 
 def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     """The defines that say which conversion instructions an architecture has; without them the
-    sources make the same numbers by arithmetic (numbers.cuh)."""
-    number = int(architecture.partition("_")[2].rstrip("af"))
-    fp4 = number >= 100 and architecture.endswith(("a", "f"))
-    return ("Q2_HW_FP8", int(number >= 89)), ("Q2_HW_FP4", int(fp4))
+    sources compute the same values by arithmetic (numbers.cuh)."""
+    capability = int(architecture.partition("_")[2].rstrip("af"))
+    fp4 = capability >= 100 and architecture.endswith(("a", "f"))
+    return ("Q2_HW_FP8", int(capability >= 89)), ("Q2_HW_FP4", int(fp4))
 
 
 def _options(variant: Variant, architecture: str) -> tuple[str, ...]:
@@ -192,8 +192,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """All or nothing, also with several processes. A folder that cannot be written costs a
-    compilation a process, no more."""
+    """Writes all or nothing, also with several processes. If the folder cannot be written, each
+    process compiles for itself."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -227,7 +227,7 @@ def _output(size_of: Any, get: Any, program: Any) -> bytes:
 
 
 def _checked(result: tuple) -> Any:
-    """The value of an NVRTC call whose only possible failure is a fault of ours."""
+    """The value of an NVRTC call that fails only by a mistake in this file."""
     status, *values = result
     assert int(status) == 0, f"NVRTC: {status}"
     return values[0] if values else None

@@ -363,7 +363,7 @@ def test_what_triton_refuses_is_compiled_once(monkeypatch):
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(triton_kernel, "gemm_fp4", gemm)
-    monkeypatch.setattr(triton_fp4, "_refused", {})
+    monkeypatch.setattr(triton_fp4, "_failed", {})
     monkeypatch.setattr(triton_fp4, "on_device", lambda index: nullcontext())
     monkeypatch.setattr(triton_fp4, "multiprocessors", lambda index: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (10, 0))
