@@ -189,6 +189,13 @@ def test_bytes_and_bits() -> None:
     for x, y, f, n, result in zip(*(map(int, t) for t in (a, b, first, count, got)), strict=True):
         mask = ((1 << n) - 1) << f & 2**32 - 1
         assert result == (x << f & mask | y & ~mask)
+    for name, dtype in (("bfe.u32", U32), ("bfe.s32", np.int32)):
+        got = compute(name, a.view(dtype), first, count)
+        for x, f, n, result in zip(*(map(int, t) for t in (a, first, count, got)), strict=True):
+            word = x | (-(x >> 31) << 32 if dtype is np.int32 else 0)  # with copies of its sign
+            field = (word >> f) & ((1 << n) - 1)
+            negative = dtype is np.int32 and n > 0 and field >> (n - 1) & 1
+            assert (result - (field - (1 << n) * negative)) % 2**32 == 0
     assert (compute("shl.b32", a, np.full(500, 32, U32)) == 0).all()
     assert (
         compute("shr.s32", a.view(np.int32), np.full(500, 99, U32)) == a.view(np.int32) >> 31

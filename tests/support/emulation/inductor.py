@@ -75,12 +75,29 @@ class Kernel:
         assert found
         return found.group()
 
-    def compiled(self, capability: int, folder: Any) -> disassemble.Code:
-        """Its machine code with the tile that is fixed in it."""
+    @property
+    def tile(self) -> dict[str, int]:
+        """That is fixed in it: XBLOCK, num_warps, and so on."""
         fixed = re.search(r"config=(\{.*?\})", self.config)
         assert fixed, "no fixed tile"
-        tile = eval(fixed.group(1))
-        signature = eval(re.search(r"'signature': (\{.*?\})", self.source).group(1))  # type: ignore[union-attr]
+        return eval(fixed.group(1))
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of the pointers and sizes that a launch gives, in order."""
+        return [name for name, kind in self._signature.items() if kind != "constexpr"]
+
+    @property
+    def _signature(self) -> dict[str, str]:
+        return eval(re.search(r"'signature': (\{.*?\})", self.source).group(1))  # type: ignore[union-attr]
+
+    def compiled(self, capability: int, folder: Any) -> disassemble.Code:
+        """Its machine code with its tile."""
+        return disassemble.disassemble(self.built(capability, folder).asm["cubin"])
+
+    def built(self, capability: int, folder: Any) -> triton.compiler.CompiledKernel:
+        """What Triton makes of it, with its tile."""
+        tile, signature = self.tile, self._signature
         path = folder / f"{self.name}.py"
         path.write_text(
             _DECORATOR.sub("", self.source).replace("triton_helpers.set_driver_to_gpu()", "")
@@ -97,8 +114,7 @@ class Kernel:
         constants = {(names.index(n),): size for n, size in tile.items() if n in names}
         source = ASTSource(scope[self.name], signature, constexprs=constants, attrs=aligned)
         target = GPUTarget("cuda", capability, 32)
-        built = triton.compile(source, target=target, options={"num_warps": tile["num_warps"]})
-        return disassemble.disassemble(built.asm["cubin"])
+        return triton.compile(source, target=target, options={"num_warps": tile["num_warps"]})
 
 
 def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

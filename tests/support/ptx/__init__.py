@@ -40,7 +40,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
         if launched:
             windows.clear()
             launched = False
-        windows.append(_extent(x))
+        windows.append(extent(x))
         return x.data_ptr()
 
     def run(launch: Launch, architecture: str, grid: tuple[int, int], *values) -> None:
@@ -55,7 +55,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
         made = empty(size, stride, dtype)
         if made.numel():
             ctypes.memset(made.data_ptr(), POISON, made.untyped_storage().nbytes())
-        windows.append(_extent(made))
+        windows.append(extent(made))
         return made
 
     monkeypatch.setattr(calls, "_address_of", address_of)
@@ -65,25 +65,37 @@ def serve(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
 def interpret(
     launch: Launch, architecture: str, grid: tuple[int, int], values, windows: list[tuple[int, int]]
 ) -> None:
-    """Runs a launch.
+    """Runs a launch, as run_kernel does. values: the fields of its parameter struct."""
+    parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
+    struct.pack_into("@" + launch.layout, parameters, 0, *values)
+    kernel = compiled(launch.variant, architecture)
+    run_kernel(kernel, launch.threads, grid, parameters.raw, launch.shared, windows)
 
-    values: the fields of its parameter struct.
+
+def run_kernel(
+    kernel: Kernel,
+    threads: int,
+    grid: tuple[int, int],
+    parameters: bytes,
+    shared: int,
+    windows: list[tuple[int, int]],
+) -> None:
+    """Runs all thread blocks of a launch.
+
+    threads: of a thread block.
+    parameters: what the kernel is given, in their layout.
+    shared: bytes of dynamic shared memory.
     windows: first byte and the one after the last of each tensor that it may touch.
 
     Raises:
         UnknownInstruction: its PTX has an instruction that is not known here.
         MemoryFault: an access outside of the tensors, a misaligned one, or a race.
     """
-    parameters = ctypes.create_string_buffer(params_bytes(launch.layout))
-    struct.pack_into("@" + launch.layout, parameters, 0, *values)
-    kernel = compiled(launch.variant, architecture)
     blocks = list(itertools.product(range(grid[0]), range(grid[1])))
-    at_once = max(1, _MOST_LANES // launch.threads)
+    at_once = max(1, _MOST_LANES // threads)
     for first in range(0, len(blocks), at_once):
         part = blocks[first : first + at_once]
-        memory = Global(windows)
-        how = (grid, part, parameters.raw, launch.shared, memory)
-        Machine(kernel, launch.threads, *how).run()
+        Machine(kernel, threads, grid, part, parameters, shared, Global(windows)).run()
 
 
 @functools.cache
@@ -98,7 +110,8 @@ def text(variant: nvrtc.Variant, architecture: str) -> str:
     return code.rstrip(b"\0").decode()
 
 
-def _extent(x: torch.Tensor) -> tuple[int, int]:
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor, and the one after the last."""
     if x.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -97,6 +97,21 @@ def _inserted(a: np.ndarray, b: np.ndarray, first: np.ndarray, count: np.ndarray
     return (moved & mask | b & ~mask).astype(U32)
 
 
+def _extracted(a: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """bfe: as many bits as `count` from `first` on, extended by the highest of them where signed;
+    beyond the word there are copies of its sign, or zeros."""
+    signed = a.dtype.kind == "i"
+    first, count = (np.minimum(x & U32(255), U32(64)).astype(np.int64) for x in (first, count))
+    field = np.right_shift(a.astype(np.int64), np.minimum(first, 63))
+    kept = np.minimum(count, 32)
+    ones = (np.int64(1) << kept) - 1
+    result = field & ones
+    highest = result >> np.maximum(kept - 1, 0) & 1
+    if signed:
+        result = np.where((kept > 0) & (highest == 1), result | ~ones, result)
+    return result.astype(a.dtype)
+
+
 def _halves(compute: Callable) -> Callable:
     """Of two halves of 16 bits each, which come and go as uint16."""
     return lambda *words: compute(*(w.view(U16) for w in words)).astype(U16).view(U32)
@@ -140,6 +155,8 @@ def _integers() -> None:
     _define("popc.b32", "u32", ("b32",), lambda a: np.bitwise_count(a).astype(U32))
     _define("prmt.b32", "b32", ("b32", "b32", "b32"), _permuted)
     _define("bfi.b32", "b32", ("b32", "b32", "u32", "u32"), _inserted)
+    for t in ("u32", "s32"):
+        _define(f"bfe.{t}", t, (t, "u32", "u32"), _extracted)
     _define("max.u16x2", "u16x2", ("u16x2", "u16x2"), _halves(np.maximum))
     _define("cvta.to.global.u64", "u64", ("u64",), lambda a: a)  # generic addresses are the same
     for t in (*BITS, *UNSIGNED, *SIGNED, "f32"):
@@ -192,6 +209,9 @@ def _singles() -> None:
     for name, compute in one_rounding.items():
         rounded = lambda a, b, c=compute: floats.canonical(c(a, b))  # noqa: E731
         _single(f"{name}.rn", 2, rounded)
+    # Without a modifier to nearest even, where ptxas may also contract a product and a sum.
+    for name, t in product(one_rounding, ("f32", "f32x2")):
+        TABLE[f"{name}.{t}"] = TABLE[f"{name}.rn.{t}"]
     cut = lambda a, b: floats.fma32(a, np.ones_like(a), b, toward_zero=True)  # noqa: E731
     _define("add.rz.f32", "f32", ("f32", "f32"), cut)
     _single("fma.rn", 3, floats.fma32)
@@ -219,8 +239,7 @@ def _single(name: str, count: int, compute: Callable) -> None:
     """An instruction of f32, and its twin of two at once."""
     _define(f"{name}.f32", "f32", ("f32",) * count, compute)
     pairs = lambda *two: compute(*(t.view(np.float32) for t in two)).view(U64)  # noqa: E731
-    if name != "sub.rn":
-        _define(f"{name}.f32x2", "f32x2", ("f32x2",) * count, pairs)
+    _define(f"{name}.f32x2", "f32x2", ("f32x2",) * count, pairs)
 
 
 def _smaller_magnitude(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -303,6 +322,7 @@ def _conversions() -> None:
     _define("cvt.rn.f16x2.e2m1x2", "b32", ("b8",), _from_small(E2M1))
     _define("cvt.rn.f16x2.e4m3x2", "b32", ("b16",), _from_small(E4M3))
     _define("cvt.f32.f16", "f32", ("b16",), lambda a: floats.to_f32(floats.f16_of(a)))
+    _define("cvt.f32.bf16", "f32", ("b16",), lambda a: floats.to_f32(floats.bf16_of(a)))
     # Of 16-bit floats and fp32.
     for t, of in (("f16", floats.f16_of), ("bf16", floats.bf16_of)):
         single = lambda a, of=of: floats.to_f32(of(a))  # noqa: E731

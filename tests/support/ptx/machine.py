@@ -21,6 +21,7 @@ from tests.support.ptx.parser import Instruction, Kernel
 _SHARED_FIRST = 1024  # of shared addresses, so that 0 is none
 _MOST_STEPS = 2_000_000
 _NOTHING = ("prefetch.global.L2", "griddepcontrol.wait", "griddepcontrol.launch_dependents")
+_NOTHING += ("createpolicy.fractional.b64",)  # of a cache
 _JUMPS = ("bra", "bra.uni", "ret", "exit")
 _EXIT = 1 << 30
 
@@ -128,7 +129,7 @@ class Machine:
 
     def _place_variables(self, dynamic: int) -> bytes:
         """Gives the kernel's variables their addresses. Returns what constant memory holds."""
-        self._symbols, constants, end = {self.kernel.parameter: 0}, b"", _SHARED_FIRST
+        self._symbols, constants, end = dict(self.kernel.parameters), b"", _SHARED_FIRST
         for variable in sorted(self.kernel.variables, key=lambda v: v.size == 0):
             if variable.space == "const":
                 constants += bytes(-len(constants) % 16)
@@ -172,7 +173,10 @@ class Machine:
         return self._constants[key]
 
     def target(self, text: str) -> Callable[[np.ndarray, Mask], None]:
-        """Writes to a register; narrower values are extended by their sign, if they have one."""
+        """Writes to a register; narrower values are extended by their sign, if they have one. To
+        `_` nothing is written."""
+        if text == "_":
+            return lambda value, mask: None
         row = self._registers[text]
 
         def write(value: np.ndarray, mask: Mask) -> None:
@@ -190,8 +194,8 @@ class Machine:
 
     def address(self, text: str) -> Callable[[], np.ndarray]:
         """Of [register], [variable+4], and so on."""
-        base, _, offset = text.strip("[]").partition("+")
-        past = int(offset or 0)
+        base, _, offset = text.strip("[] ").partition("+")
+        base, past = base.strip(), int(offset or 0)
         if base not in self._registers:
             return lambda: np.full(self.lanes, self._symbols[base] + past, np.int64)
         row = self._registers[base]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX text to instructions: the subset of the grammar that NVRTC writes for our kernels.
+"""PTX text to instructions: the subset of the grammar that NVRTC and Triton write for our kernels.
 
 One statement a line, but for inline assembly: `{ .reg .b16 l, h; mov.b32 {l, h}, %r1; ... }` is a
 scope of its own on one line.
@@ -15,7 +15,9 @@ from typing import NamedTuple
 _VARIABLE = re.compile(
     r"(?:\.extern )?\.(shared|const) \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d*)\])?(?: = (.*))?$"
 )
-_PARAMETER = re.compile(r"\.param \.align \d+ \.b8 ([\w$]+)\[(\d+)\]")
+_PARAMETER = re.compile(
+    r"\.param (?:\.align (\d+) )?\.(\w+) (?:\.ptr .*)?\b([\w$]+)(?:\[(\d+)\])?$"
+)
 _REGISTERS = re.compile(r"\.reg \.(\w+)\s+(.*)$")
 _RANGE = re.compile(r"(%\w+)<(\d+)>$")
 _STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([\w.:]+)\s*(.*)$", re.S)
@@ -29,7 +31,8 @@ _IGNORED = (
     ".maxntid",
     ".minnctapersm",
 )
-_IGNORED += (".pragma", ".reqntid", ".explicitcluster", ")")
+_IGNORED += (".pragma", ".reqntid", ".explicitcluster", ".loc", ")")
+_HINTS = re.compile(r"\.L[12]::\w+")  # to caches
 _BYTES = {"b8": 1, "u8": 1, "b16": 2, "u16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8}
 
 
@@ -57,12 +60,14 @@ class Variable(NamedTuple):
 class Kernel:
     """One entry point.
 
+    parameters: where each begins in what a launch gives, by name.
     registers: type (pred, b16, ...) of each, by name.
     labels: index of the instruction behind each.
     """
 
     target: str = ""
-    parameter: str = ""
+    parameters: dict[str, int] = field(default_factory=dict)
+    end: int = 0  # of the parameters
     variables: list[Variable] = field(default_factory=list)
     registers: dict[str, str] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
@@ -78,6 +83,8 @@ def parse(text: str) -> Kernel:
     kernel = Kernel()
     for line in text.splitlines():
         line = line.partition("//")[0].strip()
+        if line.startswith((".file", ".section")):  # of a debugger, after the kernel
+            break
         if line.startswith("{ "):  # inline assembly
             for statement in line[1:-1].split(";"):
                 _read(kernel, statement.strip())
@@ -104,14 +111,18 @@ def _read(kernel: Kernel, line: str) -> None:
         kernel.variables.append(
             Variable(name, space, int(align), size, _content(kind, size, content))
         )
-    elif parameter := _PARAMETER.match(line):
-        kernel.parameter = parameter[1]
+    elif parameter := _PARAMETER.match(line.rstrip(",")):
+        align, kind, name, count = parameter.groups()
+        first = -(-kernel.end // int(align or _BYTES[kind])) * int(align or _BYTES[kind])
+        kernel.parameters[name] = first
+        kernel.end = first + _BYTES[kind] * int(count or 1)
     elif line.startswith("."):
         raise NotImplementedError(f"no such directive in this interpreter: {line}")
     else:
         statement = _STATEMENT.match(line)
         assert statement, line
         negated, predicate, name, operands = statement.groups()
+        name = _HINTS.sub("", name)
         kernel.instructions.append(
             Instruction(name, tuple(_operands(operands)), predicate, negated == "!")
         )

@@ -72,10 +72,11 @@ def _warp_barrier(machine: Machine, operands: tuple[str, ...]) -> tuple:
 
 
 def _shuffle(machine: Machine, operands: tuple[str, ...], index: Callable) -> tuple:
-    """d|p, a, b, c: a of the lane that b says. c: five bits of the last lane of its segment, and
-    from bit 8 on those of a lane's number that say the segment."""
-    to, found, value, by, clamp, members = operands
-    read, write, note = machine.source(value, "b32"), machine.target(to), machine.target(found)
+    """d|p, a, b, c: a of the lane that b says; p may be left out. c: five bits of the last lane of
+    its segment, and from bit 8 on those of a lane's number that say the segment."""
+    to, *found, value, by, clamp, members = operands
+    read, write = machine.source(value, "b32"), machine.target(to)
+    notes = [machine.target(name) for name in found]
     amount, how = machine.source(by, "u32"), machine.source(clamp, "u32")
     lane = np.arange(machine.lanes)
 
@@ -87,7 +88,8 @@ def _shuffle(machine: Machine, operands: tuple[str, ...], index: Callable) -> tu
         inside = of <= last
         of = np.where(inside, of, own)
         write(read()[lane - own + of], mask)
-        note(inside, mask)
+        for note in notes:
+            note(inside, mask)
 
     return _whole_warps(machine, members), run
 
