@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script ``q2compile``: a command is a module with a ``main(argv) -> exit status``."""
+"""The console script ``q2compile``: each command is a module with ``run(arguments) -> status``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,46 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from q2compile.report.printable import SPELLED
+from q2compile.tools import arguments
 from q2compile.version import __version__
 
+# Of each command: its module, what it does, and its arguments.
 COMMANDS = {
     "report": (
         "q2compile.tools.report_page",
         "a dump folder, or one of telemetry, as one HTML page",
+        arguments.report,
     ),
-    "compare": ("q2compile.tools.compare.command", "which modules a recipe's error comes from"),
+    "compare": (
+        "q2compile.tools.compare.command",
+        "which modules a recipe's error comes from",
+        arguments.compare,
+    ),
     "export": (
         "q2compile.tools.export.command",
         "a checkpoint as one for inference, by the codes of its forward",
+        arguments.export,
     ),
-    "tables": ("q2compile.tools.paper_tables.command", "the papers' numeric tables, measured here"),
-    "bench": ("q2compile.tools.bench.command", "measures this machine, beside BF16"),
-    "recipes": ("q2compile.tools.recipes", "the names of recipes, schemes and transforms"),
-    "doctor": ("q2compile.tools.doctor", "what this machine can run, with a self-check"),
+    "tables": (
+        "q2compile.tools.paper_tables.command",
+        "the papers' numeric tables, measured here",
+        arguments.tables,
+    ),
+    "bench": (
+        "q2compile.tools.bench.command",
+        "measures this machine, beside BF16",
+        arguments.bench,
+    ),
+    "recipes": (
+        "q2compile.tools.recipes",
+        "the names of recipes, schemes and transforms",
+        arguments.recipes,
+    ),
+    "doctor": (
+        "q2compile.tools.doctor",
+        "what this machine can run, with a self-check",
+        arguments.doctor,
+    ),
 }
 
 
@@ -37,17 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, summary) in COMMANDS.items():
-        # Each command parses its own arguments, --help among them.
-        commands.add_parser(name, help=summary, add_help=False)
-    arguments, rest = parser.parse_known_args(argv)
-    from q2compile.errors import ConfigError, shown  # imports torch: --help does without
+    for name, (_, summary, add_arguments) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=summary))
+    parsed = parser.parse_args(argv)
+    command = parsed.command
+    from q2compile.errors import ConfigError, shown  # imports torch: all above does without
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=SPELLED)
-    module, _ = COMMANDS[arguments.command]
+    module, *_ = COMMANDS[command]
     try:
-        return import_module(module).main(rest)
+        status: int = import_module(module).run(parsed)
+        return status
     except BrokenPipeError:  # the reader of a pipe has left, and Python must not write there again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -56,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             stated = f"{shown(str(error.filename))}: {error.strerror}"
         # compare's and export's messages begin with the command's name.
-        text = str(stated).removeprefix(f"{arguments.command}: ")
-        print(f"q2compile {arguments.command}: {text}", file=sys.stderr)
+        text = str(stated).removeprefix(f"{command}: ")
+        print(f"q2compile {command}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

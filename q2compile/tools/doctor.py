@@ -10,12 +10,12 @@ on a GPU to the rounding of the result. Every check runs anew. Those of a GPU ru
 their own with a time limit, and their results are kept for training. The exit status is 1 when a
 kernel is rejected."""
 
-import argparse
 import importlib.metadata
 import json
 import platform
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -110,25 +110,8 @@ class Row:
         return f"{state}: {self.reason.removeprefix(f'{self.state} ')}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the report.
-
-    Args:
-        argv: arguments of the command, without its name; None for those of the process.
-
-    Returns:
-        The exit status: 0, or 1 when a kernel is at fault.
-    """
-    description = "What this machine can run."  # python -OO has no __doc__
-    parser = argparse.ArgumentParser(prog="q2compile doctor", description=description)
-    parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--clear-cache",
-        action="store_true",
-        help="delete compiled kernels, results of checks and bench's choices of GEMMs, and end",
-    )
-    options = parser.parse_args(argv)
+def run(options: Namespace) -> int:
+    """Prints the report. Returns the exit status: 0, or 1 when a kernel is at fault."""
     if options.clear_cache:
         print(f"cache     {clear_cache(cache_dir())}")
         return 0
@@ -280,7 +263,3 @@ def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: 
         begins.append(partial(selfcheck.begin_gemm, *what))
     asks = [partial(ask, arguments) for arguments in calls]
     return Row(op, kernel.name, str(of), scheme, asks=asks, begins=begins)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

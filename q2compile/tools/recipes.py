@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Iterable
 
 from q2compile.recipes.published import PAPERS, RECIPES
 from q2compile.recipes.recipe import GEMMS
@@ -26,19 +26,8 @@ _GLOBAL_SCALE = {
 _SIGNS = {"none": "no signs", "seed": "signs drawn in each step", "fixed": "one sign vector"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(options: Namespace) -> int:
     """Prints recipes, schemes and transforms. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="q2compile recipes",
-        description="Recipes with the operands of their GEMMs; schemes and transforms.",
-    )
-    parser.add_argument(
-        "--global-scale",
-        choices=("pow2", "exact"),
-        default="pow2",
-        help="as the option global_scale; default %(default)s",
-    )
-    options = parser.parse_args(argv)
     print("recipes: the option recipe, and what stands beside a pattern in a policy")
     for name in RECIPES:
         print(f"\n  {name:{max(map(len, RECIPES))}}  {PAPERS[name]}")
@@ -78,7 +67,3 @@ def _table(rows: Iterable[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"  {line}".rstrip() for line in lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

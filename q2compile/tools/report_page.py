@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from q2compile.errors import ConfigError
@@ -16,25 +16,8 @@ from q2compile.tools.measure import measure
 _COMPARISON = "compare.json"  # as q2compile compare names it
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: Namespace) -> int:
     """``q2compile report RUN``: write the page of a folder and print where it is."""
-    parser = argparse.ArgumentParser(
-        prog="q2compile report",
-        description="A run as one HTML page: its dump, its telemetry, and what compare measured.",
-    )
-    parser.add_argument(
-        "folder",
-        metavar="RUN",
-        help="a folder given as options={'dump': RUN}, as telemetry's 'to' or as compare's --out, "
-        "or one that holds these",
-    )
-    parser.add_argument("-o", "--output", help="the page to write; default RUN/report.html")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="time each matmul that was taken on this machine, beside BF16",
-    )
-    arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
     path = Path(arguments.output or folder / "report.html")
     if arguments.output and (path.is_dir() or not path.parent.is_dir()):

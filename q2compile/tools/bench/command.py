@@ -14,13 +14,13 @@ prints a report of another machine, and what is wrong there.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,19 @@ import torch
 
 from q2compile.errors import ConfigError, one_of
 from q2compile.runtime_kernels.cuda.gemm.remembered import Choice, remember
+from q2compile.tools.arguments import BENCH_UNITS
 from q2compile.tools.bench import machine
 from q2compile.tools.bench.bench import Bench
 from q2compile.tools.bench.measurements import GROUPS
-from q2compile.tools.bench.report import SCHEMA, UNITS, Line, Log, doubts, faults, read, text
+from q2compile.tools.bench.report import SCHEMA, Line, Log, doubts, faults, read, text
 
 _ENDING = 4000  # characters of a process's stderr that a report keeps
 _GROUP = (sys.executable, "-m", "q2compile.tools.bench.child")
 _ON_CPU = ": no GPU that torch sees. All is the torch reference, at small sizes; no time means much"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(options: Namespace) -> int:
     """Returns the exit status: 0, or 1 where a fault was found."""
-    options = _options(argv)
     if options.read is not None:
         return _read(options.read)
     groups = [one_of("group in --only", name, GROUPS) for name in options.only.split(",")]
@@ -75,36 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(wrong))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    description = "Measures and checks this machine, and writes a report to be sent."
-    parser = argparse.ArgumentParser(
-        prog="q2compile bench", description=description, epilog=f"Units: {UNITS}."
-    )
-    parser.add_argument(
-        "--only",
-        metavar="GROUPS",
-        default=",".join(GROUPS),
-        help="what to do, with commas between; default %(default)s",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=Path("q2compile-bench.jsonl"),
-        help="the report to write; default %(default)s",
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="SECONDS",
-        default=300.0,
-        help="after which a group is stopped; default %(default).0f",
-    )
-    parser.add_argument("--no-remember", action="store_true", help="remember no fastest kernels")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
-    return parser.parse_args(argv)
-
-
 def _read(path: Path) -> int:
     try:
         lines = read(path)
@@ -112,7 +82,7 @@ def _read(path: Path) -> int:
         raise ConfigError(f"--read: {error}") from None
     group = ""
     print("\n".join(f"{name:9} {value}" for name, value in lines[0].items()))
-    print(f"units     {UNITS}")
+    print(f"units     {BENCH_UNITS}")
     for line in lines:
         if line["kind"] == "row":
             print(*([f"\n{line['group']}"] * (line["group"] != group)), text(line), sep="\n")
@@ -124,7 +94,7 @@ def _read(path: Path) -> int:
 def _print_machine(about: dict[str, Any], bench: Bench) -> None:
     print(f"device    {about['device']['name']}{'' if bench.on_gpu else _ON_CPU}")
     print("versions  " + ", ".join(f"{name} {of}" for name, of in about["versions"].items()))
-    print(f"units     {UNITS}", flush=True)
+    print(f"units     {BENCH_UNITS}", flush=True)
     if bench.sheet is None and bench.on_gpu:
         print("predicted nothing: q2compile/cost_model does not know this GPU", flush=True)
 
@@ -199,7 +169,3 @@ def _remembered(index: int, choices: Sequence[Choice], date: str, no_remember: b
         "differ by their rounding, since sums are in another order. Q2COMPILE_GEMM_CHOICES=off "
         "leaves that out, deleting the file forgets it"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -134,16 +134,8 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-# Explanations that `text` prints.
-UNITS = (
-    "us: microseconds of a call, the median (min: the fastest, p90: 9 of 10 took at most that). "
-    "copies: times as long as copying the operand in bf16. predicted: by data sheet, and that over "
-    "the median: 0.50 means it took twice as long"
-)
-
-
 def text(line: Line) -> str:
-    """A row in words; UNITS explains them."""
+    """A row in words; BENCH_UNITS of tools/arguments.py explains them."""
     shape = "x".join(map(str, line.get("shape", ())))
     head = f"  {line['name']:42} {shape:18}"
     status, micro, why = line["status"], line.get("microseconds"), line.get("why", "")

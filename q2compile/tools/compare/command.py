@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,51 +16,15 @@ from typing import Any
 import torch
 
 from q2compile.config import Config
-from q2compile.cost_model.devices import DEVICES
 from q2compile.errors import ConfigError, shown
+from q2compile.tools.arguments import BUILT
 from q2compile.tools.compare.comparison import Comparison
 from q2compile.tools.compare.measure import compare
 from q2compile.tools.compare.measurements import check_budget
 
-_RETURNS = "(model, batches) or (model, batches, loss)"
 
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: Namespace) -> int:
     """Measures, prints the table, writes it, the picture and the options. Returns the status."""
-    parser = argparse.ArgumentParser(
-        prog="q2compile compare",
-        description="Where a recipe's error comes from: runs a model in bf16 and in the recipe, "
-        "ranks its modules, and writes the policy that keeps the worst in bf16.",
-    )
-    parser.add_argument(
-        "build",
-        metavar="FILE.py:FUNCTION",
-        help=f"or package.module:FUNCTION; called without arguments it returns {_RETURNS}: a model "
-        "on its device, a few batches, and a function from the model's output to the loss",
-    )
-    parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
-    parser.add_argument(
-        "--budget", type=float, default=0.1, help="share that may go back to bf16; default 0.1"
-    )
-    parser.add_argument(
-        "--of", choices=("flops", "time"), default="flops", help="of what; default %(default)s"
-    )
-    parser.add_argument(
-        "--device",
-        choices=[d.column for d in DEVICES],
-        default=DEVICES[0].column,
-        help="whose predicted time, with --of time; default %(default)s",
-    )
-    parser.add_argument(
-        "--autocast", choices=("bfloat16", "float16"), help="run under autocast to this dtype"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/compare"),
-        help="the folder to write into; default %(default)s",
-    )
-    arguments = parser.parse_args(argv)
     check_budget(arguments.budget)  # before the minutes that measuring takes
     model, batches, loss = built(arguments.build)
     arguments.out.mkdir(parents=True, exist_ok=True)  # fails early if it can't be written
@@ -121,7 +85,7 @@ def built(where: str) -> tuple[torch.nn.Module, Any, Any]:
         and isinstance(built[0], torch.nn.Module)
         and any(True for _ in built[0].parameters())
     ):
-        raise ConfigError(f"{where} returned {shown(built)}; allowed: {_RETURNS}")
+        raise ConfigError(f"{where} returned {shown(built)}; allowed: {BUILT}")
     model, batches, *loss = built
     return model, batches, loss[0] if loss else None
 
@@ -131,7 +95,7 @@ def _function(where: str) -> Callable[[], Any]:
     if not colon or not home or not name:
         raise ConfigError(
             f"got {where!r}; allowed: FILE.py:FUNCTION or package.module:FUNCTION, a function that "
-            f"returns {_RETURNS}"
+            f"returns {BUILT}"
         )
     if home.endswith(".py"):
         sys.path.insert(0, str(Path(home).resolve().parent))  # as `python FILE.py` has it

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,53 +14,12 @@ from q2compile.config import Config
 from q2compile.errors import ConfigError
 from q2compile.tools.compare.command import built
 from q2compile.tools.export.export import export
-from q2compile.tools.export.formats import ACTIVATIONS, FORMATS, STATIC
+from q2compile.tools.export.formats import STATIC
 from q2compile.tools.export.shards import checked_folder
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: Namespace) -> int:
     """Exports a checkpoint and prints what was written. Returns the status."""
-    parser = argparse.ArgumentParser(
-        prog="q2compile export",
-        description="A trained checkpoint as one for inference: the layers that the policy takes "
-        "by the codes that their forward multiplies, everything else as it is.",
-        epilog="Options other than the recipe come from the file that Q2COMPILE_CONFIG names: give "
-        "those of training.",
-    )
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="a folder that save_pretrained wrote; or FILE.py:FUNCTION, which returns (model, "
-        "batches), the model with its trained weights and batches to call it with",
-    )
-    parser.add_argument("folder", type=Path, help="where to write; not there yet, or empty")
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="compressed-tensors",
-        help="default %(default)s",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        default="weight-only",
-        help="static takes --telemetry, or the batches of FILE.py:FUNCTION; default %(default)s",
-    )
-    parser.add_argument("--telemetry", type=Path, help="a folder that training recorded into")
-    parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
-    parser.add_argument(
-        "--autocast",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="the dtype of training's forward; default %(default)s",
-    )
-    parser.add_argument(
-        "--inexact",
-        choices=("raise", "leave"),
-        default="raise",
-        help="layers whose codes the format can't hold as they are; default %(default)s",
-    )
-    arguments = parser.parse_args(argv)
     checked_folder(arguments.folder)  # before the model is loaded
     model, batches, tokenizer = _loaded(arguments.checkpoint)
     calibrates = arguments.activations == STATIC and arguments.telemetry is None

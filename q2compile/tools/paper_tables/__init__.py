@@ -7,7 +7,3 @@ paper.py        the published figures, each with its source
 output.py       text, CSV, JSON and a plot
 command.py      the subcommand
 """
-
-from q2compile.tools.paper_tables.command import main
-
-__all__ = ["main"]

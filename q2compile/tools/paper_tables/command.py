@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,27 +31,8 @@ DEFAULT = Effort(samples=2048, draws=256)
 FULL = Effort(samples=4096, draws=4096)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: Namespace) -> int:
     """Measures, prints and writes every table. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="q2compile tables",
-        description="The papers' numeric tables, measured on this machine and set beside theirs.",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="4096 x 4096 samples a scheme and 4096 draws a recipe, as in the papers (an hour on "
-        "two cores); by default 2048 x 2048 and 256 (a minute or two)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="default %(default)s")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument(
-        "--global-scale",
-        choices=("pow2", "exact"),
-        default="pow2",
-        help="of the recipes' NVFP4 operands; default %(default)s",
-    )
-    arguments = parser.parse_args(argv)
     effort = FULL if arguments.full else DEFAULT
     device, scale = _device(arguments.device), arguments.global_scale
     arguments.out.mkdir(parents=True, exist_ok=True)  # fails early if it can't be written

@@ -14,12 +14,13 @@ from q2compile.runtime_kernels.cuda.gemm.cublaslt import Algorithm
 from q2compile.runtime_kernels.kernel_states import NotServedError
 from q2compile.runtime_kernels.registry import CUBLASLT_FP4, CUDA_BF16, REFERENCE, TRITON_FP4
 from q2compile.tools import cli
+from q2compile.tools.arguments import BENCH_UNITS
 from q2compile.tools.bench import alive, bench, child, command, host, machine, measurements
 from q2compile.tools.bench.bench import ON_CPU, Bench
 from q2compile.tools.bench.cases import CASES, OTHERS, calls_of_quantizers, step_of
 from q2compile.tools.bench.llama_block import Block, LlamaBlock
 from q2compile.tools.bench.measurements import BUSY, GROUPS
-from q2compile.tools.bench.report import FAULT, MEASURED, UNITS, UNSUPPORTED, Row, Times, read, text
+from q2compile.tools.bench.report import FAULT, MEASURED, UNSUPPORTED, Row, Times, read, text
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler, in_process) -> None:
     assert cli.main(["bench", "--out", str(out)]) == 0
     printed, lines = capsys.readouterr().out, read(out)
     assert printed.startswith("device    CPU") and "no GPU that torch sees" in printed
-    assert f"units     {UNITS}\n" in printed
+    assert f"units     {BENCH_UNITS}\n" in printed
     assert "faults    none" in printed
     assert (lines[0]["kind"], lines[-1]["kind"]) == ("machine", "done")
     assert lines[0]["versions"]["torch"] == torch.__version__

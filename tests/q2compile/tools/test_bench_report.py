@@ -79,7 +79,7 @@ def test_planted_faults_are_found_by_reading_alone(report, monkeypatch, capsys) 
 
 def test_a_group_runs_in_a_process_of_its_own(tmp_path) -> None:
     out = tmp_path / "bench.jsonl"
-    assert command.main(["--only", "checks", "--out", str(out), "--no-remember"]) == 0
+    assert cli.main(["bench", "--only", "checks", "--out", str(out), "--no-remember"]) == 0
     kinds = [line["kind"] for line in read(out)]
     assert kinds[:3] == ["machine", "begun", "state"] and kinds[-2:] == ["ended", "done"]
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from q2compile import explain
+from q2compile.cost_model.devices import DEVICES
 from q2compile.recipes.published import PAPERS, RECIPES
 from q2compile.recipes.resolve import resolve
 from q2compile.runtime_kernels.cuda import check_results
@@ -23,7 +24,9 @@ from q2compile.runtime_kernels.cuda.gemm.remembered import SCHEMA, path_for
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
-from q2compile.tools import cli
+from q2compile.tools import arguments, cli
+from q2compile.tools.bench.measurements import GROUPS
+from q2compile.tools.export.formats import ACTIVATIONS, FORMATS
 from q2compile.version import __version__
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -109,8 +112,15 @@ def test_report_of_a_path_beside_the_dump_says_which_to_name(dump, capsys):
 
 
 def test_help_does_not_import_torch():
-    """Nor do an unknown command and --version."""
-    for words, status in ((["--help"], 0), (["--version"], 0), (["evry"], 2)):
+    """Of no command; nor do --version and arguments that no command has."""
+    asked = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)]
+    wrong = [
+        ["evry"],
+        ["report"],
+        ["compare", "x.py:f", "--of", "memory"],
+        ["bench", "--limit", "x"],
+    ]
+    for words, status in [*((words, 0) for words in asked), *((words, 2) for words in wrong)]:
         code = (
             "import sys; from q2compile.tools import cli\n"
             f"try: cli.main({words})\n"
@@ -118,6 +128,13 @@ def test_help_does_not_import_torch():
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.splitlines()[-1] == f"False {status}", done.stderr
+
+
+def test_arguments_repeat_the_names_of_the_tables():
+    assert tuple(GROUPS) == arguments.BENCH_GROUPS
+    assert tuple(ACTIVATIONS) == arguments.EXPORT_ACTIVATIONS
+    assert tuple(FORMATS) == arguments.EXPORT_FORMATS
+    assert tuple(device.column for device in DEVICES) == arguments.PREDICTED_DEVICES
 
 
 def test_recipes_lists_every_name(capsys):
@@ -200,13 +217,17 @@ def test_tables_into_a_folder_that_cannot_be_made(tmp_path, capsys):
     assert "Not a directory" in refused(capsys, "tables", "--out", tmp_path / "file" / "x")
 
 
+# What a command can't run without.
+NEEDED = {"report": ["folder"], "compare": ["x.py:build"], "export": ["x.py:build", "folder"]}
+
+
 @pytest.mark.parametrize("command", ["report", "tables", "doctor"])
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys, command, ctrl_c):
-    def interrupted(argv):
+    def interrupted(options):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.main", interrupted)
-    assert cli.main([command]) == 130
+    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.run", interrupted)
+    assert cli.main([command, *NEEDED.get(command, ())]) == 130
     assert capsys.readouterr().err == ""
 
 
@@ -230,8 +251,9 @@ def printed_in_ascii(call):
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_commands_print_what_stdout_can_show(monkeypatch, command):
-    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.main", lambda argv: print("16×32, x wᵀ, été"))
-    assert printed_in_ascii(lambda: cli.main([command])) == "16x32, x w^T, \\xe9t\\xe9\n"
+    words = [command, *NEEDED.get(command, ())]
+    monkeypatch.setattr(f"{cli.COMMANDS[command][0]}.run", lambda _: print("16×32, x wᵀ, été"))
+    assert printed_in_ascii(lambda: cli.main(words)) == "16x32, x w^T, \\xe9t\\xe9\n"
 
 
 def test_a_report_prints_what_stdout_can_show(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.kernel_states import disable, rejected
-from q2compile.tools import doctor
+from q2compile.tools import cli, doctor
 from tests.support.pretended_gpu import on_gpu
 
 ON_CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(doctor, "device_rows", lambda device: [row])
     monkeypatch.setattr(doctor, "checked", lambda rows, check, say: say("a line"))
-    assert doctor.main(["--json"]) == (state == "rejected")
+    assert cli.main(["doctor", "--json"]) == (state == "rejected")
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert device["capability"] == "12.0" and device["target"] == "kernels for sm_120f"
     (line,) = device["kernels"]

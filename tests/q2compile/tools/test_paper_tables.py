@@ -10,6 +10,7 @@ import torch
 
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.resolve import resolve
+from q2compile.tools import cli
 from q2compile.tools.paper_tables import command, gradients, output, schemes
 from q2compile.tools.paper_tables.gradients import ConcentrationRow
 from tests.support.oracle import relative_error
@@ -84,7 +85,7 @@ def test_command_writes_everything(tmp_path, monkeypatch, capsys):
     few = {name: schemes.SCHEMES[name] for name in ("nvfp4", "mxfp4_quest")}
     monkeypatch.setattr(schemes, "SCHEMES", few)
     monkeypatch.setattr(gradients, "VARIANTS", {"quartet2": "quartet2", "mxfp4": "mxfp4"})
-    assert command.main(["--out", str(tmp_path)]) == 0
+    assert cli.main(["tables", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "effective bits" in printed and "tables.json" in printed
     written = json.loads((tmp_path / "tables.json").read_text())

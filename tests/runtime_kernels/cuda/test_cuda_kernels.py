@@ -18,7 +18,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.tools import doctor
+from q2compile.tools import cli, doctor
 from tests.support import quantizer_calls as made
 from tests.support.emulation.random_bits import close_to_their_random_bits
 
@@ -492,7 +492,7 @@ def test_this_gpu_is_served() -> None:
 
 
 def test_doctor(capsys) -> None:
-    assert doctor.main([]) == 0
+    assert cli.main(["doctor"]) == 0
     report = capsys.readouterr().out
-    assert report.count("agrees with the reference") >= len(checked_cases.CHECKED)
+    assert report.count("  passed (") >= len(checked_cases.CHECKED)
     assert "FAULT" not in report

@@ -30,7 +30,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 )
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, get_scheme
 from q2compile.runtime_kernels.registry import kernels, select, warm_up
-from q2compile.tools import doctor
+from q2compile.tools import cli
 from tests.support import machine_code, quantizer_calls
 from tests.support.machine_code import (
     AMPERE,
@@ -339,7 +339,7 @@ def test_warm_up_of_a_gemm_and_of_an_unaligned_pitch(monkeypatch) -> None:
 
 def test_doctor_without_a_gpu(capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor.main([]) == 0
+    assert cli.main(["doctor"]) == 0
     report = capsys.readouterr().out
     assert f"torch {torch.__version__}" in report and "NVRTC" not in report
     assert "  quantize\n" in report and "cpp quantize rowwise" in report

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of each command, parsed before the command is imported.
+
+This module imports no torch, which takes seconds: --help and a typing error are answered at once.
+Names that belong to tables of other modules are repeated here; a test compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+BENCH_GROUPS = (
+    "checks",
+    "codes",
+    "quantizers",
+    "products",
+    "grouped",
+    "linear",
+    "block",
+    "host",
+    "losses",
+)
+BENCH_UNITS = (
+    "us: microseconds of a call, the median (min: the fastest, p90: 9 of 10 took at most that). "
+    "copies: times as long as copying the operand in bf16. predicted: by data sheet, and that over "
+    "the median: 0.50 means it took twice as long"
+)
+EXPORT_ACTIVATIONS = ("weight-only", "dynamic", "static")
+EXPORT_FORMATS = ("compressed-tensors", "modelopt", "safetensors")
+PREDICTED_DEVICES = ("b200", "rtx5090")
+# What FILE.py:FUNCTION of compare and export returns.
+BUILT = "(model, batches) or (model, batches, loss)"
+
+
+def report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A run as one HTML page: its dump, its telemetry, and what compare measured."
+    )
+    parser.add_argument(
+        "folder",
+        metavar="RUN",
+        help="a folder given as options={'dump': RUN}, as telemetry's 'to' or as compare's --out, "
+        "or one that holds these",
+    )
+    parser.add_argument("-o", "--output", help="the page to write; default RUN/report.html")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time each matmul that was taken on this machine, beside BF16",
+    )
+
+
+def compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Where a recipe's error comes from: runs a model in bf16 and in the recipe, ranks its "
+        "modules, and writes the policy that keeps the worst in bf16."
+    )
+    parser.add_argument(
+        "build",
+        metavar="FILE.py:FUNCTION",
+        help=f"or package.module:FUNCTION; called without arguments it returns {BUILT}: a model "
+        "on its device, a few batches, and a function from the model's output to the loss",
+    )
+    parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
+    parser.add_argument(
+        "--budget", type=float, default=0.1, help="share that may go back to bf16; default 0.1"
+    )
+    parser.add_argument(
+        "--of", choices=("flops", "time"), default="flops", help="of what; default %(default)s"
+    )
+    parser.add_argument(
+        "--device",
+        choices=PREDICTED_DEVICES,
+        default=PREDICTED_DEVICES[0],
+        help="whose predicted time, with --of time; default %(default)s",
+    )
+    parser.add_argument(
+        "--autocast", choices=("bfloat16", "float16"), help="run under autocast to this dtype"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        help="the folder to write into; default %(default)s",
+    )
+
+
+def export(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A trained checkpoint as one for inference: the layers that the policy takes by the codes "
+        "that their forward multiplies, everything else as it is."
+    )
+    parser.epilog = (
+        "Options other than the recipe come from the file that Q2COMPILE_CONFIG names: give those "
+        "of training."
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a folder that save_pretrained wrote; or FILE.py:FUNCTION, which returns (model, "
+        "batches), the model with its trained weights and batches to call it with",
+    )
+    parser.add_argument("folder", type=Path, help="where to write; not there yet, or empty")
+    parser.add_argument(
+        "--format",
+        choices=EXPORT_FORMATS,
+        default="compressed-tensors",
+        help="default %(default)s",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=EXPORT_ACTIVATIONS,
+        default="weight-only",
+        help="static takes --telemetry, or the batches of FILE.py:FUNCTION; default %(default)s",
+    )
+    parser.add_argument("--telemetry", type=Path, help="a folder that training recorded into")
+    parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
+    parser.add_argument(
+        "--autocast",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="the dtype of training's forward; default %(default)s",
+    )
+    parser.add_argument(
+        "--inexact",
+        choices=("raise", "leave"),
+        default="raise",
+        help="layers whose codes the format can't hold as they are; default %(default)s",
+    )
+
+
+def tables(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "The papers' numeric tables, measured on this machine and set beside theirs."
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="4096 x 4096 samples a scheme and 4096 draws a recipe, as in the papers (an hour on "
+        "two cores); by default 2048 x 2048 and 256 (a minute or two)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="default %(default)s")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument(
+        "--global-scale",
+        choices=("pow2", "exact"),
+        default="pow2",
+        help="of the recipes' NVFP4 operands; default %(default)s",
+    )
+
+
+def bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measures and checks this machine, and writes a report to be sent."
+    parser.epilog = f"Units: {BENCH_UNITS}."
+    parser.add_argument(
+        "--only",
+        metavar="GROUPS",
+        default=",".join(BENCH_GROUPS),
+        help="what to do, with commas between; default %(default)s",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("q2compile-bench.jsonl"),
+        help="the report to write; default %(default)s",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        default=300.0,
+        help="after which a group is stopped; default %(default).0f",
+    )
+    parser.add_argument("--no-remember", action="store_true", help="remember no fastest kernels")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
+
+
+def recipes(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Recipes with the operands of their GEMMs; schemes and transforms."
+    parser.add_argument(
+        "--global-scale",
+        choices=("pow2", "exact"),
+        default="pow2",
+        help="as the option global_scale; default %(default)s",
+    )
+
+
+def doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What this machine can run."
+    parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--clear-cache",
+        action="store_true",
+        help="delete compiled kernels, results of checks and bench's choices of GEMMs, and end",
+    )
