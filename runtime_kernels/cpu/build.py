@@ -31,7 +31,7 @@ LOG = logging.getLogger("q2compile")
 # No contraction of a * b + c: every operation rounds by itself, as in the reference.
 _OPTIONS = ("-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fopenmp", "-w")
 _EXACT = ("-ffp-contract=off", "-fno-math-errno")
-_VECTORS = {
+VECTORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2"),
     "AVX2": ("-mavx2",),
 }
@@ -107,7 +107,7 @@ def library_path() -> Path:
 
 def options() -> tuple[str, ...]:
     """How it is compiled on this processor."""
-    return *_OPTIONS, *_EXACT, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
+    return *_OPTIONS, *_EXACT, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
 
 
 def _built(compiler: str, path: Path) -> ctypes.CDLL:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from q2compile.runtime_kernels.registry import (
     CPP,
     REFERENCE,
     KernelWarning,
+    kernels,
     left_out,
     preferences,
     select,
@@ -293,6 +295,67 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for cached in made:
         cached.cache_clear()
+
+
+# Processors that this machine is not, as far as it can run their code: the last one's is that of a
+# processor without x86's instructions.
+TARGETS = {
+    "AVX512": build.VECTORS["AVX512"],
+    "AVX2": build.VECTORS["AVX2"],
+    "SSE2": (),
+    "plain C++": ("-U__SSE2__",),
+}
+
+
+def results_of_all_kernels() -> list[torch.Tensor]:
+    """What the loaded library makes of adversarial operands, by every scheme; without self-checks,
+    which `agree` has run with this machine's own library."""
+
+    def made(op: str, args: tuple) -> list[torch.Tensor]:
+        got = next(k.function for k in kernels(op) if k.name == CPP)(*args)
+        return [got] if isinstance(got, torch.Tensor) else list(got)
+
+    found, x = [], matrix((130, 264), torch.float32, "wide")
+    transforms = list(TRANSFORMS)
+    for index, scheme in enumerate(FLAT):
+        kind, dtype = KINDS[index % len(KINDS)], DTYPES[index % len(DTYPES)]
+        operand = matrix((130, 264), dtype, kind) / 256
+        transform = transforms[index % len(transforms)]
+        call = calls.both(operand, *SEEDS, scheme, transform, 3, dbias=torch.float32)
+        codes, scales, unit, *_ = parts = made("quantize", call.positional)
+        found += parts
+        call = again(scheme, (codes, scales, unit), FLAT[-index], transforms[-index % 5], 264)
+        found += made("requantize", call.positional)
+        found += made("dequantize", (codes, scales, unit, scheme, 264, dtype))
+        found += made("gemm", (*parts[:3], *parts[:3], None, scheme, scheme, dtype))
+    for scheme in SQUARE:
+        found += made("quantize", calls.plain(x, None, SEEDS[0], scheme).positional)
+    call = calls.masked(x, "mxfp4_quest", "h32")
+    found += made("quantize", call.positional)
+    padded = matrix((130, 8 * found[-1].shape[1]), torch.float32)
+    return found + made("masked_unrotate", (padded, found[-1], "h32"))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares x86's vectors")
+def test_every_width_of_vectors_has_the_same_bits(fresh, monkeypatch) -> None:
+    """The library of every processor that this one can stand for. ATEN_CPU_CAPABILITY (avx2,
+    default) makes torch, and with it q2compile, use the narrower ones."""
+    own = results_of_all_kernels()
+    usual = build.options()
+    base = tuple(o for o in usual if not o.startswith("-mavx"))
+    has = torch.backends.cpu.get_cpu_capability()
+    for name, flags in TARGETS.items():
+        if name == "AVX512" and has != name or name == "AVX2" and has == "DEFAULT":
+            continue  # it has no such instructions
+        monkeypatch.setattr(build, "options", lambda flags=flags: (*base, *flags))
+        build.library.cache_clear()
+        ctypes_of.entry.cache_clear()
+        for index, (a, b) in enumerate(zip(results_of_all_kernels(), own, strict=True)):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            wrong = bits(a) != bits(b)
+            if b.dtype in DTYPES:
+                wrong &= ~(a.isnan() & b.isnan())
+            assert not wrong.any(), f"{name}, result {index}: {int(wrong.sum())} elements differ"
 
 
 @pytest.mark.parametrize(
