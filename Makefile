@@ -70,11 +70,16 @@ test-internals: test
 
 # Libraries with models or trainers of their own, the newest that fit constraints.txt, in an environment
 # of their own. litgpt asks for an older huggingface_hub than transformers 5 does, and is installed without it.
+# torchtune imports names that torchao 0.15 and later lack, and peft refuses versions before 0.16: the last
+# command has torchtune an older one.
 INTEGRATIONS := .venv-integrations
 test-integrations:
 	$(MAKE) VENV=$(INTEGRATIONS) '$(INTEGRATIONS)/.with-train,dev,integrations'
 	PIP_CONSTRAINT=constraints.txt $(INTEGRATIONS)/bin/pip install --quiet --no-deps litgpt jsonargparse
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	$(INTEGRATIONS)/bin/pip install --quiet --no-deps --upgrade --target $(INTEGRATIONS)/torchao-0.14 torchao==0.14.1
+	OMP_NUM_THREADS=1 PYTHONPATH=$(INTEGRATIONS)/torchao-0.14 \
+	    $(INTEGRATIONS)/bin/python -m pytest tests/integrations -k torchtune
 
 lint: $(VENV)/.with-train,dev
 	$(BIN)/ruff check .

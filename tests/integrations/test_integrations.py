@@ -198,3 +198,60 @@ def test_litgpt() -> None:
     model.compile(backend="quartet2", options=OPTIONS)
     ids = tokens()
     learns(model, lambda: next_token_loss(model(ids), ids))
+
+
+def test_torchtune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `compile: True` of its recipes calls. It has a place for the name of the backend, and
+    none for options."""
+    torchao = "0.6.1 takes torchao 0.14; make test-integrations runs this test once more with it"
+    pytest.importorskip("torchtune.training", reason=torchao, exc_type=ImportError)
+    from torchtune.models.llama3_2 import llama3_2
+    from torchtune.training import compile_model
+
+    (tmp_path / "q2.toml").write_text('inner = "eager"\nrecipe = "quartet2_search"\n')
+    monkeypatch.setenv("Q2COMPILE_CONFIG", str(tmp_path / "q2.toml"))
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "quartet2")
+    model = llama3_2(
+        vocab_size=VOCABULARY,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=64,
+        max_seq_len=32,
+        intermediate_dim=128,
+    )
+    q2compile.expect(model)
+    compile_model(model)
+    ids = tokens()
+    learns(model, lambda: next_token_loss(model(ids), ids))
+
+
+def test_timm() -> None:
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=8, **sizes)
+    q2compile.expect(model)
+    model.compile(backend="quartet2", options=OPTIONS)
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8)
+    learns(model, lambda: nn.functional.cross_entropy(model(images), labels))
+
+
+def test_open_clip() -> None:
+    """Both towers, by the contrastive loss."""
+    open_clip = pytest.importorskip("open_clip")
+    model = open_clip.CLIP(
+        embed_dim=32,
+        vision_cfg={"image_size": 32, "patch_size": 8, "width": 64, "layers": 2, "head_width": 16},
+        text_cfg={
+            "context_length": 16,
+            "vocab_size": VOCABULARY,
+            "width": 64,
+            "heads": 4,
+            "layers": 2,
+        },
+    )
+    q2compile.expect(model)
+    model.compile(backend="quartet2", options=OPTIONS)
+    images, texts = torch.randn(8, 3, 32, 32), tokens(8)
+    loss = open_clip.ClipLoss()
+    learns(model, lambda: loss(*model(images, texts)))

@@ -163,7 +163,7 @@ def test_clear_cache_deletes_what_q2compile_wrote_there(monkeypatch, tmp_path, c
     own = [nvrtc._cache_path(variant, "sm_90a"), path_for(held)]
     monkeypatch.setattr(check_results, "named", lambda device: ("a GPU", 9, 0))
     asked = check_results.Request(("quantize", "cuda", torch.device("cuda", 0), "nvfp4"), "", ())
-    check_results.keep(asked, check_results.Result(None))
+    check_results.store(asked, check_results.Result(None))
     check_results.mark(asked)
     for path in own:
         path.write_bytes(bytes(1024))
