@@ -12,10 +12,18 @@ constexpr float kUnit = Q2_HW_FP4 ? 1.0f : 0x1p-6f;
 constexpr bool kClips = Q2_CLIPS;  // x / scale may be above 6.5 (stochastic: above 6)
 
 #if Q2_HW_FP4
+// Eight floats to eight codes, and these to four words of two f16.
+Q2_INLINE u32 round_eight(const float (&x)[8], u32 (&words)[4]) {
+  u32 codes = to_e2m1x8(x);
+  // Times a 1 that ptxas does not know. Else it takes each byte from its conversion, and puts the word
+  // together by three instructions; now each conversion puts its byte beside those before it.
+  from_e2m1x8(codes * power_of_two[0], words);
+  return codes;
+}
+
 // Eight floats to eight codes, and back to floats.
 Q2_INLINE u32 round_eight(const float (&x)[8], float (&rounded)[8]) {
-  u32 codes = to_e2m1x8(x), words[4];
-  from_e2m1x8(codes, words);
+  u32 words[4], codes = round_eight(x, words);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     Pair two = from_f16x2(words[i]);
@@ -128,8 +136,7 @@ Q2_INLINE void round_with_errors(const Pair (&scaled)[16], const Pair (&x)[16], 
     u32 words[4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) y[j] = element(scaled, i % 2, i / 2 * 8 + j);
-    codes[i % 2][i / 2] = to_e2m1x8(y);
-    from_e2m1x8(codes[i % 2][i / 2], words);
+    codes[i % 2][i / 2] = round_eight(y, words);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       Pair two = f16x2_minus(words[j], y[2 * j], y[2 * j + 1]);
