@@ -35,19 +35,13 @@ Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
 #pragma unroll
   for (int i = 1; i < 16; ++i)
     largest = {fmaxf(largest.a, fabsf(element(x, 0, i))), fmaxf(largest.b, fabsf(element(x, 1, i)))};
-  Pair pseudo = {keep_4_bits(largest.a * Q2_INVERSE_CLIP),
-                 keep_4_bits(largest.b * Q2_INVERSE_CLIP)};
-  // Blocks with a subnormal pseudo-scale count as zeros. NaN, which may be alone in its block, fails
-  // the test too: it comes back with the sums, and Inf, whose reciprocal is NaN, with it.
-  bool live_a = pseudo.a >= 0x1p-126f, live_b = pseudo.b >= 0x1p-126f;
-  pseudo = {live_a ? pseudo.a : 0.0f, live_b ? pseudo.b : 0.0f};
-  Pair inverse;
-  if constexpr (kPairs) {
-    Pair r = negative_reciprocals(pseudo);
-    inverse = {live_a ? -r.a : 1.0f, live_b ? -r.b : 1.0f};
-  } else {
-    inverse = {live_a ? reciprocal(pseudo.a) : 1.0f, live_b ? reciprocal(pseudo.b) : 1.0f};
-  }
+  Pair pseudo = mul(largest, both(Q2_INVERSE_CLIP));
+  pseudo = {keep_4_bits(pseudo.a), keep_4_bits(pseudo.b)};
+  // Blocks with a subnormal pseudo-scale count as zeros: what is multiplied by 1 rounds to 0, and its
+  // squares are cut to 0, below. NaN, which may be alone in its block, counts as one of them and comes
+  // back with the sums, and Inf, whose reciprocal is NaN, with it.
+  Pair inverse = negative_reciprocals({pseudo.a >= 0x1p-126f ? -pseudo.a : -1.0f,
+                                       pseudo.b >= 0x1p-126f ? -pseudo.b : -1.0f});
 
   Pair scaled[16], rounded[16];
 #if Q2_HW_FP4
@@ -66,11 +60,10 @@ Q2_INLINE Pair ms_eden(Pair (&x)[16], u32 (&codes)[2][2]) {
   round_block(scaled, x, rounded, codes);
   Pair projection = sum_of_products(scaled, rounded), square = sum_of_products(scaled, scaled);
   with_signs(rounded, x);
-  if constexpr (kPairs) {
-    Pair q = negative_quotients(square, projection);
-    return {pseudo.a * (projection.a == 0.0f ? 1.0f : -q.a),
-            pseudo.b * (projection.b == 0.0f ? 1.0f : -q.b)};
-  }
-  return {pseudo.a * (projection.a == 0.0f ? 1.0f : divide(square.a, projection.a)),
-          pseudo.b * (projection.b == 0.0f ? 1.0f : divide(square.b, projection.b))};
+  // Where a block does not count as zeros its largest element becomes 6, so that the projection is above
+  // 1. Else it is 0, and the square as well.
+  constexpr float kLeast = kUnit * kUnit;
+  Pair quotient = negative_quotients(
+      square, {fminf(-projection.a, -kLeast), fminf(-projection.b, -kLeast)});
+  return mul(pseudo, quotient);
 }
