@@ -285,37 +285,56 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
   if constexpr (kCodes || kRawScales) store_along_rows(p, out, tile, rows, made);
 }
 
+// The elements of a group that a lane has along columns, with their signs.
+Q2_INLINE void load_cols(const Masks& masks, const u8* shared, Places places, int group, Pair (&x)[16]) {
+  int first = 64 * group + 16 * lane_along_cols().quarter;
+  u32 source = places.along_cols();
+  constexpr int kSigns = kSignPairs ? 8 : 16;
+  u32 signs[kSigns];
+#pragma unroll
+  for (int i = 0; i < kSigns; i += 4) {
+    uint4 m = kSigned && !kScaled ? *(const uint4*)(masks.along_cols + first * kSigns / 16 + i)
+                                  : uint4{0, 0, 0, 0};
+    signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    const u8* row = shared + (64 * group + i) * kRowBytes;
+    if constexpr (kMatrices8 && !kMultiplied) {
+      u32 words[4];  // of two rows: two columns, and of the next two rows
+      load_transposed(row + (source ^ twist(64 * group + i)), words);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        int at = i + j / 2 * 2;
+        Pair two = kSignsMultiply ? signed_bf16x2(words[j], signs[at % kSigns], signs[(at + 1) % kSigns])
+                                  : signed_two(words[j], signs[at / 2]);
+        element(x, j % 2, at) = two.a, element(x, j % 2, at + 1) = two.b;
+      }
+    } else {
+#pragma unroll
+      for (int j = i; j < i + 4; ++j) {
+        const u8* of = row + (j - i) * kRowBytes;
+        if constexpr (kMultiplied) {
+          u32 word = *(const u16*)(of + (source ^ twist(j))) |
+                     *(const u16*)(of + (source ^ twist(j) ^ slot(1))) << 16;
+          x[j] = two_of(word);
+        } else {
+          uint2 two = *(const uint2*)(of + (source ^ twist(j)));
+          x[j] = {__uint_as_float(two.x ^ signs[j % kSigns]), __uint_as_float(two.y ^ signs[j % kSigns])};
+        }
+      }
+    }
+  }
+}
+
 // The elements that a lane has along columns, rotated in the reference's order.
 Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, const u8* shared,
                                 Places places, Pair (&x)[2][16]) {
   int quarter = lane_along_cols().quarter;
-  u32 source = places.along_cols();
   [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
-    u32 signs[16];
-#pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      uint4 m = kSigned && !kScaled
-                    ? *(const uint4*)(masks.along_cols + 64 * group + 16 * quarter + i)
-                    : uint4{0, 0, 0, 0};
-      signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const u8* row = shared + (64 * group + i) * kRowBytes;
-      const u8* at = row + (source ^ twist(i));
-      if constexpr (kMultiplied) {
-        u32 first = *(const u16*)at, second = *(const u16*)(row + (source ^ twist(i) ^ slot(1)));
-        x[group][i] = two_of(first | second << 16);
-      } else if constexpr (kBytes == 2) {
-        u32 word = *(const u32*)at;
-        x[group][i] = kSignsMultiply ? signed_bf16x2(word, signs[i]) : signed_two(word, signs[i]);
-      } else {
-        uint2 two = *(const uint2*)at;
-        x[group][i] = {__uint_as_float(two.x ^ signs[i]), __uint_as_float(two.y ^ signs[i])};
-      }
-    }
+    load_cols(masks, shared, places, group, x[group]);
     if constexpr (kSums) add_to_sum(sum, x[group], 64 * group + 16 * quarter);
     // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
     if constexpr (kScaled && kSize > 1) x[group][0] = add(x[group][0], both(0.0f));

@@ -142,20 +142,18 @@ Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
 }
 // By the layouts of the PTX manual. In an order of its own, and exact: fp32 has no say in it before the
 // end.
-Q2_INLINE void multiply_f16(u32 x0, u32 x1, u32 y, Pair (&z)[2]) {
+Q2_INLINE void multiply_f16(const u32 (&x)[4], u32 y0, u32 y1, Pair (&z)[2]) {
   unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
-  auto eight = [&](u32 word, unsigned first, float (&to)[8]) {
+  auto eight = [&](u32 word, unsigned first, float* to) {
     const unsigned* words = exchange(word) + warp + first;
     for (int k = 0; k < 8; ++k) to[k] = from_f16(words[k / 2] >> 16 * (k % 2) & 0xFFFF);
   };
-  float rows[2][8], columns[2][8];
-  eight(x0, lane / 4 * 4, rows[0]);
-  eight(x1, lane / 4 * 4, rows[1]);
-  eight(y, lane % 4 * 8, columns[0]);
-  eight(y, lane % 4 * 8 + 4, columns[1]);
+  float rows[2][16], columns[2][16];
+  for (int i = 0; i < 4; ++i) eight(x[i], lane / 4 * 4, rows[i % 2] + i / 2 * 8);
+  for (int i = 0; i < 4; ++i) eight(i / 2 ? y1 : y0, lane % 4 * 8 + i % 2 * 4, columns[i % 2] + i / 2 * 8);
   auto sum = [&](int row, int column, float start) {
     double total = start;
-    for (int k = 7; k >= 0; --k) total += (double)rows[row][k] * columns[column][k];
+    for (int k = 15; k >= 0; --k) total += (double)rows[row][k] * columns[column][k];
     return (float)total;
   };
   z[0] = {sum(0, 0, z[0].a), sum(0, 1, z[0].b)};
@@ -177,9 +175,9 @@ Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
   return to_bf16x2(__uint_as_float(x << 16) * __uint_as_float(y << 16),
                    __uint_as_float(x & 0xFFFF0000u) * __uint_as_float(y & 0xFFFF0000u));
 }
-Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
-  float s = __uint_as_float(sign & 0xFFFF0000u);
-  return {__uint_as_float(word << 16) * s, __uint_as_float(word & 0xFFFF0000u) * s};
+Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign_low, u32 sign_high) {
+  return {__uint_as_float(word << 16) * __uint_as_float(sign_low & 0xFFFF0000u),
+          __uint_as_float(word & 0xFFFF0000u) * __uint_as_float(sign_high & 0xFFFF0000u)};
 }
 
 Q2_INLINE Pair times_signs_bf16x2(u32 word, u32 signs) {

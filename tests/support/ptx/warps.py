@@ -152,11 +152,12 @@ def _load_matrices(machine: Machine, operands: tuple[str, ...]) -> tuple:
     return _whole_warps(machine, "-1"), run
 
 
-@_together("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32")
+@_together("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 def _multiply(machine: Machine, operands: tuple[str, ...]) -> tuple:
-    """d = a b + c. Lane l has of a rows l / 4 and 8 more, columns 2 (l % 4) and the next; of b rows
-    2 (l % 4) and the next of column l / 4; of c and d rows l / 4 and 8 more, columns 2 (l % 4) and
-    the next. The order of the sum is the machine's: what is not exact is cut toward zero here."""
+    """d = a b + c. Lane l has of a rows l / 4 and 8 more, columns 2 (l % 4) and the next, then the
+    same of columns 8 more; of b rows 2 (l % 4) and the next, then 8 more, of column l / 4; of c and d
+    rows l / 4 and 8 more, columns 2 (l % 4) and the next. The order of the sum is the machine's: what
+    is not exact is cut toward zero here."""
     d, a, b, c = map(_vector, operands)
     read_a, read_b = ([machine.source(o, "b32") for o in of] for of in (a, b))
     read_c, writes = [machine.source(o, "f32") for o in c], [machine.target(o) for o in d]
@@ -169,11 +170,12 @@ def _multiply(machine: Machine, operands: tuple[str, ...]) -> tuple:
 
     def run(mask: np.ndarray | None) -> None:
         warps = machine.lanes // 32
-        x, y = np.zeros((warps, 16, 8)), np.zeros((warps, 8, 8))
+        x, y = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
         for half in range(2):
             for i, read in enumerate(read_a):
-                x[:, row + 8 * i, pair + half] = halves(read())[:, :, half]
-            y[:, pair + half, row] = halves(read_b[0]())[:, :, half]
+                x[:, row + i % 2 * 8, pair + half + i // 2 * 8] = halves(read())[:, :, half]
+            for i, read in enumerate(read_b):
+                y[:, pair + half + i * 8, row] = halves(read())[:, :, half]
         product = x @ y
         for i, (read, write) in enumerate(zip(read_c, writes, strict=True)):
             own = product[:, row + 8 * (i // 2), pair + i % 2].ravel()

@@ -186,17 +186,17 @@ Q2_INLINE u32 mul_bf16x2(u32 x, u32 y) {
   return z;
 }
 
-// Two bf16 as fp32, each times the bf16 in the upper half of `sign`, 1 or -1; its lower half is 0. By
+// Two bf16 as fp32, each times the bf16 in the upper half of its sign, 1 or -1; the lower half is 0. By
 // multiply-adds, whose pipe has more room than that of shifts and masks; infinities become NaN. -0 is
 // added, which keeps the sign of 0, and 0 below it: of a constant that ptxas knows it would make
 // those anew each time.
 __constant__ u32 zero_below_minus_zero = 0x80000000u;
-Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign) {
+Q2_INLINE Pair signed_bf16x2(u32 word, u32 sign_low, u32 sign_high) {
   u32 a, b;
   asm("{ .reg .b16 l, h; .reg .b32 ll, hh; mov.b32 {l, h}, %2; mov.b32 ll, {l, l}; mov.b32 hh, {h, "
-      "h}; fma.rn.bf16x2 %0, ll, %3, %4; fma.rn.bf16x2 %1, hh, %3, %4; }"
+      "h}; fma.rn.bf16x2 %0, ll, %3, %5; fma.rn.bf16x2 %1, hh, %4, %5; }"
       : "=r"(a), "=r"(b)
-      : "r"(word), "r"(sign), "r"(zero_below_minus_zero));
+      : "r"(word), "r"(sign_low), "r"(sign_high), "r"(zero_below_minus_zero));
   return {__uint_as_float(a), __uint_as_float(b)};
 }
 
@@ -250,13 +250,13 @@ Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
                : "memory");
 }
 
-// Adds to a warp's 16x8 numbers the product of 16x8 and 8x8 f16, which lanes have as the PTX manual
-// says of mma.m16n8k8: z[0] two neighbors of row lane / 4, z[1] of the row 8 below.
-Q2_INLINE void multiply_f16(u32 x0, u32 x1, u32 y, Pair (&z)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
-      "%2, %3};"
+// Adds to a warp's 16x8 numbers the product of 16x16 and 16x8 f16, which lanes have as the PTX manual
+// says of mma.m16n8k16: z[0] two neighbors of row lane / 4, z[1] of the row 8 below.
+Q2_INLINE void multiply_f16(const u32 (&x)[4], u32 y0, u32 y1, Pair (&z)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};"
       : "+f"(z[0].a), "+f"(z[0].b), "+f"(z[1].a), "+f"(z[1].b)
-      : "r"(x0), "r"(x1), "r"(y));
+      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y0), "r"(y1));
 }
 
 // The larger of two halves each, unsigned.

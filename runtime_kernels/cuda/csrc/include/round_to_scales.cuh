@@ -57,7 +57,7 @@ Q2_INLINE u32 fetch_scales(const Params& p, Tile tile, const Rows& rows) {
 
 // Two elements to code * scale: those of e2m1.cuh's arithmetic, in f16.
 Q2_INLINE u32 round_two(u32 word, float factor, u32 scale) {
-  Pair x = signed_bf16x2(word, 0x3F800000u);  // not by the ALU; infinities become NaN, as all does
+  Pair x = signed_bf16x2(word, 0x3F800000u, 0x3F800000u);  // not by the ALU; infinities become NaN, as all does
   u32 y = to_f16x2(fabsf(x.a) * factor, fabsf(x.b) * factor);
   u32 m = max_f16x2(y, 0x3C043C04u);  // 1 + 2^-8
   u32 rounded = fma_f16x2(m, 0x60006000u, fma_f16x2(m, 0xE000E000u, y));  // 512, -512

@@ -8,7 +8,7 @@
 // columns tell; sums of others are added in the reference's order. A sum that is 0 is +0 in either.
 //
 // A lane gets whole blocks, with no exchange: columns 2 t and 2 t + 1 of a product, which are a lane's,
-// are two elements of block t, and each of four products has two others.
+// are two elements of block t.
 #pragma once
 #include "groups.cuh"
 
@@ -56,23 +56,15 @@ Q2_INLINE bool sums_are_exact(u32 turn) {
   return (extent >> 16) < 0x7E && (extent >> 16) + (extent & 0xFFFF) <= 0xFFFF + 8 * 8;
 }
 
-// Of the elements of a chunk, as two of f16, what a lane gives to products: H's for elements 2 t and the
-// next of eight, of n % 2 + 2 j of the eight that come of them. n is lane / 4.
-Q2_INLINE u32 hadamard_word(int j) {
-  int lane = threadIdx.x % 32;
-  u32 odd = lane >> 2 & 1, t = lane % 4;
-  return 0x3C003C00u ^ odd << 31 ^ (__popc(j & t) & 1) * 0x80008000u;
-}
-
-// Signs of what block b of four adds to the blocks n / 2 of a chunk: 0 or those of two f16. Of chunks of
-// one or two blocks: keeps is 0 where it adds nothing.
-Q2_INLINE u32 signs_of_block(int b) {
-  int to = threadIdx.x % 32 / 8;
-  return (__popc(to & b & (kSize / 16 - 1)) & 1) * 0x80008000u;
-}
-Q2_INLINE u32 keeps(int b) {
-  int to = threadIdx.x % 32 / 8;
-  return kSize >= 64 || to / (kSize / 16) == b / (kSize / 16) ? ~0u : 0;
+// What a lane gives to products as their right side: of the signs of H, as two f16, those between rows 2 t
+// and 2 t + 1 of the left side's first eight and column lane / 4. Row r is element r % 2 of block r / 2,
+// column n likewise. A chunk of one or two blocks gets nothing of the others.
+Q2_INLINE u32 hadamard_word() {
+  constexpr int kBlocks = kSize < 64 ? kSize / 16 : 4;  // that are rotated with one another
+  int of = threadIdx.x % 4, to = threadIdx.x % 32 / 8;
+  u32 odd = threadIdx.x >> 2 & 1;
+  u32 word = 0x3C003C00u ^ odd << 31 ^ (__popc(to & of & (kBlocks - 1)) & 1) * 0x80008000u;
+  return to / kBlocks == of / kBlocks ? word : 0;
 }
 
 // Butterflies between x and y.
@@ -83,41 +75,41 @@ Q2_INLINE void butterfly(Pair& x, Pair& y) {
 }
 
 // What a lane has along columns, rotated: blocks t and t + 4 (x[0], x[1]) of columns lane / 4 and 8
-// more of a warp's 16, as they lie in the tile. place: where a lane's row of four matrices of 8x8 lies:
-// eight rows of the tile, the next 8 columns of those, then the same of the next eight rows.
+// more of a warp's 16, as they lie in the tile. place: where a lane's row of four matrices of 8x8 lies
+// (place_of_matrices). Products sum over four elements of each of four blocks, those that differ in the
+// two lowest bits of their places, and adders over the rest.
 Q2_INLINE void rotated_by_products(const u8* shared, u32 place, Pair (&x)[2][16]) {
-  Pair z[2][2][4][2];  // of blocks from 4 i on, halves of their rows, products, columns
+  Pair z[2][4][2][2];  // of blocks from 4 i on, elements from 4 q on, of these from 2 j on: two columns
+  const u32 word = hadamard_word();
 #pragma unroll
-  for (int i = 0; i < 32; ++i) z[i / 16][i / 8 % 2][i / 2 % 4][i % 2] = both(0.0f);
-  u32 h[4];
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) h[j] = hadamard_word(j);
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int q = 0; q < 4; ++q) {
       u32 rows[4];
-      int row = 64 * i + 16 * b;
+      int row = 64 * i + 4 * q;
       load_transposed(shared + (place ^ twist(row)) + row * kRowBytes, rows);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        u32 word = (h[j] ^ signs_of_block(b)) & keeps(b);
-        multiply_f16(rows[0], rows[1], word, z[i][0][j]);
-        multiply_f16(rows[2], rows[3], word, z[i][1][j]);
+      for (int j = 0; j < 2; ++j) {
+        z[i][q][j][0] = z[i][q][j][1] = both(0.0f);
+        multiply_f16(rows, word, word ^ j * 0x80008000u, z[i][q][j]);
       }
     }
   }
+  auto butterflies = [&](int i, int q, int with_i, int with_q) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) butterfly(z[i / 8][0][i / 2 % 4][i % 2], z[i / 8][1][i / 2 % 4][i % 2]);
+    for (int n = 0; n < 4; ++n) butterfly(z[i][q][n / 2][n % 2], z[with_i][with_q][n / 2][n % 2]);
+  };
 #pragma unroll
-  for (int i = 0; i < 16 && kSize > 64; ++i)
-    butterfly(z[0][i / 8][i / 2 % 4][i % 2], z[1][i / 8][i / 2 % 4][i % 2]);
+  for (int i = 0; i < 2; ++i) {
+    butterflies(i, 0, i, 1), butterflies(i, 2, i, 3);
+    butterflies(i, 0, i, 2), butterflies(i, 1, i, 3);
+  }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const Pair(&of)[2] = z[i / 8][i / 4 % 2][i % 4];
-    Pair(&to)[16] = x[i / 8];
-    int at = 8 * (i / 4 % 2) + 2 * (i % 4);
-    element(to, 0, at) = of[0].a, element(to, 0, at + 1) = of[0].b;
-    element(to, 1, at) = of[1].a, element(to, 1, at + 1) = of[1].b;
+  for (int q = 0; q < 4 && kSize > 64; ++q) butterflies(0, q, 1, q);
+#pragma unroll
+  for (int n = 0; n < 32; ++n) {
+    int column = n % 2, at = n / 2 % 8 * 2;
+    const Pair& two = z[n / 16][at / 4][at / 2 % 2][column];
+    element(x[n / 16], column, at) = two.a, element(x[n / 16], column, at + 1) = two.b;
   }
 }

@@ -76,6 +76,9 @@ constexpr bool kSignsMultiply =
 // Or as elements become fp32, by instructions of Blackwell.
 constexpr bool kMixed = Q2_HW_FP4 && kSigned && (kSource == BF16 || kSource == F16);
 
+// Along columns: of two rows, which one word holds.
+constexpr bool kSignPairs = kBytes == 2 && !kScaled && !kSignsMultiply;
+
 #if Q2_PRODUCED
 #include "produced.cuh"
 #endif
@@ -138,7 +141,8 @@ struct __align__(16) Masks {
   // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply) or as
   // what elements are (kMixed), 1 and -1.
   u32 along_rows[kRows ? (kBytes == 2 ? 64 : 128) : 4];
-  u32 along_cols[128];  // kSignsMultiply: in the upper half
+  // The same, or one sign in both halves (kScaled), or in the upper half (kSignsMultiply).
+  u32 along_cols[kSignPairs ? 64 : 128];
 #if Q2_SUMS
   float signs[128];  // along columns: 1 or -1, which make what was signed as it was
 #endif
@@ -150,7 +154,7 @@ Q2_INLINE u32 with_mask(u32 word, u32 mask) {
   return kSignsMultiply ? mul_bf16x2(word, mask) : word ^ mask;
 }
 Q2_INLINE Pair two_of(u32 word) {
-  if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u);
+  if (kSignsMultiply) return signed_bf16x2(word, 0x3F800000u, 0x3F800000u);
   return kSource == BF16 || kSource == MXFP4 ? from_bf16x2(word) : from_f16x2(word);
 }
 
@@ -163,8 +167,8 @@ Q2_INLINE Pair signed_two(u32 word, u32 mask) {
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
-// loading; along rows one piece of every other pair of blocks of four rows; along columns 2 (of
-// fp32: 4) pieces of rows 16 apart; for tensor cores one piece of eight rows. Both are linear over
+// loading; along rows one piece of every other pair of blocks of four rows; along columns one piece of
+// two rows of each of four blocks (of fp32: 4 pieces of rows 16 apart). Both are linear over
 // exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled loop.
 constexpr Q2_INLINE u32 twist(int row) {
   if (kMultiplied) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
@@ -188,29 +192,32 @@ struct Places {
   Q2_INLINE u32 multiplied() const { return rounded & 0xFFFF; }  // there are no rows then
 };
 
-// Along columns four lanes of a warp have a pair of its columns, a quarter of each: lanes 8 apart
-// neighbors; for tensor_cores.cuh, as products have them, neighbors columns 8 apart.
+// Along columns four lanes of a warp have a pair of its columns, a quarter of each. What is loaded as
+// matrices of 8x8 comes to neighboring lanes, of columns 8 apart.
+constexpr bool kMatrices8 = kBytes == 2;
 struct Lane {
   int pair, quarter;
 };
 Q2_INLINE Lane lane_along_cols() {
   int lane = threadIdx.x % 32;
-  return kMultiplied ? Lane{lane / 4, lane % 4} : Lane{lane % 8, lane / 8};
+  return kMatrices8 ? Lane{lane / 4, lane % 4} : Lane{lane % 8, lane / 8};
 }
-constexpr int kQuartersApart = kMultiplied ? 1 : 8;  // lanes
+constexpr int kQuartersApart = kMatrices8 ? 1 : 8;  // lanes
 // Where of the places of 16 columns those of a pair are, and which column lies at a place: in
 // expand_codes' order columns 4 apart are neighbors, unless an instruction expands codes.
 constexpr Q2_INLINE int place_of_column(int pair, int member) {
-  return kMultiplied ? pair + 8 * member : 2 * pair + member;
+  return kMatrices8 ? pair + 8 * member : 2 * pair + member;
 }
 constexpr Q2_INLINE int column_at(int place) {
   return kPacked && !Q2_HW_FP4 ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
 }
 
-// Of the matrices that tensor_cores.cuh multiplies.
-Q2_INLINE u32 place_of_products() {
+// Where a lane's row of four matrices lies (ptx.cuh, load_transposed): of four blocks of 16 rows the
+// first two rows, of 8 columns and the next 8, and then the next two rows. So a lane gets four rows of
+// its quarter of two columns, and products sum over them.
+Q2_INLINE u32 place_of_matrices() {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  return place_in_tile(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+  return place_in_tile(lane / 2 % 4 * 16 + lane / 16 * 2 + lane % 2, 2 * warp + lane / 8 % 2);
 }
 
 Q2_INLINE Places places_in_tile() {
@@ -221,7 +228,8 @@ Q2_INLINE Places places_in_tile() {
   Lane lane = lane_along_cols();
   int place = place_of_column(lane.pair, 0), piece = threadIdx.x / 32 * kPieces + place * kBytes / 16;
   u32 cols = place_in_tile(16 * lane.quarter, piece) + place * kBytes % 16;
-  if (kMultiplied) rows = place_of_products();
+  if (kMultiplied) rows = place_of_matrices();
+  else if (kMatrices8) cols = place_of_matrices();
   constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4);
   if (kNoRegisters) return {fetched, rows | cols << 16};
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
@@ -402,22 +410,28 @@ Q2_INLINE u64 sign_seed_of(const Output& out) {
   return Q2_SIGNED == 2 ? kFixedSignSeed : *out.sign_seed;
 }
 
+// Those of elements 2 i and 2 i + 1, as what elements are multiplied by, or their bits.
+Q2_INLINE u32 signs_of_pair(uint4 random, int i) {
+  u32 signs = negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31;
+  return kSignsMultiply || kMixed ? signs | kOnes : signs;
+}
+
 // The signs of one chunk, as masks for the words that hold its elements.
 Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
   int i = threadIdx.x;
   if (kRows && i < (kBytes == 2 ? 64 : 128)) {
     uint4 random = sign_bits(sign_seed_of(of.along_rows));
-    masks.along_rows[i] = kBytes == 2
-                              ? negative(random, 2 * i) << 15 | negative(random, 2 * i + 1) << 31
-                              : negative(random, i) << 31;
-    if (kSignsMultiply || kMixed) masks.along_rows[i] |= kOnes;
+    masks.along_rows[i] = kBytes == 2 ? signs_of_pair(random, i) : negative(random, i) << 31;
   }
   if (kCols && i < 128) {
     uint4 random = sign_bits(sign_seed_of(of.along_cols));
-    masks.along_cols[i] =
-        kSignsMultiply ? 0x3F800000u | negative(random, i) << 31
-                       : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
-    if (kMixed) masks.along_cols[i] |= kOnes;
+    if constexpr (kSignPairs) {
+      if (i < 64) masks.along_cols[i] = signs_of_pair(random, i);
+    } else {
+      masks.along_cols[i] = kSignsMultiply
+                                ? 0x3F800000u | negative(random, i) << 31
+                                : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
+    }
 #if Q2_SUMS
     masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
 #endif

@@ -22,11 +22,11 @@ Q2_INLINE void add_to_sum([[maybe_unused]] Pair& sum, [[maybe_unused]] const Pai
 // The sums of a tile's columns, of which a lane has those of its pair over its own rows.
 Q2_INLINE void store_sums([[maybe_unused]] const Params& p, Tile tile, Pair sum) {
 #if Q2_SUMS
-  sum = add(sum, from_lane(sum, 8));
-  sum = add(sum, from_lane(sum, 16));
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  sum = add(sum, from_lane(sum, kQuartersApart));
+  sum = add(sum, from_lane(sum, 2 * kQuartersApart));
+  auto [pair, quarter] = lane_along_cols();
   long long row = tile.row / kTileRows;
-  float* to = p.sums + row * (p.tiles_across * kTileCols) + tile.col + 16 * warp;
-  if (lane < 8) ((float2*)to)[lane] = {sum.a, sum.b};
+  float* to = p.sums + row * (p.tiles_across * kTileCols) + tile.col + threadIdx.x / 32 * 16;
+  if (quarter == 0) to[place_of_column(pair, 0)] = sum.a, to[place_of_column(pair, 1)] = sum.b;
 #endif
 }
