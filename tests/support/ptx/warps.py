@@ -155,9 +155,9 @@ def _load_matrices(machine: Machine, operands: tuple[str, ...]) -> tuple:
 @_together("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 def _multiply(machine: Machine, operands: tuple[str, ...]) -> tuple:
     """d = a b + c. Lane l has of a rows l / 4 and 8 more, columns 2 (l % 4) and the next, then the
-    same of columns 8 more; of b rows 2 (l % 4) and the next, then 8 more, of column l / 4; of c and d
-    rows l / 4 and 8 more, columns 2 (l % 4) and the next. The order of the sum is the machine's: what
-    is not exact is cut toward zero here."""
+    same of columns 8 more; of b rows 2 (l % 4) and the next, then 8 more, of column l / 4; of c and
+    d rows l / 4 and 8 more, columns 2 (l % 4) and the next. The order of the sum is the machine's:
+    what is not exact is cut toward zero here."""
     d, a, b, c = map(_vector, operands)
     read_a, read_b = ([machine.source(o, "b32") for o in of] for of in (a, b))
     read_c, writes = [machine.source(o, "f32") for o in c], [machine.target(o) for o in d]
