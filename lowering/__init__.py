@@ -7,7 +7,7 @@ state.py             what the lowerings of one graph tell each other: one object
 prologue/            a CUDA kernel computes its operand
 inductor_kernels/    Inductor makes a kernel of the quantizer
 launches.py          calls of our kernels, past the dispatcher; member.py one call
-enqueued.py          the node of such a call
+launch_node.py          the node of such a call
 gemm.py              GEMMs by bf16 tensor cores; gemm_operands.py what they read, gathered.py rows
 
 An op without a lowering is an extern kernel: the registry's.

@@ -34,7 +34,7 @@ from q2compile.lowering.gemm_operands import (
     is_emulated,
     ungathered,
 )
-from q2compile.lowering.launches import call_in_one, launches_of
+from q2compile.lowering.launches import launch_batched, launches_of
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
@@ -143,7 +143,7 @@ def operands(gemm: fx.Node) -> list[Operand]:
     missing = {s.codes: s.args for s in sources if s.codes not in known}
     op = torch.ops.q2.dequantize.default
     if len({_variant(args) for args in missing.values()}) == 1:
-        made = call_in_one(op, [*missing.values()])
+        made = launch_batched(op, [*missing.values()])
     else:
         made = [launches_of(op, *args) for args in missing.values()]
     known.update(zip(missing, made, strict=True))

@@ -17,8 +17,8 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, fallback_handler, view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.enqueued import Enqueued, given_as
 from q2compile.lowering.gemm_operands import is_read
+from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, Layout, is_in_layout
@@ -57,7 +57,7 @@ def launches_of(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return outputs
 
 
-def call_in_one(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> list[Any]:
+def launch_batched(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> list[Any]:
     """Calls of an op whose only launch is one for all of them, where they are launches."""
     made = [each for each in (_member(op, args) for args in calls) if each is not None]
     if len(made) < len(calls):
@@ -79,15 +79,15 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
     for i, layout in _layouts_of(name, realized).items():
         realized[i] = _laid_out(realized[i], layout)
     results = results_of(op, realized)
-    several = isinstance(results, tuple | list)
-    results = results if several else (results,)
+    is_tuple = isinstance(results, tuple | list)
+    results = results if is_tuple else (results,)
     wanted = wanted_outputs(op, len(results))
     buffers = [output_buffer(r) if w else None for r, w in zip(results, wanted, strict=True)]
     shaped = [
         b if b is None or r.dim() else view(b, []) for b, r in zip(buffers, results, strict=True)
     ]
     member = Member(V.current_node, name, realized, buffers)
-    return member, tuple(shaped) if several else shaped[0]
+    return member, tuple(shaped) if is_tuple else shaped[0]
 
 
 def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,14 +138,14 @@ def _enqueue(member: Member) -> None:
     """With the others of its group, behind the last of them; alone where it has none, or does not
     end in their launch."""
     state = lowering_state()
-    if state.waiting and not _ends_with(state.waiting, member):
+    if state.waiting and not _joins(state.waiting, member):
         _enqueue_waiting()
     state.waiting.append(member)
     if member.node not in state.groups or member.tail_launch is None:
         _enqueue_waiting()
 
 
-def _ends_with(waiting: Sequence[Member], member: Member) -> bool:
+def _joins(waiting: Sequence[Member], member: Member) -> bool:
     groups = lowering_state().groups
     one_group = groups.get(waiting[0].node) is groups.get(member.node)
     operands = sum(each.operands for each in (*waiting, member))
@@ -264,11 +264,11 @@ def output_buffer(like: torch.Tensor) -> Any:
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
 
 
-class Launches(Enqueued):
+class Launches(LaunchNode):
     """Enqueues the launches of one call of an op, or of several that end in one launch."""
 
     _imports = (_IMPORT,)
-    _called = "q2_site"
+    _prefix = "q2_site"
 
     def __init__(
         self,
@@ -289,38 +289,38 @@ class Launches(Enqueued):
         assert not lowering_state().waiting, "launches that wait have not been enqueued"
         fixed = self._fixed()
         tensors = iter(self._tensors)
-        given: list[str] = []
-        sites = [self._site(member, wrapper, tensors, given, fixed) for member in self._members]
+        call_args: list[str] = []
+        sites = [self._site(member, wrapper, tensors, call_args, fixed) for member in self._members]
         site = sites[0]
         if len(sites) > 1 or self._products:
             others, products = [], []
             for own, other, _ in self._products:
                 if is_tensor(other):
-                    shown, reference = given_as(next(tensors), fixed)
-                    given.append(reference)
+                    shown, reference = call_argument(next(tensors), fixed)
+                    call_args.append(reference)
                     others.append(shown)
                     other = len(others) - 1
                 products.append(f"({own}, {other})")
             of = ("".join(f"{text}, " for text in texts) for texts in (sites, products, others))
             parts = [*(f"({text})" for text in of), f"fixed={fixed}"]
             site = f"q2_GroupedCallSite({', '.join(parts)})"
-        self._write(wrapper, site, given)
+        self._write(wrapper, site, call_args)
 
     def _site(
-        self, member: Member, wrapper: Any, tensors: Any, given: list[str], fixed: bool
+        self, member: Member, wrapper: Any, tensors: Any, call_args: list[str], fixed: bool
     ) -> str:
         """A member's Site; what its calls are given is added to `given`."""
         shown: dict[str, Any] = {}
         for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
             shown[name] = arg
             if is_tensor(arg):
-                text, reference = given_as(next(tensors), fixed)
+                text, reference = call_argument(next(tensors), fixed)
             elif _is_symbolic(arg):
                 text, reference = "...", wrapper.codegen_sizevar(arg)
             else:
                 continue
             shown[name] = Shown(text)
-            given.append(reference)
+            call_args.append(reference)
         args, keywords = as_written(member.op, shown)
         wanted = ", ".join(str(int(b is not None)) for b in member.buffers)
         of = [repr(member.op), f"({', '.join(map(repr, args))},)", f"({wanted},)"]
@@ -329,10 +329,10 @@ class Launches(Enqueued):
 
     def _fixed(self) -> bool:
         """Whether no size is symbolic."""
-        numbers = [a for m in self._members for a in m.args if not is_tensor(a)]
+        sizes = [a for m in self._members for a in m.args if not is_tensor(a)]
         for x in (*self._tensors, *self._buffers):
-            numbers += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
-        return not any(map(_is_symbolic, numbers))
+            sizes += [*x.get_size(), *x.get_stride(), x.get_layout().offset]
+        return not any(map(_is_symbolic, sizes))
 
 
 class Shown(str):

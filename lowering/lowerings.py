@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 from q2compile.lowering import gathered, gemm, launches
 from q2compile.lowering.inductor_kernels import quantize
 from q2compile.lowering.member import OpCall
-from q2compile.lowering.prologue import fused_halves, fused_launches
+from q2compile.lowering.prologue import fused_gate_up, fused_launches
 from q2compile.runtime_kernels.ops.table import (
     DEQUANTIZE,
     GATHER_ROWS,
@@ -38,7 +38,7 @@ Step = Callable[[OpCall], Any]  # what the node computes, or None: the next step
 
 LOWERINGS: dict[str, tuple[Step, ...]] = {
     QUANTIZE: (
-        fused_halves.both_halves,  # our kernel computes the two halves of its operand
+        fused_gate_up.gate_and_up,  # our kernel computes the two halves of its operand
         fused_launches.prologue,  # our kernel computes its operand
         quantize.inductor_kernel,  # Inductor's kernel computes both
         launches.launch,  # our kernel reads its operand, or the reference does

@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor.virtualized import V
 
 from q2compile.lowering.member import Member
-from q2compile.lowering.prologue.producers import Found
+from q2compile.lowering.prologue.expressions import Prologue
 from q2compile.runtime_kernels.ops.launch_groups import LAUNCH_GROUP, adjacent_quantizers
 from q2compile.runtime_kernels.ops.table import quantizer_of
 
@@ -43,7 +43,7 @@ class LoweringState:
     gathered     rows of those, by that node and the q2.gather_rows that picks them
     ungathered   codes, scales and row numbers that a q2.gather_rows was given, by its node
     made         outputs of a quantizer that was launched with an earlier one (fused_launches.py)
-    halves       the expression of a quantizer's operand (fused_halves.py)
+    gate_and_up       the expression of a quantizer's operand (fused_gate_up.py)
     known        what `once` was asked
     """
 
@@ -54,7 +54,7 @@ class LoweringState:
     gathered: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
     ungathered: dict[fx.Node, tuple[Any, Any, Any]] = field(default_factory=dict)
     made: dict[fx.Node, tuple[Any, ...]] = field(default_factory=dict)
-    halves: dict[fx.Node, Found] = field(default_factory=dict)
+    gate_and_up: dict[fx.Node, Prologue] = field(default_factory=dict)
     known: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, work: Callable[[], Any]) -> Any:

@@ -96,14 +96,14 @@ MAY_IMPORT = {
 PRIVATE_IMPORTS = {
     "lowerings are written in Inductor's IR, and read it": [
         *(("lowering", f"torch._inductor.{name}") for name in ("ir", "lowering", "virtualized")),
-        ("lowering/prologue/producers.py", "torch._inductor.inductor_prims"),
-        ("lowering/prologue/producers.py", "torch._inductor.ops_handler"),
+        ("lowering/prologue/expressions.py", "torch._inductor.inductor_prims"),
+        ("lowering/prologue/expressions.py", "torch._inductor.ops_handler"),
         ("lowering", "torch.utils._sympy.functions"),
     ],
     "tiles and roundings follow Inductor's settings, and are given in its terms": [
         ("lowering/inductor_kernels/tile_config.py", "torch._inductor.codegen.triton"),
         ("lowering/inductor_kernels/tile_config.py", "torch._inductor.config"),
-        ("lowering/prologue/producers.py", "torch._inductor.config"),
+        ("lowering/prologue/expressions.py", "torch._inductor.config"),
     ],
     "arguments of nodes are walked as torch walks them; it has no public name": [
         ("q2compile", "torch.utils._pytree"),

@@ -142,10 +142,10 @@ class Blocks(ABC):
         first, *others = starmap(pair, zip(words[::2], words[1::2], strict=True))
         if not others:
             return reinterpreted(first, torch.uint8)
-        bytes_ = reinterpreted(_side_by_side([first, *others]), torch.uint8)
+        bytes_ = reinterpreted(_interleaved([first, *others]), torch.uint8)
         return view(bytes_, [self.rows, self.grid[1] * self.width // 2])
 
-    def kept(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
+    def computed_once(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
         """fn of every block, computed once."""
         return self.per_block(dtype, fn).make_loader()
 
@@ -209,7 +209,7 @@ class Blocks(ABC):
         return box
 
 
-def _side_by_side(boxes: Sequence[ir.TensorBox]) -> ir.TensorBox:
+def _interleaved(boxes: Sequence[ir.TensorBox]) -> ir.TensorBox:
     """Int64 boxes [m, n, 1], each stored into its place of one buffer [m, n, len(boxes)].
 
     The body of `ConcatKernel.create`, which is for the nodes of a cat alone in torch 2.11.

@@ -25,9 +25,9 @@ def _high(value: Value) -> Value:
     return ops.bitwise_right_shift(value, _int64(32))
 
 
-def philox4x32(seed: Value, index: Value, stream: int, purpose: int) -> list[Value]:
-    """Block `index` of a stream: four words in [0, 2^32). All values are int64."""
-    c0, c1, c2, c3 = _low(index), _high(index), _int64(stream), _int64(purpose)
+def philox4x32(seed: Value, index: Value, rng_offset: int, purpose: int) -> list[Value]:
+    """Block `index` of a rng_offset: four words in [0, 2^32). All values are int64."""
+    c0, c1, c2, c3 = _low(index), _high(index), _int64(rng_offset), _int64(purpose)
     k0, k1 = _low(seed), _low(_high(seed))
     for _ in range(ROUNDS[purpose]):
         high0, low0 = _product(c0, MULTIPLIERS[0])
@@ -38,10 +38,10 @@ def philox4x32(seed: Value, index: Value, stream: int, purpose: int) -> list[Val
     return [c0, c1, c2, c3]
 
 
-def element_bits(seed: Value, index: Value, stream: int, purpose: int) -> list[Value]:
+def element_bits(seed: Value, index: Value, rng_offset: int, purpose: int) -> list[Value]:
     """Those of eight elements, the bits of block `index`: `philox.element_bits`, as int32."""
     bits = []
-    for word in philox4x32(seed, index, stream, purpose):
+    for word in philox4x32(seed, index, rng_offset, purpose):
         second = ops.add(
             ops.mul(ops.bitwise_and(word, _int64(0xFFFF)), _int64(64)),
             ops.bitwise_right_shift(word, _int64(26)),

@@ -34,7 +34,7 @@ class ReducedBlocks(Blocks):
         """
         per_row = [self.rows, self.grid[1]]
 
-        def word(number: int) -> PerBlock:
+        def word(index: int) -> PerBlock:
             def inner(place: Index, offset: Index) -> Value:
                 row, block = place
                 x = self.load(row, block * self.width + offset[0])
@@ -43,10 +43,10 @@ class ReducedBlocks(Blocks):
                 weight = ops.bitwise_left_shift(
                     integer(1), ops.bitwise_left_shift(nibble, integer(2))
                 )
-                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(number))
+                here = ops.eq(ops.bitwise_right_shift(position, integer(3)), integer(index))
                 weight = ops.where(here, weight, integer(0))
                 return ops.mul(code(x, [row // self.height, block], None), weight)
 
             return self._reduction("sum", inner, per_row, [self.width]).make_loader()
 
-        return self._joined([word(number) for number in range(self.width // NIBBLES)])
+        return self._joined([word(index) for index in range(self.width // NIBBLES)])

@@ -31,7 +31,7 @@ class Draws:
     drawn."""
 
     seed: PerBlock | None
-    stream: int
+    rng_offset: int
 
 
 class HeldBlocks(Blocks):
@@ -55,9 +55,9 @@ class HeldBlocks(Blocks):
     def pack(self, code: Code) -> ir.TensorBox:
         def word(first: int) -> PerBlock:
             def inner(place: Index) -> Value:
-                numbers = self._block(place)[first : first + NIBBLES]
+                elements = self._block(place)[first : first + NIBBLES]
                 random = self._random(place, first)
-                codes = (code(x, place, bits) for x, bits in zip(numbers, random, strict=True))
+                codes = (code(x, place, bits) for x, bits in zip(elements, random, strict=True))
                 return reduce(ops.bitwise_or, (shifted_left(c, 4 * i) for i, c in enumerate(codes)))
 
             return inner
@@ -67,37 +67,39 @@ class HeldBlocks(Blocks):
     def _block(self, place: Index) -> list[Value]:
         """The rotated numbers of a block: all of its chunk's, of which the block may be a half."""
         row, block = place
-        halves = self.unit // self.width
-        start = FloorDiv(block, halves) * self.unit
-        numbers = [self.load(row, start + i) for i in range(self.unit)]
+        blocks_per_chunk = self.unit // self.width
+        start = FloorDiv(block, blocks_per_chunk) * self.unit
+        elements = [self.load(row, start + i) for i in range(self.unit)]
         size = self._rotation.size
         if size > 1:
-            chunks = (numbers[i : i + size] for i in range(0, self.unit, size))
-            numbers = [y for chunk in chunks for y in self._rotated(chunk)]
-        if halves == 1:
-            return numbers
-        first = ops.eq(ops.index_expr(ModularIndexing(block, 1, halves), torch.int32), integer(0))
-        lower, upper = numbers[: self.width], numbers[self.width :]
+            chunks = (elements[i : i + size] for i in range(0, self.unit, size))
+            elements = [y for chunk in chunks for y in self._rotated(chunk)]
+        if blocks_per_chunk == 1:
+            return elements
+        first = ops.eq(
+            ops.index_expr(ModularIndexing(block, 1, blocks_per_chunk), torch.int32), integer(0)
+        )
+        lower, upper = elements[: self.width], elements[self.width :]
         return [ops.where(first, a, b) for a, b in zip(lower, upper, strict=True)]
 
     def _rotated(self, chunk: Sequence[Value]) -> list[Value]:
         """`transforms.hadamard` of chunk * signs, without the norm."""
-        numbers = list(chunk)
+        elements = list(chunk)
         if self._signs is not None:
             word = self._signs([])
-            for i, x in enumerate(numbers):
+            for i, x in enumerate(elements):
                 bit = ops.bitwise_and(word, ops.constant(1 << i, torch.int64))
                 unset = ops.eq(bit, ops.constant(0, torch.int64))
                 # Not ops.neg: Triton's -x is 0 - x, which has no sign where x is 0.
-                numbers[i] = ops.mul(x, ops.where(unset, number(1.0), number(-1.0)))
+                elements[i] = ops.mul(x, ops.where(unset, number(1.0), number(-1.0)))
         h = 1
-        while h < len(numbers):
-            for i in range(len(numbers)):
+        while h < len(elements):
+            for i in range(len(elements)):
                 if not i & h:
-                    a, b = numbers[i], numbers[i + h]
-                    numbers[i], numbers[i + h] = ops.add(a, b), ops.sub(a, b)
+                    a, b = elements[i], elements[i + h]
+                    elements[i], elements[i + h] = ops.add(a, b), ops.sub(a, b)
             h *= 2
-        return numbers
+        return elements
 
     def _seed(self) -> Value:
         assert self._draws.seed is not None, "the op's fake checks it"
@@ -109,7 +111,7 @@ class HeldBlocks(Blocks):
         def word() -> Value:
             fixed = self._rotation.signs == "fixed"
             seed = ops.constant(FIXED_SIGN_SEED, torch.int64) if fixed else self._seed()
-            return philox4x32(seed, ops.constant(0, torch.int64), stream=0, purpose=SIGNS)[0]
+            return philox4x32(seed, ops.constant(0, torch.int64), rng_offset=0, purpose=SIGNS)[0]
 
         return self.scalar(torch.int64, word).make_loader()
 
@@ -121,4 +123,4 @@ class HeldBlocks(Blocks):
         row, block = place
         octets = (row * self.grid[1] + block) * (self.width // NIBBLES) + first // NIBBLES
         index = ops.index_expr(octets, torch.int64)
-        return element_bits(self._seed(), index, self._draws.stream, RANDOM_BITS)
+        return element_bits(self._seed(), index, self._draws.rng_offset, RANDOM_BITS)

@@ -77,17 +77,17 @@ class Rounding:
 
     def _candidate(self, vmax: float) -> tuple[PerBlock, PerBlock]:
         """The scale that maps a block's largest to vmax, and its reciprocal."""
-        code = self.blocks.kept(torch.int32, partial(self.scales.code, vmax=vmax))
-        return code, self._kept_reciprocal(code)
+        code = self.blocks.computed_once(torch.int32, partial(self.scales.code, vmax=vmax))
+        return code, self._reciprocal_of(code)
 
-    def _kept_reciprocal(self, code: PerBlock) -> PerBlock:
+    def _reciprocal_of(self, code: PerBlock) -> PerBlock:
         """What a block's elements are multiplied by under a scale, their norm included."""
 
         def reciprocal(place: Index) -> Value:
             own = self.scales.reciprocal(code(place))
             return own if self.blocks.norm == 1.0 else self.fp.mul(own, number(self.blocks.norm))
 
-        return self.blocks.kept(torch.float32, reciprocal)
+        return self.blocks.computed_once(torch.float32, reciprocal)
 
     def _rounded(self, x: Value, reciprocal: Value) -> tuple[Value, Value]:
         """|x| in units of its scale, and what that rounds to."""
@@ -129,7 +129,9 @@ class FourOverSix(_Compared):
         super().__init__(blocks, scheme, scales)
         self._second_code, self._second_reciprocal = self._candidate(scheme.vmax / 1.5)
         errors = [self._errors(r) for r in (self._reciprocal, self._second_reciprocal)]
-        self._four = blocks.kept(torch.bool, lambda place: self._takes_four(place, *errors))
+        self._four = blocks.computed_once(
+            torch.bool, lambda place: self._takes_four(place, *errors)
+        )
 
     def scale(self, place: Index) -> Value:
         """The scale that the block takes, as an int32."""
@@ -159,13 +161,14 @@ class ScaleSearch(_Compared):
         super().__init__(blocks, scheme, scales)
         first = self._code
         candidates = [
-            blocks.kept(torch.int32, partial(self._stepped, first, step)) for step in scheme.steps
+            blocks.computed_once(torch.int32, partial(self._stepped, first, step))
+            for step in scheme.steps
         ]
-        errors = [self._errors(self._kept_reciprocal(code)) for code in candidates]
-        self._code = blocks.kept(
+        errors = [self._errors(self._reciprocal_of(code)) for code in candidates]
+        self._code = blocks.computed_once(
             torch.int32, partial(self._best, first, list(zip(candidates, errors, strict=True)))
         )
-        self._reciprocal = self._kept_reciprocal(self._code)
+        self._reciprocal = self._reciprocal_of(self._code)
 
     def _stepped(self, first: PerBlock, step: int, place: Index) -> Value:
         return self.scales.stepped(first(place), step)

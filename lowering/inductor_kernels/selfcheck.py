@@ -68,7 +68,7 @@ def _is_known(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def is_refused(device: torch.device, call: QuantizerCall) -> bool:
+def is_unavailable(device: torch.device, call: QuantizerCall) -> bool:
     """Whether it is disabled, or a check that was run has rejected it."""
     request = _request(device, call)
     found = checks.result_of(request)

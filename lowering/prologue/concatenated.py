@@ -20,7 +20,7 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.prologue.fused_halves import in_the_quantizer
+from q2compile.lowering.prologue.fused_gate_up import fused_concatenation
 from q2compile.runtime_kernels.ops.fusing import MAY_FUSE
 from q2compile.runtime_kernels.ops.table import quantizer_of
 from q2compile.torch_internals.patches import replaces
@@ -37,10 +37,10 @@ def lowering_of_cat(own: Any) -> Any:
         node = V.current_node
         if node.target is not _aten.cat.default:  # another lowering's call of this one
             return own(inputs, dim)
-        computed = in_the_quantizer(node, inputs)
+        computed = fused_concatenation(node, inputs)
         if computed is not None:
             return computed
-        if _is_called_with(node) and _are_one_loop(inputs):
+        if _is_read_by_calls(node) and _fuse_into_one_kernel(inputs):
             rank = len(inputs[0].get_size())
             return ir.TensorBox(ir.ConcatKernel.create(inputs, dim % rank))
         return own(inputs, dim)
@@ -48,15 +48,16 @@ def lowering_of_cat(own: Any) -> Any:
     return cat
 
 
-def _is_called_with(node: fx.Node) -> bool:
+def _is_read_by_calls(node: fx.Node) -> bool:
     """Whether the tensor is read, through views, by such quantizers alone, and none of them may
     compute it itself as Inductor's loop (fused_launches.py)."""
     return bool(node.users) and all(
-        _is_called_with(user) if user.target in _VIEWS else _is_called(user) for user in node.users
+        _is_read_by_calls(user) if user.target in _VIEWS else _is_kernel_call(user)
+        for user in node.users
     )
 
 
-def _is_called(node: fx.Node) -> bool:
+def _is_kernel_call(node: fx.Node) -> bool:
     """Whether a node is a quantizer that Inductor never makes a kernel of its own of, and that does
     not compute this operand."""
     call = quantizer_of(node)
@@ -65,7 +66,7 @@ def _is_called(node: fx.Node) -> bool:
     return call.grouped or (len(call.operands) > 1 and MAY_FUSE not in node.meta)
 
 
-def _are_one_loop(inputs: Any) -> bool:
+def _fuse_into_one_kernel(inputs: Any) -> bool:
     """Whether all parts are expressions of one type and size that read something in common, so that
     the scheduler makes one kernel of them."""
     first = inputs[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizers that compute their operand.
 
-Where one may (the pass fuse_rotations marks it), can (producers.py) and should (fusion_rule.py),
+Where one may (the pass fuse_rotations marks it), can (expressions.py) and should (fusion_rule.py),
 its call in generated code gets the producer's inputs in the operand's place, and the producer's own
 kernel is not made:
 
@@ -30,7 +30,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import view
 from torch._inductor.virtualized import V
 
-from q2compile.lowering.enqueued import Enqueued, given_as
+from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.launches import (
     is_tensor,
     launching,
@@ -40,11 +40,11 @@ from q2compile.lowering.launches import (
 )
 from q2compile.lowering.member import OpCall
 from q2compile.lowering.prologue import fusion_rule
-from q2compile.lowering.prologue.producers import (
-    Found,
-    NotProduced,
+from q2compile.lowering.prologue.expressions import (
+    CannotFuse,
+    Prologue,
     is_expression,
-    producer_of,
+    prologue_of,
 )
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
@@ -60,7 +60,7 @@ _IMPORTS = (
 )
 
 
-class Asked(NamedTuple):
+class QuantizerNode(NamedTuple):
     """A quantizer: its node, and the call that it is, of what is lowered."""
 
     node: fx.Node
@@ -76,7 +76,7 @@ class Asked(NamedTuple):
         return f"{self.label}: fused with {_origins(self.call.x)}"
 
 
-class Quantized(NamedTuple):
+class FusedQuantizer(NamedTuple):
     """A quantizer: its node, its keywords with tensors among them in memory, its results as fakes,
     which of them are read, and a buffer for each of those, else None."""
 
@@ -102,33 +102,33 @@ def prologue(call: OpCall) -> tuple[Any, ...] | None:
     """The outputs of a call, of the node that is lowered, with x computed in its kernel; or None
     where the pass has not marked the node or one of the conditions says no, which is noted for the
     record of the pass."""
-    node, asked = V.current_node, call.quantizer
+    node, quantizer = V.current_node, call.quantizer
     notes = node.meta.get(MAY_FUSE)
-    if notes is None or quantizer_of(node) is None or asked.recorded:
+    if notes is None or quantizer_of(node) is None or quantizer.recorded:
         return None
     made = lowering_state().made.pop(node, None)
     if made is not None:
         return made
-    first, second = Asked(node, asked), _second_of_pair(node)
+    first, second = QuantizerNode(node, quantizer), _second_of_pair(node)
     if second is not None:
         try:
-            made, second_made = _call([first, second])
-        except NotProduced as reason:
+            made, second_made = _fused([first, second])
+        except CannotFuse as reason:
             notes.append(f"{node.name} and {second.node.name}: not in one kernel: {reason}")
         else:
             lowering_state().made[second.node] = second_made
             notes += [first.note, f"{second.note}, in one kernel with {node.name}"]
             return made
     try:
-        (made,) = _call([first])
-    except NotProduced as reason:
+        (made,) = _fused([first])
+    except CannotFuse as reason:
         notes.append(f"{first.label}: not fused: {reason}")
         return None
     notes.append(first.note)
     return made
 
 
-def _second_of_pair(node: fx.Node) -> Asked | None:
+def _second_of_pair(node: fx.Node) -> QuantizerNode | None:
     """The quantizer behind this one that one kernel may serve with it."""
     other: Any = node.next
     pair = node.meta.get(PAIR)
@@ -139,72 +139,72 @@ def _second_of_pair(node: fx.Node) -> Asked | None:
                 name: V.graph.env[a] if isinstance(a, fx.Node) else a
                 for name, a in found.args.items()
             }
-            return Asked(other, found.replace(**lowered))
+            return QuantizerNode(other, found.replace(**lowered))
         other = other.next
     return None
 
 
-def _call(calls: Sequence[Asked]) -> list[tuple[Any, ...]]:
+def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
     """The outputs of one quantizer, or of two in one kernel.
 
     Raises:
-        NotProduced: it cannot be, or would not pay.
+        CannotFuse: it cannot be, or would not pay.
     """
-    if any(asked.call.dbias is not None for asked in calls):
-        raise NotProduced("its columns are summed, too, by a kernel that reads the operand")
+    if any(quantizer.call.dbias is not None for quantizer in calls):
+        raise CannotFuse("its columns are summed, too, by a kernel that reads the operand")
     if V.graph.cpp_wrapper:
-        raise NotProduced("generated code is in C++")
-    for node, asked in calls:
-        if not is_expression(asked.x):
-            raise NotProduced("the operand is in memory already")
+        raise CannotFuse("generated code is in C++")
+    for node, quantizer in calls:
+        if not is_expression(quantizer.x):
+            raise CannotFuse("the operand is in memory already")
         readers = other_readers(node)
         if readers:
-            raise NotProduced(f"{', '.join(readers)} read the operand, too")
+            raise CannotFuse(f"{', '.join(readers)} read the operand, too")
     made = [quantized(each) for each in calls]
-    found = producer_of(*(asked.x for _, asked in calls))
-    refuse(found.producer, calls[0])
+    found = prologue_of(*(quantizer.x for _, quantizer in calls))
+    raise_unless_it_pays(found.expression, calls[0])
     device = calls[0].call.x.get_device_or_error()
     if device.type == "cuda":
-        fused.prepare(found.producer, made[0].keywords, device.index)
+        fused.prepare(found.expression, made[0].keywords, device.index)
     for each in made:
         each.make_buffers()
     FusedLaunches(found, made)
     return [each.outputs for each in made]
 
 
-def quantized(asked: Asked) -> Quantized:
+def quantized(quantizer: QuantizerNode) -> FusedQuantizer:
     """Without buffers as yet."""
-    node, call = asked
+    node, call = quantizer
     in_memory = {
         name: ir.ExternKernel.realize_input(a) if is_tensor(a) and name != "x" else a
         for name, a in call.args.items()
     }
     call = call.replace(**in_memory)
     if launching(QUANTIZE, call.positional) is None:
-        raise NotProduced("no CUDA kernel of q2compile serves it here")
+        raise CannotFuse("no CUDA kernel of q2compile serves it here")
     results = results_of(call.spec.overload, call.positional)
     wanted = wanted_outputs(call.spec.overload, len(results), node)
     _, keywords = call.written()
-    return Quantized(node, keywords, results, wanted, [])
+    return FusedQuantizer(node, keywords, results, wanted, [])
 
 
-def refuse(producer: PrologueExpression, asked: Asked) -> None:
-    """Raises NotProduced where the kernel would not pay, or does not do what it should."""
-    node, call = asked
-    operands = len(producer.results)
+def raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNode) -> None:
+    """Raises CannotFuse where the kernel would not pay, or does not do what it should."""
+    node, call = quantizer
+    operands = len(expression.results)
     device = call.x.meta["val"].device if isinstance(call.x, fx.Node) else call.x.get_device()
     index = device.index or 0
     _, keywords = call.written()
     capability = torch.cuda.get_device_capability(device)[0]
-    reason = fused.no_pair(producer, keywords, index) if operands > 1 else None
+    reason = fused.no_pair(expression, keywords, index) if operands > 1 else None
     if reason is None:
         shared = operands == 1 and node.meta[READS_THE_SAME]
         how = call.scheme, len(call.operands), capability, shared
-        reason = fusion_rule.why_not(producer, *how)
+        reason = fusion_rule.why_not(expression, *how)
     if reason is None and device.type == "cuda":
         reason = fused.rejection(index, keywords, operands)
     if reason is not None:
-        raise NotProduced(reason)
+        raise CannotFuse(reason)
 
 
 def other_readers(node: fx.Node) -> list[str]:
@@ -231,13 +231,13 @@ def _origins(x: ir.TensorBox) -> str:
     return ", ".join(sorted(names)) or "its producer"
 
 
-class FusedLaunches(Enqueued):
+class FusedLaunches(LaunchNode):
     """Enqueues the launches of a quantizer that computes its operand, or of two."""
 
     _imports = _IMPORTS
-    _called = "q2_fused"
+    _prefix = "q2_fused"
 
-    def __init__(self, found: Found, quantized: Sequence[Quantized]) -> None:
+    def __init__(self, found: Prologue, quantized: Sequence[FusedQuantizer]) -> None:
         self._found, self._quantized = found, quantized
         unwrapped = ir.InputsKernel.unwrap_storage_for_input
         sources = [unwrapped(V.graph.get_buffer(name)) for name in found.buffers]
@@ -247,24 +247,24 @@ class FusedLaunches(Enqueued):
         super().__init__([*sources, *operands], written)
 
     def codegen(self, wrapper: Any) -> None:
-        producer = self._found.producer
-        given = list(self._found.buffers)
-        given += map(wrapper.codegen_sizevar, self._found.sizes)
+        expression = self._found.expression
+        call_args = list(self._found.buffers)
+        call_args += map(wrapper.codegen_sizevar, self._found.sizes)
         operands = iter(self._tensors[len(self._found.buffers) :])
         calls = []
         for each in self._quantized:
-            # In the order of the arguments of a FusedCallSite.
+            # In the order in which a FusedCallSite is given tensors.
             call = fused.call_of(each.keywords)
             shown = {}
             for name, arg in call.args.items():
                 if is_tensor(arg):
-                    text, reference = given_as(next(operands), True)
-                    given.append(reference)
+                    text, reference = call_argument(next(operands), True)
+                    call_args.append(reference)
                     shown[name] = text
                 elif name in each.keywords:
                     shown[name] = repr(arg)
             keywords = ", ".join(f"{name}={text}" for name, text in shown.items())
             wanted = ", ".join(str(int(w)) for w in each.wanted)
             calls.append(f"(dict({keywords}), ({wanted},))")
-        site = f"q2_FusedCallSite(q2_{producer!r}, [{', '.join(calls)}])"
-        self._write(wrapper, site, given)
+        site = f"q2_FusedCallSite(q2_{expression!r}, [{', '.join(calls)}])"
+        self._write(wrapper, site, call_args)

@@ -71,7 +71,7 @@ _WAITED = 1.1  # of a byte's time, for each byte read and row of loads on its wa
 
 
 def why_not(
-    producer: PrologueExpression,
+    expression: PrologueExpression,
     spec: Scheme,
     directions: int,
     capability: int,
@@ -80,19 +80,19 @@ def why_not(
     """None when computing the operand in the quantizer, or both operands in one, is expected to
     pay, otherwise the reason in words. capability: the major compute capability of the GPU.
     shared: another quantizer reads the same."""
-    ratio = expected(producer, spec, directions, capability, shared)
+    ratio = expected(expression, spec, directions, capability, shared)
     if ratio <= MARGIN:
         return None
     often = ", twice for an exact global scale," if Rule.of(spec) == Rule.EXACT else ""
     return (
-        f"{bytes_read(producer):.1f} bytes and {instructions(producer):.0f} instructions an "
+        f"{bytes_read(expression):.1f} bytes and {instructions(expression):.0f} instructions an "
         f"element{often} are expected to take {ratio:.2f} of the time without fusing, more than "
         f"{MARGIN}"
     )
 
 
 def expected(
-    producer: PrologueExpression,
+    expression: PrologueExpression,
     spec: Scheme,
     directions: int,
     capability: int,
@@ -100,16 +100,16 @@ def expected(
 ) -> float:
     """The time of the fused kernels over that of the others."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
-    size, read, made = producer.dtype.itemsize, bytes_read(producer), instructions(producer)
+    size, read, made = expression.dtype.itemsize, bytes_read(expression), instructions(expression)
     # Where the kernel of another operand does most of it, what Inductor does longer is that one's.
-    count, apart = len(producer.results), instructions(producer, by_inductor=not shared)
+    count, apart = len(expression.results), instructions(expression, by_inductor=not shared)
     rounded = _QUANTIZER.get(spec.rounding, _QUANTIZER["sr"])[directions - 1]
     rounded += _DEQUANTIZING * directions * spec.dequantized + _MASK * spec.masked
     written = directions * (_WRITTEN_DEQUANTIZED if spec.dequantized else _WRITTEN)
     own_read = 0.0 if shared else read
     unfused = max(apart / rate, own_read + count * size)
     unfused += count * max(rounded / rate, size + written)
-    waited = _WAITED * read / rows_ahead(producer)
+    waited = _WAITED * read / rows_ahead(expression)
     fused = max((made + count * rounded) / rate + waited, read + count * written)
     if Rule.of(spec) == Rule.EXACT:
         largest = _LARGEST * directions

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the index of an input goes through a piece of the operand: 16 bytes of a row, which a thread
-computes at once (producers.py)."""
+computes at once (expressions.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing, PythonM
 ROW, COLUMN = sympy.symbols("r c", integer=True, nonnegative=True)
 
 
-class NotProduced(Exception):
+class CannotFuse(Exception):
     """Why an operand is not computed in the quantizer, in words."""
 
 
@@ -29,7 +29,7 @@ def way_through(e: sympy.Expr, piece: int) -> Way:
     """Of an index at row r and columns c to c + piece - 1; c is a multiple of piece.
 
     Raises:
-        NotProduced: the index does not go along a row.
+        CannotFuse: the index does not go along a row.
     """
     if e.is_Integer:
         return Way(False, int(e))
@@ -45,7 +45,7 @@ def way_through(e: sympy.Expr, piece: int) -> Way:
         return Way(False, _divisor(e, ways))
     if isinstance(e, FloorDiv | Mod | PythonMod | ModularIndexing) and not any(counting[1:]):
         return _way_within(e, ways, piece)
-    raise NotProduced(f"a read does not go along a row: {e}")
+    raise CannotFuse(f"a read does not go along a row: {e}")
 
 
 def _way_within(e: sympy.Expr, ways: list[Way], piece: int) -> Way:
@@ -55,14 +55,14 @@ def _way_within(e: sympy.Expr, ways: list[Way], piece: int) -> Way:
     found = ways[0]
     for divisor in quotients:
         if divisor != 1 and (found.divisor % piece or divisor % piece):
-            raise NotProduced(f"a read does not go along a row: {e}")
+            raise CannotFuse(f"a read does not go along a row: {e}")
         if divisor != 1:
             whole = found.divisor % divisor == 0
             found = Way(False, found.divisor // divisor if whole else 1)
     if isinstance(e, FloorDiv) or not found.lanes:
         return found if isinstance(e, FloorDiv) else Way(False, math.gcd(found.divisor, steps[-1]))
     if found.divisor % piece or steps[-1] % piece:
-        raise NotProduced(f"a read does not go along a row: {e}")
+        raise CannotFuse(f"a read does not go along a row: {e}")
     return Way(True, math.gcd(found.divisor, steps[-1]))
 
 

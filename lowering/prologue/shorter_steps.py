@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shorter ways to a number than the steps that Inductor's ops ask for one by one (producers.py)."""
+"""Shorter steps with the same result than those that Inductor's ops ask for one by one
+(expressions.py)."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _Recorder(TorchDispatchMode):
         device = call.x.device
         if not self.lowers or support.why_not_lowered(device, call) is not None:
             return name
-        if selfcheck.is_refused(device, call):
+        if selfcheck.is_unavailable(device, call):
             return name
         if name in (CPP, REFERENCE):
             return INDUCTOR

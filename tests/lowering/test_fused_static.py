@@ -34,7 +34,7 @@ def producer(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> Pro
 
 
 ONE = ("constant", "0x1.0000000000000p+0", "float")
-# As lowering/prologue/producers.py writes them down (tests/lowering/test_fused_launches.py).
+# As lowering/prologue/expressions.py writes them down (tests/lowering/test_fused_launches.py).
 SWIGLU = producer(
     (BF16,) * 3,
     *loads(0, 1, 2),

@@ -38,7 +38,7 @@ Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared
 
 // As fetch_elements of tile.cuh, whose place it takes. A thread waits for its loads, and the other
 // warps of the multiprocessor round meanwhile. All columns of a piece exist or none
-// (lowering/prologue/producers.py).
+// (lowering/prologue/expressions.py).
 Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,
                               Places places) {
   constexpr int kPieces = kRowBytes / 16, kRowStep = kThreads / kPieces;

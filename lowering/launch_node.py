@@ -17,7 +17,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 
-class Enqueued(ir.ExternKernel):
+class LaunchNode(ir.ExternKernel):
     """A call of a site that stands at the top of generated code, and enqueues launches into buffers
     that were made for them.
 
@@ -25,7 +25,7 @@ class Enqueued(ir.ExternKernel):
     """
 
     _imports: tuple[str, ...]  # lines of generated code
-    _called: str  # sites of this kind there, with a number
+    _prefix: str  # sites of this kind there, with a number
 
     def __init__(self, tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
         inputs = [*tensors, *buffers]
@@ -43,28 +43,31 @@ class Enqueued(ir.ExternKernel):
     def get_device(self) -> torch.device | None:
         return self._device
 
-    def _write(self, wrapper: Any, site: str, given: Sequence[str]) -> None:
-        """A site at the top of the generated code, and its call; given: for what it reads."""
+    def _write(self, wrapper: Any, site: str, call_args: Sequence[str]) -> None:
+        """A site at the top of the generated code, and its call; call_args: for what it reads."""
         root = wrapper
         while hasattr(root, "parent_wrapper"):
             root = root.parent_wrapper
         for line in self._imports:
             root.add_import_once(line)
         root.q2_sites = counts = getattr(root, "q2_sites", Counter())
-        name = f"{self._called}_{counts[self._called]}"
-        counts[self._called] += 1
+        name = f"{self._prefix}_{counts[self._prefix]}"
+        counts[self._prefix] += 1
         root.header.writeline(f"{name} = {site}")
         self.codegen_comment(wrapper, name)
-        given = [*given, *(b.codegen_reference() for b in self._buffers)]
-        wrapper.writeline(f"{name}({', '.join(given)})")
+        call_args = [*call_args, *(b.codegen_reference() for b in self._buffers)]
+        wrapper.writeline(f"{name}({', '.join(call_args)})")
 
 
-def given_as(x: Any, fixed: bool) -> tuple[str, str]:
-    """What a Site has for an operand, and what its calls are given: of a view of known sizes the
-    tensor that it is a view of, since a view takes the host as long as a launch's addresses."""
+def call_argument(x: Any, fixed: bool) -> tuple[str, str]:
+    """The text of an operand in its call site, and the argument of the call.
+
+    A view of known sizes is described in the call site, and the call gets the tensor behind it:
+    making a view costs the host as much as the addresses of a launch.
+    """
     if fixed and isinstance(x, ir.ReinterpretView):
         name = x.get_name()
         if V.graph.get_dtype(name) == x.get_dtype():
-            size, stride = (tuple(map(int, numbers)) for numbers in (x.get_size(), x.get_stride()))
+            size, stride = (tuple(map(int, sizes)) for sizes in (x.get_size(), x.get_stride()))
             return f"q2_View({size}, {stride}, {int(x.layout.offset)})", name
     return "...", x.codegen_reference()

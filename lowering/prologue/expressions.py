@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a loop of Inductor's to a Producer: the expression that makes an operand, as data from which
+"""From a loop of Inductor's to a PrologueExpression: the expression that makes an operand, as data from which
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_expression.py).
 
     before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
@@ -41,7 +41,7 @@ from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
 
-from q2compile.lowering.prologue.index_ways import COLUMN, ROW, NotProduced, Way, way_through
+from q2compile.lowering.prologue.index_ways import COLUMN, ROW, CannotFuse, Way, way_through
 from q2compile.lowering.prologue.shorter_steps import contracted, shorter
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     KIND_OF,
@@ -62,34 +62,34 @@ _ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _WIDE = 2**31
 
 
-class Found(NamedTuple):
-    """A producer, its inputs, by the names of their buffers, and its sizes."""
+class Prologue(NamedTuple):
+    """A expression, its inputs, by the names of their buffers, and its sizes."""
 
-    producer: PrologueExpression
+    expression: PrologueExpression
     buffers: tuple[str, ...]
     sizes: tuple[sympy.Symbol, ...]
 
 
-def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
+def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     """The expression that makes x, and others of the same size and type, in a graph that is being
     lowered.
 
     Raises:
-        NotProduced: it has none that rotate_quantize.cu can compute.
+        CannotFuse: it has none that rotate_quantize.cu can compute.
     """
     if not all(map(is_expression, (x, *others))):
-        raise NotProduced("the operand is in memory already")
+        raise CannotFuse("the operand is in memory already")
     dtype = x.get_dtype()
     if not dtype.is_floating_point or dtype.itemsize > 4:
-        raise NotProduced(f"an operand of {dtype} is not computed")
+        raise CannotFuse(f"an operand of {dtype} is not computed")
     if not inductor_config.triton.codegen_upcast_to_fp32:
-        raise NotProduced("triton.codegen_upcast_to_fp32 is off")
+        raise CannotFuse("triton.codegen_upcast_to_fp32 is off")
     rows, cols = x.get_size()
     piece = 16 // dtype.itemsize
     if not isinstance(cols, int | sympy.Integer):
-        raise NotProduced(f"the number of columns, {cols}, is not known")
+        raise CannotFuse(f"the number of columns, {cols}, is not known")
     if int(cols) % piece:
-        raise NotProduced(f"{cols} columns are no multiple of {piece}")
+        raise CannotFuse(f"{cols} columns are no multiple of {piece}")
     loads = [matrix.make_loader() for matrix in (x, *others)]
     with patch.object(ir.FlexibleLayout, "allow_indexing", True):
         first, _ = _run(loads, rows, int(cols), piece, {})
@@ -101,10 +101,10 @@ def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
         made, number = contracted(steps, inputs)
         steps, results = _needed(made, [number[result] for result in results])
     if len(steps) > _MOST_STEPS:
-        raise NotProduced(f"the expression has {len(steps)} steps, more than {_MOST_STEPS}")
+        raise CannotFuse(f"the expression has {len(steps)} steps, more than {_MOST_STEPS}")
     if not written.buffers or len(written.buffers) > _MOST_INPUTS:
-        raise NotProduced(f"it reads {len(written.buffers)} tensors, not 1 to {_MOST_INPUTS}")
-    producer = PrologueExpression(
+        raise CannotFuse(f"it reads {len(written.buffers)} tensors, not 1 to {_MOST_INPUTS}")
+    expression = PrologueExpression(
         dtype=dtype,
         rows=written.text(sympy.sympify(rows)),
         cols=int(cols),
@@ -114,7 +114,7 @@ def producer_of(x: ir.TensorBox, *others: ir.TensorBox) -> Found:
         steps=steps,
         results=results,
     )
-    return Found(producer, tuple(written.buffers), tuple(written.sizes))
+    return Prologue(expression, tuple(written.buffers), tuple(written.sizes))
 
 
 def is_expression(x: ir.TensorBox) -> bool:
@@ -133,7 +133,7 @@ def _run(
     with V.set_ops_handler(writer):
         results = tuple(int(writer.step_of(load([ROW, COLUMN]))) for load in loads)
     if any(writer.kinds[result] != "float" for result in results):
-        raise NotProduced("the expression is no float")
+        raise CannotFuse("the expression is no float")
     return writer, results
 
 
@@ -146,8 +146,8 @@ def _needed(
         if i in needed or steps[i][0] == "load":
             needed |= {i, *arguments_of(steps[i])}
     number = {old: new for new, old in enumerate(sorted(needed))}
-    kept = tuple(renumbered(steps[old], number) for old in number)
-    return kept, tuple(number[result] for result in results)
+    needed_steps = tuple(renumbered(steps[old], number) for old in number)
+    return needed_steps, tuple(number[result] for result in results)
 
 
 def _buffer(name: str) -> ir.Buffer:
@@ -155,11 +155,11 @@ def _buffer(name: str) -> ir.Buffer:
     while isinstance(buffer, ir.TensorBox | ir.StorageBox):
         buffer = buffer.data
     if name in V.graph.constants or not isinstance(buffer, ir.Buffer):
-        raise NotProduced(f"{name} is no buffer")
+        raise CannotFuse(f"{name} is no buffer")
     return buffer
 
 
-def _loop_for_loops(name: str) -> ir.Pointwise | None:
+def _inlined_producer(name: str) -> ir.Pointwise | None:
     """The loop that makes a buffer which Inductor has put into memory for other loops alone, not to
     compute it twice (a sigmoid of silu's backward): fused with them, it is never written."""
     buffer = _buffer(name)
@@ -171,16 +171,16 @@ def _loop_for_loops(name: str) -> ir.Pointwise | None:
         return None
     if node is None or node.target is force_stride_order:  # a table (passes/post_grad/tabulate.py)
         return None
-    for_loops = all(map(_is_loop, node.users))
+    read_pointwise = all(map(_is_pointwise, node.users))
     contiguous = list(layout.stride) == ir.FlexibleLayout.contiguous_strides(layout.size)
-    return buffer.data if for_loops and contiguous and layout.offset == 0 else None
+    return buffer.data if read_pointwise and contiguous and layout.offset == 0 else None
 
 
-def _is_loop(reader: fx.Node) -> bool:
+def _is_pointwise(reader: fx.Node) -> bool:
     """Whether it computes number by number, or its readers do."""
     if torch.Tag.pointwise in getattr(reader.target, "tags", ()):
         return True
-    return is_view_or_cast(reader) and all(map(_is_loop, reader.users))
+    return is_view_or_cast(reader) and all(map(_is_pointwise, reader.users))
 
 
 def _freeze(names: list[str]) -> None:
@@ -204,7 +204,7 @@ _Masked = tuple[str, sympy.Expr, tuple]
 _Merged = dict[_Masked, sympy.Expr]  # see _Writer.either_of_two
 
 
-class _Number(int):
+class _StepIndex(int):
     """That of a step, unlike a number that an op is given."""
 
 
@@ -218,23 +218,23 @@ class _Writer(DefaultHandler):
         self.sizes: list[sympy.Symbol] = []
         self._ranges, self._piece = ranges, piece
         self._known: dict[Step, int] = {}
-        self._mask = _Number(-1)
+        self._mask = _StepIndex(-1)
         self._indices: dict[int, sympy.Expr] = {}  # those of steps that are indices
         self._masked: list[_Masked] = []
         self._merged = merged
 
     # Ops
 
-    def _default(self, name: str, args: tuple, kwargs: dict) -> _Number:
+    def _default(self, name: str, args: tuple, kwargs: dict) -> _StepIndex:
         name = _AS.get(name, name)
         if name not in OPERATIONS or kwargs:
-            raise NotProduced(f"there is no rule for ops.{name}")
-        given = [a for a in map(_unwrapped, args[name == "where" :]) if isinstance(a, _Number)]
+            raise CannotFuse(f"there is no rule for ops.{name}")
+        given = [a for a in map(_unwrapped, args[name == "where" :]) if isinstance(a, _StepIndex)]
         kind = self.kinds[given[0]] if given else "float"
         steps = [self.step_of(a, kind) for a in args]
         return self._operation(name, steps)
 
-    def _operation(self, name: str, steps: Sequence[_Number]) -> _Number:
+    def _operation(self, name: str, steps: Sequence[_StepIndex]) -> _StepIndex:
         kinds = {self.kinds[s] for s in steps[name == "where" :]}
         if "float" in kinds and "int" in kinds:
             steps = [self._cast(s, "float") if self.kinds[s] == "int" else s for s in steps]
@@ -244,47 +244,47 @@ class _Writer(DefaultHandler):
         if name == "where":
             allowed = {"float", "int", "bool"}
         if len(kinds) > 1 or not kinds <= allowed:
-            raise NotProduced(f"ops.{name} of {' and '.join(sorted(kinds))}")
+            raise CannotFuse(f"ops.{name} of {' and '.join(sorted(kinds))}")
         if name in ("lt", "ge"):
             steps = self._at_pieces(steps)
         way = shorter(self.steps, name, steps)
         return self._step(name, *steps) if way is None else self._built(way)
 
-    def load(self, name: str, index: sympy.Expr) -> _Number:
-        loop = _loop_for_loops(name)
+    def load(self, name: str, index: sympy.Expr) -> _StepIndex:
+        loop = _inlined_producer(name)
         if loop is not None:
             return self.step_of(loop.inner_fn(self._position(index, loop.ranges)))
         dtype = V.graph.get_dtype(name)
         if dtype not in KIND_OF:
-            raise NotProduced(f"{name} is of {dtype}")
+            raise CannotFuse(f"{name} is of {dtype}")
         index, mask = self._simplified(index), self._mask
         compared = self._compared(mask) if mask >= 0 else None
         if compared is not None:
             self._masked.append((name, index, compared))
             if self._masked[-1] in self._merged:
-                index, mask = self._merged[self._masked[-1]], _Number(-1)
+                index, mask = self._merged[self._masked[-1]], _StepIndex(-1)
         way = way_through(index, self._piece)
         if way.lanes and way.divisor % self._piece:
-            raise NotProduced(f"rows of {name} do not begin on 16 bytes: {index}")
+            raise CannotFuse(f"rows of {name} do not begin on 16 bytes: {index}")
         if mask >= 0 and way.lanes and not self._is_uniform(mask):
-            raise NotProduced(f"a part of {name} is read that does not begin on 16 bytes")
+            raise CannotFuse(f"a part of {name} is read that does not begin on 16 bytes")
         _buffer(name)
         if name not in self.buffers:
             self.buffers.append(name)
         how = "lanes" if way.lanes else "one"
         return self._step("load", self.buffers.index(name), self.text(index), how, mask)
 
-    def constant(self, value: Any, dtype: torch.dtype) -> _Number:
+    def constant(self, value: Any, dtype: torch.dtype) -> _StepIndex:
         return self._constant(value, _kind(dtype))
 
-    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> _Number:
+    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> _StepIndex:
         expr = self._simplified(sympy.sympify(expr))
         how = "lanes" if way_through(expr, self._piece).lanes else "one"
         step = self._step("index", self.text(expr), how)
         self._indices[step] = expr
         return step if _kind(dtype) == "int" else self._cast(step, _kind(dtype))
 
-    def masked(self, mask: Any, body: Callable, other: Any) -> _Number:
+    def masked(self, mask: Any, body: Callable, other: Any) -> _StepIndex:
         outer, mask = self._mask, self.step_of(mask)
         if outer >= 0:
             mask = self._operation("logical_and", [outer, mask])
@@ -301,60 +301,60 @@ class _Writer(DefaultHandler):
         dtype: torch.dtype,
         src_dtype: torch.dtype | None = None,
         use_compute_types: bool = True,
-    ) -> _Number:
+    ) -> _StepIndex:
         step = self.step_of(x)
         if dtype in _ROUNDED and not use_compute_types:
             return self._step("round", self._cast(step, "float"), _ROUNDED[dtype])
         kind = _kind(dtype)
         if kind == "int" and (self.kinds[step] == "float" or dtype.itemsize < 4):
-            raise NotProduced(f"a number is made {dtype}")
+            raise CannotFuse(f"a number is made {dtype}")
         return self._cast(step, kind)
 
-    def truediv(self, x: Any, y: Any) -> _Number:
+    def truediv(self, x: Any, y: Any) -> _StepIndex:
         exact = inductor_config.eager_numerics.division_rounding
         return self._default("div_rn" if exact else "truediv", (x, y), {})
 
-    def identity(self, x: Any) -> _Number:
+    def identity(self, x: Any) -> _StepIndex:
         return self.step_of(x)
 
     def indirect_indexing(self, *args: Any, **kwargs: Any) -> sympy.Symbol:
-        raise NotProduced("an index is computed from numbers in memory")
+        raise CannotFuse("an index is computed from numbers in memory")
 
     # Steps
 
-    def step_of(self, value: Any, kind: str = "float") -> _Number:
+    def step_of(self, value: Any, kind: str = "float") -> _StepIndex:
         """Of what an op is given: an earlier step, or a number."""
         value = _unwrapped(value)
-        if isinstance(value, _Number):
+        if isinstance(value, _StepIndex):
             return value
         if isinstance(value, bool | int | float):
             return self._constant(value, kind)
-        raise NotProduced(f"an op is given {value!r}")
+        raise CannotFuse(f"an op is given {value!r}")
 
-    def _step(self, name: str, *args: Any) -> _Number:
-        step = (name, *(int(a) if isinstance(a, _Number) else a for a in args))
+    def _step(self, name: str, *args: Any) -> _StepIndex:
+        step = (name, *(int(a) if isinstance(a, _StepIndex) else a for a in args))
         if step not in self._known:
             self._known[step] = len(self.steps)
             inputs = [V.graph.get_dtype(name) for name in self.buffers]
             self.kinds.append(kind_of(step, self.kinds, inputs))
             self.steps.append(step)
-        return _Number(self._known[step])
+        return _StepIndex(self._known[step])
 
-    def _built(self, tree: Any) -> _Number:
+    def _built(self, tree: Any) -> _StepIndex:
         """A step whose arguments are steps in their turn, or the number of one."""
         if not isinstance(tree, tuple):
-            return _Number(tree)
+            return _StepIndex(tree)
         name, *args = tree
         return self._step(name, *(self._built(a) if isinstance(a, tuple) else a for a in args))
 
-    def _cast(self, step: _Number, kind: str) -> _Number:
+    def _cast(self, step: _StepIndex, kind: str) -> _StepIndex:
         return step if self.kinds[step] == kind else self._step("cast", step, kind)
 
-    def _constant(self, value: Any, kind: str) -> _Number:
+    def _constant(self, value: Any, kind: str) -> _StepIndex:
         text = float(value).hex() if kind == "float" else str(int(value))
         return self._step("constant", text, kind)
 
-    def _at_pieces(self, steps: Sequence[_Number]) -> Sequence[_Number]:
+    def _at_pieces(self, steps: Sequence[_StepIndex]) -> Sequence[_StepIndex]:
         """Of an index that counts up through a piece from a multiple of its length: whether it is
         below such a multiple is the same for all of the piece."""
         ways = [self._way_of(step) for step in steps]
@@ -365,7 +365,7 @@ class _Writer(DefaultHandler):
             for step, way in zip(steps, ways, strict=True)
         ]
 
-    def _first_of_piece(self, step: _Number) -> _Number:
+    def _first_of_piece(self, step: _StepIndex) -> _StepIndex:
         first = self._step("index", self.text(self._indices[step]), "first")
         self._indices[first] = self._indices[step]
         return first
@@ -423,7 +423,7 @@ class _Writer(DefaultHandler):
         return index.replace(Identity, lambda x: x) if index.has(Identity) else index
 
     def text(self, e: sympy.Expr) -> str:
-        """An index as producers have it; the sizes in it are noted."""
+        """An index as a PrologueExpression has it; the sizes in it are noted."""
         if e.is_Integer:
             return str(e) if e >= 0 else f"({e})"
         if e.is_Symbol:
@@ -441,14 +441,14 @@ class _Writer(DefaultHandler):
             base, divisor, modulus = parts
             quotient = base if divisor == "1" else f"floordiv({base}, {divisor})"
             return f"mod({quotient}, {modulus})"
-        raise NotProduced(f"an index has {type(e).__name__}")
+        raise CannotFuse(f"an index has {type(e).__name__}")
 
     def _name(self, symbol: sympy.Symbol) -> str:
         name = str(symbol)
         if symbol in (ROW, COLUMN, *self.sizes):
             return name
         if not name.startswith("s"):
-            raise NotProduced(f"an index depends on {name}, which data decide")
+            raise CannotFuse(f"an index depends on {name}, which data decide")
         self.sizes.append(symbol)
         return name
 
@@ -464,4 +464,4 @@ def _kind(dtype: torch.dtype) -> str:
         return "float"
     if dtype in (torch.int32, torch.int64):
         return "int"
-    raise NotProduced(f"it computes in {dtype}")
+    raise CannotFuse(f"it computes in {dtype}")

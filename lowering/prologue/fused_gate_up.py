@@ -22,8 +22,13 @@ from torch._inductor.virtualized import V, ops
 from torch.fx.node import map_arg
 
 from q2compile.lowering.member import OpCall
-from q2compile.lowering.prologue.fused_launches import Asked, FusedLaunches, quantized, refuse
-from q2compile.lowering.prologue.producers import Found, NotProduced, producer_of
+from q2compile.lowering.prologue.expressions import CannotFuse, Prologue, prologue_of
+from q2compile.lowering.prologue.fused_launches import (
+    FusedLaunches,
+    QuantizerNode,
+    quantized,
+    raise_unless_it_pays,
+)
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import TILE
@@ -32,7 +37,7 @@ from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall, quantiz
 from q2compile.runtime_kernels.registry import serving
 
 
-def in_the_quantizer(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
+def fused_concatenation(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
     """What stands for a concatenation that the quantizer that reads it will compute, and nobody
     else reads; None where one of the conditions says no, which is noted."""
     if len(cat.users) != 1:
@@ -44,12 +49,12 @@ def in_the_quantizer(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorB
     size = cat.meta["val"].shape
     label = f"{reader.name} ({call.label} of {' x '.join(map(str, size))})"
     try:
-        found = _halves(cat, reader, call, inputs)
-    except NotProduced as reason:
+        found = _computed_in_quantizer(cat, reader, call, inputs)
+    except CannotFuse as reason:
         notes.append(f"{label}: not fused: {reason}")
         return None
     notes.append(f"{label}: fused with both halves of {cat.name}")
-    lowering_state().halves[reader] = found
+    lowering_state().gate_and_up[reader] = found
     first = inputs[0]
     rows, cols = first.get_size()
     zero = functools.partial(ops.constant, 0.0, first.get_dtype())
@@ -61,40 +66,40 @@ def in_the_quantizer(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorB
     )
 
 
-def _halves(
+def _computed_in_quantizer(
     cat: fx.Node, reader: fx.Node, call: QuantizerCall, inputs: Sequence[ir.TensorBox]
-) -> Found:
-    """Raises NotProduced where they cannot be computed in the kernel, or it would not pay."""
+) -> Prologue:
+    """Raises CannotFuse where they cannot be computed in the kernel, or it would not pay."""
     parts: Any = cat.args[0]
     sizes = [tuple(part.meta["val"].shape) for part in parts]
     if V.graph.cpp_wrapper:
-        raise NotProduced("generated code is in C++")
+        raise CannotFuse("generated code is in C++")
     if len(sizes) != 2 or sizes[0] != sizes[1] or cat.meta["val"].shape[0] != sizes[0][0]:
-        raise NotProduced("its columns are no two halves")
+        raise CannotFuse("its columns are no two halves")
     if not isinstance(sizes[0][1], int) or sizes[0][1] % TILE:
-        raise NotProduced(f"halves of {sizes[0][1]} columns are no multiple of {TILE}")
+        raise CannotFuse(f"halves of {sizes[0][1]} columns are no multiple of {TILE}")
     if any(len(part.users) > 1 for part in parts):
-        raise NotProduced("a half has other readers")
+        raise CannotFuse("a half has other readers")
     if serving(QUANTIZE, map_arg(call.positional, lambda n: n.meta["val"])).launching is None:
-        raise NotProduced("no CUDA kernel of q2compile serves it here")
-    found = producer_of(*inputs)
-    found = found._replace(producer=dataclasses.replace(found.producer, gate_and_up=True))
+        raise CannotFuse("no CUDA kernel of q2compile serves it here")
+    found = prologue_of(*inputs)
+    found = found._replace(expression=dataclasses.replace(found.expression, gate_and_up=True))
     device = inputs[0].get_device_or_error()
     tensors = {name: ... for name, a in call.args.items() if isinstance(a, fx.Node) and name != "x"}
-    asked = call.replace(**tensors)
-    refuse(found.producer, Asked(reader, asked))
+    quantizer = call.replace(**tensors)
+    raise_unless_it_pays(found.expression, QuantizerNode(reader, quantizer))
     if device.type == "cuda":
-        fused.prepare(found.producer, asked.written()[1], device.index)
+        fused.prepare(found.expression, quantizer.written()[1], device.index)
     return found
 
 
-def both_halves(asked: OpCall) -> tuple[Any, ...] | None:
+def gate_and_up(call: OpCall) -> tuple[Any, ...] | None:
     """The outputs of the quantizer that is lowered, where it computes both halves of its operand;
     None where it does not."""
-    found = lowering_state().halves.pop(V.current_node, None)
+    found = lowering_state().gate_and_up.pop(V.current_node, None)
     if found is None:
         return None
-    made = quantized(Asked(V.current_node, asked.quantizer))
+    made = quantized(QuantizerNode(V.current_node, call.quantizer))
     made.make_buffers()
     FusedLaunches(found, [made])
     return made.outputs
