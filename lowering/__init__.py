@@ -2,22 +2,22 @@
 """How Inductor lowers q2 ops, from a node of a graph to a line of generated code. May import
 runtime_kernels and torch_internals.
 
-lowerings.py         the table: which steps the lowering of each op has, in order
-state.py             what the lowerings of one graph tell each other: one object, the graph's own
-prologue/            a CUDA kernel computes its operand
-inductor_kernels/    Inductor makes a kernel of the quantizer
-launches.py          calls of our kernels, past the dispatcher; member.py one call
-launch_node.py          the node of such a call
-gemm.py              GEMMs by bf16 tensor cores; gemm_operands.py what they read, gathered.py rows
+lowerings.py         the table: the steps that are tried for each op, in order
+state.py             the state of one graph's lowering, shared by all lowerings
+prologue/            prologue fusion: a CUDA kernel computes its operand
+inductor_kernels/    the quantizer as a kernel that Inductor generates
+launches.py          launches of our kernels, past torch's dispatcher; member.py is one call
+launch_node.py       the node of such launches in Inductor's graph
+gemm.py              emulated GEMMs, on bf16 tensor cores; gemm_operands.py their operands,
+                     gathered.py gathered rows
 
-An op without a lowering is an extern kernel: the registry's.
-"""
+An op without a lowering is an extern kernel: a call of torch.ops.q2."""
 
 
 def register() -> None:
-    """Tell Inductor how to lower the q2 ops, and `torch_internals.patches` what it puts in force
-    while a graph with such ops is compiled. Apart from the import of this package, because it
-    imports Inductor."""
+    """Register the lowerings of the q2 ops with Inductor, and replacements with
+    `torch_internals.patches`, which are in force while a graph with such ops is compiled. A
+    function, because importing this package must not import Inductor."""
     from q2compile.lowering import lowerings
     from q2compile.lowering.inductor_kernels import (
         tile_config,  # noqa: F401

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lowering of `q2::gather_rows`: loops over its codes and its scales, for readers of codes.
+"""The lowering of `q2::gather_rows`: Inductor kernels that gather codes and scales.
 
-A GEMM of bf16 tensor cores reads numbers, and these are made of the codes that were not gathered
-and gathered then (gemm.py); where all readers are such, nothing is made here.
-"""
+An emulated GEMM dequantizes all codes first and gathers rows of the result (gemm.py). If all
+readers are emulated GEMMs, the codes are not gathered."""
 
 from __future__ import annotations
 
@@ -31,5 +30,5 @@ def gather_rows(call: OpCall) -> tuple[Any, Any]:
 
 
 def gathered(matrix: Any, rows: Any) -> Any:
-    """Rows of a matrix as an expression, to be fused with who reads it."""
+    """Rows of a matrix as an expression, to be fused with its reader."""
     return lowerings[torch.ops.aten.index.Tensor](matrix, [rows])

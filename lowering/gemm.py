@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the lowerings of `q2::gemm` and `q2::grouped_gemm`. Where bf16 tensor cores multiply for
-fp4 ones it is torch's own product, which Inductor allocates, chooses a kernel for and fuses behind
-as for any other.
+"""Steps of the lowerings of `q2::gemm` and `q2::grouped_gemm`. Without fp4 tensor cores, a GEMM is
+emulated by torch's own bf16 GEMM. Inductor allocates its result, chooses its kernel and fuses its
+readers, as for any other GEMM.
 
-    gemm(a.., b.., bias, ...)   ->   numbers of a @ numbers of bᵀ (+ bias)             scales fold
-                                     (fp32 product * alpha + bias) to dtype            otherwise
-    grouped_gemm(a.., b.., ...) ->   grouped_mm(numbers of a, numbers of b, ends)      scales fold
+    A, B: the dequantized operands
 
-The numbers of an operand are what its quantizer wrote, where that writes them (scheme@bf16), or
-dequantized from its codes, once however many GEMMs read them: both operands of one by one launch.
+    gemm(a.., b.., bias, ...)   ->   A @ Bᵀ (+ bias)                            power-of-two scales
+                                     (fp32 A @ Bᵀ * alpha + bias) to dtype      otherwise
+    grouped_gemm(a.., b.., ...) ->   grouped_mm(A, B, ends)                     power-of-two scales
 
-Of the second form, only the product is rounded to fp32 by a kernel; alpha and bias are Inductor's
-to fuse with what comes next, which then reads them before they are rounded to dtype, as it does
-with other operations that it fuses.
-"""
+A dequantized operand is written by its quantizer (scheme@bf16), or made from its codes: once for
+all GEMMs that read it, and for both operands of a GEMM by one launch. A global scale that is a
+power of two is part of the dequantized operand, exactly; another one is applied to the product.
+
+In the second form the kernel returns fp32. Inductor fuses alpha and bias with the next operation,
+which reads the value before it is rounded to dtype, as in any other fusion."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ _aten = torch.ops.aten
 
 
 def product(call: OpCall) -> Any:
-    """Of q2.gemm (runtime_kernels/ops/gemm.py), emulated; None where fp4 tensor cores multiply."""
+    """q2.gemm (runtime_kernels/ops/gemm.py), emulated; None where fp4 tensor cores multiply."""
     if not is_emulated(V.current_node):
         return None
     _, _, a_global, _, _, b_global, bias, a_scheme, b_scheme, dtype = call.bound
     left, right = operands(V.current_node)
     a, b = left.gathered(), right.gathered()
     b = lowerings[_aten.permute.default](b, [1, 0])
-    # Of the operands whose global scale is not in their numbers.
+    # Global scales that are not part of a dequantized operand.
     scales = [
         unit
         for unit, scheme in ((a_global, a_scheme), (b_global, b_scheme))
@@ -70,7 +71,8 @@ def product(call: OpCall) -> Any:
 
 
 def with_alpha(call: OpCall) -> Any:
-    """q2.gemm with the product of the global scales, where a quantizer's last launch makes it."""
+    """q2.gemm with alpha, the product of the global scales, if a quantizer's tail kernel computes
+    it."""
     node = V.current_node
     alpha = lowering_state().products.get((node.args[2], node.args[5]))
     if alpha is None:
@@ -80,7 +82,7 @@ def with_alpha(call: OpCall) -> Any:
 
 
 def grouped_product(call: OpCall) -> Any:
-    """The same as `product` of q2.grouped_gemm (runtime_kernels/ops/grouped_gemm.py)."""
+    """q2.grouped_gemm (runtime_kernels/ops/grouped_gemm.py), emulated; None as for `product`."""
     if not is_emulated(V.current_node):
         return None
     *_, offs, _, _, gemm, _ = call.bound
@@ -95,7 +97,7 @@ def grouped_product(call: OpCall) -> Any:
 
 
 def _as_grouped(b: Any, gemm: str, groups: Any) -> Any:
-    """The second operand's numbers as q2::grouped_mm takes them: as_grouped of the op."""
+    """The dequantized second operand in the shape of q2::grouped_mm: as_grouped of the op."""
     view, permute = lowerings[_aten.view.default], lowerings[_aten.permute.default]
     rows, columns = b.get_size()
     if gemm == "wgrad":
@@ -118,7 +120,7 @@ class Operand(NamedTuple):
     gather: fx.Node | None
 
     def gathered(self) -> Any:
-        """What the GEMM multiplies, made once however many read it."""
+        """The rows that the GEMM multiplies, gathered once for all its readers."""
         if self.gather is None:
             return self.box
         state, key = lowering_state(), (self.codes, self.gather)
@@ -129,7 +131,7 @@ class Operand(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What an operand is dequantized from: the node of its codes, and the arguments of
+    """The source of a dequantized operand: the node of its codes, and the arguments of
     q2::dequantize."""
 
     codes: fx.Node
@@ -137,7 +139,7 @@ class _Source(NamedTuple):
 
 
 def operands(gemm: fx.Node) -> list[Operand]:
-    """Both operands of an emulated GEMM, which is lowered: each made once, and not gathered."""
+    """Both operands of the emulated GEMM that is lowered: dequantized once, and not gathered."""
     known = lowering_state().dequantized
     sources = [_source(gemm, first, at) for first, at in OPERANDS]
     missing = {s.codes: s.args for s in sources if s.codes not in known}
@@ -154,7 +156,7 @@ def operands(gemm: fx.Node) -> list[Operand]:
 
 
 def _source(gemm: fx.Node, first: int, at: int) -> _Source:
-    """Of an operand, by the places of its codes and its scheme."""
+    """The source of an operand. first, at: positions of its codes and its scheme."""
     node, scales_node, unit_node = ungathered(gemm, first)
     gather, lowered = gather_of(gemm.args[first]), cast(Any, V.graph.env)
     unit = lowered.get(unit_node)
@@ -173,6 +175,6 @@ def _source(gemm: fx.Node, first: int, at: int) -> _Source:
 
 
 def _variant(args: tuple) -> tuple[str, bool]:
-    """What calls of q2::dequantize must have in common that are one launch."""
+    """Key of a call of q2::dequantize: calls with equal keys can be one launch."""
     spec = get_scheme(args[3])
     return spec.format, spec.block[0] == 1

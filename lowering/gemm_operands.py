@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GEMMs of bf16 tensor cores need of their operands, asked of the FX graph that Inductor
-lowers."""
+"""Queries of the FX graph that Inductor lowers: which GEMMs are emulated, and which parts of their
+operands they read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from q2compile.runtime_kernels.registry import CUDA_BF16, serving
 GEMM = torch.ops.q2.gemm.default
 GROUPED = torch.ops.q2.grouped_gemm.default
 GATHER = torch.ops.q2.gather_rows.default
-OPERANDS = ((0, 7), (3, 8))  # of both GEMMs: where three arguments begin, and their scheme
+OPERANDS = (
+    (0, 7),
+    (3, 8),
+)  # of both GEMM ops: position of an operand's three parts, and of its scheme
 
 
 def is_emulated(node: fx.Node) -> bool:
-    """Whether a node is a GEMM by bf16 tensor cores, of operands that were made for them. A grouped
-    one is an op of its own where global scales are not in the numbers: it multiplies in place."""
+    """Whether a node is a GEMM that bf16 tensor cores emulate. Not a grouped one whose global
+    scales are not part of the dequantized operands: that is a call of the op."""
     if node.target not in (GEMM, GROUPED):
         return False
     schemes = [get_scheme(str(node.args[at])) for _, at in OPERANDS]
@@ -35,8 +38,8 @@ def is_emulated(node: fx.Node) -> bool:
 
 
 def is_read(output: fx.Node) -> bool:
-    """Whether an output of a quantizer is needed: a GEMM of bf16 numbers asks for nothing else but
-    their global scale, where that is not in them."""
+    """Whether an output of a quantizer is read. An emulated GEMM of dequantized operands reads no
+    block scales, and a global scale only if it is not part of the operand."""
     return any(not _is_left_unread(output, reader) for reader in output.users)
 
 
@@ -56,8 +59,8 @@ def _is_left_unread(output: fx.Node, reader: fx.Node) -> bool:
 
 
 def ungathered(gemm: fx.Node, first: int) -> tuple[Any, Any, Any]:
-    """The nodes of an operand's codes, scales and global scale, or of the matrix whose rows
-    q2::gather_rows gathers."""
+    """The nodes of an operand's codes, scales and global scale; if q2::gather_rows gathered its
+    rows, of the matrix before."""
     codes, scales, unit = (gemm.args[i] for i in range(first, first + 3))
     gather = gather_of(codes)
     return (codes, scales, unit) if gather is None else (gather.args[0], gather.args[1], unit)
@@ -70,6 +73,6 @@ def gather_of(codes: Any) -> fx.Node | None:
 
 
 def reads_ungathered(node: fx.Node) -> bool:
-    """Whether a reader of gathered codes, or of their scales, has use for the matrix and the index
-    alone: a GEMM of bf16 numbers."""
+    """Whether a reader of gathered codes or scales reads the matrix and the index instead: an
+    emulated GEMM."""
     return is_emulated(node)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node of a call in generated code that enqueues launches, which launches.py and
-fused_launches.py have in common.
+"""The node of a call in generated code that enqueues launches. Base of the nodes in launches.py and
+prologue/fused_launches.py.
 
-It is one that changes buffers made for it, as a Triton kernel of a user's does, which all versions
-of torch that are supported have. (An out variant of each op would need a second schema.)
-"""
+It mutates buffers that were allocated for it, as a user's Triton kernel does; all supported
+versions of torch have such nodes. (An out variant of each op would need a second schema.)"""
 
 from __future__ import annotations
 
@@ -18,14 +17,13 @@ from torch._inductor.virtualized import V
 
 
 class LaunchNode(ir.ExternKernel):
-    """A call of a site that stands at the top of generated code, and enqueues launches into buffers
-    that were made for them.
+    """A call of a call site, which is defined at the top of generated code. It enqueues launches
+    that write into buffers allocated for them.
 
-    tensors: what it reads; buffers: what it writes. Both as inputs of an extern kernel.
-    """
+    tensors: its operands; buffers: its results. Both are inputs of an extern kernel."""
 
     _imports: tuple[str, ...]  # lines of generated code
-    _prefix: str  # sites of this kind there, with a number
+    _prefix: str  # prefix of the names of call sites of this kind
 
     def __init__(self, tensors: Sequence[Any], buffers: Sequence[Any]) -> None:
         inputs = [*tensors, *buffers]
@@ -44,7 +42,8 @@ class LaunchNode(ir.ExternKernel):
         return self._device
 
     def _write(self, wrapper: Any, site: str, call_args: Sequence[str]) -> None:
-        """A site at the top of the generated code, and its call; call_args: for what it reads."""
+        """Write the call site at the top of the generated code, and its call. call_args: the
+        operands."""
         root = wrapper
         while hasattr(root, "parent_wrapper"):
             root = root.parent_wrapper

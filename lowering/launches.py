@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of kernels that are launches alone: buffers that Inductor plans, and a line of generated
-code that enqueues the launches into them, past torch's dispatcher
-(runtime_kernels/cuda/call_site.py).
-"""
+"""Calls that consist of kernel launches alone. Inductor plans the buffers of their results, and a
+line of generated code enqueues the launches, past torch's dispatcher
+(runtime_kernels/cuda/call_site.py)."""
 
 from __future__ import annotations
 
@@ -35,20 +34,20 @@ _IMPORT = (
 
 
 def launch(call: OpCall) -> Any:
-    """The step that every op has: its kernel is launched, or the op itself called."""
+    """The last step of every op: its kernel is launched, or the op itself is called."""
     return launches_of(call.overload, *call.args, **call.kwargs)
 
 
 def close_group(node: fx.Node) -> None:
-    """Enqueue what waits behind this node, the last of its group or of none."""
+    """Launch the waiting calls if this node is the last of its group, or in none."""
     group = lowering_state().groups.get(node)
     if group is None or group.last is node:
         _enqueue_waiting()
 
 
 def launches_of(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """An op by the registry's kernel: its launches, where it is nothing else and generated code is
-    in Python; otherwise the op itself."""
+    """An op by the registry's kernel: its launches, if the kernel is nothing else and generated
+    code is Python; otherwise a call of the op."""
     made = _member(op, bound(name_of(op), args, kwargs))
     if made is None:
         return _fallback(op, args, kwargs)
@@ -58,7 +57,8 @@ def launches_of(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def launch_batched(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """Calls of an op whose only launch is one for all of them, where they are launches."""
+    """Calls of an op with a batched launch: one launch for all of them, if they consist of launches
+    alone."""
     made = [each for each in (_member(op, args) for args in calls) if each is not None]
     if len(made) < len(calls):
         return [launches_of(op, *args) for args in calls]
@@ -68,7 +68,7 @@ def launch_batched(op: torch._ops.OpOverload, calls: Sequence[Sequence[Any]]) ->
 
 
 def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any] | None:
-    """A call that is still to be enqueued, and what it makes; None where it is not launches."""
+    """A call to be launched, and its outputs; None if it does not consist of launches alone."""
     name = name_of(op)
     if V.graph.cpp_wrapper:
         return None
@@ -91,10 +91,9 @@ def _member(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Member, Any
 
 
 def _once_a_kind(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: what a function says of an op and its operands, which depends on their sizes,
-    strides and types alone, is worked out once in a graph for calls that are alike, as those of
-    equal layers are. Fakes, of which it takes some, are most of what the lowering of a call costs.
-    """
+    """Decorator: caches, per graph, a function of an op and its operands that depends only on their
+    sizes, strides and types. Calls of equal layers are alike. The fake tensors that such functions
+    make are most of the time of lowering a call."""
 
     @functools.wraps(function)
     def known(op: Any, args: Sequence[Any]) -> Any:
@@ -111,32 +110,32 @@ def _described(x: Any) -> tuple[Any, ...]:
 
 @_once_a_kind
 def launching(name: str, args: Sequence[Any]) -> Any:
-    """Of the kernel that serves a call; None where it is more than launches."""
+    """The launches of the kernel that serves a call; None if the kernel is more than launches."""
     return serving(name, fakes(args)).launching
 
 
 @_once_a_kind
 def results_of(op: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
-    """Fakes of what an op returns, to be looked at alone."""
+    """Fake results of an op, for their sizes, strides and dtypes."""
     with V.graph.fake_mode:
         return call_op(name_of(op), fakes(args))
 
 
 @_once_a_kind
 def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, Layout]:
-    """How that kernel wants arguments to lie."""
+    """The layouts that the kernel needs, by position of the argument."""
     return launching(name, args).layouts(*fakes(args))
 
 
 @_once_a_kind
 def _launched(name: str, args: Sequence[Any]) -> list[Any]:
-    """What a call of that kernel may launch."""
+    """The launches that a call of that kernel may make."""
     return list(launching(name, args).launches(*fakes(args)))
 
 
 def _enqueue(member: Member) -> None:
-    """With the others of its group, behind the last of them; alone where it has none, or does not
-    end in their launch."""
+    """Let a call wait for the others of its group. It is launched at once if it has no group or no
+    tail kernel to share."""
     state = lowering_state()
     if state.waiting and not _joins(state.waiting, member):
         _enqueue_waiting()
@@ -162,8 +161,8 @@ def _enqueue_waiting() -> None:
 
 
 class Product(NamedTuple):
-    """Of global scales: which member and output makes the one; the same of the other, or the tensor
-    that it is; and where it goes."""
+    """alpha, a product of two global scales. own: (member, output) of one; other: the same of the
+    other, or its tensor; buffer: the result."""
 
     own: tuple[int, int]
     other: Any
@@ -171,7 +170,7 @@ class Product(NamedTuple):
 
 
 def _products_of(members: Sequence[Member]) -> list[Product]:
-    """Those of GEMMs that the graph has these make: one for each of their operands."""
+    """The products that this group computes for GEMMs: one for each of its operands."""
     state = lowering_state()
     group = state.groups.get(members[0].node)
     if group is None:
@@ -204,7 +203,7 @@ def _products_of(members: Sequence[Member]) -> list[Product]:
 
 
 def _fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    _enqueue_waiting()  # whose results it may read: statistics of a recorded operand do
+    _enqueue_waiting()  # the op may read their results: statistics of a recorded operand do
     return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
 
 
@@ -249,8 +248,8 @@ def _laid_out(x: Any, layout: Layout) -> Any:
 def wanted_outputs(
     op: torch._ops.OpOverload, count: int, node: fx.Node | None = None
 ) -> list[bool]:
-    """Which outputs of a node, the one that is lowered, are read; all, where the call is one of
-    several that it is lowered to."""
+    """Which outputs of a node (by default the one that is lowered) are read. All, if the node is
+    lowered to more than one call."""
     node = node or V.current_node
     if count == 1 or node.target is not op:
         return [True] * count
@@ -260,12 +259,13 @@ def wanted_outputs(
 
 def output_buffer(like: torch.Tensor) -> Any:
     size, stride = map(ir.convert_shape_to_inductor, (like.size(), like.stride()))
-    # No kernel may fill it: one of no dimensions would be filled, since none of its ranges is 0.
+    # Not 0-dim: Inductor would generate a kernel that fills a 0-dim tensor, since none of its
+    # ranges is 0.
     return empty_strided(size or [1], stride or [1], dtype=like.dtype, device=like.device)
 
 
 class Launches(LaunchNode):
-    """Enqueues the launches of one call of an op, or of several that end in one launch."""
+    """Enqueues the launches of one call of an op, or of a group that shares launches."""
 
     _imports = (_IMPORT,)
     _prefix = "q2_site"
@@ -286,7 +286,7 @@ class Launches(LaunchNode):
         super().__init__(tensors, buffers)
 
     def codegen(self, wrapper: Any) -> None:
-        assert not lowering_state().waiting, "launches that wait have not been enqueued"
+        assert not lowering_state().waiting, "calls still wait to be launched"
         fixed = self._fixed()
         tensors = iter(self._tensors)
         call_args: list[str] = []
@@ -309,7 +309,7 @@ class Launches(LaunchNode):
     def _site(
         self, member: Member, wrapper: Any, tensors: Any, call_args: list[str], fixed: bool
     ) -> str:
-        """A member's Site; what its calls are given is added to `given`."""
+        """The text of a member's call site. Arguments of its calls are appended to `call_args`."""
         shown: dict[str, Any] = {}
         for (name, _), arg in zip(parameters(member.op), member.args, strict=True):
             shown[name] = arg
@@ -336,7 +336,7 @@ class Launches(LaunchNode):
 
 
 class Shown(str):
-    """What generated code has for an argument."""
+    """The text of an argument in generated code."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Inductor lowers each q2 op: the steps that are tried for it, in order. The first that returns
-something is the lowering of that node.
+"""How Inductor lowers each q2 op: steps that are tried in order. The first that returns a result is
+the lowering of that node.
 
-Every op that reads an operand is in the table. Inductor puts the operands of an op without a
-lowering into memory from the second such op of a process on, and other loops that read them are
-then rounded by that.
-"""
+Every op that reads an operand is in the table. For an op without a lowering, Inductor realizes the
+operands from the second such op of a process on. Other kernels that read these operands would then
+round differently."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ from q2compile.runtime_kernels.ops.table import (
     TRANSPOSE,
 )
 
-Step = Callable[[OpCall], Any]  # what the node computes, or None: the next step is tried
+Step = Callable[[OpCall], Any]  # the lowered outputs; None: the next step is tried
 
 LOWERINGS: dict[str, tuple[Step, ...]] = {
     QUANTIZE: (
-        fused_gate_up.gate_and_up,  # our kernel computes the two halves of its operand
+        fused_gate_up.gate_and_up,  # our kernel computes gate and up of its operand
         fused_launches.prologue,  # our kernel computes its operand
         quantize.inductor_kernel,  # Inductor's kernel computes both
         launches.launch,  # our kernel reads its operand, or the reference does
@@ -57,7 +56,7 @@ LOWERINGS: dict[str, tuple[Step, ...]] = {
 
 
 def register() -> None:
-    """Tell Inductor."""
+    """Register the table with Inductor."""
     for name, steps in LOWERINGS.items():
         op = getattr(torch.ops.q2, name).default
         register_lowering(op, type_promotion_kind=None)(_lowering(name, steps))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of an op, while its graph is lowered: as a node has it, and as it is launched."""
+"""A call of an op while its graph is lowered: as in the graph, and as it is launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from q2compile.runtime_kernels.registry import bound
 
 
 class OpCall(NamedTuple):
-    """What a lowering is asked for: args and kwargs as the node has them."""
+    """The call that is lowered: args and kwargs as the node has them."""
 
     op: str
     args: tuple[Any, ...]
@@ -32,14 +32,13 @@ class OpCall(NamedTuple):
 
     @property
     def quantizer(self) -> QuantizerCall:
-        """Of a quantizing op."""
+        """The call of a quantizing op, by the names of its arguments."""
         return QuantizerCall.of(self.op, self.bound)
 
 
 class Member(NamedTuple):
-    """One call that is launched, alone or with others: all its arguments, in the order of the
-    schema, tensors among them in memory; a buffer for each output, or None where nobody reads it.
-    """
+    """One call to launch, alone or in a group. args: all arguments in the order of the schema; its
+    tensors are in memory. buffers: one for each output, None where nobody reads it."""
 
     node: fx.Node
     op: str
@@ -53,5 +52,5 @@ class Member(NamedTuple):
 
     @property
     def operands(self) -> int:
-        """That the last launch works on."""
+        """The number of operands that the last launch works on."""
         return len(QuantizerCall.of(self.op, self.args).operands) if self.op in SPECS else 1

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the lowerings of one graph tell each other.
+"""The state of one graph's lowering, shared by all lowerings.
 
-The graph that is lowered owns it: it is made when the first lowering of the graph asks, and goes
-with the graph. A graph that another one calls is lowered by itself, and has its own.
-"""
+The graph that is lowered owns it. It is created when the graph's first lowering needs it, and freed
+with the graph. A graph that another one calls is lowered on its own, and has its own state."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from q2compile.runtime_kernels.ops.table import quantizer_of
 
 
 class LaunchGroup(NamedTuple):
-    """Quantizers that are enqueued together, where the last of them stands.
+    """Quantizers whose launches are grouped, at the place of the last of them.
 
-    number  as in the graph, which says by it whose alpha they make
+    number  as in the graph, where GEMMs name the group that computes their alpha by it
     """
 
     number: int
@@ -33,18 +32,18 @@ class LaunchGroup(NamedTuple):
 
 @dataclass
 class LoweringState:
-    """Of one graph. Keys are nodes of it; values are tensors of Inductor's IR but where it says
-    otherwise.
+    """The state of one graph's lowering. Keys are its nodes; values are tensors of Inductor's IR
+    unless another type is named.
 
-    groups       the launch groups of quantizers, as the graph says
-    waiting      calls of the group that is being lowered (launches.py)
-    products     of two global scales, by their nodes (launches.py writes, gemm reads)
+    groups       the launch groups of quantizers, read from the graph
+    waiting      calls of the group that is being lowered, not launched yet (launches.py)
+    products     alpha of two global scales, by their nodes (set by launches.py, read by gemm.py)
     dequantized  bf16 operands of emulated GEMMs, by the node of their codes
-    gathered     rows of those, by that node and the q2.gather_rows that picks them
-    ungathered   codes, scales and row numbers that a q2.gather_rows was given, by its node
-    made         outputs of a quantizer that was launched with an earlier one (fused_launches.py)
-    gate_and_up       the expression of a quantizer's operand (fused_gate_up.py)
-    known        what `once` was asked
+    gathered     gathered rows of those, by that node and the q2.gather_rows node
+    ungathered   the arguments of a q2.gather_rows (codes, scales, rows), by its node
+    made         outputs of a quantizer that an earlier one's kernel computes (fused_launches.py)
+    gate_and_up  the prologue expression of a grouped quantizer's operand (fused_gate_up.py)
+    known        results of `once`
     """
 
     groups: dict[fx.Node, LaunchGroup] = field(default_factory=dict)
@@ -58,14 +57,14 @@ class LoweringState:
     known: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """What the work returned when this key was first asked for, in this graph."""
+        """The result of `work` for this key, computed once per graph."""
         if key not in self.known:
             self.known[key] = work()
         return self.known[key]
 
 
 def lowering_state() -> LoweringState:
-    """That of the graph that is lowered."""
+    """The state of the graph that is lowered."""
     graph: Any = V.graph
     if not hasattr(graph, "q2_lowering_state"):
         graph.q2_lowering_state = LoweringState(groups=_groups(graph.module.graph))
@@ -73,7 +72,8 @@ def lowering_state() -> LoweringState:
 
 
 def _groups(graph: fx.Graph) -> dict[fx.Node, LaunchGroup]:
-    """By quantizers: what the pass group_launches wrote, less what later passes took apart."""
+    """Quantizer -> its group, as the pass group_launches wrote it, except where later passes have
+    separated quantizers."""
     found: dict[fx.Node, LaunchGroup] = {}
     for run in adjacent_quantizers(graph.nodes):
         for number, group in itertools.groupby(run, _group_number):
@@ -84,6 +84,6 @@ def _groups(graph: fx.Graph) -> dict[fx.Node, LaunchGroup]:
 
 
 def _group_number(node: fx.Node) -> int | None:
-    """None for a call that became a recorded one since: it is more than launches."""
+    """None for a call that telemetry records: it is more than launches."""
     call = quantizer_of(node)
     return None if call is None or call.recorded else node.meta.get(LAUNCH_GROUP)

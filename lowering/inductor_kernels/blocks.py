@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix in blocks, as loops of Inductor.
+"""A matrix in blocks, in Inductor's IR.
 
-A block of 16 is a reduction of 16: its maximum, the errors of the two candidates of 4/6 and the
-packing of its codes are reductions over one loop, which Inductor fuses into one persistent
-reduction with the producer of x inlined. Loads are then contiguous and wide, whatever the producer.
-As a pointwise loop over blocks, each thread would load its 16 numbers one by one, 32 cache sectors
-for each load of a warp.
-"""
+A block of 16 is a reduction of 16. Its maximum, the errors of the two candidates of 4/6, and the
+packing of its codes are reductions over the same range. Inductor fuses them into one persistent
+reduction, with the producer of x inlined. Loads are then contiguous and wide, whatever the
+producer. In a pointwise kernel over blocks, each thread would load its 16 elements one by one: 32
+cache sectors for each load of a warp."""
 
 from __future__ import annotations
 
@@ -42,12 +41,12 @@ NIBBLES = 8  # of an int32
 
 
 class Blocks(ABC):
-    """A matrix [M, K] in blocks of height rows and width columns; what lies outside of it is 0.
+    """A matrix [M, K] in blocks of height rows and width columns; elements outside of it are 0.
 
     A block is at (row // height, column // width) of a grid [ceil(M/height), ceil(K/width)].
 
-    x: the matrix, or with transpose [K, M].  unit: what K is padded to a multiple of.
-    norm: what the elements have still to be multiplied by.
+    x: the matrix, or with transpose [K, M].  unit: K is padded to a multiple of it.
+    norm: a factor that the elements still have to be multiplied by.
     """
 
     norm = 1.0
@@ -117,11 +116,11 @@ class Blocks(ABC):
         return self.per_block(torch.int32, inner)
 
     def _joined(self, words: list[PerBlock]) -> ir.TensorBox:
-        """The int32 words of each row of each block, 8 codes a word -> uint8 [M, blocks * width/2].
+        """The int32 words of each row of each block, 8 codes per word -> uint8 [M, blocks *
+        width/2].
 
         Stored two at a time. The pairs of a block of 32 are two stores into one buffer, which
-        Inductor makes from the same loop.
-        """
+        Inductor generates in one kernel."""
 
         def pair(low: PerBlock, high: PerBlock) -> ir.TensorBox:
             def inner(place: Index) -> Value:
@@ -137,7 +136,7 @@ class Blocks(ABC):
                 device=self.device, dtype=torch.int64, inner_fn=inner, ranges=ranges
             )
 
-        # Inductor's mark for "rows lie close": wide buffers could otherwise get padded rows.
+        # Inductor's mark for contiguous rows: wide buffers could otherwise get padded rows.
         V.current_node.meta["dislike_padding"] = True
         first, *others = starmap(pair, zip(words[::2], words[1::2], strict=True))
         if not others:
@@ -146,12 +145,12 @@ class Blocks(ABC):
         return view(bytes_, [self.rows, self.grid[1] * self.width // 2])
 
     def computed_once(self, dtype: torch.dtype, fn: PerBlock) -> PerBlock:
-        """fn of every block, computed once."""
+        """fn of every block, computed once (a buffer of its own)."""
         return self.per_block(dtype, fn).make_loader()
 
     def scales(self, byte: PerBlock, scheme: Scheme) -> ir.TensorBox:
-        """The scales of these bytes, uint8; swizzled by a loop of its own where the scheme has them
-        so."""
+        """The scales with these bytes (uint8); for schemes with swizzled scales, swizzled by a
+        kernel of its own."""
         bytes_ = self.per_block(torch.uint8, byte)
         if scheme.swizzled:
             bytes_ = self._swizzled(bytes_)
@@ -231,8 +230,9 @@ def _interleaved(boxes: Sequence[ir.TensorBox]) -> ir.TensorBox:
 
 
 def largest_of_all(largest: ir.TensorBox) -> PerBlock:
-    """The maximum over all blocks, to be loaded from []. A call of torch's own: Inductor would fuse
-    its reduction with the loop over blocks, and leave few thread blocks to run it all."""
+    """The maximum over all blocks, to be loaded from []. A call of torch's own kernel: Inductor
+    would fuse its reduction with the kernel over blocks, which would then have few thread blocks.
+    """
     return _maximum(largest).make_loader()
 
 
@@ -240,8 +240,8 @@ _maximum = fallback_handler(torch.ops.aten.max.default, add_to_fallback_set=Fals
 
 
 def reinterpreted(box: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
-    """The same memory seen as another dtype. A call of torch's own view at run time: Inductor's
-    views keep the size of an element, and Triton has no e4m3 below sm_89."""
+    """The same memory as another dtype. A call of torch's view at run time: Inductor's views do not
+    change the size of an element, and Triton has no e4m3 below sm_89."""
     box.realize()
     box.freeze_layout()
     return fallback_handler(torch.ops.aten.view.dtype, add_to_fallback_set=False)(box, dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of the rounding rules in Inductor's `ops`, for one element or one block.
+"""Arithmetic of the rounding rules in Inductor's `ops`, for one element or one block.
 
 The same bits as `q2compile.runtime_kernels.numerics.formats`, written once for every Inductor
 kernel, on a CPU (C++) and on CUDA (Triton). A value is an `ops` value: fp32 unless
@@ -50,7 +50,7 @@ def shifted_left(bits: Value, count: int) -> Value:
 
 
 def magnitude_bits(x: Value) -> Value:
-    """Bits of |x|: in the order of the magnitudes, NaN above Inf above every number."""
+    """Bits of |x|: ordered as the magnitudes, NaN above Inf above all finite values."""
     return ops.bitwise_and(bits_of(x), integer(_MAGNITUDE))
 
 
@@ -62,9 +62,8 @@ def converts_e2m1(device: torch.device) -> bool:
 class Fp32:
     """Products, quotients and reciprocals with one rounding each.
 
-    Triton contracts a product and a sum into one fma and divides approximately. Instructions of PTX
-    that name their rounding are left as they are.
-    """
+    Triton contracts a product and a sum into one fma, and divides approximately. It does not change
+    PTX instructions that name their rounding."""
 
     def __init__(self, device: torch.device) -> None:
         self.ptx = device.type == "cuda"

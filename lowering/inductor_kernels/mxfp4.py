@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rounding rules of `q2compile.runtime_kernels.numerics.mxfp4` in Inductor's IR: one kernel,
-and the global scale, a constant.
+"""The rounding rules of `q2compile.runtime_kernels.numerics.mxfp4` in Inductor's IR: one kernel.
+The global scale is a constant.
 
 A block's scale is held as its e8m0 byte, an int32 in [0, 254).
 """

@@ -6,8 +6,7 @@
     exact   the global scale from amax, then codes and scales in one kernel
 
 A block's scale is held as a small int32: under pow2 the top bits of the pseudo-scale, 11 of them,
-which order as the values do; under exact its e4m3 byte.
-"""
+ordered as the values; under exact its e4m3 byte."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _high(value: Value) -> Value:
 
 
 def philox4x32(seed: Value, index: Value, rng_offset: int, purpose: int) -> list[Value]:
-    """Block `index` of a rng_offset: four words in [0, 2^32). All values are int64."""
+    """Block `index` under an rng_offset: four words in [0, 2^32). All values are int64."""
     c0, c1, c2, c3 = _low(index), _high(index), _int64(rng_offset), _int64(purpose)
     k0, k1 = _low(seed), _low(_high(seed))
     for _ in range(ROUNDS[purpose]):
@@ -39,7 +39,7 @@ def philox4x32(seed: Value, index: Value, rng_offset: int, purpose: int) -> list
 
 
 def element_bits(seed: Value, index: Value, rng_offset: int, purpose: int) -> list[Value]:
-    """Those of eight elements, the bits of block `index`: `philox.element_bits`, as int32."""
+    """Random bits of eight elements, from block `index`: `philox.element_bits`, as int32."""
     bits = []
     for word in philox4x32(seed, index, rng_offset, purpose):
         second = ops.add(
@@ -53,8 +53,7 @@ def element_bits(seed: Value, index: Value, rng_offset: int, purpose: int) -> li
 def _product(word: Value, multiplier: int) -> tuple[Value, Value]:
     """The high and the low word of a product of two words.
 
-    By the multiplier less 2^32, whose product with a word is above -2^62: it never overflows, which
-    in C++ would be undefined.
-    """
+    Computed with the multiplier minus 2^32. Its product with a word is above -2^62, so it never
+    overflows (undefined in C++)."""
     product = ops.mul(word, _int64(multiplier - 2**32))
     return ops.add(_high(product), word), _low(product)

@@ -24,8 +24,8 @@ from q2compile.runtime_kernels.registry import CPP, REFERENCE, serving
 
 
 def inductor_kernel(asked: OpCall) -> Any:
-    """The outputs of a quantizer that Inductor makes a kernel of, with what computes x; None where
-    it has none, or ours is better."""
+    """The outputs of a quantizer as an Inductor kernel, fused with the producer of x; None if there
+    is none, or a CUDA kernel is better."""
     call = asked.quantizer
     if not _lowered(call):
         return None
@@ -33,17 +33,16 @@ def inductor_kernel(asked: OpCall) -> Any:
 
 
 def _recorded(call: QuantizerCall) -> Any:
-    """The Inductor kernel is that of the plain call, over x as it stands; what statistics read is x
-    once more, computed by a kernel of its own that nothing is fused with, so that the other kernels
-    of the graph, and what they round, are those of the graph without it.
-    """
+    """The Inductor kernel is that of the call without recording. The statistics read a copy of x,
+    computed by a kernel that nothing is fused with. So the other kernels of the graph, and their
+    roundings, are those of the graph without recording."""
     parts = _by_inductor(call)
     args = (_apart(call.x), *parts, call.scheme.name)
     return *parts, launches.launches_of(torch.ops.q2.statistics_of_operand.default, *args)
 
 
 def _apart(x: ir.TensorBox) -> ir.TensorBox:
-    """x in a buffer of its own; what else reads x still computes it, or reads what it read."""
+    """x in a buffer of its own; other readers of x are not affected."""
     copy = ir.Pointwise.create(
         device=x.get_device_or_error(),
         dtype=x.get_dtype(),
@@ -85,7 +84,7 @@ def _lowered(call: QuantizerCall) -> bool:
     if support.why_not_lowered(device, call) is not None:
         return False
     if any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size()):
-        return False  # there is no largest number
+        return False  # there is no largest element
     fuses = support.beats_kernels(call) and _computed(x)
     if not fuses and not _served_by_reference_alone():
         return False
@@ -93,9 +92,9 @@ def _lowered(call: QuantizerCall) -> bool:
 
 
 def _computed(x: ir.TensorBox) -> bool:
-    """Whether x is still an expression, and more than a cast: something to fuse with. For a buffer
-    a kernel of our own is as fast, and takes Inductor no time to compile; a weight's cast is not
-    worth that time either."""
+    """Whether x is still an expression, and more than a cast: something to fuse with. For a buffer,
+    a CUDA kernel is as fast and costs no time in Inductor; for a weight's cast that time does not
+    pay either."""
     data = x.data
     while isinstance(data, ir.BaseView | ir.StorageBox):
         data = data.data
@@ -105,8 +104,8 @@ def _computed(x: ir.TensorBox) -> bool:
 
 
 def _served_by_reference_alone() -> bool:
-    """Whether the registry has nothing for this node but the torch reference, dozens of kernels; or
-    what serves a CPU, where only tests lower it."""
+    """Whether the registry has only the torch reference for this node, which is dozens of kernels;
+    or a kernel for a CPU, where only tests lower it."""
     call = quantizer_of(V.current_node)
     assert call is not None
     args = map_arg(call.replace(recorded=False).positional, lambda n: n.meta["val"])

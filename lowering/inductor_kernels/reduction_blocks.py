@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that a loop reduces over: 16-byte loads, whatever computes the numbers (see blocks.py)."""
+"""Blocks as reductions: 16-byte loads, whatever the producer of x (see blocks.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from q2compile.lowering.inductor_kernels.fp32 import Value, integer
 
 
 class ReducedBlocks(Blocks):
-    """Blocks that are reductions: those of the module's docstring. They draw no random bits."""
+    """Blocks that are reductions. They draw no random bits."""
 
     def __init__(self, x: ir.TensorBox, block: tuple[int, int]) -> None:
         super().__init__(x, block, block[1])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that one iteration of a loop holds whole: for rotations and for random bits.
+"""Blocks in the registers of one thread: for rotations and for random bits.
 
-Each output of a rotation is a sum over all of its chunk, and one call of Philox gives the random
-bits of eight neighbors: both want a chunk's numbers in the registers of one thread, where blocks.py
-has one number an iteration. The loads are one by one; that is the price.
-"""
+Each output of a rotation is a sum over its whole chunk, and one call of Philox gives the random
+bits of eight neighbors. Both need the elements of a chunk in the registers of one thread, where
+reduction_blocks.py has one element per thread. The price: elements are loaded one by one."""
 
 from __future__ import annotations
 
@@ -65,7 +64,8 @@ class HeldBlocks(Blocks):
         return self._joined([word(first) for first in range(0, self.width, NIBBLES)])
 
     def _block(self, place: Index) -> list[Value]:
-        """The rotated numbers of a block: all of its chunk's, of which the block may be a half."""
+        """The rotated elements of a block. The whole chunk is rotated, of which the block may be a
+        part."""
         row, block = place
         blocks_per_chunk = self.unit // self.width
         start = FloorDiv(block, blocks_per_chunk) * self.unit

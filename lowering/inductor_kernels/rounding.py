@@ -32,14 +32,14 @@ class Scales(Protocol):
         """The scale that maps the block's largest to vmax, as an int32."""
 
     def reciprocal(self, code: Value) -> Value:
-        """What x is multiplied by under a scale."""
+        """The factor that x is multiplied by under a scale."""
 
     def within(self, scaled: Value) -> Value:
         """A scaled magnitude below 7, without a change of what it rounds to."""
 
 
 class ComparedScales(Scales, Protocol):
-    """Scales of which 4/6 or a search picks one."""
+    """Scales among which 4/6 or a search selects."""
 
     def ratio(self, four: Value, six: Value) -> Value:
         """The quotient of two scales."""
@@ -49,12 +49,10 @@ class ComparedScales(Scales, Protocol):
 
 
 class Rounding:
-    """Codes of the elements and scales of the blocks: to nearest, or by random bits where there are
-    any.
+    """Codes of elements and scales of blocks: to nearest, or stochastic if there are random bits.
 
-    What a block knows of itself is a buffer of its own. They all end up in registers of one kernel;
-    but as expressions inside each other they were most of the compile time.
-    """
+    Each per-block value is a buffer of its own. All end up in registers of one kernel. As nested
+    expressions they took most of the compile time."""
 
     def __init__(self, blocks: Blocks, scheme: Scheme, scales: Scales) -> None:
         self.blocks, self.scheme, self.scales, self.fp = blocks, scheme, scales, scales.fp
@@ -81,7 +79,7 @@ class Rounding:
         return code, self._reciprocal_of(code)
 
     def _reciprocal_of(self, code: PerBlock) -> PerBlock:
-        """What a block's elements are multiplied by under a scale, their norm included."""
+        """The factor of a block's elements under a scale, including the norm."""
 
         def reciprocal(place: Index) -> Value:
             own = self.scales.reciprocal(code(place))

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops that Inductor makes of a quantizing op, compared with the torch reference before their
+"""The self-check of Inductor kernels of quantizers: compared with the torch reference before their
 first use on a machine.
 
-The rules are checked by tests; what stands between them and a GPU are Inductor, Triton and ptxas.
-So a small graph is compiled for the device, a product with one half and the quantizer that fuses
-with it, and its codes and scales must be the reference's bits. That costs a small compilation for
-each scheme of a recipe's forward, once.
+Tests check the rounding rules; Inductor, Triton and ptxas stand between them and a GPU. So a small
+graph is compiled for the device: a multiplication by one half and the quantizer, fused with it. Its
+codes and scales must have the reference's bits. That costs a small compilation, once for each
+scheme of a recipe's forward.
 
-It is compiled in a thread of its own, since Inductor keeps what it is at work on by thread.
-"""
+It is compiled in a thread of its own, since Inductor stores its current graph per thread."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def rejection(device: torch.device, call: QuantizerCall) -> str | None:
 
 
 def begin(device: torch.device, scheme: str) -> None:
-    """Has the check of a rowwise quantizer run, if Inductor makes a kernel of it."""
+    """Start the check of a rowwise quantizer, if it is an Inductor kernel."""
     call = rowwise_call(scheme)
     made = why_not_lowered(device, call) is None and beats_kernels(call)
     if made and not _is_known(device):
@@ -59,12 +58,12 @@ def _request(device: torch.device, call: QuantizerCall) -> Request:
 
 
 def _is_plain(arg: object) -> bool:
-    """Not a tensor, or what stands for one."""
+    """Whether an argument is not a tensor, nor a placeholder for one."""
     return arg is None or isinstance(arg, bool | int | float | str | torch.dtype)
 
 
 def _is_known(device: torch.device) -> bool:
-    """What Inductor makes for a CPU the tests check."""
+    """Whether no check is needed: tests check Inductor's code for a CPU."""
     return device.type != "cuda"
 
 
@@ -77,8 +76,8 @@ def is_unavailable(device: torch.device, call: QuantizerCall) -> bool:
 
 
 def disagreement(device: torch.device, call: QuantizerCall) -> str | None:
-    """Compiles the Inductor kernel of such a call for a device and runs it: None when it agrees
-    with the reference, otherwise how it differs. call: its tensors do not count.
+    """Compiles the Inductor kernel of such a call for a device and runs it. None if it agrees with
+    the reference, otherwise how it differs. call: its tensors are ignored.
 
     Raises:
         Exception: whatever Inductor, Triton or the driver raises.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops Inductor has loops for, and where a loop is taken instead of a kernel's call."""
+"""Which quantizers can be Inductor kernels, and which are instead of CUDA kernels."""
 
 import torch
 
@@ -13,17 +13,17 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
     words."""
     scheme, transform = call.scheme, call.transform
     if device.type != "cuda":
-        return f"on {device.type} the reference compiles faster than loops"
+        return f"on {device.type} the reference compiles faster than an Inductor kernel"
     if not call.spec.is_lowered or len(call.operands) > 1 or call.grouped:
-        return f"there are none for {call.label}"
+        return f"there is no Inductor kernel for {call.label}"
     if call.masked or call.dbias is not None:
-        return f"they have one operand and nothing else, not {call.label}"
+        return f"Inductor kernels have one operand and no mask or dbias, unlike {call.label}"
     if scheme.dequantized:
-        return f"{scheme.name} has numbers instead of codes"
+        return f"{scheme.name} has dequantized operands instead of codes"
     if scheme.masked:
         return f"{scheme.name} has a trust mask"
     if scheme.rounding == "ms_eden":
-        return f"{scheme.name} corrects its scales by sums of fp32 in a fixed order"
+        return f"{scheme.name} corrects its scales by fp32 sums in a fixed order"
     if scheme.stochastic and scheme.select:
         return f"{scheme.name} draws random bits for two candidates"
     if transform.size > LARGEST_CHUNK:
@@ -37,8 +37,8 @@ def why_not_lowered(device: torch.device, call: QuantizerCall) -> str | None:
 
 
 def beats_kernels(call: QuantizerCall) -> bool:
-    """Whether the loops are taken even where a kernel of our own serves, if something computes x.
-    The others are for GPUs that have none (compute capability below 8.0, no NVRTC); they load
-    number by number, or were never measured."""
+    """Whether the Inductor kernel is used even where a CUDA kernel serves, if there is a producer
+    of x to fuse with. Other Inductor kernels are for GPUs without CUDA kernels (compute capability
+    below 8.0, no NVRTC): they load element by element, or were never measured."""
     nearest = call.scheme.format == "nvfp4" and call.scheme.rounding == "rtn"
     return nearest and not call.rotated

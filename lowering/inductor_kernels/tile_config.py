@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile of the quantizing loops, by a rule instead of a search.
+"""The tile of quantizing Inductor kernels, by a rule instead of a search.
 
 A persistent reduction of 16 gets four configurations from Inductor, which it compiles and times at
 the first call. On an H200 the best for every producer tried was 128 blocks for 2 warps: 32 elements
-a thread, in loads of 16 bytes, so that what depends on the position alone is computed once for four
-blocks. 64 blocks for 2 warps took 4% longer, 128 for 8 warps 29% (8192x4096, 4/6, torch 2.11).
+a thread, in loads of 16 bytes, so that values that depend on the position alone are computed once
+for four blocks. 64 blocks for 2 warps took 4% longer, 128 for 8 warps 29% (8192x4096, 4/6, torch
+2.11).
 
-Rows that are gathered (the tokens of experts) Inductor may keep apart from the blocks of a row, in
-a second dimension. The tile is then as many blocks of one row as there are, up to 128, of so many
-rows that they are 128 again. That was not timed.
-"""
+For gathered rows (tokens of experts) Inductor may make rows a second dimension beside the blocks of
+a row. The tile is then all blocks of a row, up to 128, times as many rows as make 128 blocks in
+all. That was not timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTHS = (16, 32)
 
 @replaces("choices")
 class Choices:
-    """The choices of Inductor, or of a user's handler, with the tile of our loops fixed."""
+    """The choices of Inductor, or of a user's handler, with the tile of our kernels fixed."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -48,10 +48,9 @@ class Choices:
 
 
 def _shared_out(blocks: int, sizes: dict[str, Any]) -> dict[str, int]:
-    """So many blocks over the dimensions of a kernel, x first, in powers of two.
+    """Distributes so many blocks over the dimensions of a kernel, x first, in powers of two.
 
-    sizes: of its dimensions, y (and z) among them where it has those.
-    """
+    sizes: of its dimensions: x, and y and z if it has them."""
     outer = [name for name in ("y", "z") if name in sizes]
     tile = {"XBLOCK": blocks}
     for name, next_one in zip(("x", *outer), outer, strict=False):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations that are written for a quantizer: one loop that writes all parts.
+"""Concatenations that a quantizer reads: one kernel writes all parts.
 
-On a GPU Inductor makes of `cat([dg, du], 1)` a loop over the result, which computes both parts for
-each of its elements and chooses, since each part has no other reader. Of SwiGLU's backward that is
-two exponentials and two quotients an element, and six loads where three would do:
+On a GPU Inductor lowers `cat([dg, du], 1)` to a kernel over the result. For each element it
+computes both parts and selects one, since each part has no other reader. For SwiGLU's backward that
+is two exponentials and two quotients per element, and six loads where three would do:
 
-    before   triton_poi_cat(dh, u, g, buf0)       62 instructions an element of [T, 2 I]
-    after    triton_poi(dh, u, g, buf0, buf0')    21, over [T, I]; each part goes to its place
+    before   triton_poi_cat(dh, u, g, buf0)       62 instructions per element of [T, 2 I]
+    after    triton_poi(dh, u, g, buf0, buf0')    21, over [T, I]; each part is stored in its place
 
 (sm_90a, examples/benchmarks/KERNEL_LOG.md).
 """
@@ -31,7 +31,7 @@ _VIEWS = (_aten.reshape.default, _aten.view.default)
 
 @replaces("cat")
 def lowering_of_cat(own: Any) -> Any:
-    """The lowering of what a quantizer reads; ``own``, torch's or the user's, of all others."""
+    """The lowering of a cat that a quantizer reads; for all others ``own``."""
 
     def cat(inputs: Any, dim: int = 0) -> Any:
         node = V.current_node
@@ -49,8 +49,8 @@ def lowering_of_cat(own: Any) -> Any:
 
 
 def _is_read_by_calls(node: fx.Node) -> bool:
-    """Whether the tensor is read, through views, by such quantizers alone, and none of them may
-    compute it itself as Inductor's loop (fused_launches.py)."""
+    """Whether only such quantizers read the tensor, through views, and none of them may compute it
+    in its prologue (fused_launches.py)."""
     return bool(node.users) and all(
         _is_read_by_calls(user) if user.target in _VIEWS else _is_kernel_call(user)
         for user in node.users
@@ -58,8 +58,8 @@ def _is_read_by_calls(node: fx.Node) -> bool:
 
 
 def _is_kernel_call(node: fx.Node) -> bool:
-    """Whether a node is a quantizer that Inductor never makes a kernel of its own of, and that does
-    not compute this operand."""
+    """Whether a node is a quantizer that is never an Inductor kernel, and that does not compute
+    this operand in its prologue."""
     call = quantizer_of(node)
     if call is None or not call.spec.is_lowered or call.recorded or call.dbias is not None:
         return False
@@ -67,8 +67,8 @@ def _is_kernel_call(node: fx.Node) -> bool:
 
 
 def _fuse_into_one_kernel(inputs: Any) -> bool:
-    """Whether all parts are expressions of one type and size that read something in common, so that
-    the scheduler makes one kernel of them."""
+    """Whether all parts are expressions of one dtype and size that read a tensor in common, so that
+    Inductor's scheduler fuses them into one kernel."""
     first = inputs[0]
     alike = all(
         x.get_dtype() == first.get_dtype() and list(x.get_size()) == list(first.get_size())

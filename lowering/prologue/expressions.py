@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a loop of Inductor's to a PrologueExpression: the expression that makes an operand, as data from which
+"""From an expression of Inductor's to a prologue expression for our kernel: data from which
 rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_expression.py).
 
     before   buf0 = silu_backward(...)                  a Triton kernel writes it in bf16
@@ -7,21 +7,26 @@ rotate_quantize.cu's source is written (runtime_kernels/cuda/quantize/prologue_e
     after    quantize(silu_backward(...), ...)          the quantizer computes it in fp32, rounds it
                                                         to bf16, and goes on as before
 
-`inner_fn`, which says what is at row r and column c, is run once with symbols and a handler of
-Inductor's ops that writes down what it is called with. Which precision each op has is what Inductor
-would give it in Triton: fp32 for every float, a rounding to bf16 only where `to_dtype` is called
-with use_compute_types=False (emulate_precision_casts); so the bits are those of the loop but for
+`inner_fn` computes the element at row r and column c. It is run once with symbols, under a handler
+that records Inductor's ops as steps. Each op has the precision that it would have in Triton: fp32
+for every float, with a rounding to bf16 only where `to_dtype` is called with
+use_compute_types=False (emulate_precision_casts). So the bits are those of Inductor's kernel,
+except for
 
-- sums of products, of which ptxas decides there and shorter_steps.py here whether the product is
-  rounded; neither contracts under emulate_precision_casts,
-- exp, which is 2^(x log2 e) here and libdevice's there, sigmoid, and 1 + erf (produced.cuh);
+- sums of products: ptxas decides there, and shorter_steps.py here, whether a product is rounded;
+  neither contracts under emulate_precision_casts,
+- exp, 2^(x log2 e) here and libdevice's there; sigmoid; and 1 + erf (produced.cuh);
   x / (1 + exp(-x)) is x * sigmoid(x) here.
 
-These are some ulp of fp32 before the rounding to the operand's type.
+These differences are some ulp of fp32, before the rounding to the operand's dtype.
 
-Refused, each with its reason: an operand that is in memory already, or no matrix; columns that are
-no multiple of a thread's piece (16 bytes); reads that do not go along a row of the operand (a
-transposition, a gather), or do not begin on 16 bytes there; types and ops without a rule below.
+Not fused, each with its reason:
+
+- an operand that is in memory already, or no matrix;
+- columns that are not a multiple of a thread's piece (16 bytes);
+- reads that are not along a row of the operand (a transposition, a gather), or not aligned to 16
+  bytes there;
+- dtypes and ops without a rule below.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ _WIDE = 2**31
 
 
 class Prologue(NamedTuple):
-    """A expression, its inputs, by the names of their buffers, and its sizes."""
+    """A prologue expression, the names of its input buffers, and its symbolic sizes."""
 
     expression: PrologueExpression
     buffers: tuple[str, ...]
@@ -71,17 +76,17 @@ class Prologue(NamedTuple):
 
 
 def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
-    """The expression that makes x, and others of the same size and type, in a graph that is being
+    """The prologue that computes x, and others of the same size and dtype, in the graph that is
     lowered.
 
     Raises:
-        CannotFuse: it has none that rotate_quantize.cu can compute.
+        CannotFuse: rotate_quantize.cu can't compute it.
     """
     if not all(map(is_expression, (x, *others))):
         raise CannotFuse("the operand is in memory already")
     dtype = x.get_dtype()
     if not dtype.is_floating_point or dtype.itemsize > 4:
-        raise CannotFuse(f"an operand of {dtype} is not computed")
+        raise CannotFuse(f"operands of {dtype} are not fused")
     if not inductor_config.triton.codegen_upcast_to_fp32:
         raise CannotFuse("triton.codegen_upcast_to_fp32 is off")
     rows, cols = x.get_size()
@@ -89,7 +94,7 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
     if not isinstance(cols, int | sympy.Integer):
         raise CannotFuse(f"the number of columns, {cols}, is not known")
     if int(cols) % piece:
-        raise CannotFuse(f"{cols} columns are no multiple of {piece}")
+        raise CannotFuse(f"{cols} columns are not a multiple of {piece}")
     loads = [matrix.make_loader() for matrix in (x, *others)]
     with patch.object(ir.FlexibleLayout, "allow_indexing", True):
         first, _ = _run(loads, rows, int(cols), piece, {})
@@ -118,7 +123,7 @@ def prologue_of(x: ir.TensorBox, *others: ir.TensorBox) -> Prologue:
 
 
 def is_expression(x: ir.TensorBox) -> bool:
-    """Whether x is a matrix that nobody has put into memory yet."""
+    """Whether x is a matrix that is not in memory yet."""
     data = x.data
     while isinstance(data, ir.BaseView | ir.StorageBox):
         data = data.data
@@ -133,14 +138,14 @@ def _run(
     with V.set_ops_handler(writer):
         results = tuple(int(writer.step_of(load([ROW, COLUMN]))) for load in loads)
     if any(writer.kinds[result] != "float" for result in results):
-        raise CannotFuse("the expression is no float")
+        raise CannotFuse("the expression is not floating-point")
     return writer, results
 
 
 def _needed(
     steps: Sequence[Step], results: Sequence[int]
 ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-    """Without steps that no result comes from, and loads."""
+    """The steps that results depend on, and all loads."""
     needed = set(results)
     for i in reversed(range(len(steps))):
         if i in needed or steps[i][0] == "load":
@@ -155,18 +160,19 @@ def _buffer(name: str) -> ir.Buffer:
     while isinstance(buffer, ir.TensorBox | ir.StorageBox):
         buffer = buffer.data
     if name in V.graph.constants or not isinstance(buffer, ir.Buffer):
-        raise CannotFuse(f"{name} is no buffer")
+        raise CannotFuse(f"{name} is not a buffer")
     return buffer
 
 
 def _inlined_producer(name: str) -> ir.Pointwise | None:
-    """The loop that makes a buffer which Inductor has put into memory for other loops alone, not to
-    compute it twice (a sigmoid of silu's backward): fused with them, it is never written."""
+    """The expression of a buffer that Inductor has realized only for other element-wise readers, to
+    avoid computing it twice (the sigmoid in silu's backward). Fused with all of them, it is never
+    written."""
     buffer = _buffer(name)
     if not isinstance(buffer, ir.ComputedBuffer) or not isinstance(buffer.data, ir.Pointwise):
         return None
     layout, node = buffer.get_layout(), buffer.get_origin_node()
-    # What kernels fill that are no loops has ranges of 0.
+    # Buffers that other kernels fill have ranges of 0.
     if list(buffer.data.ranges) != list(layout.size) or name in V.graph.mutated_buffers:
         return None
     if node is None or node.target is force_stride_order:  # a table (passes/post_grad/tabulate.py)
@@ -177,14 +183,14 @@ def _inlined_producer(name: str) -> ir.Pointwise | None:
 
 
 def _is_pointwise(reader: fx.Node) -> bool:
-    """Whether it computes number by number, or its readers do."""
+    """Whether it computes element by element, or its readers do."""
     if torch.Tag.pointwise in getattr(reader.target, "tags", ()):
         return True
     return is_view_or_cast(reader) and all(map(_is_pointwise, reader.users))
 
 
 def _freeze(names: list[str]) -> None:
-    """The indices are written down, so the inputs must lie as they do now."""
+    """The recorded indices assume the current strides of the inputs."""
     for name in names:
         buffer = _buffer(name)
         if isinstance(buffer.get_layout(), ir.FlexibleLayout):
@@ -205,11 +211,11 @@ _Merged = dict[_Masked, sympy.Expr]  # see _Writer.either_of_two
 
 
 class _StepIndex(int):
-    """That of a step, unlike a number that an op is given."""
+    """The index of a step, unlike a constant argument of an op."""
 
 
 class _Writer(DefaultHandler):
-    """Inductor's ops, written down as steps."""
+    """Records Inductor's ops as steps."""
 
     def __init__(self, ranges: dict, piece: int, merged: _Merged) -> None:
         self.steps: list[Step] = []
@@ -251,9 +257,9 @@ class _Writer(DefaultHandler):
         return self._step(name, *steps) if way is None else self._built(way)
 
     def load(self, name: str, index: sympy.Expr) -> _StepIndex:
-        loop = _inlined_producer(name)
-        if loop is not None:
-            return self.step_of(loop.inner_fn(self._position(index, loop.ranges)))
+        inlined = _inlined_producer(name)
+        if inlined is not None:
+            return self.step_of(inlined.inner_fn(self._position(index, inlined.ranges)))
         dtype = V.graph.get_dtype(name)
         if dtype not in KIND_OF:
             raise CannotFuse(f"{name} is of {dtype}")
@@ -307,7 +313,7 @@ class _Writer(DefaultHandler):
             return self._step("round", self._cast(step, "float"), _ROUNDED[dtype])
         kind = _kind(dtype)
         if kind == "int" and (self.kinds[step] == "float" or dtype.itemsize < 4):
-            raise CannotFuse(f"a number is made {dtype}")
+            raise CannotFuse(f"a value is converted to {dtype}")
         return self._cast(step, kind)
 
     def truediv(self, x: Any, y: Any) -> _StepIndex:
@@ -318,18 +324,18 @@ class _Writer(DefaultHandler):
         return self.step_of(x)
 
     def indirect_indexing(self, *args: Any, **kwargs: Any) -> sympy.Symbol:
-        raise CannotFuse("an index is computed from numbers in memory")
+        raise CannotFuse("an index is read from memory")
 
     # Steps
 
     def step_of(self, value: Any, kind: str = "float") -> _StepIndex:
-        """Of what an op is given: an earlier step, or a number."""
+        """The step of an op's argument: an earlier step, or a constant."""
         value = _unwrapped(value)
         if isinstance(value, _StepIndex):
             return value
         if isinstance(value, bool | int | float):
             return self._constant(value, kind)
-        raise CannotFuse(f"an op is given {value!r}")
+        raise CannotFuse(f"an op has the argument {value!r}")
 
     def _step(self, name: str, *args: Any) -> _StepIndex:
         step = (name, *(int(a) if isinstance(a, _StepIndex) else a for a in args))
@@ -341,7 +347,7 @@ class _Writer(DefaultHandler):
         return _StepIndex(self._known[step])
 
     def _built(self, tree: Any) -> _StepIndex:
-        """A step whose arguments are steps in their turn, or the number of one."""
+        """Adds a tree of steps, or returns the index of an existing one."""
         if not isinstance(tree, tuple):
             return _StepIndex(tree)
         name, *args = tree
@@ -355,8 +361,9 @@ class _Writer(DefaultHandler):
         return self._step("constant", text, kind)
 
     def _at_pieces(self, steps: Sequence[_StepIndex]) -> Sequence[_StepIndex]:
-        """Of an index that counts up through a piece from a multiple of its length: whether it is
-        below such a multiple is the same for all of the piece."""
+        """Comparisons of an index that counts through a piece, from a multiple of the piece's
+        length, with such a multiple: the result is the same for the whole piece, so its first
+        element is compared."""
         ways = [self._way_of(step) for step in steps]
         if None in ways or any(way.divisor % self._piece for way in ways if way):
             return steps
@@ -371,13 +378,12 @@ class _Writer(DefaultHandler):
         return first
 
     def either_of_two(self) -> _Merged:
-        """The two halves of a head, each from where the other lies:
+        """The two halves of a head (RoPE), each loaded from the place of the other:
 
             before   load(x, i) where e < n, load(x, j) where e >= n; e is something modulo 2 n
             after    load(x, i + (j - i) * (e // n)), twice the same
 
-        By the input, the index and the comparison of each such load, the index of both.
-        """
+        Key: input, index and comparison of each such load; value: the index of the merged load."""
         merged: _Merged = {}
         for one, other in itertools.permutations(self._masked, 2):
             (name, i, (below, e, n)), (other_name, j, (above, *same)) = one, other
@@ -390,7 +396,7 @@ class _Writer(DefaultHandler):
         return merged
 
     def _compared(self, step: int) -> tuple | None:
-        """The comparison of indices that a step is."""
+        """The comparison of indices that a step computes; None if it is none."""
         name, *args = self.steps[step]
         known = name in ("lt", "ge") and all(arg in self._indices for arg in args)
         return (name, *(self._indices[arg] for arg in args)) if known else None
@@ -410,7 +416,7 @@ class _Writer(DefaultHandler):
     # Indices
 
     def _position(self, index: sympy.Expr, sizes: Any) -> list[sympy.Expr]:
-        """Of a number in a contiguous tensor of these sizes."""
+        """The position of a linear index in a contiguous tensor of these sizes."""
         position, stride = [], sympy.S.One
         for i, size in reversed([*enumerate(sizes)]):
             last = FloorDiv(index, stride) if i == 0 else ModularIndexing(index, stride, size)
@@ -423,7 +429,7 @@ class _Writer(DefaultHandler):
         return index.replace(Identity, lambda x: x) if index.has(Identity) else index
 
     def text(self, e: sympy.Expr) -> str:
-        """An index as a PrologueExpression has it; the sizes in it are noted."""
+        """An index as a prologue expression has it; its symbolic sizes are noted."""
         if e.is_Integer:
             return str(e) if e >= 0 else f"({e})"
         if e.is_Symbol:
@@ -448,7 +454,7 @@ class _Writer(DefaultHandler):
         if symbol in (ROW, COLUMN, *self.sizes):
             return name
         if not name.startswith("s"):
-            raise CannotFuse(f"an index depends on {name}, which data decide")
+            raise CannotFuse(f"an index depends on {name}, which depends on data")
         self.sizes.append(symbol)
         return name
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers of rows in groups that compute both halves of their operand, SwiGLU's dg and du side
-by side, which a mixture of experts has as one gradient (fused_launches.py is of whole operands):
+"""Grouped quantizers that compute both parts of their operand: SwiGLU's dg and du side by side, the
+gradient of gate and up, which experts have as one tensor (fused_launches.py fuses whole operands):
 
     before   triton_poi_fused_silu_backward.run(dh, u, g, buf0, ...)
              q2_site_0(buf0, offs, ends, seed, seed, buf1, buf2)
     after    q2_fused_0(dh, u, g, offs, ends, seed, seed, buf1, buf2)
 
-The kernel is that of two operands, dh, u and g read once for both. Whether it is used is decided
-where the concatenation is lowered, since that is written otherwise (concatenated.py)."""
+The kernel is that of two operands, and reads dh, u and g once for both. The decision is made when
+the concatenation is lowered, because otherwise the concatenation is written (concatenated.py)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from q2compile.runtime_kernels.registry import serving
 
 
 def fused_concatenation(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.TensorBox | None:
-    """What stands for a concatenation that the quantizer that reads it will compute, and nobody
-    else reads; None where one of the conditions says no, which is noted."""
+    """A placeholder for a concatenation that its only reader, a quantizer, will compute; None if a
+    condition fails, with the reason noted."""
     if len(cat.users) != 1:
         return None
     (reader,) = cat.users
@@ -53,7 +53,7 @@ def fused_concatenation(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.Tens
     except CannotFuse as reason:
         notes.append(f"{label}: not fused: {reason}")
         return None
-    notes.append(f"{label}: fused with both halves of {cat.name}")
+    notes.append(f"{label}: fused with gate and up of {cat.name}")
     lowering_state().gate_and_up[reader] = found
     first = inputs[0]
     rows, cols = first.get_size()
@@ -69,17 +69,18 @@ def fused_concatenation(cat: fx.Node, inputs: Sequence[ir.TensorBox]) -> ir.Tens
 def _computed_in_quantizer(
     cat: fx.Node, reader: fx.Node, call: QuantizerCall, inputs: Sequence[ir.TensorBox]
 ) -> Prologue:
-    """Raises CannotFuse where they cannot be computed in the kernel, or it would not pay."""
+    """The prologue of gate and up. Raises CannotFuse if the kernel can't compute them, or it would
+    not pay."""
     parts: Any = cat.args[0]
     sizes = [tuple(part.meta["val"].shape) for part in parts]
     if V.graph.cpp_wrapper:
         raise CannotFuse("generated code is in C++")
     if len(sizes) != 2 or sizes[0] != sizes[1] or cat.meta["val"].shape[0] != sizes[0][0]:
-        raise CannotFuse("its columns are no two halves")
+        raise CannotFuse("its columns are not two equal parts")
     if not isinstance(sizes[0][1], int) or sizes[0][1] % TILE:
-        raise CannotFuse(f"halves of {sizes[0][1]} columns are no multiple of {TILE}")
+        raise CannotFuse(f"parts of {sizes[0][1]} columns, not a multiple of {TILE}")
     if any(len(part.users) > 1 for part in parts):
-        raise CannotFuse("a half has other readers")
+        raise CannotFuse("a part has other readers")
     if serving(QUANTIZE, map_arg(call.positional, lambda n: n.meta["val"])).launching is None:
         raise CannotFuse("no CUDA kernel of q2compile serves it here")
     found = prologue_of(*inputs)
@@ -94,8 +95,8 @@ def _computed_in_quantizer(
 
 
 def gate_and_up(call: OpCall) -> tuple[Any, ...] | None:
-    """The outputs of the quantizer that is lowered, where it computes both halves of its operand;
-    None where it does not."""
+    """The outputs of the quantizer that is lowered, if it computes gate and up of its operand; else
+    None."""
     found = lowering_state().gate_and_up.pop(V.current_node, None)
     if found is None:
         return None

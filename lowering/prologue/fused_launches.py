@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizers that compute their operand.
 
-Where one may (the pass fuse_rotations marks it), can (expressions.py) and should (fusion_rule.py),
-its call in generated code gets the producer's inputs in the operand's place, and the producer's own
-kernel is not made:
+A quantizer is fused if the pass fuse_rotations has marked it, its operand has a prologue expression
+(expressions.py), and fusing pays (fusion_rule.py). Its call then takes the inputs of the producer
+instead of the operand, and the producer has no kernel of its own:
 
     before   triton_poi_fused_silu_backward.run(dh, u, g, buf0, ...)
              q2_site_0(buf0, seed, seed, buf1, buf2)
     after    q2_fused_0(dh, u, g, seed, seed, buf1, buf2)
 
-Two operands of one read, the dg and du of a SwiGLU, are one call where the rule says so, which
-reads dh, u and g once; or else two, which read them each.
+Two operands computed from the same tensors, the dg and du of a SwiGLU, are one call if the rule
+expects that to pay. It reads dh, u and g once. Otherwise they are two calls, which each read them.
 
     after    q2_fused_0(dh, u, g, seed, seed, seed, seed, buf1, buf2, buf3, buf4)
 
-Not fused is an operand with another reader (a residual that is kept), since then it is written all
-the same; one whose columns are summed for dbias, by a kernel that reads it; one in a graph with a
-C++ wrapper; and any on a GPU on which a small fused kernel has not agreed with the reference
-(cuda/quantize/fused.py)."""
+Not fused:
+
+- an operand with another reader (a residual that is saved), which is written anyway;
+- a quantizer with dbias, whose kernel reads its operand from memory;
+- a graph with a C++ wrapper;
+- any, on a GPU where the self-check of a small fused kernel has failed (cuda/quantize/fused.py).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ _IMPORTS = (
 
 
 class QuantizerNode(NamedTuple):
-    """A quantizer: its node, and the call that it is, of what is lowered."""
+    """A quantizer: its node, and its call with lowered arguments."""
 
     node: fx.Node
     call: QuantizerCall
@@ -77,8 +80,8 @@ class QuantizerNode(NamedTuple):
 
 
 class FusedQuantizer(NamedTuple):
-    """A quantizer: its node, its keywords with tensors among them in memory, its results as fakes,
-    which of them are read, and a buffer for each of those, else None."""
+    """A quantizer to fuse. keywords: its arguments, tensors among them in memory. results: fakes.
+    wanted: which results are read. buffers: one for each of those, else None."""
 
     node: fx.Node
     keywords: dict[str, Any]
@@ -99,9 +102,8 @@ class FusedQuantizer(NamedTuple):
 
 
 def prologue(call: OpCall) -> tuple[Any, ...] | None:
-    """The outputs of a call, of the node that is lowered, with x computed in its kernel; or None
-    where the pass has not marked the node or one of the conditions says no, which is noted for the
-    record of the pass."""
+    """The outputs of the call that is lowered, with x computed in its kernel. None if the pass has
+    not marked the node or a condition fails; the reason is noted in the record of the pass."""
     node, quantizer = V.current_node, call.quantizer
     notes = node.meta.get(MAY_FUSE)
     if notes is None or quantizer_of(node) is None or quantizer.recorded:
@@ -129,7 +131,7 @@ def prologue(call: OpCall) -> tuple[Any, ...] | None:
 
 
 def _second_of_pair(node: fx.Node) -> QuantizerNode | None:
-    """The quantizer behind this one that one kernel may serve with it."""
+    """The later quantizer that the pass has paired with this one, for one kernel."""
     other: Any = node.next
     pair = node.meta.get(PAIR)
     while pair is not None and other.op != "root":
@@ -148,10 +150,10 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
     """The outputs of one quantizer, or of two in one kernel.
 
     Raises:
-        CannotFuse: it cannot be, or would not pay.
+        CannotFuse: it is not possible, or would not pay.
     """
     if any(quantizer.call.dbias is not None for quantizer in calls):
-        raise CannotFuse("its columns are summed, too, by a kernel that reads the operand")
+        raise CannotFuse("it returns dbias, and that kernel reads the operand from memory")
     if V.graph.cpp_wrapper:
         raise CannotFuse("generated code is in C++")
     for node, quantizer in calls:
@@ -173,7 +175,7 @@ def _fused(calls: Sequence[QuantizerNode]) -> list[tuple[Any, ...]]:
 
 
 def quantized(quantizer: QuantizerNode) -> FusedQuantizer:
-    """Without buffers as yet."""
+    """The quantizer to fuse, without buffers yet."""
     node, call = quantizer
     in_memory = {
         name: ir.ExternKernel.realize_input(a) if is_tensor(a) and name != "x" else a
@@ -189,7 +191,7 @@ def quantized(quantizer: QuantizerNode) -> FusedQuantizer:
 
 
 def raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNode) -> None:
-    """Raises CannotFuse where the kernel would not pay, or does not do what it should."""
+    """Raises CannotFuse if fusing would not pay, or the kernel's self-check has failed."""
     node, call = quantizer
     operands = len(expression.results)
     device = call.x.meta["val"].device if isinstance(call.x, fx.Node) else call.x.get_device()
@@ -208,8 +210,8 @@ def raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNod
 
 
 def other_readers(node: fx.Node) -> list[str]:
-    """What else reads the operand of a quantizer, under whichever view or cast: it would be written
-    for them all the same, or made twice."""
+    """Other readers of a quantizer's operand, through views and casts: it would be written for them
+    anyway, or computed twice."""
     read: Any = node.args[0]
     reader = node
     while True:
@@ -222,7 +224,7 @@ def other_readers(node: fx.Node) -> list[str]:
 
 
 def _origins(x: ir.TensorBox) -> str:
-    """What aten calls the operations that were fused."""
+    """The names in aten of the operations that were fused."""
     data = x.data
     while isinstance(data, ir.BaseView | ir.StorageBox):
         data = data.data
@@ -232,7 +234,7 @@ def _origins(x: ir.TensorBox) -> str:
 
 
 class FusedLaunches(LaunchNode):
-    """Enqueues the launches of a quantizer that computes its operand, or of two."""
+    """Enqueues the launches of one or two quantizers that compute their operands."""
 
     _imports = _IMPORTS
     _prefix = "q2_fused"
@@ -253,7 +255,7 @@ class FusedLaunches(LaunchNode):
         operands = iter(self._tensors[len(self._found.buffers) :])
         calls = []
         for each in self._quantized:
-            # In the order in which a FusedCallSite is given tensors.
+            # In the order in which a FusedCallSite takes tensors.
             call = fused.call_of(each.keywords)
             shown = {}
             for name, arg in call.args.items():

@@ -60,7 +60,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 # By major compute capability; where no other is known, the GPU to whom bytes are cheapest.
 _INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 _CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
-MARGIN = 0.95  # how far the rule may be wrong in the worse direction
+MARGIN = 0.95  # for errors of the rule
 # Q, of one direction and of two.
 _QUANTIZER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
 _DEQUANTIZING = 6.0  # instructions a direction
@@ -101,7 +101,7 @@ def expected(
     """The time of the fused kernels over that of the others."""
     rate = _INSTRUCTIONS_A_BYTE.get(capability, _CHEAPEST)
     size, read, made = expression.dtype.itemsize, bytes_read(expression), instructions(expression)
-    # Where the kernel of another operand does most of it, what Inductor does longer is that one's.
+    # If another quantizer reads the operand, Inductor's longer code runs in that one's kernel.
     count, apart = len(expression.results), instructions(expression, by_inductor=not shared)
     rounded = _QUANTIZER.get(spec.rounding, _QUANTIZER["sr"])[directions - 1]
     rounded += _DEQUANTIZING * directions * spec.dequantized + _MASK * spec.masked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the index of an input goes through a piece of the operand: 16 bytes of a row, which a thread
+"""How an input's index changes within a piece of the operand: 16 bytes of a row, which a thread
 computes at once (expressions.py)."""
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class CannotFuse(Exception):
 
 
 class Way(NamedTuple):
-    """How an index goes through a piece, and what divides it at the piece's first column (0: all
-    numbers do)."""
+    """lanes: whether an index counts up within a piece. divisor: a divisor of the index at the
+    piece's first column (0: every integer divides it)."""
 
     lanes: bool
     divisor: int
 
 
 def way_through(e: sympy.Expr, piece: int) -> Way:
-    """Of an index at row r and columns c to c + piece - 1; c is a multiple of piece.
+    """The way of an index at row r and columns c to c + piece - 1; c is a multiple of piece.
 
     Raises:
-        CannotFuse: the index does not go along a row.
+        CannotFuse: the index does not read along a row.
     """
     if e.is_Integer:
         return Way(False, int(e))
@@ -49,7 +49,7 @@ def way_through(e: sympy.Expr, piece: int) -> Way:
 
 
 def _way_within(e: sympy.Expr, ways: list[Way], piece: int) -> Way:
-    """Of a quotient or a remainder of a counting index by whole pieces."""
+    """The way of a quotient or remainder of a counting index by whole pieces."""
     steps = [int(arg) if arg.is_Integer else 1 for arg in e.args[1:]]
     quotients = steps[:1] if isinstance(e, FloorDiv) else steps[:-1]
     found = ways[0]
@@ -67,7 +67,7 @@ def _way_within(e: sympy.Expr, ways: list[Way], piece: int) -> Way:
 
 
 def _divisor(e: sympy.Expr, ways: list[Way]) -> int:
-    """Of an index without the column."""
+    """A divisor of an index without the column."""
     if e.is_Mul:
         return math.prod(way.divisor for way in ways)
     if isinstance(e, FloorDiv) and e.args[1].is_Integer:

@@ -23,8 +23,8 @@ _NOTHING: Step = ("",)
 
 
 def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
-    """What is to be computed for operation `name` of earlier steps, or None for just that: the
-    number of a step, or a step whose arguments are numbers of steps, or such steps.
+    """A shorter form of operation `name` of earlier steps, as a step's index or a tree of steps;
+    None if there is none.
 
     before                                      after
         x * 1                                   x, which torch 2.11's sigmoid is multiplied by
@@ -35,9 +35,8 @@ def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
         (a + where(i < n, v, 0))                    (a + where(i < n, v, w)) + 0
            + where(i >= n, w, 0)
 
-    The first has the same bits, and the last two, of RoPE's halves: a sum with 0 is what it was,
-    but for -0, which becomes 0 in both. The others are some ulp apart (produced.cuh).
-    """
+    The first and the last two (of RoPE) have the same bits: adding 0 changes only -0, which becomes
+    0 in both forms. The others differ by some ulp (produced.cuh)."""
     if name == "where":
         inner, *of = steps[args[1]]
         same = inner == "where" and of[0] == args[0]
@@ -57,16 +56,15 @@ def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
 def contracted(
     steps: Sequence[Step], inputs: Sequence[torch.dtype]
 ) -> tuple[list[Step], dict[int, int]]:
-    """Steps in which products go into sums unrounded, as ptxas decides for Triton's code unless
-    emulate_precision_casts is set; and the number of each earlier step among them.
+    """Steps with fused multiply-adds, which ptxas forms in Triton's code, too, unless
+    emulate_precision_casts is set; and the new index of each old step.
 
     before                                      after
         a * b + c, a * b - c, c - a * b             fma(a, b, c), fma(a, b, -c), fma(-a, b, c)
         (y * s) * (1 + x * (1 - s))                 y * fma(x * s, 1 - s, s)
 
-    The first where nothing else reads a * b. In the second, SiLU's backward, s is sigmoid(x): x * s
-    is what a gated MLP's other operand wants as well.
-    """
+    The first applies if nothing else reads a * b. In the second, SiLU's backward, s is sigmoid(x);
+    a gated MLP's other operand needs x * s as well."""
     written = _Written()
     readers = Counter(arg for step in steps for arg in arguments_of(step))
     number: dict[int, int] = {}
@@ -85,14 +83,14 @@ def contracted(
 
 
 class _Written:
-    """Steps, none of them twice."""
+    """A list of distinct steps."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self._known: dict[Step, int] = {}
 
     def add(self, tree: Any) -> int:
-        """A step, whose arguments may be steps in their turn."""
+        """Adds a tree of steps; returns the index of its root."""
         name, *args = tree
         step = (name, *(self.add(a) if isinstance(a, tuple) else a for a in args))
         if step not in self._known:
@@ -114,7 +112,7 @@ def _contracted(
 
 
 def _silu_backward(steps: Sequence[Step], args: Sequence[int]) -> Any:
-    """Where the sum is an fma already."""
+    """The second form of `contracted`, where the sum is an fma already."""
     for product, factor in (args, args[::-1]):
         (mul, *of), (fma, *terms) = steps[product], steps[factor]
         if mul != "mul" or fma != "fma" or steps[terms[2]] != _ONE:
@@ -137,7 +135,7 @@ def _by_sigmoid(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
 
 
 def _beside_one(steps: Sequence[Step], args: Sequence[int]) -> Step:
-    """Of two numbers one of which is 1 the other's step."""
+    """The other step, if one of two steps is the constant 1."""
     one, other = (steps[arg] for arg in args)
     return other if one == _ONE else one if other == _ONE else _NOTHING
 
@@ -153,7 +151,7 @@ def _either_half(steps: Sequence[Step], args: Sequence[int]) -> Any:
 
 
 def _exclude_each_other(steps: Sequence[Step], one: int, other: int) -> bool:
-    """Whether of two comparisons of indices, which are no NaN, always one alone holds."""
+    """Whether exactly one of two comparisons of indices holds (indices are never NaN)."""
     (name, *of), (opposite, *same) = steps[one], steps[other]
     return (
         {name, opposite} == {"lt", "ge"} and of == same and all(steps[i][0] == "index" for i in of)
@@ -161,7 +159,7 @@ def _exclude_each_other(steps: Sequence[Step], one: int, other: int) -> bool:
 
 
 def _only_where(steps: Sequence[Step], at: int) -> tuple[int, int] | None:
-    """The condition and the number of what is 0 elsewhere."""
+    """The condition and the value of a step that is 0 elsewhere."""
     name, *args = steps[at]
     if name != "where" or steps[args[2]] != _ZERO:
         return None

@@ -80,7 +80,7 @@ def test_the_bits_are_those_of_two_kernels(scheme, routing, monkeypatch) -> None
     function = masked if "@" in scheme else swiglu
     args = operands(routing)
     done = run_fused(monkeypatch, quantized(function, scheme), *args)
-    assert "fused with both halves of cat" in done.notes[0]
+    assert "fused with gate and up of cat" in done.notes[0]
     assert "triton_" not in done.source.partition("def call")[2]
     assert_same_bits(done.results, of_the_same_operand(done, args, scheme))
 
@@ -146,9 +146,9 @@ def with_another_reader(dh, both, tail):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (in_three, "its columns are no two halves"),
-        (of_two_widths, "its columns are no two halves"),
-        (narrow, "halves of 64 columns are no multiple of 128"),
+        (in_three, "its columns are not two equal parts"),
+        (of_two_widths, "its columns are not two equal parts"),
+        (narrow, "parts of 64 columns, not a multiple of 128"),
         (in_memory, "the operand is in memory already"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_half_with_another_reader_is_written(monkeypatch) -> None:
         return (*made, dg * 2)
 
     done = run_fused(monkeypatch, experts, *operands("whole tiles"))
-    assert not done.calls and "a half has other readers" in done.notes[0]
+    assert not done.calls and "a part has other readers" in done.notes[0]
 
 
 @pytest.mark.parametrize(("scheme", "why"), [("mxfp4_sr", "two operands of mxfp4_sr")])

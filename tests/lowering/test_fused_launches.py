@@ -254,13 +254,13 @@ def summed(seeds, a, b):
 
 
 NOT_FUSED = {
-    "its columns are summed, too": (summed, lambda: matrices(2)),
+    "it returns dbias": (summed, lambda: matrices(2)),
     "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
     "does not go along a row": (
         quantized(lambda a, b: a + b.t()),
         lambda: [normal(ROWS, COLS), normal(COLS, ROWS)],
     ),
-    "are no multiple of": (quantized(lambda a: a * 2), lambda: [normal(ROWS, 12)]),
+    "are not a multiple of": (quantized(lambda a: a * 2), lambda: [normal(ROWS, 12)]),
     "do not begin on 16 bytes": (
         quantized(lambda a: a[:, 4:] * 2),
         lambda: [normal(ROWS, COLS + 4)],
