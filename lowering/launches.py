@@ -20,8 +20,9 @@ from q2compile.lowering.gemm_operands import is_read
 from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
-from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS, Layout, is_in_layout
+from q2compile.runtime_kernels.cuda.calls import Layout, is_in_layout
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import compile_ahead
+from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, global_scales
 from q2compile.runtime_kernels.ops.table import SPLIT_SCALES
 from q2compile.runtime_kernels.registry import as_written, bound, call_op, parameters, serving
@@ -140,16 +141,14 @@ def _enqueue(member: Member) -> None:
     if state.waiting and not _joins(state.waiting, member):
         _enqueue_waiting()
     state.waiting.append(member)
-    if member.node not in state.groups or member.tail_launch is None:
+    if member.node not in state.groups or member.tail.launch is None:
         _enqueue_waiting()
 
 
 def _joins(waiting: Sequence[Member], member: Member) -> bool:
     groups = lowering_state().groups
     one_group = groups.get(waiting[0].node) is groups.get(member.node)
-    operands = sum(each.operands for each in (*waiting, member))
-    alike = waiting[0].tail_launch == member.tail_launch and member.tail_launch is not None
-    return one_group and alike and operands <= MOST_OPERANDS
+    return one_group and can_share([each.tail for each in (*waiting, member)])
 
 
 def _enqueue_waiting() -> None:

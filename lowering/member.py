@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from q2compile.runtime_kernels.cuda.quantize.grouping import Tail
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch
 from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall
 from q2compile.runtime_kernels.registry import bound
@@ -46,11 +47,7 @@ class Member(NamedTuple):
     buffers: list[Any]
 
     @property
-    def tail_launch(self) -> Any:
-        """Calls that have the same can end in one launch; None where a call ends alone."""
-        return tail_launch(self.op, self.args)
-
-    @property
-    def operands(self) -> int:
-        """The number of operands that the last launch works on."""
-        return len(QuantizerCall.of(self.op, self.args).operands) if self.op in SPECS else 1
+    def tail(self) -> Tail:
+        """Its last launch, which other calls may share."""
+        operands = len(QuantizerCall.of(self.op, self.args).operands) if self.op in SPECS else 1
+        return Tail(tail_launch(self.op, self.args), operands)

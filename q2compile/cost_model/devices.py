@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by their data sheets, what share of that kernels were measured to reach, and what a call
-costs the host.
+"""GPUs by their data sheets, the share of the peaks that kernels reach, and the cost of a call on
+the host.
 
-The measured figures come from `examples/benchmarks/results`, of one H200. After new rows set them
-anew. `examples/benchmarks/predicted.py` shows the errors of the predictions that follow. No
-Blackwell has been measured here. The rates of its GEMMs are published ones (the table below); all
-other shares are assumed to be an H200's.
-"""
+Measured figures come from `examples/benchmarks/results`, from one H200. After new rows, update them
+here. `examples/benchmarks/predicted.py` shows the errors of the resulting predictions. No Blackwell
+has been measured. The rates of its GEMMs are published ones (the table below); all other shares are
+assumed to be an H200's."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-# Of the bandwidth that a kernel reaches. A copy of 256 MiB reaches 0.88 (kernels.json).
+# The share of the bandwidth that a kernel reaches. A copy of 256 MiB reaches 0.88 (kernels.json).
 MEMORY_SHARE = 0.83
-# Of what other kernels reach of it, transpose.cu: its loads and stores are pieces of 8 rows.
-TURNING_REACH = 0.65
-# Of the issue slots that the loop over tiles of a quantizer fills: with random bits less, since
-# 64-bit products take two slots and their results are waited for. What leaves the least error over
-# the rows of kernels.json, at both shapes.
+# transpose.cu, relative to other kernels: its loads and stores are pieces of 8 rows.
+TRANSPOSE_REACH = 0.65
+# The share of the issue slots that a quantizer's loop over tiles fills. With random bits it is
+# lower, since 64-bit products take two slots and have a longer latency. Fitted to the rows of
+# kernels.json, at both shapes.
 ISSUE_SHARE, ISSUE_SHARE_OF_RANDOM_BITS = 0.69, 0.58
-# What is constant in a launch: from the end of one kernel's work to the start of the next one's,
-# its ramp and its tail. Half of what calls of two launches in kernels.json take beyond what grows
-# with the tensor (7 to 9 us).
+# The constant time of a launch: from the end of one kernel's work to the start of the next one's,
+# with its ramp and its tail. Half of the part of calls of two launches in kernels.json that does
+# not grow with the tensor (7 to 9 us).
 LAUNCH_SECONDS = 3.4e-6
 
-# Of the host, seconds (an H200's; hosts differ by half).
+# Seconds of the host (an H200's; hosts differ by half).
 HOST_LAUNCH = 5.47e-6  # kernels.json, host_launch: one launch of ours
 HOST_TORCH = 7.86e-6  # kernels.json, host_copy: an op of torch's, its launch included
 HOST_CALL = 10.98e-6  # steps.json, host_us_per_call: a call of two launches in generated code
@@ -39,7 +38,7 @@ class Rate:
     """The GEMMs of one format on one GPU.
 
     peak: dense FLOP/s with fp32 accumulation, by data sheet
-    share: of the peak that a large GEMM reaches; above 1 where a card runs above its listed clock
+    share: of the peak that a large GEMM reaches; above 1 if a card runs above its listed clock
     source: of the share
     """
 

@@ -16,12 +16,12 @@ from q2compile.recipes.recipe import GEMMS, Recipe
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one layer moves and multiplies under a recipe, and its time beside BF16's.
+    """Bytes and FLOPs of one layer under a recipe, and its time beside BF16's.
 
-    flops, bytes: on fp4 tensor cores; numbers, or sympy expressions where a size is symbolic
+    flops, bytes: on fp4 tensor cores; ints, or sympy expressions where a size is symbolic
     seconds, bf16_seconds: of the GPU, by `Device.column`, at the hint of a symbolic size
     host_seconds, bf16_host_seconds: of the host, likewise; 0 where a CUDA graph launches
-    at: {symbol: hint} of what was put in for symbols
+    at: {symbol: hint}, the hints used for symbols
     """
 
     flops: Any
@@ -74,9 +74,9 @@ def predict(
 ) -> Prediction | None:
     """The cost of a layer of ``shape`` (T, N, K), or (E, T, N, K) for experts.
 
-    Sizes are ints, SymInts or sympy symbols with hints. A symbolic size is read by its hint, and no
-    guard is added: another size would be predicted otherwise, and runs in the same graph. None if a
-    symbol has no hint, or the layer has no rows: nothing can be said.
+    Sizes are ints, SymInts or sympy symbols with hints. A symbolic size is read by its hint,
+    without adding a guard: other sizes run in the same graph, though their prediction would differ.
+    None if a symbol has no hint, or the layer has no rows.
 
     cuda_graphs: the host does not launch.  layer: x_users, w_quantized, bias, x_fuses of a
     `steps.Layer`.

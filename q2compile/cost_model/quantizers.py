@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a CUDA quantizer: what it moves, launches and issues for an element of its operand.
+"""One call of a CUDA quantizer: bytes, launches and instructions per element of its operand.
 
-The launches are asked of what launches them (runtime_kernels/cuda/quantize/plan.py). Instructions
-were counted in machine code: `instructions.json`, which `examples/benchmarks/instructions.py`
-writes.
-"""
+The launches come from runtime_kernels/cuda/quantize/plan.py. Instructions were counted in machine
+code: `instructions.json`, which `examples/benchmarks/instructions.py` writes."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, bat
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
-HIGH = 16  # bits of a number in high precision
+HIGH = 16  # bits of an element in high precision
 BF16 = "bf16"
-# What sums of columns add to the loop's: an addition each (of two numbers on 10.0), signs, and what
-# lanes exchange. tests/runtime_kernels/cuda/test_dbias_static.py counts them.
-SUMMING = {"sm_90a": 1.7, "sm_100a": 1.1, "sm_120a": 1.6}
-_OF_TILES = Fraction(2 * 32, 128)  # bits an element of the sums, written and read again
-_ROOM = 228 * 1024  # any: how much shared memory there is does not change how many are launched
+# Instructions per element that dbias adds to the loop: an addition (of two elements on 10.0),
+# signs, and exchanges between lanes. tests/runtime_kernels/cuda/test_dbias_static.py counts them.
+DBIAS_INSTRUCTIONS = {"sm_90a": 1.7, "sm_100a": 1.1, "sm_120a": 1.6}
+_PARTIAL_SUM_BITS = Fraction(2 * 32, 128)  # bits per element of partial sums, written and read
+_ROOM = 228 * 1024  # any value: shared memory does not change the number of launches
 
 
 def packed_bits(scheme: str) -> Fraction:
@@ -43,8 +41,8 @@ def scales_after(spec: Scheme) -> bool:
 
 
 def written_bits(scheme: str) -> Fraction:
-    """Bits an element that one direction writes, codes or bf16 numbers and a trust mask, and what
-    it reads again for its scales."""
+    """Bits per element of one rowwise or columnwise operand: written codes, or bf16, and trust
+    mask; raw scales, written and read."""
     spec = get_scheme(scheme)
     made = (Fraction(HIGH) if spec.dequantized else packed_bits(scheme)) + spec.masked
     return made + scales_after(spec) * Fraction(2 * 32, spec.block[0] * spec.block[1])
@@ -55,14 +53,14 @@ class Quantizer:
     """A call for one operand of a recipe.
 
     kind: "row", "col", "both" (of a bf16 matrix), "requantize" (of codes in `source`, along cols)
-    sums: its columns are summed, too
+    dbias: it also sums its columns
     """
 
     kind: str
     scheme: str
     transform: str = "none"
     source: str = BF16
-    sums: bool = False
+    dbias: bool = False
 
     @property
     def spec(self) -> Scheme:
@@ -78,13 +76,13 @@ class Quantizer:
 
     @property
     def bits(self) -> Fraction:
-        """An element: read and written by all launches but one for the amax."""
-        made = self.directions * written_bits(self.scheme) + self.sums * _OF_TILES
+        """Bits per element that all launches but one for the amax read and write."""
+        made = self.directions * written_bits(self.scheme) + self.dbias * _PARTIAL_SUM_BITS
         return self.read_bits + made
 
     @property
     def amax_bits(self) -> Fraction:
-        """Read by a launch of its own, ahead of the others, where the global scale is exact."""
+        """Bits per element that a launch ahead of the others reads, for an exact global scale."""
         return self.read_bits * self.spec.takes_amax
 
     @property
@@ -92,24 +90,23 @@ class Quantizer:
         return len(_launches(self))
 
     @property
-    def several(self) -> Launch | None:
-        """What rotates and rounds the operands of several calls, where others have the same."""
+    def batched(self) -> Launch | None:
+        """The batched launch that rotates and rounds the operands of calls that share it."""
         return batched_launch(_launches(self)[0])
 
     def instructions(self, architecture: str) -> float:
-        """An element, in the loop over tiles; 0 where they were not counted: nothing is said of
-        what such a kernel issues then.
+        """Instructions per element, in the loop over tiles; 0 if they were not counted: issue time
+        is then left out.
 
-        Those of an exact global scale are those of its power of two, which differ by less than
-        a twentieth; swizzled scales change none.
-        """
+        Schemes with an exact global scale use the counts of their power-of-two variant, which
+        differ by less than a twentieth. Swizzled scales change nothing."""
         spec = self.spec
         scheme = spec.with_form(spec.form if spec.dequantized else "").name
         source = self.source if self.source == BF16 else get_scheme(self.source).format
         for name in (scheme, _pow2(scheme)):
             key = self.kind, name, self.transform, source
             if key in counted() and architecture in counted()[key]:
-                return counted()[key][architecture] + self.sums * SUMMING[architecture]
+                return counted()[key][architecture] + self.dbias * DBIAS_INSTRUCTIONS[architecture]
         return 0.0
 
 
@@ -123,7 +120,7 @@ def _launches(call: Quantizer) -> tuple[Launch, ...]:
         room=_ROOM,
         vectors=True,
         amax_known=False,
-        dbias=call.sums,
+        dbias=call.dbias,
     )
 
 

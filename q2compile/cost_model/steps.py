@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a linear layer costs under a recipe and in BF16, by data sheet: bytes, FLOPs, time.
+"""The cost of a linear layer under a recipe and in BF16, by data sheet: bytes, FLOPs, time.
 
     shape [T, N, K]: y[T, N] = x[T, K] wᵀ; for E experts w is [E, N, K] and T counts all rows
 
 Sizes may be sympy expressions; FLOPs and bytes then are, too. Each GEMM and each quantizer is a
-`Step`. On the GPU it takes the longest of three: its multiplications at the rate of the tensor
-cores, its bytes at the rate of the memory, its instructions at the rate they can be issued; steps
-run one after another, each launch with a fixed overhead. On the host it takes what its calls do.
-Nothing here was measured on a Blackwell, which nobody of the project has; on an H200 all of it was
-(`devices`), and what is predicted of it is held to that.
+`Step`. Its time on the GPU is the longest of three: FLOPs at the rate of the tensor cores, bytes at
+the bandwidth, instructions at the issue rate. Steps run one after another, and each launch has a
+fixed overhead. Its time on the host is that of its calls. Nothing was measured on a Blackwell. On
+an H200 everything was (`devices`), and tests compare the predictions with that.
 
 The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.lowering`):
 
     forward    a quantizer of nvfp4 by blocks of a row writes x's codes from inside x's producer,
                which costs no read, unless something reads x as well; x of q, k and v is quantized
                once, and each pays its share
-    backward   the gradient is read once for dgrad and wgrad where both take it rotated alike; x and
-               w are read as the codes that fprop saved, x once for all that share it
-    a scale    found afterwards: fp32 block scales are written, and read again to be rounded
-    emulated   without fp4 tensor cores GEMMs are BF16's, of the bf16 numbers that the codes stand
-               for: those of the backward are written so, saved ones and the forward's dequantized
+    backward   the gradient is read once for dgrad and wgrad if both take it rotated alike; x and w
+               are read as the codes that fprop saved, x once for all that share it
+    a scale    computed after the codes: raw scales are written, then read and rounded
+    emulated   without fp4 tensor cores GEMMs are in BF16, on dequantized operands: quantizers of
+               the backward write them, saved codes and those of the forward are dequantized
     experts    a grouped GEMM in FP4 is taken to be as fast as one of a single weight. What pads an
                expert's tokens to whole chunks and tiles, half a chunk each, is not counted
     a bias     is added inside of the GEMM, as BF16's is; its gradient is a sum in both
@@ -41,34 +40,37 @@ from q2compile.cost_model.devices import (
     ISSUE_SHARE_OF_RANDOM_BITS,
     LAUNCH_SECONDS,
     MEMORY_SHARE,
-    TURNING_REACH,
+    TRANSPOSE_REACH,
     Device,
 )
 from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits, written_bits
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
-from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
+from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share, groups_of
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
-# Launches of what is no quantizer of one kernel; a test counts them in generated code.
-_SCALES_OF_LOOPS = 2  # q2::split_scales: the largest, then the scales
-_LOOPS_OF_16X16 = 2  # the largest of each block, then codes
-TURNED_BITS = 4 + Fraction(8, 16)  # that q2::transpose writes: a scale for each row
-_ALPHA = 1  # the product of two global scales, where no quantizer's last launch makes it
+# Launches of quantizers by Inductor; a test counts them in generated code.
+_SPLIT_SCALES_LAUNCHES = 2  # q2::split_scales: the largest, then the scales
+_INDUCTOR_16X16_LAUNCHES = 2  # the largest of each block, then codes
+TRANSPOSED_BITS = 4 + Fraction(8, 16)  # written by q2::transpose: a scale for each row
+_ALPHA = 1  # the product of two global scales, if no quantizer's last launch computes it
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call: one kernel, or several that belong together.
+    """A call: one kernel, or a few that belong to one op.
 
-    bits moved; reach: at which share of the bandwidth that others reach; bits_before: by a launch
-    of its own ahead of the others; flops at the rate of ``kind``; elements that ``quantizer`` works
-    on; how many matmuls share the result; the last of the launches, where it may be another step's
-    as well; and who launches, for the host's time: FUSED into another kernel (with launches behind
-    it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED.
+    bits         moved bits, at the share ``reach`` of the bandwidth that others reach
+    bits_before  moved by a launch of its own ahead of the others
+    flops        at the rate of ``kind``
+    elements     that ``quantizer`` works on
+    shared_by    how many matmuls share the result
+    tail         the last of the launches, if other steps may share it
+    by           who launches, for the time of the host: FUSED into another kernel (with launches
+                 behind it), a CALL of ours in generated code, TORCH, or an op that is DISPATCHED
     """
 
     gemm: str
@@ -82,11 +84,11 @@ class Step:
     launches: int = 1
     by: str = CALL
     shared_by: int = 1
-    last: Launch | None = None
+    tail: Launch | None = None
     reach: float = 1.0
 
     def seconds(self, device: Device) -> float:
-        """Of the GPU."""
+        """Seconds of the GPU."""
         bandwidth = 8 * device.bandwidth * MEMORY_SHARE
         times = [
             self.flops / device.gemms[self.kind].reached,
@@ -102,7 +104,7 @@ class Step:
 
     @property
     def host_seconds(self) -> float:
-        """Of the host, without CUDA graphs."""
+        """Seconds of the host, without CUDA graphs."""
         more = self.launches - 1
         of_call = HOST_CALL + (self.launches - 2) * HOST_LAUNCH
         each = {
@@ -116,12 +118,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are made in
-    a forward and backward.
+    """Sizes of a layer, how many matmuls share its x, and how often fprop's codes of w are computed
+    in a forward and backward.
 
     grouped: its GEMMs are grouped ones.  x_fuses: something computes x, that its quantizer may be
-    part of.  emulated: the GPU has no fp4 tensor cores, so GEMMs multiply bf16 numbers.
-    """
+    part of.  emulated: the GPU has no fp4 tensor cores, so GEMMs multiply dequantized operands."""
 
     t: Any
     n: Any
@@ -135,7 +136,7 @@ class Layer:
     emulated: bool = False
 
     def elements(self, role: str) -> Any:
-        """Of x, w, dy, or y."""
+        """Elements of x, w, dy, or y."""
         n, k, t = self.n, self.k, self.t
         return {"x": t * k, "w": self.experts * n * k, "dy": t * n, "y": t * n}[role]
 
@@ -164,8 +165,8 @@ def _plain_gemm(layer: Layer, name: str) -> Step:
 
 
 def _fp32_gemm(layer: Layer, name: str, *, fuses: bool) -> Step:
-    """A plain GEMM of numbers that lack their global scale: what it writes are fp32 sums, and what
-    reads them scales and rounds them. fuses: that is Inductor's next kernel, not one more."""
+    """A plain GEMM of operands without their global scales. It writes fp32, which its reader scales
+    and rounds. fuses: the reader is Inductor's next kernel, not one more."""
     plain, result = _plain_gemm(layer, name), layer.elements(_RESULT[name])
     more = HIGH * result * (1 if fuses else 3)  # read as fp32; else also written, and read as bf16
     bits = plain.bits + HIGH * result
@@ -178,8 +179,8 @@ def _dbias(layer: Layer, gemms: list[str]) -> list[Step]:
     return [Step("wgrad", "sum dy", HIGH * layer.elements("dy"), by=TORCH, launches=2)]
 
 
-def _dbias_is_summed(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
-    """Whether the gradient of a bias comes from wgrad's quantizer of dy (`passes.sum_columns`)."""
+def _dbias_by_quantizer(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
+    """Whether wgrad's quantizer of dy computes dbias (`passes.sum_columns`)."""
     if recipe.wgrad is None or not _dbias(layer, gemms) or layer.grouped:
         return False
     operand = recipe.wgrad.a
@@ -188,24 +189,24 @@ def _dbias_is_summed(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
     return draws and plan.tail_launch_of_scheme(spec, rotation) is not None
 
 
-def _is_of_columns(step: Step) -> bool:
-    """Whether it is the quantizer of dy that goes along columns, with rows or without."""
-    return step.what in ("quantize dy both ways", "quantize dy") and (
+def _is_columnwise_dy(step: Step) -> bool:
+    """Whether it is the columnwise quantizer of dy, rowwise too or not."""
+    return step.what in ("quantize dy rowwise and columnwise", "quantize dy") and (
         step.quantizer is not None and step.quantizer.kind != "row"
     )
 
 
-def _summing(step: Step) -> Step:
+def _with_dbias(step: Step) -> Step:
     assert step.quantizer is not None
-    quantizer = replace(step.quantizer, sums=True)
+    quantizer = replace(step.quantizer, dbias=True)
     return replace(step, quantizer=quantizer, bits=quantizer.bits * step.elements)
 
 
 def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Step]:
     """The kernels of a quantized linear, for those of its GEMMs that are wanted."""
     gemms = list(gemms)
-    summed = _dbias_is_summed(recipe, layer, gemms)
-    steps = [] if summed else _dbias(layer, gemms)
+    dbias_fused = _dbias_by_quantizer(recipe, layer, gemms)
+    steps = [] if dbias_fused else _dbias(layer, gemms)
     paired = _paired(recipe, gemms)
     before: list[Step] = []
     for name in gemms:
@@ -214,12 +215,12 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
             steps.append(_plain_gemm(layer, name))
             continue
         made = _operands(recipe, layer, name, paired=paired)
-        if summed:
-            made = [_summing(step) if _is_of_columns(step) else step for step in made]
-        made = _gathered(made, before)
+        if dbias_fused:
+            made = [_with_dbias(step) if _is_columnwise_dy(step) else step for step in made]
+        made = _moved_to_group(made, before)
         before = made
         steps += made
-        aligned = any(step.last is not None for step in made)
+        aligned = any(step.tail is not None for step in made)
         masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)
         steps += _product(layer, name, gemm, masked=masked, aligned=aligned)
         if name != "fprop" and masked:
@@ -228,8 +229,8 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
 
 
 def _rotated_back(steps: list[Step], layer: Layer, gemm: Gemm, name: str) -> list[Step]:
-    """What follows a GEMM of codes that fprop rotated: by Triton's GEMM in its epilogue, where it
-    reads the mask (`passes.unrotate_in_gemm`), else a kernel."""
+    """The mask and inverse rotation behind a GEMM of codes that fprop rotated: in the epilogue of
+    Triton's GEMM, where it is used (`passes.unrotate_in_gemm`), else a kernel."""
     result = layer.elements(_RESULT[name])
     if layer.emulated or layer.grouped or get_scheme(gemm.a.scheme).format == "nvfp4":
         return [*steps, Step(name, "mask and rotate back", (2 * HIGH + 1) * result)]
@@ -238,60 +239,55 @@ def _rotated_back(steps: list[Step], layer: Layer, gemm: Gemm, name: str) -> lis
 
 
 def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[Step]:
-    """What makes the operands of a GEMM. paired: dgrad's dy comes with wgrad's."""
+    """The quantizers of a GEMM's operands. paired: dgrad's dy is quantized with wgrad's."""
     gemm: Gemm = getattr(recipe, name)
     ahead: list[Step] = []
     beside: list[Step] = []
     for role, operand in zip(GEMMS[name], (gemm.a, gemm.b), strict=True):
         if role == "dy" and paired:
-            beside += [_both_directions(layer, operand)] * (name == "dgrad")
+            beside += [_rowwise_and_columnwise(layer, operand)] * (name == "dgrad")
             continue
         times = layer.w_quantized if (name, role) == ("fprop", "w") else 1
         made = times * _quantizer(recipe, layer, name, role, operand)
         if operand.source == "forward":
-            ahead += [replace(step, last=None) for step in made]
+            ahead += [replace(step, tail=None) for step in made]
         else:
             beside += made
-    return ahead + _together(beside)
+    return ahead + _grouped(beside)
 
 
-def _together(steps: list[Step]) -> list[Step]:
-    """Quantizers of a GEMM, one after another, end in one launch where that can be."""
-    made: list[Step] = []
-    group: list[Step] = []  # that end alike
-    for step in steps:
-        if group and (step.last is None or step.last != group[-1].last):
-            group = []
-        made.append(_behind(group, step))
-        group.append(step)
-    return made
+def _tail(step: Step) -> Tail:
+    return Tail(step.tail, step.quantizer.directions if step.quantizer else 1)
+
+
+def _grouped(steps: list[Step]) -> list[Step]:
+    """Adjacent quantizers share launches where they can."""
+    groups = groups_of(steps, _tail)
+    return [_behind(group[:i], step) for _, group in groups for i, step in enumerate(group)]
 
 
 def _behind(group: list[Step], step: Step) -> Step:
-    """A quantizer whose last launch is that of others ahead of it; and the one before that, where
-    it is the same kernel. (Not of large operands: next to their time a launch is none.)"""
+    """A quantizer that shares its last launch with those ahead of it, and the launch before, if
+    that is the same kernel. (Not for large operands: next to their time a launch is none.)"""
     if not group:
         return step
-    several = step.quantizer and step.quantizer.several
-    ahead = [each.quantizer.several for each in group if each.quantizer is not None]
-    return replace(step, launches=step.launches - 1 - (several is not None and several in ahead))
+    batched = step.quantizer and step.quantizer.batched
+    ahead = [each.quantizer.batched for each in group if each.quantizer is not None]
+    return replace(step, launches=step.launches - 1 - (batched is not None and batched in ahead))
 
 
-def _gathered(made: list[Step], before: list[Step]) -> list[Step]:
-    """A quantizer that is alone ahead of its GEMM ends in the launch of those ahead of the GEMM
-    before, where that has room (`passes.gather_quantizers`)."""
-    lone, group = ([step for step in steps if step.last is not None] for steps in (made, before))
-    if len(lone) != 1 or not group or group[-1].last != lone[0].last:
-        return made
-    sides = sum(s.quantizer.directions if s.quantizer else 1 for s in (*group, *lone))
-    if sides > MOST_OPERANDS:
+def _moved_to_group(made: list[Step], before: list[Step]) -> list[Step]:
+    """A quantizer that is alone ahead of its GEMM shares launches with those ahead of the GEMM
+    before, where it can (`passes.gather_quantizers`)."""
+    lone, group = ([step for step in steps if step.tail is not None] for steps in (made, before))
+    if len(lone) != 1 or not group or not can_share([_tail(step) for step in (*group, *lone)]):
         return made
     return [_behind(group, step) if step in lone else step for step in made]
 
 
 def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool) -> list[Step]:
-    """The GEMM, and what is launched for it ahead. masked: a kernel of ours reads its result.
-    aligned: a quantizer ahead of it ends in a launch that makes the product of global scales."""
+    """The GEMM, and launches ahead of it. masked: a kernel of ours reads its result. aligned: the
+    last launch of a quantizer ahead of it computes alpha."""
     operands = dict(zip(GEMMS[name], (gemm.a, gemm.b), strict=True))
     if layer.emulated:
         has_pow2_scale = layer.grouped or all(
@@ -329,12 +325,12 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
 
 
 def _read_bits(operand: Operand) -> Fraction:
-    return TURNED_BITS if operand.source == "reuse" else packed_bits(operand.scheme)
+    return TRANSPOSED_BITS if operand.source == "reuse" else packed_bits(operand.scheme)
 
 
 def _dequantized(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
-    """Codes made bf16 numbers for a GEMM of those, by one launch, or one for each."""
-    packed = {role: o for role, o in operands.items() if not _leaves_numbers(layer, name, o)}
+    """Dequantizes codes for an emulated GEMM, by one launch, or one for each operand."""
+    packed = {role: o for role, o in operands.items() if not _writes_dequantized(layer, name, o)}
     specs = {role: get_scheme(o.scheme) for role, o in packed.items()}
     alike = len({(spec.format, spec.block[0] == 1) for spec in specs.values()}) == 1
     return [
@@ -349,13 +345,14 @@ def _dequantized(layer: Layer, name: str, operands: dict[str, Operand]) -> list[
     ]
 
 
-def _leaves_numbers(layer: Layer, name: str, operand: Operand) -> bool:
-    """Whether an operand's quantizer writes bf16 numbers (`passes.dequantize_operands`)."""
+def _writes_dequantized(layer: Layer, name: str, operand: Operand) -> bool:
+    """Whether an operand's quantizer writes it dequantized (`passes.dequantize_operands`)."""
     return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
 
 
 def _paired(recipe: Recipe, gemms: list[str]) -> bool:
-    """Whether dgrad and wgrad take the gradient from one read (`passes.pair_directions`)."""
+    """Whether the gradient is quantized for dgrad and wgrad from one read
+    (`passes.pair_directions`)."""
     if not {"dgrad", "wgrad"} <= set(gemms) or recipe.dgrad is None or recipe.wgrad is None:
         return False
     return recipe.dgrad.a == recipe.wgrad.a and recipe.dgrad.a.transform != "none"
@@ -367,7 +364,7 @@ def quantizing(
     quantizer: Quantizer,
     elements: Any,
     users: int = 1,
-    last: Launch | None = None,
+    tail: Launch | None = None,
 ) -> Step:
     """A call of a CUDA quantizer of so many elements, for each of so many users."""
     return Step(
@@ -379,61 +376,63 @@ def quantizing(
         bits_before=quantizer.amax_bits * elements,
         launches=quantizer.launches,
         shared_by=users,
-        last=last,
+        tail=tail,
     )
 
 
-def _both_directions(layer: Layer, operand: Operand) -> Step:
+def _rowwise_and_columnwise(layer: Layer, operand: Operand) -> Step:
     scheme = operand.scheme + (DEQUANTIZED if layer.emulated else "")
     made = Quantizer("both", scheme, operand.transform)
-    last = _last_launch(layer, scheme, operand.transform)
-    return quantizing("dgrad", "quantize dy both ways", made, layer.elements("dy"), last=last)
+    tail = _tail_launch(layer, scheme, operand.transform)
+    return quantizing(
+        "dgrad", "quantize dy rowwise and columnwise", made, layer.elements("dy"), tail=tail
+    )
 
 
-def turning(gemm: str, what: str, scheme: str, elements: Any) -> Step:
+def transposing(gemm: str, what: str, scheme: str, elements: Any) -> Step:
     """q2::transpose of so many elements."""
-    bits = (packed_bits(scheme) + TURNED_BITS) * elements
-    return Step(gemm, what, bits, reach=TURNING_REACH)
+    bits = (packed_bits(scheme) + TRANSPOSED_BITS) * elements
+    return Step(gemm, what, bits, reach=TRANSPOSE_REACH)
 
 
 def _quantizer(recipe: Recipe, layer: Layer, name: str, role: str, operand: Operand) -> list[Step]:
-    """One operand's way from where it lies to codes."""
+    """The steps from one operand in memory to its codes."""
     elements, users = layer.elements(role), layer.users(role)
-    if operand.source == "reuse" and recipe.fprop is not None:  # the codes turned, not rounded
-        return [turning(name, f"turn {role}", operand.scheme, elements)]
+    if operand.source == "reuse" and recipe.fprop is not None:  # codes are transposed, not rounded
+        return [transposing(name, f"transpose {role}", operand.scheme, elements)]
     spec = get_scheme(operand.scheme)
     if spec.block[0] != 1:
         return [_square_blocks(layer, name, role, operand, elements)]
     if name == "fprop" and role == "x" and layer.x_fuses and _fuses(recipe, operand):
         bits = written_bits(operand.scheme) * elements
-        launches = 0 if spec.takes_amax else _SCALES_OF_LOOPS
-        last = None if spec.takes_amax else _last_launch(layer, operand.scheme)
-        step = Step(name, f"quantize {role}", bits, launches=launches, by=FUSED, last=last)
+        launches = 0 if spec.takes_amax else _SPLIT_SCALES_LAUNCHES
+        tail = None if spec.takes_amax else _tail_launch(layer, operand.scheme)
+        step = Step(name, f"quantize {role}", bits, launches=launches, by=FUSED, tail=tail)
         return [replace(step, shared_by=users)]
     kind = "row" if name == "fprop" or (name, role) == ("dgrad", "dy") else "col"
-    scheme = operand.scheme + (DEQUANTIZED if _leaves_numbers(layer, name, operand) else "")
-    last = _last_launch(layer, scheme, operand.transform)
+    scheme = operand.scheme + (DEQUANTIZED if _writes_dequantized(layer, name, operand) else "")
+    tail = _tail_launch(layer, scheme, operand.transform)
     if operand.source == "requantize":
         assert recipe.fprop is not None
         source = (recipe.fprop.a if role == "x" else recipe.fprop.b).scheme
         made = Quantizer("requantize", scheme, operand.transform, source)
-        return [quantizing(name, f"requantize {role}", made, elements, users, last)]
+        return [quantizing(name, f"requantize {role}", made, elements, users, tail)]
     made = Quantizer(kind, scheme, operand.transform)
-    return [quantizing(name, f"quantize {role}", made, elements, users, last)]
+    return [quantizing(name, f"quantize {role}", made, elements, users, tail)]
 
 
 def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, elements: Any) -> Step:
-    """By loops of Inductor's, which read the operand twice, and q2::split_scales."""
+    """By Inductor kernels, which read the operand twice, and q2::split_scales."""
     bits = (HIGH + written_bits(operand.scheme)) * elements
     pow2 = get_scheme(operand.scheme).global_scale == "pow2"
-    launches = _LOOPS_OF_16X16 + _SCALES_OF_LOOPS * pow2
-    last = _last_launch(layer, operand.scheme) if pow2 else None
-    step = Step(name, f"quantize {role}", bits, launches=launches, last=last)
+    launches = _INDUCTOR_16X16_LAUNCHES + _SPLIT_SCALES_LAUNCHES * pow2
+    tail = _tail_launch(layer, operand.scheme) if pow2 else None
+    step = Step(name, f"quantize {role}", bits, launches=launches, tail=tail)
     return replace(step, bits_before=HIGH * elements)
 
 
-def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
-    """Which other operands' quantizers can end in as well (cuda/quantize/grouped_launch.py)."""
+def _tail_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch | None:
+    """The last launch of a quantizer, if others may share it (cuda/quantize/grouped_launch.py)."""
     spec = get_scheme(scheme)
     if not layer.emulated and spec.block[0] == 1:  # `passes.swizzle_scales`
         spec = get_scheme(scheme + SWIZZLED)
@@ -441,10 +440,9 @@ def _last_launch(layer: Layer, scheme: str, transform: str = "none") -> Launch |
 
 
 def _fuses(recipe: Recipe, operand: Operand) -> bool:
-    """Whether a forward quantizer runs inside its producer (`beats_kernels` of
-    lowering/inductor_kernels/support.py). It does not where the same x is rotated
-    for the backward by a kernel."""
+    """Whether a forward quantizer fuses into its producer (`beats_kernels` of
+    lowering/inductor_kernels/support.py). Not if a kernel rotates the same x for the backward."""
     spec = get_scheme(operand.scheme)
-    reads_again = recipe.wgrad is not None and recipe.wgrad.b.source == "forward"
+    reads_saved = recipe.wgrad is not None and recipe.wgrad.b.source == "forward"
     nearest = spec.format == "nvfp4" and spec.rounding == "rtn" and operand.transform == "none"
-    return nearest and not reads_again
+    return nearest and not reads_saved

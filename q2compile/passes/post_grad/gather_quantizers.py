@@ -11,7 +11,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from q2compile.passes.live_bytes import SMALL
-from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
+from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share
+from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.launch_groups import adjacent_quantizers, is_between
 from q2compile.runtime_kernels.ops.table import quantizer_of
 
@@ -68,8 +69,8 @@ def gather_quantizers_pass(graph: fx.Graph) -> int:
 
 def _fits(group: Iterable[fx.Node], node: fx.Node) -> bool:
     calls = [call for call in map(quantizer_of, (*group, node)) if call is not None]
-    alike = len({call.scheme for call in calls}) == 1
-    return alike and sum(len(call.operands) for call in calls) <= MOST_OPERANDS
+    tails = [Tail(tail_launch_of_scheme(c.scheme, c.transform), len(c.operands)) for c in calls]
+    return len({call.scheme for call in calls}) == 1 and can_share(tails)
 
 
 def _needed(node: fx.Node, end: fx.Node) -> list[fx.Node] | None:

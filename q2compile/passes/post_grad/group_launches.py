@@ -11,8 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from q2compile.passes.graph_queries import is_q2
-from q2compile.runtime_kernels.cuda.calls import MOST_OPERANDS
-from q2compile.runtime_kernels.cuda.jit.launch import Launch
+from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, groups_of
 from q2compile.runtime_kernels.cuda.quantize.plan import tail_launch_of_scheme
 from q2compile.runtime_kernels.ops.launch_groups import (
     ALPHA_FROM,
@@ -65,26 +64,16 @@ def group_launches_pass(graph: fx.Graph) -> int:
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for run in adjacent_quantizers(graph.nodes):
-        group: list[fx.Node] = []
-        operands, last = 0, None
-        for node in run:
-            call = quantizer_of(node)
-            assert call is not None
-            own, count = _last_launch(call), len(call.operands)
-            if group and (own != last or operands + count > MOST_OPERANDS):
-                yield group
-                group, operands = [], 0
-            if own is not None:
-                group.append(node)
-                operands, last = operands + count, own
-        if group:
-            yield group
+        yield from (group for launch, group in groups_of(run, _tail) if launch is not None)
 
 
-def _last_launch(call: QuantizerCall) -> Launch | None:
-    """The launch that a quantizer ends in, where others can end in it as well."""
-    last = tail_launch_of_scheme(call.scheme, call.transform)
-    return last if last is not None and _is_launched(call) else None
+def _tail(node: fx.Node) -> Tail:
+    call = quantizer_of(node)
+    assert call is not None
+    launch = tail_launch_of_scheme(call.scheme, call.transform)
+    if launch is not None and not _is_launched(call):
+        launch = None
+    return Tail(launch, len(call.operands))
 
 
 def _is_launched(call: QuantizerCall) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import q2compile.runtime_kernels as runtime_kernels
 from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits
-from q2compile.cost_model.steps import Step, quantizing, turning
+from q2compile.cost_model.steps import Step, quantizing, transposing
 from q2compile.runtime_kernels.cuda.calls import BufferSlot
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED
@@ -139,7 +139,7 @@ def step_of(name: str, elements: int) -> Step:
     if name == DEQUANTIZE:
         return Step("", name, (packed_bits(FORWARD_SCHEME) + HIGH) * elements)
     if name == TRANSPOSE:
-        return turning("", name, SQUARE_SCHEME, elements)
+        return transposing("", name, SQUARE_SCHEME, elements)
     return quantizing("", name, CASES[name], elements)
 
 

@@ -210,8 +210,8 @@ def test_emulated_gemms_are_bf16s():
     assert sum(launches) == 1  # for both
     of_nvfp4 = {(s.gemm, s.what): s for s in recipe_steps(resolve("nvfp4"), layer, ALL)}
     assert of_nvfp4["fprop", "dequantize w"].bits == (4 + 8 / 256 + 16) * w
-    assert of_nvfp4["dgrad", "turn w"].bits > 8 * w
-    assert found["dgrad", "quantize dy both ways"].bits == (16 + 2 * 20) * dy
+    assert of_nvfp4["dgrad", "transpose w"].bits > 8 * w
+    assert found["dgrad", "quantize dy rowwise and columnwise"].bits == (16 + 2 * 20) * dy
     assert found["wgrad", "requantize x"].bits == (4.5 + 20) * x
     plain = {s.gemm: s for s in bf16_steps(layer, ALL)}
     assert all(found[name, "gemm"] == plain[name] for name in ALL)
