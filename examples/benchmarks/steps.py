@@ -245,12 +245,12 @@ def large_llama(args: Namespace, variants: Mapping[str, dict[str, Any]]) -> list
         print(f"{name}: first step {first[name]:.1f} s, peak {peaks[name]:.2f} GiB", flush=True)
     times = in_turns(steps, rounds=6, calls=1)
     rows = [over_bf16(name, times[name], times["bf16"], TIMES) for name in variants]
-    for ending, values, unit in (
+    for suffix, values, unit in (
         ("peak_memory", peaks, PEAKS),
         ("first_step", first, "BF16"),
     ):
         for name in variants:
-            row = f"{name.replace('_step', '', 1)}_{ending}"
+            row = f"{name.replace('_step', '', 1)}_{suffix}"
             rows.append(over_bf16(row, values[name], values["bf16"], unit))
     return rows
 

@@ -125,8 +125,8 @@ def _launches(call: Quantizer) -> tuple[Launch, ...]:
 
 
 def _pow2(scheme: str) -> str:
-    name, at, ending = scheme.partition(DEQUANTIZED)
-    return f"{name}_pow2{at}{ending}"
+    name, at, suffix = scheme.partition(DEQUANTIZED)
+    return f"{name}_pow2{at}{suffix}"
 
 
 @functools.cache

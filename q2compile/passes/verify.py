@@ -35,7 +35,7 @@ class _Operand:
     rotated: bool = False
     seed: Any = None
     transform: Any = None
-    stream: Any = None
+    rng_offset: Any = None
 
 
 def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = False) -> None:
@@ -70,9 +70,10 @@ def _check_gemm(gemm: fx.Node, kind: str, when: str) -> None:
                     f"{when}: the operands of {gemm.name} have different {what}s ({of_a}, {of_b}); "
                     "their rotations do not cancel"
                 )
-        if a.seed is not None and a.stream == b.stream:
+        if a.seed is not None and a.rng_offset == b.rng_offset:
             raise GraphSpecError(
-                f"{when}: the operands of {gemm.name} draw the same random bits, stream {a.stream}"
+                f"{when}: the operands of {gemm.name} draw the same random bits, "
+                f"rng_offset {a.rng_offset}"
             )
     for rotated, partner in ((a, b), (b, a)):
         drawn_here = isinstance(rotated.seed, fx.Node) and rotated.seed.op != "placeholder"
@@ -112,7 +113,7 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     if not (call.rotated or operand.columnwise) or call.masked:
         return _Operand()
     how = call.transform.name, call.args["rng_offset"]
-    return _Operand(rotated=True, seed=operand.seed, transform=how[0], stream=how[1])
+    return _Operand(rotated=True, seed=operand.seed, transform=how[0], rng_offset=how[1])
 
 
 def _shard(part: fx.Node) -> fx.Node:

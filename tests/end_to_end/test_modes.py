@@ -62,7 +62,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_replays_of_a_cuda_graph_draw_fresh_coins(recipe) -> None:
+def test_replays_of_a_cuda_graph_draw_fresh_random_bits(recipe) -> None:
     """And those of torch.manual_seed. The first calls warm up and record."""
     model, compiled = compiled_mlp("reduce-overhead", recipe)
     x = inputs()

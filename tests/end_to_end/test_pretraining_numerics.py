@@ -77,7 +77,7 @@ def test_the_oracle_runs_references_where_there_are_kernels() -> None:
     assert registry.kernels("quantize") == ordinary
 
 
-def test_an_oracle_run_is_the_compiled_one_but_for_bf16_and_coins(tmp_path: Path) -> None:
+def test_an_oracle_run_is_the_compiled_one_but_for_bf16_and_random_bits(tmp_path: Path) -> None:
     """The same weights and batches, so the first loss differs by what bf16 does to it: some 2^-9 of
     5.7. The gap to bf16 is then the same to within what the random bits of 8 steps do, which is
     less."""

@@ -248,13 +248,13 @@ def two_readers(seeds, a, b):
     return quantized_both(x, seeds[0], seeds[1], EDEN, "rht128", 3), x.sum(0)
 
 
-def summed(seeds, a, b):
+def with_dbias(seeds, a, b):
     how = EDEN, "rht128", 3
     return quantized_both(a + b, seeds[0], seeds[1], *how, dbias=torch.bfloat16)
 
 
 NOT_FUSED = {
-    "it returns dbias": (summed, lambda: matrices(2)),
+    "it returns dbias": (with_dbias, lambda: matrices(2)),
     "sum_1 read the operand, too": (two_readers, lambda: matrices(2)),
     "does not go along a row": (
         quantized(lambda a, b: a + b.t()),

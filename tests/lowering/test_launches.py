@@ -262,7 +262,7 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(request, monkeypatch) 
 
 
 def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
-    """Each has its own then, with the same bits, and no kernel is given up."""
+    """Each has its own then, with the same bits, and no kernel is rejected."""
     want = wanted("quartet2")
     request.getfixturevalue("pretended")
     bind, bound = Launch.bind, []
@@ -357,7 +357,7 @@ def test_an_operand_of_several_products_is_dequantized_once(request) -> None:
 
 
 def test_statistics_are_taken_of_what_is_written(pretended) -> None:
-    """A recorded operand by Inductor's loops, whose scales would wait for the next quantizer."""
+    """A recorded operand by Inductor kernels, whose scales would wait for the next quantizer."""
 
     def recorded(x):
         how = {"scheme": "nvfp4_46_pow2", "rowwise": True, "columnwise": False}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantizer as Inductor's loops: the reference's bits, one kernel with its producer, and the
+"""The quantizer as Inductor kernels: the reference's bits, one kernel with its producer, and the
 instructions that a GPU would run."""
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), HELD)
-def test_the_reference_s_bits_of_rotations_and_coins(
+def test_the_reference_s_bits_of_rotations_and_random_bits(
     scheme, transform, transpose, shape, monkeypatch
 ) -> None:
     lower_on_cpu(monkeypatch)
@@ -219,7 +219,7 @@ def test_kernels_of_add_rmsnorm_quantize(monkeypatch, sources) -> None:
     assert "quantize" in kernel.name and kernel.source.count("tl.store") == 2
 
 
-def test_kernels_of_a_rotation_with_coins(monkeypatch, sources) -> None:
+def test_kernels_of_a_rotation_with_random_bits(monkeypatch, sources) -> None:
     """One kernel with its producer, below the signs, which are one number."""
 
     def relu_rotated(x, seed):

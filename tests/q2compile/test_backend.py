@@ -97,7 +97,7 @@ def test_inductor_and_eager_agree():
         assert (a - b).norm() / b.norm() < 5e-2
 
 
-def test_same_seed_same_bits_other_step_other_coins():
+def test_same_seed_same_bits_other_step_other_random_bits():
     model, x = model_and_input()
     y0, first = step(model, x, seed=1, **EAGER)
     y1, again = step(model, x, seed=1, **EAGER)

@@ -167,7 +167,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _multiply_on_cpu(library: Any) -> None:
-    """Products of bf16 numbers in fp32, which code for GPUs calls, are CUDA's alone in torch."""
+    """Products of bf16 operands in fp32, which code for GPUs calls, are CUDA's alone in torch."""
     import torch
 
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "CPU"):

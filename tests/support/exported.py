@@ -114,9 +114,9 @@ def forward_weights(model: nn.Module, scheme: str) -> dict[str, Tensor]:
         elif kind.endswith("Experts"):
             for leaf in ("gate_up_proj", "down_proj"):
                 w = getattr(module, leaf)
-                turned = kind == "GptOssExperts"  # [E, K, N]
-                made = dequantized(w.mT if turned else w, scheme)
-                found[f"{dot}{leaf}"] = made.mT if turned else made
+                transposed = kind == "GptOssExperts"  # [E, K, N]
+                made = dequantized(w.mT if transposed else w, scheme)
+                found[f"{dot}{leaf}"] = made.mT if transposed else made
     return found
 
 

@@ -57,8 +57,8 @@ def fuse_rotations_pass(graph: fx.Graph) -> int:
             second = found[j]
             if PAIR in first.meta or PAIR in second.meta or not _are_alike(first, second):
                 continue
-            together = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
-            if together and _moved_ahead(second, first):
+            share_inputs = _mostly_in(sources[i], sources[j]) and _mostly_in(sources[j], sources[i])
+            if share_inputs and _moved_ahead(second, first):
                 first.meta[PAIR] = second.meta[PAIR] = i
     halved = [
         node

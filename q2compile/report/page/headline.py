@@ -115,7 +115,7 @@ def _saved(taken: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     return [
         f"For the backward pass the matmuls taken keep {bytes_words(size)} where BF16 takes "
-        f"{bytes_words(2 * elements)}: {8 * size / elements:.2f} bits a number instead of 16."
+        f"{bytes_words(2 * elements)}: {8 * size / elements:.2f} bits per element instead of 16."
     ]
 
 

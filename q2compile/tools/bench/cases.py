@@ -156,9 +156,9 @@ def calls_of_host(device: torch.device) -> dict[str, Call]:
     field = BufferSlot(0)
     values = (field, field, 0, 0, 0, 1, 0)
     bound = swizzle_launch().bind(device.index, (1, 1), values, {field: 0})
-    stream, at = torch.cuda.current_stream().cuda_stream, packed[1].data_ptr()
+    cuda_stream, at = torch.cuda.current_stream().cuda_stream, packed[1].data_ptr()
     return {
-        "host_launch": lambda: bound(stream, (at,)),
+        "host_launch": lambda: bound(cuda_stream, (at,)),
         "host_copy": lambda: torch.ops.aten.copy_(y, x),
         "host_rht_quantize": lambda: torch.ops.q2.quantize(x, **how, **row),
         "host_rht_quantize_both": lambda: torch.ops.q2.quantize(x, **how, **both),

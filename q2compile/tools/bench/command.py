@@ -35,7 +35,7 @@ from q2compile.tools.bench.bench import Bench
 from q2compile.tools.bench.measurements import GROUPS
 from q2compile.tools.bench.report import SCHEMA, Line, Log, doubts, faults, read, text
 
-_ENDING = 4000  # characters of a process's stderr that a report keeps
+_MOST_CHARACTERS = 4000  # characters of a process's stderr that a report keeps
 _GROUP = (sys.executable, "-m", "q2compile.tools.bench.child")
 _ON_CPU = ": no GPU that torch sees. All is the torch reference, at small sizes; no time means much"
 
@@ -132,11 +132,11 @@ def _run(
             _stop(process)
             raise
         errors.seek(0)
-        ending = errors.read().decode(errors="replace")
-    parts = {"stderr": ending[-_ENDING:]} if how != "finished" else {}
+        last_lines = errors.read().decode(errors="replace")
+    parts = {"stderr": last_lines[-_MOST_CHARACTERS:]} if how != "finished" else {}
     log.write("ended", group=group, how=how, seconds=round(time.time() - began, 1), **parts)
     if how != "finished":
-        print(f"  {group}: the process {how}\n{ending[-_ENDING:]}", flush=True)
+        print(f"  {group}: the process {how}\n{last_lines[-_MOST_CHARACTERS:]}", flush=True)
 
 
 def _ended_by(status: int) -> str:

@@ -239,7 +239,7 @@ def test_tensor_parallel(
 
 
 @pytest.mark.parametrize("scenario", ["tensor", "tensor_autocast"])
-def test_redundant_compute_draws_the_same_coins(
+def test_redundant_compute_draws_the_same_random_bits(
     scenario: str, tensor_parallel: dict[str, Ranks]
 ) -> None:
     """Trap: both ranks compute the quantized head; other random bits would let its copies drift."""

@@ -133,7 +133,7 @@ def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capabi
 
 @pytest.mark.parametrize("capability", [101, 130])
 def test_a_gpu_that_nobody_knows_has_operands_dequantized(capability) -> None:
-    """GEMMs are those of bf16; quantizers are kernels, or Inductor's loops."""
+    """GEMMs are those of bf16; quantizers are kernels, or Inductor kernels."""
     forward, backward = sources("quartet2", False, capability)
     assert all(not s.endswith("@32x4x4") for s in re.findall(r"'(\S+)'", forward + backward))
     for _, a_scheme, b_scheme, _ in _GEMM.findall(backward):

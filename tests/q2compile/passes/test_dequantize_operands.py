@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that has operands written as the bf16 numbers that a bf16 GEMM reads: its golden, what
+"""The pass that has operands written dequantized, for bf16 GEMMs: its golden, what
 it is left out for, and what the ops make of such operands."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.support.graph_builder import EDEN, SOURCE, q2, traced
 aten = torch.ops.aten
 
 
-def requantized(codes, seed, scheme=EDEN, stream=1):
+def requantized(codes, seed, scheme=EDEN, rng_offset=1):
     return q2.requantize(
         *codes,
         source_scheme=SOURCE,
@@ -24,7 +24,7 @@ def requantized(codes, seed, scheme=EDEN, stream=1):
         transform="rht128",
         rows=72,
         columnwise_seed=seed,
-        rng_offset=stream,
+        rng_offset=rng_offset,
     )
 
 
@@ -45,7 +45,7 @@ def backward(dy, *codes):
         columnwise_seed=t,
     )
     dx = gemm(both[:3], requantized(codes, s))
-    return dx, gemm(both[3:], requantized(codes, t, stream=2))
+    return dx, gemm(both[3:], requantized(codes, t, rng_offset=2))
 
 
 def forward(dy, *codes):
@@ -71,7 +71,7 @@ def no_room(dy, *codes):
     )
     w, more = requantized(codes, s), requantized(codes, t)
     dx = gemm(both[:3], w)
-    return dx, gemm(both[3:], requantized(codes, t, stream=2)), *more
+    return dx, gemm(both[3:], requantized(codes, t, rng_offset=2)), *more
 
 
 def other_scheme(dy, *codes):

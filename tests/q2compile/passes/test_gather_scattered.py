@@ -295,7 +295,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("back", BACK, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_of_a_mixture(back, inner, tmp_path) -> None:
-    """Forward, gradient of the tokens and that of the weights. Sums of TOP bf16 numbers are off by
+    """Forward, gradient of the tokens and that of the weights. Sums of TOP bf16 values are off by
     TOP roundings, each at most 2^-9 of a partial sum. Of eager code these are those of the tokens'
     gradient alone. Inductor does not round what it adds up in one loop with the gather, so that y
     is another number, too, which takes some codes of the gradient over the threshold of a random

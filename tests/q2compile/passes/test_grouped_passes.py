@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes on the backward of experts: both directions of a gradient from one read, also where
-the ends of the groups are made too late for that, and operands as bf16 numbers."""
+the ends of the groups are made too late for that, and operands dequantized."""
 
 from __future__ import annotations
 
@@ -144,4 +144,4 @@ def test_operands_are_dequantized_for_grouped_products(monkeypatch: pytest.Monke
         assert gemm.args[0].meta["val"].dtype == gemm.args[3].meta["val"].dtype == torch.bfloat16
     check_spec(gm.graph, "backward", "test")
     for got, want in zip(result(gm), before, strict=True):
-        assert torch.equal(got, want)  # the reference multiplies the same bf16 numbers
+        assert torch.equal(got, want)  # the reference multiplies the same dequantized operands

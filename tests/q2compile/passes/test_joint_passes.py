@@ -48,8 +48,8 @@ def joint_graph(weight=None, tags=None, reuse=False):
     y = b.call(q2.gemm.default, *x_codes, *w_codes, None, SCHEME, scheme, torch.bfloat16)
     if reuse:
         a = b.call(calls.plain(dy, None, None, SCHEME, 0))
-        turned = b.call(q2.transpose.default, *w_codes[:2], scheme, 64)
-        operand = [*(b.call(operator.getitem, turned, i) for i in range(2)), w_codes[2]]
+        transposed = b.call(q2.transpose.default, *w_codes[:2], scheme, 64)
+        operand = [*(b.call(operator.getitem, transposed, i) for i in range(2)), w_codes[2]]
     else:
         seed = b.call(q2.seed.default, dy, 0)
         a = b.call(calls.one(dy, seed, "nvfp4_ms_eden_pow2", "rht128", False, 0))

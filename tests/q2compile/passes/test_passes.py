@@ -19,10 +19,10 @@ from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
 
 
-def dgrad(b, dy, codes, seed_a, seed_b, streams=(0, 1), transform_b="rht128"):
+def dgrad(b, dy, codes, seed_a, seed_b, rng_offsets=(0, 1), transform_b="rht128"):
     """The dgrad GEMM of a linear with w [64, 32], dy [16, 64]."""
-    a = b.call(calls.one(dy, seed_a, EDEN, "rht128", False, streams[0]))
-    w = b.call(calls.again(*codes, seed_b, "nvfp4_46_pow2", EDEN, transform_b, 32, streams[1]))
+    a = b.call(calls.one(dy, seed_a, EDEN, "rht128", False, rng_offsets[0]))
+    w = b.call(calls.again(*codes, seed_b, "nvfp4_46_pow2", EDEN, transform_b, 32, rng_offsets[1]))
     return b.call(q2.gemm.default, *b.outputs(a), *b.outputs(w), None, EDEN, EDEN, torch.bfloat16)
 
 
@@ -146,7 +146,7 @@ def test_what_is_not_shared(other):
 
 
 def test_quantizations_with_other_coins_are_not_shared():
-    gm = both_directions(stream=1, transpose=False)
+    gm = both_directions(rng_offset=1, transpose=False)
     assert share_operands_pass(gm.graph) == 0
 
 
@@ -155,14 +155,14 @@ def both_directions(seeds_first=True, **changed):
     b = Builder()
     dy = b.placeholder("tangents_1", 32, 64)
     x = b.placeholder("x", 32, 64) if changed.get("other") else dy
-    scheme, stream = changed.get("scheme", EDEN), changed.get("stream", 0)
+    scheme, rng_offset = changed.get("scheme", EDEN), changed.get("rng_offset", 0)
     first = b.call(q2.seed.default, dy, 0)
     second = b.call(q2.seed.default, dy, 1) if seeds_first else None
     row = b.outputs(b.call(calls.one(dy, first, EDEN, "rht128", False, 0)))
     if second is None:
         second = b.call(q2.seed.default, dy, 1)
     direction = changed.get("transpose", True)
-    column = b.call(calls.one(x, second, scheme, "rht128", direction, stream))
+    column = b.call(calls.one(x, second, scheme, "rht128", direction, rng_offset))
     return b.done(*row, *b.outputs(column))
 
 
@@ -196,7 +196,7 @@ return (getitem_6, getitem_7, getitem_8, getitem_9, getitem_10, getitem_11)
         {"seeds_first": False},  # the second seed is drawn only later: merge_seeds has not run
         {"other": True},  # another tensor
         {"scheme": "nvfp4_ms_eden"},
-        {"stream": 1},
+        {"rng_offset": 1},
         {"transpose": False},  # the same direction twice
     ],
 )
@@ -326,12 +326,12 @@ class TestSpec:
         with pytest.raises(GraphSpecError, match="different transforms"):
             check_spec(gm.graph, "backward", "here")
 
-    def test_operands_with_the_same_coins(self):
+    def test_operands_with_the_same_random_bits(self):
         b = Builder()
         codes = saved_weight(b)
         dy = b.placeholder("tangents_1", 16, 64)
         seed = b.call(q2.seed.default, dy, 0)
-        gm = b.done(dgrad(b, dy, codes, seed, seed, streams=(0, 0)))
+        gm = b.done(dgrad(b, dy, codes, seed, seed, rng_offsets=(0, 0)))
         with pytest.raises(GraphSpecError, match="the same random bits"):
             check_spec(gm.graph, "backward", "here")
 

@@ -165,7 +165,7 @@ def draws(gm, count, *inputs):
 
 
 def test_the_first_gradient_keeps_its_bits():
-    """Seeds are drawn as before, so what keeps its seed and stream is computed as before."""
+    """Seeds are drawn as before, so what keeps its seed and rng_offset is computed as before."""
     dy, dz, qx = operands()
     gm = wgrads()
     merge_seeds_pass(gm.graph)
@@ -217,7 +217,7 @@ def error_correlation(scheme):
     return sum((a * b).sum() for a, b in errors) / sum(a.square().sum() for a, _ in errors)
 
 
-def test_equal_gradients_draw_their_own_coins():
+def test_equal_gradients_draw_their_own_random_bits():
     """Stochastic rounding errs by as much on either operand, so two wgrads share x's half of their
     error and no more. With equal random bits they would share all of it; 24 draws scatter by a few
     percent."""

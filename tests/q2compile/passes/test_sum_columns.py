@@ -41,7 +41,7 @@ def backward(
         dy = b.call(aten.t.default, dy)
     seeds = [b.call(q2.seed.default, dy, i) for i in range(2)]
 
-    def summed():
+    def with_dbias():
         dims = over if over is None else [over]
         found = b.graph.call_function(aten.sum.dim_IntList, (dy, dims), {"dtype": dtype})
         found.meta["val"] = dy.meta["val"].sum(over, dtype=dtype)
@@ -49,7 +49,7 @@ def backward(
             found = b.call(prims.convert_element_type.default, found, cast)
         return found
 
-    more = [b.call(aten.neg.default, summed())] if early else []
+    more = [b.call(aten.neg.default, with_dbias())] if early else []
     if op == "both":
         made = b.call(calls.both(dy, *seeds, scheme, "rht128", 0))
         parts = [b.call(operator.getitem, made, i) for i in range(6)][3:]
@@ -60,7 +60,7 @@ def backward(
     saved = b.placeholder("x", K, T if op != "row" else N)
     x = b.outputs(b.call(calls.one(saved, seeds[1], EDEN, "rht128", False, 1)))
     gemm = b.call(q2.gemm.default, *parts, *x, None, scheme, EDEN, BF16)
-    return b.done(gemm, *more, *([] if early else [summed()]))
+    return b.done(gemm, *more, *([] if early else [with_dbias()]))
 
 
 class TestSumColumns(TestCase):
@@ -103,10 +103,10 @@ def test_the_op_gives_what_is_returned(op, casts):
     assert sum_columns_pass(gm.graph) == 1
     assert sum_columns_pass(gm.graph) == 0
     last = gm.graph.output_node().args[0][-1]
-    (summed,) = [node for node, call in quantizers(gm.graph) if call.dbias is not None]
-    assert last.target is operator.getitem and last.args == (summed, 6 if op == "both" else 3)
+    (with_dbias,) = [node for node, call in quantizers(gm.graph) if call.dbias is not None]
+    assert last.target is operator.getitem and last.args == (with_dbias, 6 if op == "both" else 3)
     assert [node.meta["val"].dtype for node in gm.graph.output_node().args[0]] == dtypes
-    assert summed.kwargs["dbias"] == dtypes[-1] and last.meta["val"].shape == (N,)
+    assert with_dbias.kwargs["dbias"] == dtypes[-1] and last.meta["val"].shape == (N,)
     assert not gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
 
 

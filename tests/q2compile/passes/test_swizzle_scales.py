@@ -200,10 +200,10 @@ def test_turned_codes_get_a_scale_for_each_row(returned) -> None:
     x = b.placeholder("arg0_1", 32, 64)
     codes, scales, unit = b.outputs(b.call(calls.plain(x, None, None, scheme, 0)))
     both = b.call(q2.transpose.default, codes, scales, scheme, 64)
-    turned = [b.call(operator.getitem, both, i) for i in range(2)]
-    a = (*turned, unit)
+    transposed = [b.call(operator.getitem, both, i) for i in range(2)]
+    a = (*transposed, unit)
     y = b.call(q2.gemm.default, *a, *a, None, scheme, scheme, torch.bfloat16)
-    gm = b.done(y, *turned[1:] * returned)
+    gm = b.done(y, *transposed[1:] * returned)
     x = torch.randn(32, 64).bfloat16()
     before = gm(x)
     assert swizzle_scales_pass(b.graph) == (not returned)

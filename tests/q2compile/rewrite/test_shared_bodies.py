@@ -113,7 +113,9 @@ def test_each_call_has_its_row_and_its_recipe(policy):
         recipe, _ = resolved.resolve(row.module)
         assert (row.taken, row.recipe) == (recipe.quantizes, recipe.name)
         assert row.taken == bool(row.saved_bytes)
-    if not policy:  # codes and scales of x, 4.5 bits a number, and a global scale; those of w are
+    if (
+        not policy
+    ):  # codes and scales of x, 4.5 bits per element, and a global scale; those of w are
         # made again, since a body is a part of the model and its inputs are not known as parameters
         bytes_saved = WIDTH * WIDTH * 9 // 16 + 4
         assert all(row.weight.startswith("recomputed: ") for row in report.rows)

@@ -116,8 +116,8 @@ def test_16x16_transposed_is_the_same_numbers():
     q = quantize(x, "nvfp4_16x16")
     codes, scales = q2.transpose(q.codes, q.scales, "nvfp4_16x16", 70)
     assert codes.shape == (70, 24) and scales.shape == (5, 3)
-    turned = q2.dequantize(codes, scales, q.global_scale, "nvfp4_16x16", 40, torch.float32)
-    assert torch.equal(turned, q.dequantize().t())
+    transposed = q2.dequantize(codes, scales, q.global_scale, "nvfp4_16x16", 40, torch.float32)
+    assert torch.equal(transposed, q.dequantize().t())
     assert (unpack(codes)[:, 40:] == 0).all()
 
 

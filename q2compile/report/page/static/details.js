@@ -68,7 +68,7 @@ function kernelList(row, gemm) {
 
 function savedWords(row) {
   const bits = ((8 * row.saved_bytes) / row.saved_elements).toFixed(2);
-  return `${bytesText(row.saved_bytes)}, ${bits} bits a number; BF16 takes ${bytesText(2 * row.saved_elements)}`;
+  return `${bytesText(row.saved_bytes)}, ${bits} bits per element; BF16 takes ${bytesText(2 * row.saved_elements)}`;
 }
 
 function predictionList(data, row) {

@@ -129,7 +129,7 @@ function savedTile(data, sum) {
     return tile("Kept for the backward", "–", h("p", { class: "muted" }, nothingKept(data)));
   return tile(
     "Kept for the backward",
-    `${((8 * sum.saved) / sum.elements).toFixed(2)} bits a number`,
+    `${((8 * sum.saved) / sum.elements).toFixed(2)} bits per element`,
     bar("here", sum.saved, 2 * sum.elements, bytesText, "var(--series-0)"),
     bar("BF16", 2 * sum.elements, 2 * sum.elements, bytesText),
     h(

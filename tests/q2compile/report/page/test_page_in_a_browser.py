@@ -154,7 +154,7 @@ def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
     assert "torch" in kernels
     facts = opened.find(".details .facts").text
     assert "page_dumps.py:" in facts and "F.silu(self.up(x))" in facts
-    assert "times BF16's time (slower)" in facts and "bits a number" in facts
+    assert "times BF16's time (slower)" in facts and "bits per element" in facts
 
 
 def test_from_a_matmul_to_its_node_and_back(opened):

@@ -144,7 +144,7 @@ def test_fp32_masters_are_quantized_as_autocast_casts_them(tmp_path: Path) -> No
     model = model_of("llama").float()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.001)  # no bf16 numbers
+            parameter.mul_(1.001)  # not representable in bf16
     done = q2compile.export(
         model, tmp_path / "out", options={}, example_inputs=INPUTS, autocast=torch.bfloat16
     )
