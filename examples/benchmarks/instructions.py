@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the instructions an element costs, from the machine code, and what that predicts.
+"""Counts instructions per element in machine code, and prints what the cost model predicts from
+them.
 
     python examples/benchmarks/instructions.py [--out FILE]
 
 Needs no GPU: the kernels are compiled for each architecture and disassembled, and the loop over
-tiles of the launch that makes the codes is counted. The file it writes is the cost model's
-(q2compile/cost_model), which says what else a prediction is made of; printed are its predictions
-for 8192 x 4096 numbers. Only the H200's can be compared with measurements so far.
-"""
+tiles of the launch that makes the codes is counted. It writes the counts for the cost model
+(q2compile/cost_model) and prints predictions for 8192 x 4096 elements. Only the H200's can be
+compared with measurements so far."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 
     python examples/benchmarks/quantizers.py [--only NAME,...] [--shapes 8192x4096,...]
 
-On one GPU. Every call is captured into a CUDA graph of several calls over inputs that take turns,
-so that neither the host nor the L2 cache is timed. What is compared takes turns, too: a ratio is
-the median over rounds. All launches of a call are included; allocations are made in the capture.
-Names, and the rows that each makes:
+On one GPU. Every call is captured into a CUDA graph of several calls that alternate over inputs, so
+that neither the host nor the L2 cache is timed. Calls that are compared are interleaved, too: a
+ratio is the median over rounds. All launches of a call are included; allocations are made in the
+capture. Names, and the rows that each makes:
 
     cuda            the CUDA kernels (`q2compile bench` times the same), or those of --cases; one
                     unit is a copy of the bf16 tensor on the device. `floor` is what the bytes alone

@@ -3,7 +3,7 @@
 
     python examples/benchmarks/steps.py [--only NAME,...] [--out FOLDER]
 
-On one GPU, within one run: the variants take turns, and a row has the median. BF16 is the same
+On one GPU, within one run: the variants are interleaved, and a row has the median. BF16 is the same
 module under torch.compile's default backend. Models have fp32 parameters and bf16 autocast unless
 said otherwise. Names, and the rows that each makes:
 

@@ -19,7 +19,7 @@ from pretraining.model import SIZES, build_model
 GPU = torch.device("cuda")
 Step = Callable[[], object]
 SHOWN = 30  # kernels of a row
-INPUTS = 4  # matrices in turn, 64 MiB each or more: together more than the L2 cache holds
+INPUTS = 4  # alternating matrices of 64 MiB or more: more than the L2 cache holds
 
 # One linear in bf16.
 LINEAR_TOKENS = 16384

@@ -49,7 +49,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Gap:
-    """What a pair says. error: standard error; None where no pair had two seeds to tell it by."""
+    """The gap of one pair of runs. error: standard error; None if no pair had two seeds."""
 
     run: str
     against: str
@@ -60,7 +60,7 @@ class Gap:
 
     @property
     def none(self) -> bool:
-        """Whether it is too small to be told from nothing."""
+        """Whether the gap is too small to be distinguished from none."""
         return self.error is not None and abs(self.mean) < 2 * self.error
 
     def __str__(self) -> str:

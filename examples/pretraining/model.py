@@ -20,7 +20,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """Of the linear layers: what "30M at 25 tokens a parameter" counts."""
+        """Parameters of the linear layers: those that "30M at 25 tokens a parameter" counts."""
         return self.layers * self.hidden * (4 * self.hidden + 3 * self.intermediate)
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The error of each operand of each GEMM on a run's own tensors, recipe by recipe.
 
-All recipes are given the same weights, those of a checkpoint, and the same batches. What they do to
-x, w and dy, as fprop, dgrad and wgrad multiply them (rotated, requantized), is recorded by
-q2compile's telemetry, and beside it the same of a linear whose x, w and dy are N(0,1), which is
-what papers state. What comes out of the GEMMs, and how far the gradient of all parameters moves, is
-`q2compile.compare`'s.
+All recipes start from the weights of one checkpoint and see the same batches. q2compile's telemetry
+records the errors of x, w and dy as fprop, dgrad and wgrad multiply them (rotated, requantized),
+and for comparison those of a linear whose x, w and dy are N(0,1), as papers state them. The errors
+of GEMM results and of the gradient of all parameters come from `q2compile.compare`.
 
     error of an operand     root of the mean over modules and batches of (|x̂ - x| / |x|)²
     error of a GEMM         root of the mean over modules of (|q - g|² / |g|²), on the same operands
@@ -141,7 +140,7 @@ def lines(
     options: Mapping[str, Any],
     step: Callable[[Any, Tensor], None],
 ) -> Iterator[dict[str, Any]]:
-    """What telemetry writes of a step of each batch."""
+    """Telemetry's records of a step of each batch."""
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory() as folder:
         record = {"every": 1, "to": folder, "tensorboard": False}

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's linear layers by the torch references, in fp32, without compiling: what numerics say.
+"""A model's linear layers by the torch references, in fp32, without compiling: the numerics alone.
 
 Nothing is captured, rewritten or compiled, no pass runs and no kernel: each `nn.Linear` calls the
 op q2::linear on fp32 tensors, and every op in it is computed by its torch reference, with sums in
-fp32. What a compiled run differs by is what bf16 around the linears, Inductor, the passes and the
-kernels do, and its random bits, which are drawn in another order.
-"""
+fp32. A compiled run differs by bf16 around the linears, by Inductor, the passes and the kernels,
+and by its random bits, which are drawn in another order."""
 
 from __future__ import annotations
 

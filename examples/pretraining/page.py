@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results that are kept: a row a run, and the pages of tables made of them.
+"""Stored results: one row per run, and the pages of tables made from them.
 
 gaps.json, tables.md       runs from fresh weights
 branched.json, branched.md  branched runs (see `branching`), without step times: they share devices

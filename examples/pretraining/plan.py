@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `train` is asked for: comparisons, by the command line or by a plan in TOML.
+"""The jobs of `train`: comparisons, from the command line or from a plan in TOML.
 
 [[run]]           a run of the plan's own: the fields of `runs.Run`
 [[comparison]]    the fields of `Job`

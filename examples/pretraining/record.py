@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves in its folder: losses.csv, a row a step, and result.json at its end."""
+"""The files of a run: losses.csv, one row per step, and result.json at its end."""
 
 from __future__ import annotations
 

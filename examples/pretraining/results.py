@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table and the curves of a folder of runs, made again whenever one more has finished."""
+"""One table and the curves of a folder of runs, rewritten whenever another run has finished."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: recipes with their options, under the names that tables and files use."""
+"""The compared runs: recipes with their options, under the names that tables and files use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed, trained in several ways that should be one: where and by how much they differ.
+"""One seed, trained in several ways that should be equal: where and by how much they differ.
 
     compiled  by Inductor, in one go
-    again     the same once more: what the device's own order of sums makes of it
+    again     the same once more: differences by the device's own order of sums
     resumed   stopped in the middle and gone on with by another process
     eager     the same graphs without Inductor (`inner="eager"`)
     rounding  compiled, with other random bits: what may differ between two right computations
