@@ -241,9 +241,12 @@ def test_faults_in_blackwell_s_branch_are_caught(fault, monkeypatch) -> None:
         ptx.compiled.cache_clear()
 
 
-@pytest.mark.parametrize("architecture", ["sm_103a", "sm_120a", "sm_121a"])
-def test_other_blackwells(architecture, monkeypatch) -> None:
-    """Their PTX is not always the same."""
+@pytest.mark.parametrize(
+    "architecture, kib", [("sm_103a", 228), ("sm_110f", 228), ("sm_120f", 100), ("sm_121a", 100)]
+)
+def test_other_blackwells(architecture, kib, monkeypatch) -> None:
+    """Their PTX is not always the same; those with less shared memory hold one tile at a time."""
     ptx.serve(monkeypatch, architecture)
+    pretend_device(monkeypatch, 1024 * kib, multiprocessors=1)
     agree(calls.both(matrix(140, 136), *SEEDS, EDEN + SWIZZLED, "rht128", 3))
     agree(calls.plain(matrix(40, 72), None, None, FORWARD))
