@@ -411,7 +411,7 @@ EXACT = {"global_scale": "exact"}
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     **{
         name: simple(LONG, recipe=name)
-        for name in ("quartet2", "nvfp4", "tetrajet2", "quartet", "mxfp4")
+        for name in ("quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet", "mxfp4")
     },
     "exact": simple(options=EXACT),
     "exact_square": simple(options=EXACT, recipe="nvfp4"),

@@ -27,13 +27,14 @@ from training import HIDDEN, LAYERS, VOCAB  # noqa: E402
 Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["whole_blocks", "checkpointed", "kept", "uneven", "uneven_square", "accumulated_kept"]
 FORMS += ["attached_late", "switched", "evaluated", "by_hand", "moved", "fp32", "bf16_masters"]
-FORMS += ["far_apart", "not_compiled", "columns", "experts", "experts_rows"]
-RECIPES = ["quartet2", "nvfp4", "tetrajet2", "quartet"]
+FORMS += ["far_apart", "not_compiled", "columns", "experts", "experts_rows", "offloaded", "exact"]
+RECIPES = ["quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet"]
 IN_GRAPH = ["in_graph_quartet2", "in_graph_nvfp4", "in_graph_functional"]
 FOUR = ["hsdp", "to_two", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
 # Bytes for each element: a code, a block's scale, and QuEST's mask.
 BYTES = {"quartet2": 0.5 + 1 / 16, "tetrajet2": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 256}
+BYTES["quartet2_search"] = BYTES["quartet2"]
 BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
 
 
@@ -140,6 +141,9 @@ def test_reasons(two: Found, four: Found) -> None:
     values = "gathers values: a rank has 40 of its rows, and a block spans 16"
     assert square["layers.0.up"] == values and square["layers.0.down"] == "gathers codes"
     assert switched["layers.0.up"] == "gathers values: fprop is in bf16"
+    offloaded = two[0]["offloaded"]
+    assert offloaded.why["layers.0.up"].startswith("gathers values: CPUOffloadPolicy: torch moves")
+    assert offloaded.count == 0 and two[0]["exact"].why["layers.0.up"] == "gathers codes"
     assert "reshard_after_forward is an int" in four[0]["to_two"].why["layers.0.up"]
     assert four[0]["to_two"].count == 0 and four[0]["hsdp"].count == 8
     assert four[0]["two_dimensional"].why["layers.0.down"] == "gathers codes"
