@@ -58,6 +58,11 @@ def run(arguments: Namespace) -> int:
     else:
         print(f"no module fits into {arguments.budget:.0%} of the {arguments.of}:")
     print(options)
+    missed = comparison.too_large(*limits)
+    if missed is not None:
+        worst, needs = missed
+        makes = f"{comparison.share(worst) or 0.0:.0%} of the gradient's squared error"
+        print(f"{worst.module} makes {makes} and costs more: --budget {needs:g} takes it")
     print("wrote " + ", ".join(map(str, _written(arguments.out, comparison, options))))
     return 0
 

@@ -133,6 +133,17 @@ class Measurements:
                 room -= cost
         return chosen
 
+    def too_large(
+        self, budget: float, of: str = "flops", device: str = DEVICES[0].column
+    ) -> tuple[ModuleError, float] | None:
+        """The worst module and the budget that it needs, rounded up to a percent, if that is
+        more than ``budget``."""
+        worst = self.ranked[0]
+        if worst in self.chosen(budget, of, device):
+            return None
+        share = _cost(worst, of, device) / sum(_size(m, of, device) for m in self.modules)
+        return worst, min(1.0, math.ceil(100 * share - 1e-6) / 100)
+
     def policy(
         self, budget: float, of: str = "flops", device: str = DEVICES[0].column
     ) -> dict[str, str]:

@@ -275,7 +275,12 @@ def test_the_command_says_once_who_refuses_and_that_nothing_fits(tmp_path, capsy
     assert cli.main(["compare", where, "--recipe", "bf16", "--out", out]) == 2
     assert capsys.readouterr().err.startswith("q2compile compare: no matmul of this model")
     assert cli.main(["compare", where, "--out", out]) == 0
-    assert "\nno module fits into 10% of the flops:\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nno module fits into 10% of the flops:\n" in printed
+    advice = " makes 100% of the gradient's squared error and costs more: --budget 1 takes it\n"
+    assert advice in printed
+    assert cli.main(["compare", where, "--out", out, "--budget", "1"]) == 0
+    assert "costs more" not in capsys.readouterr().out
 
 
 def test_a_model_that_is_compiled_already_is_measured_and_explained_all_the_same():
