@@ -33,8 +33,9 @@ ELEMENTS_A_THREAD = 64  # of each direction, in one pass of the loop
 SHAPE = (8192, 4096)
 # Where tensor cores might not be exact, elements are loaded one by one.
 RARE = ("LDS.U16",)
-# Issue slots of a product of tensor cores, 16x8 by 8x8: set by the rows `requantize` of results/.
-PRODUCT = 5
+# Issue slots of a tensor-core product of 16x16 by 16x8: twice those of 16x8 by 8x8, which an H200's
+# times of `requantize` set to 5 while it multiplied so.
+PRODUCT = 10
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
 
 
