@@ -230,7 +230,8 @@ Q2_INLINE Places places_in_tile() {
   u32 cols = place_in_tile(16 * lane.quarter, piece) + place * kBytes % 16;
   if (kMultiplied) rows = place_of_matrices();
   else if (kMatrices8) cols = place_of_matrices();
-  constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4);
+  constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4) ||
+                                (kRule == EXACT && kRows && Q2_SWIZZLED && Q2_HW_FP4);
   if (kNoRegisters) return {fetched, rows | cols << 16};
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
 }
