@@ -109,12 +109,12 @@ def _without_weight(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _saved(taken: Sequence[Mapping[str, Any]]) -> list[str]:
-    kept = [row for row in taken if row["saved_bytes"] and row["saved_elements"]]
-    size, elements = (sum(row[f"saved_{what}"] for row in kept) for what in ("bytes", "elements"))
+    saved = [row for row in taken if row["saved_bytes"] and row["saved_elements"]]
+    size, elements = (sum(row[f"saved_{what}"] for row in saved) for what in ("bytes", "elements"))
     if not elements:
         return []
     return [
-        f"For the backward pass the matmuls taken keep {bytes_words(size)} where BF16 takes "
+        f"For the backward pass the matmuls taken save {bytes_words(size)} where BF16 takes "
         f"{bytes_words(2 * elements)}: {8 * size / elements:.2f} bits per element instead of 16."
     ]
 

@@ -163,8 +163,8 @@ def test_the_headline_of_a_model(dumped):
         "tiny (too small: the weight is [8, 32], a block has 16 values)."
     )
     assert products == "8 products of activations have no weight and stay as they are."
-    kept = r"For the backward pass the matmuls taken keep .* where BF16 takes .*: 4\.\d\d bits a "
-    assert re.fullmatch(rf"{kept}number instead of 16\.", saved)
+    start = r"For the backward pass the matmuls taken save .* where BF16 takes .*: 4\.\d\d bits "
+    assert re.fullmatch(rf"{start}per element instead of 16\.", saved)
     assert predicted.startswith(
         "Predicted from data sheets, for the quantizers and GEMMs of these matmuls alone: on B200 "
     )
