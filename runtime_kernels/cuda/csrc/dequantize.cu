@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers a quantized matrix stands for: (e2m1(code) * scale) * global_scale, rounded once.
+// Dequantizes matrices: (e2m1(code) * scale) * global_scale, rounded once.
 //
 //   codes         u8 [M, Kp/2], even element in the low nibble
 //   scales        e4m3 [ceil(M / 2^row_shift), Kp/16] (row_shift 4: blocks of 16x16), or
@@ -8,10 +8,10 @@
 //   out           [M, cols], cols <= Kp: bf16, f16 or fp32
 //
 // code * scale is exact (6 significant bits); with a power of two as global scale so is all of it
-// in bf16. A thread takes 8 codes, one 4-byte load, and writes 8 numbers. Bytes an element: .5625
-// read, 2 (fp32: 4) written. A launch serves up to kMostSides matrices, one after the other.
+// in bf16. A thread takes 8 codes, one 4-byte load, and writes 8 elements. Bytes per element: .5625
+// read, 2 (fp32: 4) written. A launch serves up to kMaxMatrices matrices, one after the other.
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 enum Out { BF16, F16, F32 };
 constexpr int kOut = Q2_OUT;
@@ -21,7 +21,7 @@ constexpr bool kWhole =
 constexpr int kThreads = 256;
 constexpr int kOutBytes = kOut == F32 ? 4 : 2;
 
-constexpr int kMostSides = 4;
+constexpr int kMaxMatrices = 4;
 
 struct Matrix {
   const u32* codes;
@@ -33,7 +33,7 @@ struct Matrix {
   int blocks;  // thread blocks
 };
 struct Params {
-  Matrix matrices[kMostSides];
+  Matrix matrices[kMaxMatrices];
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in dequantize.py");
 
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     dequantize(const __grid_constant__ Params params) {
   int block = blockIdx.x, number = 0;
 #pragma unroll
-  for (int i = 0; i + 1 < kMostSides; ++i)
+  for (int i = 0; i + 1 < kMaxMatrices; ++i)
     if (number == i && block >= params.matrices[i].blocks)
       block -= params.matrices[i].blocks, ++number;
   const Matrix& p = params.matrices[number];

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second phase of rotate_quantize.cu with Q2_DEQUANTIZED, where that made numbers from raw scales
-// (dequantized.cuh): with the global scale known, those of blocks whose scale is an e4m3 subnormal are
-// made again. Mostly there are none, which the smallest raw scale shows, and nothing is read.
+// The tail kernel after rotate_quantize.cu with Q2_DEQUANTIZED, which multiplied codes by raw scales
+// (dequantized.cuh). Now the global scale is known. Blocks whose scale is an e4m3 subnormal are rescaled
+// in place. Usually there are none: the smallest raw scale shows it, and nothing is read.
 //
 //   raw_scale, largest, scale, g   as in align_scales.cu (Q2_POW2 = 1); after `largest` the smallest
 //                              raw scales but for zeros, less 1
-//   values        bf16 [16 n], code * provisional(scale), becomes code * scale * g; NaN, as they are,
+//   dequantized   bf16 [16 n], code * provisional(scale), becomes code * scale * g; NaN, as they are,
 //                 under a raw scale of NaN, and all if g is
 //   global_scale  1; NaN if g is
 //
-// Q2_SUMS: beside the sides, sums of columns (sums.cuh).
+// Q2_SUMS: makes dbias as well (sums.cuh).
 //
 // Bytes a block, if any has to be fixed up: 4 read, and 32 read and written of those that have.
 
@@ -19,26 +19,26 @@
 #endif
 
 struct Params {
-  Side sides[kMostSides];  // whose `scales` are the values
+  Operand operands[kMaxOperands];  // whose `scales` point to the dequantized elements
 #if Q2_SUMS
-  Sums sums[kMostSums];
-  int summed;  // how many of them there are, ahead of the sides
+  Sums sums[kMaxSums];
+  int sum_count;  // of them; their thread blocks come before those of the operands
 #endif
 };
 static_assert(sizeof(Params) == Q2_PARAMS_BYTES, "Params differs from its layout in align_scales.py");
 
-// The scale of a block whose numbers have to be made again: what they were made with, and what they
-// should be, but for g.
+// The scale of a block to be rescaled: the one its elements were multiplied by, and the right one, both
+// without g.
 struct Scales {
   float made, finalized;
 };
 
 // raw_scale: times factor; x: that over g.
-Q2_INLINE Scales scales_of(const Side& side, long long block, float raw_scale, float x) {
+Q2_INLINE Scales scales_of(const Operand& operand, long long block, float raw_scale, float x) {
   x = min_or_nan(x, 448.0f);
   if constexpr (Q2_STOCHASTIC) {
     uint4 random_bits[1];
-    philox(*side.seed, (u64)(block / 4), side.stream, COINS, random_bits);
+    philox(*operand.seed, (u64)(block / 4), operand.rng_offset, RANDOM_BITS, random_bits);
     u32 drawn = word_of(random_bits, block % 4);
     return {provisional(stochastic_4_bits(raw_scale, drawn)), from_e4m3(stochastic_e4m3(x, drawn))};
   } else {
@@ -50,43 +50,42 @@ constexpr int kLoads = 4;                     // of four raw scales each, on the
 constexpr int kOfWarp = 32 * 4 * kLoads;      // raw scales
 constexpr int kWarps = kThreads / 32;
 
-// The blocks of a warp's raw scales that are to be made again: two lanes make one, since a store of
-// half a sector of memory takes as long as one of a whole, and all lanes have some where few have found
-// them.
+// The blocks of a warp that are to be rescaled. Two lanes take one block, since a store of half a sector
+// takes as long as one of a whole sector. The list shares the work among all lanes even if few found it.
 struct Found {
   u16 place[kWarps][kOfWarp];  // lane * 4 * kLoads + which of that lane's raw scales
   float raw_scale[kWarps][kOfWarp];
 };
 
 // Half of a block. raw_scale: times factor.
-Q2_INLINE void fix_up(const Side& side, long long block, int half, float raw_scale, float inverse,
+Q2_INLINE void fix_up(const Operand& operand, long long block, int half, float raw_scale, float inverse,
                     float global_scale) {
-  Scales scales = scales_of(side, block, raw_scale, raw_scale * inverse);
-  make_again((uint4*)side.scales + block * 2 + half, scales.made, scales.finalized, global_scale);
+  Scales scales = scales_of(operand, block, raw_scale, raw_scale * inverse);
+  rescale((uint4*)operand.scales + block * 2 + half, scales.made, scales.finalized, global_scale);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     finalize_dequantized(const __grid_constant__ Params p) {
 #if Q2_SUMS
-  if (blockIdx.y < p.summed) {
+  if (blockIdx.y < p.sum_count) {
     await_previous_kernel();
     add_up<kThreads>(p.sums[blockIdx.y]);
     return;
   }
-  const Side& side = p.sides[blockIdx.y - p.summed];
+  const Operand& operand = p.operands[blockIdx.y - p.sum_count];
 #else
-  const Side& side = p.sides[blockIdx.y];
+  const Operand& operand = p.operands[blockIdx.y];
 #endif
   await_previous_kernel();
-  float factor = factor_of(side), global_scale = global_scale_of(side, factor);
+  float factor = factor_of(operand), global_scale = global_scale_of(operand, factor);
   bool poisoned = !(global_scale > 0.0f);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *side.global_scale = poisoned ? global_scale : 1.0f;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *operand.global_scale = poisoned ? global_scale : 1.0f;
   float inverse = __frcp_rn(global_scale);
   // Random bits may take a scale from below 2^-100 to there, and none from 2^-99 on.
   auto stands = [&](float raw_scale) {
     return raw_scale * inverse >= 0x1p-6f && raw_scale >= 0x1p-99f;
   };
-  u32 smallest = ~largest_of(side.largest + side.parts, side.parts, ~0u) + 1;  // 0: there is none
+  u32 smallest = ~largest_of(operand.largest + operand.parts, operand.parts, ~0u) + 1;  // 0: there is none
   if (!poisoned && (smallest == 0 || stands(__uint_as_float(smallest) * factor))) return;
   auto is_fixed_up = [&](float raw_scale) -> u32 {
     return poisoned || (raw_scale != 0.0f && !stands(raw_scale * factor));
@@ -94,14 +93,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ Found found;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   long long stride = (long long)gridDim.x * kThreads;
-  for (long long first = blockIdx.x * (long long)kThreads + 32 * warp; 4 * first < side.count;
+  for (long long first = blockIdx.x * (long long)kThreads + 32 * warp; 4 * first < operand.count;
        first += kLoads * stride) {
     float4 raw_scales[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       long long quad = first + lane + k * stride;
-      bool inside = 4 * quad < side.count;
-      raw_scales[k] = inside ? ((const float4*)side.raw_scale)[quad] : float4{0, 0, 0, 0};
+      bool inside = 4 * quad < operand.count;
+      raw_scales[k] = inside ? ((const float4*)operand.raw_scale)[quad] : float4{0, 0, 0, 0};
     }
     u32 own = 0;  // bit 4 k + j: of raw scale j of quad k
 #pragma unroll
@@ -132,9 +131,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (u32 number = lane / 2; number < all; number += 16) {
       u32 place = found.place[warp][number], which = place % (4 * kLoads);
       long long at = 4 * (first + place / (4 * kLoads) + which / 4 * stride) + which % 4;
-      if (at >= side.count) continue;
+      if (at >= operand.count) continue;
       long long block = Q2_INTERLEAVED ? (at & ~7ll) | (at >> 1 & 3) | (at & 1) << 2 : at;
-      fix_up(side, block, lane % 2, found.raw_scale[warp][number], inverse, global_scale);
+      fix_up(operand, block, lane % 2, found.raw_scale[warp][number], inverse, global_scale);
     }
     __syncwarp();
   }

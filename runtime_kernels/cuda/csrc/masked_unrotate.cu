@@ -3,13 +3,13 @@
 // chunks of 32 (H without signs, which is its own inverse).
 //
 //   grad  [M, Kp], Kp in whole chunks: bf16, f16 or fp32
-//   mask  one bit an element, the little bit first: u32 [M, Kp/32]
+//   mask  one bit an element, the least significant bit first: u32 [M, Kp/32]
 //   out   as grad
 //
 // A thread has one chunk in registers. Order of operations: transforms.py:hadamard, then the norm;
 // fp32, rounded once. Bytes an element: 2.125 read, 2 written (fp32: 4.125, 4).
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 enum Type { BF16, F16, F32 };
 constexpr int kType = Q2_TYPE;
@@ -61,9 +61,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float x[kChunk];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) load_piece(p.grad[chunk * kPieces + i], x + i * kPerPiece);
-  u32 kept = p.mask[chunk];
+  u32 trusted = p.mask[chunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) x[i] = kept >> i & 1 ? x[i] : 0.0f;
+  for (int i = 0; i < kChunk; ++i) x[i] = trusted >> i & 1 ? x[i] : 0.0f;
 #pragma unroll
   for (int h = 1; h < kChunk; h *= 2) {
 #pragma unroll

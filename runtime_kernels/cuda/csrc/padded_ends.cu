@@ -6,7 +6,7 @@
 //
 // One warp, 32 groups at a time: a sum of the chunks up to each lane, in five exchanges.
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 32;
 constexpr int kUnitBits = 7;  // chunks of 128

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The largest of numbers that are not negative, by parts, but for NaN: what align_scales.cu wants to know
-// of its raw scales.
+// The largest raw scale of each thread block, for align_scales.cu. Raw scales are not negative; NaN is
+// ignored.
 //
 //   raw_scale fp32 [n], 16-byte aligned
 //   largest  u32, one a thread block: bits of the largest it saw, or 0
 //
-// Bytes a number: 4 read.
+// Bytes per raw scale: 4 read.
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 256;
 

@@ -1,45 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotation and quantization of a matrix along its rows, along its columns, or both from one read.
-// Behind q2::quantize and q2::requantize, for the schemes that it has. What is left to do then is
-// align_scales.cu's.
+// Rotates and quantizes a matrix rowwise, columnwise, or both from one read. The kernel behind
+// q2::quantize and q2::requantize. The tail kernel, align_scales.cu, finishes the block scales.
 //
-//   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with their
-//               scales, nvfp4 or mxfp4 (requantize); or bf16 with such scales (by_scales)
-//   along rows  contraction K, Kp = K in whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
-//   along cols  contraction M, Mp = M in whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
+//   x           [M, K], row-major with a pitch: bf16, f16, fp32; or codes u8 [M, Kp/2] with block
+//               scales, nvfp4 or mxfp4 (requantize); or bf16 with such scales (round_to_scales.cuh)
+//   rowwise     contraction K, Kp = K padded to whole chunks: codes u8 [M, Kp/2], scales [M, Kp/16]
+//   columnwise  contraction M, Mp = M padded to whole chunks: codes u8 [K, Mp/2], scales [K, Mp/16]
 //   scales      raw scales, fp32 (MS_EDEN, POW2); e4m3 (EXACT); e8m0, one for 32 (MX); none (AMAX).
-//               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (numerics/swizzle.py),
-//               with zeros to the end of the last tiles, which the tiles of x cover
-//   mask        Q2_MASKED: u32 [M, Kp/32], one bit an element, the little bit first
-//   largest     u32, one a thread block: bits of the largest raw scale it made (AMAX: of the largest
-//               rotated number of a finite block; MX: not written). NaN, of poisoned blocks, is left out
+//               Q2_SWIZZLED: those of EXACT and MX in the 32x4x4 layout (numerics/swizzle.py), with
+//               zeros to the end of the last tiles, which the tiles of x cover
+//   mask        Q2_MASKED: u32 [M, Kp/32], one bit per element, least significant bit first
+//   largest     u32, one per thread block: bits of its largest raw scale (AMAX: of the largest rotated
+//               element of a finite block; MX: not written). NaN, of poisoned blocks, is left out
 //               (numerics/blocks.py)
-//   sums        Q2_SUMS: fp32 [ceil(M/128), K in whole tiles], of the columns of 128 rows each
-//   Q2_GROUPED   along columns by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
-//                that of the padded layout, which `tiles` covers
-//   Q2_PRODUCED  x is computed from other tensors by an expression (produced.cuh) instead of read
-//   Q2_OPERANDS  2: from one read of those two matrices, each with outputs and seeds of its own
-//   Q2_HALVES    or the halves of one, of whole tiles each
-//   Q2_BATCH     of several matrices, which blockIdx.y counts, each by thread blocks of its own
-//   Q2_DEQUANTIZED   instead of codes the bf16 numbers that they stand for [M, Kp], [K, Mp], and no
-//               scales (dequantized.cuh); after `largest` the smallest raw scales that are not 0, less 1
+//   sums        Q2_SUMS: fp32 [ceil(M/128), K in whole tiles], column sums of 128 rows each, for dbias
 //
-// Algorithm: for each chunk of Q2_SIZE along the contraction u = H (x * D), H of +-1 (the norm comes
-// later), D from the seed; then blocks of 16 or 32 of u are rounded by the rule Q2_RULE
+//   Q2_GROUPED     columnwise by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
+//                  that of the padded layout, which `tiles` covers
+//   Q2_PRODUCED    x is computed by a prologue expression (produced.cuh) instead of read
+//   Q2_OPERANDS    2: x stands for two matrices, from one read, each with outputs and seeds of its own
+//   Q2_HALVES      or for the left and right half of one matrix (gate and up), of whole tiles each
+//   Q2_BATCH       a batched launch: blockIdx.y is the matrix, each has thread blocks of its own
+//   Q2_DEQUANTIZED dequantized operands, bf16 [M, Kp] and [K, Mp], instead of codes and scales
+//                  (dequantized.cuh); `largest` is followed by the smallest raw scale above 0, less 1
+//
+// For each chunk of Q2_SIZE along the contraction u = H (x * D): H of +-1 (the norm is applied later),
+// D the signs drawn from the seed. Blocks of 16 or 32 of u are then rounded by the rule Q2_RULE
 // (rounding.cuh). Byte k/2 of a row of codes holds element k, in its low nibble for even k.
 //
-// A thread block walks over tiles of 128x128 (128x64 along columns alone); where there is room for two
-// (Q2_STAGES), the next tile is on its way into shared memory while this one is worked on. A thread holds 64 elements, always four whole
-// blocks of 16: half a row of a tile, or a quarter of each of two columns. Bits 0-3 of an element's
-// place in a chunk of 128 count within a block, so that butterflies of h = 1, 2, 4, 8 stay in
-// registers. Along rows so do h = 16, 64, and h = 32 goes between two lanes; along columns so does
-// h = 64, and h = 16, 32 go between four lanes, unless tensor cores rotate (tensor_cores.cuh). Blocks are
-// worked on in pairs.
+// Tiles. A thread block walks over tiles of 128x128 (128x64 if only columnwise). If shared memory has
+// room for two (Q2_STAGES), the next tile is copied while this one is quantized.
 //
-// Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits are
-// the reference's for |u| < 2^120 (above, what x is multiplied by is an fp32 subnormal on Hopper).
-// Bytes an element, bf16 source: 2 read, .75 written for each direction (EXACT, MX: .56, .53;
-// values: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
+// Registers. A thread holds 64 elements, four whole blocks of 16: half a row of a tile, or a quarter of
+// each of two columns. Blocks are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128
+// count within a block, so butterflies of h = 1, 2, 4, 8 stay in registers.
+//   rowwise     h = 16 and 64 stay in registers, h = 32 goes between two lanes
+//   columnwise  h = 64 stays in registers, h = 16 and 32 go between four lanes, unless tensor cores
+//               rotate (tensor_cores.cuh)
+//
+// Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits equal the
+// reference's for |u| < 2^120; above that the factor of x is an fp32 subnormal on Hopper.
+// Bytes per element, bf16 source: 2 read, .75 written rowwise and columnwise each (EXACT, MX: .56, .53;
+// dequantized: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
 #include "extents.cuh"
 #include "round_to_scales.cuh"
@@ -52,7 +54,7 @@
 extern __shared__ __align__(16) u8 shared_tiles[];
 
 // -------------------------------------------------------------------------------------------------
-// Rotation and quantization of what a thread holds
+// Rotation and quantization of the elements of one thread
 
 // h = 1, 2, 4, 8, in registers.
 Q2_INLINE void butterflies(Pair (&x)[16]) {
@@ -91,7 +93,7 @@ Q2_INLINE Pair larger(Pair x, Pair y) {
   return {max_or_nan(x.a, y.a), max_or_nan(x.b, y.b)};
 }
 
-// The larger of two numbers that are not negative, of which NaN is left out, as bits.
+// The larger of two non-negative floats, as bits; NaN is ignored.
 Q2_INLINE u32 larger_bits(u32 x, float y) {
   return __float_as_uint(fmaxf(__uint_as_float(x), y));
 }
@@ -127,7 +129,7 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
       }
       return;
     }
-    if constexpr (kMasked && !kAcross) {  // a mask is made along rows alone
+    if constexpr (kMasked && !kAcross) {  // a mask is made rowwise alone
       uint2 stored = round_trusting(x, most[0], common, results.codes, results.trusted);
       results.stored[0][0] = stored.x, results.stored[0][1] = stored.y;
       return;
@@ -155,19 +157,19 @@ Q2_INLINE u32 random_at(const Output& out, int row, int block) {
   return 2 * ((u32)row * out.blocks + block);
 }
 
-// Codes, scales and masks that quantize_along_rows made.
-Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, const Rows& rows,
+// Stores the codes, scales and masks of quantize_rowwise.
+Q2_INLINE void store_rowwise(const Params& p, const Output& out, Tile tile, const Rows& rows,
                                 const Results& made) {
-  int row = row_of_result(out, rows, threadIdx.x / 2), side = threadIdx.x % 2;
+  int row = row_of_result(out, rows, threadIdx.x / 2), lane_of_row = threadIdx.x % 2;
   Target target = target_at(out, row, tile.col / kBlock);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
     for (int half = 0; half < 2 && kCodes; ++half)
-      *(uint4*)(target.codes + (2 * side + 4 * half) * 8) = {
+      *(uint4*)(target.codes + (2 * lane_of_row + 4 * half) * 8) = {
           made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
           made.codes[1][half][1]};
-    ((uint4*)target.scales)[side] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
+    ((uint4*)target.scales)[lane_of_row] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
                                      made.stored[1][1]};
   } else {
     // Blocks of a row in fours, so that whole sectors are written.
@@ -177,7 +179,7 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int ahead = 2 * side + 4 * half;
+      int ahead = 2 * lane_of_row + 4 * half;
       if (fours) {
         store_two(target, ahead, made.codes[0][half], made.codes[1][half], made.stored[0][half],
                   made.stored[1][half]);
@@ -193,16 +195,16 @@ Q2_INLINE void store_along_rows(const Params& p, const Output& out, Tile tile, c
   }
 }
 
-// Q2_DEQUANTIZED: what quantize_along_rows has rounded.
-Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile tile,
+// Q2_DEQUANTIZED: stores what quantize_rowwise has rounded.
+Q2_INLINE void store_dequantized_rowwise(const Params& p, const Output& out, Tile tile,
                                     const Rows& rows, const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
-  int row = threadIdx.x / 2, side = threadIdx.x % 2, block = tile.col / kBlock;
+  int row = threadIdx.x / 2, lane_of_row = threadIdx.x % 2, block = tile.col / kBlock;
   Staged staged(shared_tiles, out, common);
   u32 random_bits[2][2] = {};
   if constexpr (kRule == MS_EDEN)
-    random_bits_along_row(staged, row_of_result(out, rows, row), block, random_bits);
-  u32 at = staged.place(row % kStagedRows, 64 * side);
+    random_bits_rowwise(staged, row_of_result(out, rows, row), block, random_bits);
+  u32 at = staged.place(row % kStagedRows, 64 * lane_of_row);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, half = i % 2;
@@ -212,15 +214,15 @@ Q2_INLINE void store_values_of_rows(const Params& p, const Output& out, Tile til
   staged.store_rows(rows, row / kStagedRows * kStagedRows, block);
 }
 
-// And quantize_along_cols.
-Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int second,
+// The same of quantize_columnwise.
+Q2_INLINE void store_dequantized_columnwise(const Output& out, Tile tile, int first, int second,
                                     const Pair (&x)[2][16], const Results& made,
                                     const Common& common) {
-  auto [pair, quarter] = lane_along_cols();
+  auto [pair, quarter] = lane_columnwise();
   int warp = threadIdx.x / 32, block = tile.row / kBlock;
   Staged staged(shared_tiles, out, common);
   u32 random_bits[2][2] = {};
-  if constexpr (kRule == MS_EDEN) random_bits_along_cols(staged, first, second, block, random_bits);
+  if constexpr (kRule == MS_EDEN) random_bits_columnwise(staged, first, second, block, random_bits);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, column = i % 2;
@@ -231,13 +233,13 @@ Q2_INLINE void store_values_of_cols(const Output& out, Tile tile, int first, int
 }
 
 // Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
-// 2 * side + g + 4 h. Pairs: halves, elements 64 apart.
-Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Masks& masks,
+// 2 * lane_of_row + g + 4 h. Pairs: halves, elements 64 apart.
+Q2_INLINE void quantize_rowwise(const Params& p, const Output& out, const Masks& masks,
                                    Tile tile, const Rows& rows, const u8* shared,
                                    Places places, const Common& common, Extent& extent) {
   constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
-  int row = threadIdx.x / 2, side = threadIdx.x % 2;
-  u32 source = places.along_rows();
+  int row = threadIdx.x / 2, lane_of_row = threadIdx.x % 2;
+  u32 source = places.rowwise();
   Pair x[2][16];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -246,9 +248,9 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
       u32 words[2][4], signs[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int piece = (group + 4 * half) * kPieces + i;  // but for the side
+        int piece = (group + 4 * half) * kPieces + i;  // without lane_of_row
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
-        uint4 m = kSigned ? ((const uint4*)masks.along_rows)[2 * side * kPieces + piece]
+        uint4 m = kSigned ? ((const uint4*)masks.rowwise)[2 * lane_of_row * kPieces + piece]
                           : uint4{0, 0, 0, 0};
         words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
         signs[half][0] = m.x, signs[half][1] = m.y, signs[half][2] = m.z, signs[half][3] = m.w;
@@ -277,30 +279,30 @@ Q2_INLINE void quantize_along_rows(const Params& p, const Output& out, const Mas
       for (Pair& v : x[group]) v = sum_and_difference(v);
     }
   }
-  u32 random = random_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * side);
+  u32 random = random_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * lane_of_row);
   Results made;
   round_groups<false>(x, common, out, random, random + 8, 2, made, extent);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_rows(p, out, tile, rows, x, made, common);
-  if constexpr (kCodes || kRawScales) store_along_rows(p, out, tile, rows, made);
+  if constexpr (kDequantized) store_dequantized_rowwise(p, out, tile, rows, x, made, common);
+  if constexpr (kCodes || kRawScales) store_rowwise(p, out, tile, rows, made);
 }
 
-// The elements of a group that a lane has along columns, with their signs.
+// Loads the columnwise elements of one lane in one group, with their signs.
 Q2_INLINE void load_cols(const Masks& masks, const u8* shared, Places places, int group, Pair (&x)[16]) {
-  int first = 64 * group + 16 * lane_along_cols().quarter;
-  u32 source = places.along_cols();
+  int first = 64 * group + 16 * lane_columnwise().quarter;
+  u32 source = places.columnwise();
   constexpr int kSigns = kSignPairs ? 8 : 16;
   u32 signs[kSigns];
 #pragma unroll
   for (int i = 0; i < kSigns; i += 4) {
-    uint4 m = kSigned && !kScaled ? *(const uint4*)(masks.along_cols + first * kSigns / 16 + i)
+    uint4 m = kSigned && !kScaled ? *(const uint4*)(masks.columnwise + first * kSigns / 16 + i)
                                   : uint4{0, 0, 0, 0};
     signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
   }
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
     const u8* row = shared + (64 * group + i) * kRowBytes;
-    if constexpr (kMatrices8 && !kMultiplied) {
+    if constexpr (kMatrices8 && !kTensorCores) {
       u32 words[4];  // of two rows: two columns, and of the next two rows
       load_transposed(row + (source ^ twist(64 * group + i)), words);
 #pragma unroll
@@ -314,7 +316,7 @@ Q2_INLINE void load_cols(const Masks& masks, const u8* shared, Places places, in
 #pragma unroll
       for (int j = i; j < i + 4; ++j) {
         const u8* of = row + (j - i) * kRowBytes;
-        if constexpr (kMultiplied) {
+        if constexpr (kTensorCores) {
           u32 word = *(const u16*)(of + (source ^ twist(j))) |
                      *(const u16*)(of + (source ^ twist(j) ^ slot(1))) << 16;
           x[j] = two_of(word);
@@ -327,10 +329,10 @@ Q2_INLINE void load_cols(const Masks& masks, const u8* shared, Places places, in
   }
 }
 
-// The elements that a lane has along columns, rotated in the reference's order.
+// The columnwise elements of one lane, rotated in the reference's order.
 Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, const u8* shared,
                                 Places places, Pair (&x)[2][16]) {
-  int quarter = lane_along_cols().quarter;
+  int quarter = lane_columnwise().quarter;
   [[maybe_unused]] Pair sum = both(0.0f);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -357,14 +359,14 @@ Q2_INLINE void pair_neighbors(Pair (&x)[16]) {
 
 // 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
 // quarter and 16 rows 64 below: groups. Pairs: two columns.
-Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Masks& masks,
-                                   Tile tile, const Rows& rows, const u8* shared, u32 turn,
+Q2_INLINE void quantize_columnwise(const Params& p, const Output& out, const Masks& masks,
+                                   Tile tile, const Rows& rows, const u8* shared, u32 iteration,
                                    Places places, const Common& common, Extent& extent) {
-  auto [pair, quarter] = lane_along_cols();
+  auto [pair, quarter] = lane_columnwise();
   Pair x[2][16];
   // The vote tells the compiler that lanes agree: without it some variants spill registers.
-  if constexpr (kMultiplied) rotated_by_products(shared, places.multiplied(), x);
-  if (!kMultiplied || !__all_sync(~0u, sums_are_exact(turn))) {
+  if constexpr (kTensorCores) rotated_by_products(shared, places.matrices(), x);
+  if (!kTensorCores || !__all_sync(~0u, sums_are_exact(iteration))) {
     rotated_in_order(p, masks, tile, shared, places, x);
     if constexpr (kNeighbors) pair_neighbors(x[0]), pair_neighbors(x[1]);
   }
@@ -376,8 +378,8 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
   round_groups<true>(x, common, out, random_at(out, first, block), random_at(out, second, block), 8,
                      made, extent, share_of(rows));
   if constexpr (kRule == AMAX) return;
-  if constexpr (kValues) store_values_of_cols(out, tile, first, second, x, made, common);
-  if constexpr (kValues && !kRawScales) return;
+  if constexpr (kDequantized) store_dequantized_columnwise(out, tile, first, second, x, made, common);
+  if constexpr (kDequantized && !kRawScales) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
     Target target = target_at(out, column ? second : first, tile.row / kBlock);
@@ -402,7 +404,7 @@ Q2_INLINE void quantize_along_cols(const Params& p, const Output& out, const Mas
   }
 }
 
-// What the numbers of one direction have in common. EXACT: thread block 0 writes the global scale.
+// What all blocks of one output share. EXACT: thread block 0 writes the global scale.
 Q2_INLINE Common common_of(const Params& p, const Output& out) {
   Common common = {};
   common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
@@ -430,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   const Places places = places_in_tile();
   Tile tile = walk.first(), next;
   Share share;  // packed: the next tile on its way; plain elements travel straight to shared memory
-  u32 turn = 0;  // of the tile that is worked on
+  u32 iteration = 0;  // counts the tiles of this thread block
   if (kPacked) fetch_codes(p, tile, rows_of(p, tile), share);
   else fetch_elements(p, tile, rows_of(p, tile), shared_tiles, places);
   u32 scales = fetch_scales(p, tile, rows_of(p, tile));  // kRounded: of the next tile
@@ -440,36 +442,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   for (int i = 0; kSigned && i < kMatrices; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
-  if (kRows) rows = common_of(p, p.of[0].along_rows);
-  if (kCols) cols = common_of(p, p.of[0].along_cols);
+  if (kRows) rows = common_of(p, p.of[0].rowwise);
+  if (kCols) cols = common_of(p, p.of[0].columnwise);
   make_factors(p);
-  if (kKeepsSeed && threadIdx.x == 0) kept_seed = *p.of[0].along_cols.seed;
+  if (kSharesSeed && threadIdx.x == 0) shared_seed = *p.of[0].columnwise.seed;
   if (kScaled) __syncthreads();  // before the masks are read, and what was looked up
   // One barrier a tile: who has passed it has done with the tile before, whose place the next takes.
-  for (int stage = 0; index < p.tiles; index += step, tile = next, ++turn) {
+  for (int stage = 0; index < p.tiles; index += step, tile = next, ++iteration) {
     bool more = index + step < p.tiles;
     next = walk.after(tile);
     u8* current = shared_tiles + stage * kStageBytes;
     if (kStages == 2) stage ^= 1;
-    look_up(p, walk.after(next), turn + 2);
+    look_up(p, walk.after(next), iteration + 2);
     if (kPacked) expand_codes(share, current, places);
-    if constexpr (kMultiplied && kPacked) note_scales(share, turn);
-    if constexpr (kMultiplied && kRounded) note_scales(scales, turn);
-    if (more && kPacked) fetch_codes(p, next, rows_now(p, next, turn + 1), share);
+    if constexpr (kTensorCores && kPacked) note_scales(share, iteration);
+    if constexpr (kTensorCores && kRounded) note_scales(scales, iteration);
+    if (more && kPacked) fetch_codes(p, next, rows_now(p, next, iteration + 1), share);
     if (!kPacked) await_copies();
     round_tile(scales, current, places);
-    if (more) scales = fetch_scales(p, next, rows_now(p, next, turn + 1));
+    if (more) scales = fetch_scales(p, next, rows_now(p, next, iteration + 1));
     __syncthreads();
     if (more && !kPacked && kStages == 2)
-      fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles + stage * kStageBytes,
+      fetch_elements(p, next, rows_now(p, next, iteration + 1), shared_tiles + stage * kStageBytes,
                      places);
 #if Q2_PRODUCED
     if (kPrefetched && index + 2 * step < p.tiles) {
       Tile later = walk.after(next);
-      prefetch_elements(p, later, rows_now(p, later, turn + 2));
+      prefetch_elements(p, later, rows_now(p, later, iteration + 2));
     }
 #endif
-    const Rows held = rows_now(p, tile, turn);
+    const Rows held = rows_now(p, tile, iteration);
     // One body for both operands: twice as much code would not fit into the instruction cache.
 #pragma unroll 1
     for (int i = 0; i < kOperands; ++i) {
@@ -478,18 +480,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       const Tile at = kHalves ? Tile{tile.row, tile.col + i * p.cols} : tile;
       const u8* x = current + i * kTileBytes;
       if (kRows)
-        quantize_along_rows(p, of.along_rows, masks[matrix], at, held, x, places, rows,
-                            extents.along_rows);
-      if (kGrouped && held.tail) store_zeros_of_cols(of.along_cols, at, cols);
+        quantize_rowwise(p, of.rowwise, masks[matrix], at, held, x, places, rows,
+                            extents.rowwise);
+      if (kGrouped && held.tail) store_zeros_columnwise(of.columnwise, at, cols);
       else if (kCols)
-        quantize_along_cols(p, of.along_cols, masks[matrix], at, held, x, turn, places, cols,
-                            extents.along_cols);
+        quantize_columnwise(p, of.columnwise, masks[matrix], at, held, x, iteration, places, cols,
+                            extents.columnwise);
       if (kMatrices == 2) exchange(extents, others);
     }
     if (kStages == 1) {
       __syncthreads();
       if (more && !kPacked)
-        fetch_elements(p, next, rows_now(p, next, turn + 1), shared_tiles, places);
+        fetch_elements(p, next, rows_now(p, next, iteration + 1), shared_tiles, places);
     }
   }
   finish(p.of[0], extents);

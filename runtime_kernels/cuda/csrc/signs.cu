@@ -7,7 +7,7 @@
 //
 // One thread block, a thread a sign.
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 128;
 

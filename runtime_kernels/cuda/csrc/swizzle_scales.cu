@@ -11,7 +11,7 @@
 //
 // A thread writes the 4 bytes of one row of a tile. Bytes a scale: 1 read, 1 written.
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 256;
 

@@ -12,7 +12,7 @@
 // bytes and nibbles, and writes eight words; 16 threads side by side read and write 64 bytes of a row.
 // Bytes an element: .504 read and .504 written (Q2_SWIZZLED: .563 written).
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 256, kTile = 128, kWords = kTile / 8;
 

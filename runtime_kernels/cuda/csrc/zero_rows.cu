@@ -6,7 +6,7 @@
 //
 // Mostly there are none, and nothing is written.
 
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 256;
 

@@ -154,7 +154,7 @@ def version() -> tuple[int, int]:
 
 def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     """The defines that say which conversion instructions an architecture has; without them the
-    sources compute the same values by arithmetic (numbers.cuh)."""
+    sources compute the same values by arithmetic (formats.cuh)."""
     capability = int(architecture.partition("_")[2].rstrip("af"))
     fp4 = capability >= 100 and architecture.endswith(("a", "f"))
     return ("Q2_HW_FP8", int(capability >= 89)), ("Q2_HW_FP4", int(fp4))

@@ -428,7 +428,7 @@ def test_values_of_a_requantized_operand() -> None:
 
 
 CONVERSIONS = """
-#include "numbers.cuh"
+#include "formats.cuh"
 extern "C" void to_e4m3(const float* x, u32* bytes, int n) {
   for (int i = 0; i < n; ++i, x += 4) bytes[i] = to_e4m3x4(x[0], x[1], x[2], x[3]);
 }

@@ -56,7 +56,7 @@ def test_what_keys_a_cubin(monkeypatch) -> None:
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
     assert nvrtc._cache_path(variant, "sm_100a") != path
     monkeypatch.undo()
-    monkeypatch.setattr(nvrtc, "_headers", lambda: {"numbers.cuh": "// changed"})
+    monkeypatch.setattr(nvrtc, "_headers", lambda: {"formats.cuh": "// changed"})
     assert nvrtc._cache_path(variant, "sm_100a") != path
 
 

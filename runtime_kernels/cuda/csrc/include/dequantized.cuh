@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bf16 numbers that codes stand for, for rotate_quantize.cu with Q2_DEQUANTIZED: code * scale, and
+// Dequantized operands, bf16, for rotate_quantize.cu with Q2_DEQUANTIZED: code * scale, and
 // where the global scale is a power of two times that too. 6 significant bits, so exact.
 //
 // With raw scales (MS_EDEN, POW2) the scale waits for the largest of them, but all that comes of the
 // wait is whether it is an e4m3 subnormal: if it is not, it has the 4 bits that the raw scale alone
-// gives. So the numbers are made with those (numbers.cuh, provisional), and finalize_dequantized.cu
+// gives. So codes are multiplied by that (formats.cuh, provisional), and finalize_dequantized.cu
 // fixes up the others.
 //
-// A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 numbers
-// into shared memory first. Rows j and j + 8 lie side by side, and the next two 16 bytes further than
-// they would: eight lanes meet no bank twice, whether they store along rows (four rows, pieces of 16
-// bytes 4 apart) or along columns (one piece of eight rows), and addresses differ by constants.
+// A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 elements
+// into shared memory first. Rows j and j + 8 are neighbors, and the next two 16 bytes further than
+// they would: eight lanes meet no bank twice, whether they store rowwise (four rows, pieces of 16
+// bytes 4 apart) or columnwise (one piece of eight rows), and addresses differ by constants.
 #pragma once
 #include "rounding.cuh"
 
@@ -19,7 +19,7 @@ constexpr int kStagedRowBytes = 256;
 constexpr int kStagedPitch = 2 * kStagedRowBytes + 16;  // of two rows
 constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch - 16;  // of a warp
 
-// Along columns a lane's first column is row `pair` of those, and its second row pair + 8. Of the
+// Columnwise a lane's first column is row `pair` of those, and its second row pair + 8. Of the
 // result row j is then this one of 16.
 template <bool kAcross>
 constexpr Q2_INLINE int row_of_staged(int j) {
@@ -121,26 +121,26 @@ struct Staged {
 
 // The seed of the random bits of codes that are requantized: of a tile that tensor cores rotate the way
 // to its random bits is so short that one in memory would be waited for.
-constexpr bool kKeepsSeed = kScaled && kRule == MS_EDEN && kValues;
-__shared__ u64 kept_seed;
+constexpr bool kSharesSeed = kScaled && kRule == MS_EDEN && kDequantized;
+__shared__ u64 shared_seed;
 
 // Draws a Philox block. Returns where it lies, those of the other lanes before and after it.
-Q2_INLINE const u8* exchanged_coins(const Staged& staged, u64 index) {
+Q2_INLINE const u8* exchanged_random_bits(const Staged& staged, u64 index) {
   uint4 drawn[1];
   const Output& out = staged.out;
-  philox(kKeepsSeed ? kept_seed : *out.seed, index, out.stream, COINS, drawn);
+  philox(kSharesSeed ? shared_seed : *out.seed, index, out.rng_offset, RANDOM_BITS, drawn);
   uint4* at = (uint4*)(staged.shared + staged.base) + threadIdx.x % 32;
   *at = drawn[0];
   __syncwarp();
   return (const u8*)at;
 }
 
-// Coins of the scales of the four blocks that a lane has along a row, [group][half]: the lanes of a
+// Random bits of the scales of the four blocks of one lane rowwise, [group][half]: the lanes of a
 // row make a Philox block each, and hand them on through the warp's shared memory.
-Q2_INLINE void random_bits_along_row(const Staged& staged, int row, int block, u32 (&random_bits)[2][2]) {
-  int side = threadIdx.x % 2;
-  u64 index = ((u64)row * staged.out.blocks + block) / 4 + side;
-  const u8* drawn = exchanged_coins(staged, index) - 16 * side + 8 * side;
+Q2_INLINE void random_bits_rowwise(const Staged& staged, int row, int block, u32 (&random_bits)[2][2]) {
+  int lane_of_row = threadIdx.x % 2;
+  u64 index = ((u64)row * staged.out.blocks + block) / 4 + lane_of_row;
+  const u8* drawn = exchanged_random_bits(staged, index) - 16 * lane_of_row + 8 * lane_of_row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint2 two = *(const uint2*)(drawn + 16 * half);
@@ -150,12 +150,12 @@ Q2_INLINE void random_bits_along_row(const Staged& staged, int row, int block, u
 }
 
 // The same along a pair of columns, [group][column], whose four lanes make a Philox block each.
-Q2_INLINE void random_bits_along_cols(const Staged& staged, int first, int second, int block,
+Q2_INLINE void random_bits_columnwise(const Staged& staged, int first, int second, int block,
                                 u32 (&random_bits)[2][2]) {
   constexpr int kApart = 16 * kQuartersApart;
-  int quarter = lane_along_cols().quarter;
+  int quarter = lane_columnwise().quarter;
   u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
-  const u8* drawn = exchanged_coins(staged, index) - kApart * quarter + 4 * quarter;
+  const u8* drawn = exchanged_random_bits(staged, index) - kApart * quarter + 4 * quarter;
 #pragma unroll
   for (int i = 0; i < 4; ++i) random_bits[i % 2][i / 2] = *(const u32*)(drawn + kApart * i);
   __syncwarp();

@@ -3,7 +3,7 @@
 // arithmetic of numerics/formats.py, to the bit.
 //
 // What is rounded has been divided by its block's scale, and is below 7 in magnitude, or with kClips
-// below 16. Without fp4 conversions it is held as a magnitude times 2^-6 (kUnit), beside the numbers
+// below 16. Without fp4 conversions it is held as a magnitude times 2^-6 (kUnit), beside the elements
 // whose signs count.
 #pragma once
 #include "tile.cuh"
@@ -120,10 +120,10 @@ Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (
 #endif
 
 // The same, and the differences of what is rounded and what it becomes, of either sign. Instructions of
-// Blackwell subtract fp32 from f16; the rounded values are then made where they leave (kValues) alone.
+// Blackwell subtract fp32 from f16; the rounded values are then made where they leave (kDequantized) alone.
 Q2_INLINE void round_with_errors(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
                                  Pair (&errors)[16], u32 (&codes)[2][2]) {
-  if constexpr (kValues || !Q2_HW_FP4) {
+  if constexpr (kDequantized || !Q2_HW_FP4) {
     round_block(scaled, x, rounded, codes);
 #pragma unroll
     for (int i = 0; i < 16; ++i) errors[i] = sub(scaled[i], rounded[i]);
@@ -170,7 +170,7 @@ Q2_INLINE u32 random_of(const uint4 (&drawn)[1], int i) {
   return i % 2 ? __byte_perm(word, 0, 0x1032) : word;
 }
 
-// Codes of eight numbers on the grid, in kUnit.
+// Codes of eight elements on the grid, in kUnit.
 Q2_INLINE u32 codes_of(const float (&x)[8]) {
 #if Q2_HW_FP4
   return to_e2m1x8(x);

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The largest and the smallest of what a thread block of rotate_quantize.cu has stored, for the
-// kernel that comes after it.
+// The largest and the smallest raw scale of a thread block of rotate_quantize.cu, for the tail kernel.
 #pragma once
 #include "rounding.cuh"
 
-// Of what a direction has stored, but for NaN; smallest: of what is not 0, less 1.
+// Of one output; NaN is left out. smallest: of raw scales above 0, less 1.
 struct Extent {
   u32 largest = 0, smallest = ~0u;
 };
 struct Extents {
-  Extent along_rows, along_cols;
+  Extent rowwise, columnwise;
 };
 Q2_INLINE void exchange(Extents& one, Extents& other) {
   Extents was = one;
@@ -27,6 +26,6 @@ Q2_INLINE void finish(const Output& out, Extent extent) {
 }
 
 Q2_INLINE void finish(const Directions& of, const Extents& extents) {
-  if (kRows) finish(of.along_rows, extents.along_rows);
-  if (kCols) finish(of.along_cols, extents.along_cols);
+  if (kRows) finish(of.rowwise, extents.rowwise);
+  if (kCols) finish(of.columnwise, extents.columnwise);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of an operand that is computed in the place of being read (produced.cuh), for tile.cuh.
+// Fills a tile by a prologue expression (produced.cuh) instead of copying it, for tile.cuh.
 #pragma once
 
 // Pieces of a row, one of each operand, to their places in the operands' tiles.
@@ -8,7 +8,7 @@ Q2_INLINE void put_pieces(u8* to, const uint4 (&made)[kOperands]) {
   for (int i = 0; i < kOperands; ++i) *(uint4*)(to + i * kTileBytes) = made[i];
 }
 
-// The rows that a tile holds, of which the loads of kRowsAhead are on their way together.
+// The rows that a tile holds, of which the loads of kRowsAhead are in flight at once.
 template <bool kWhole>
 Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared, u32 target) {
   constexpr int kRowStep = kThreads / (kRowBytes / 16);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows in groups, for rotate_quantize.cu with Q2_GROUPED: numerics/groups.py.
 //
-// Along columns the contraction is the padded layout, in which each group begins a tile; so a tile
-// has rows of one group alone, and those of no group come after the last. Along rows nothing is
+// Columnwise the contraction is the padded layout, in which each group begins a tile; so a tile
+// has rows of one group alone, and those of no group come after the last. Rowwise nothing is
 // grouped: a tile's rows go where they came from, copies once.
 //
-// What a tile holds one thread looks up, in the ends in memory, which the cache has, and puts it into
-// shared memory a barrier before others fetch the tile, two before it is worked on. Four places, since
-// warps are at most one barrier apart.
+// One thread looks up the rows of a tile in the ends of the groups and stores them in shared memory, one
+// barrier before others fetch the tile and two before they quantize it. There are four places, since warps
+// are at most one barrier apart.
 #pragma once
 #include "tile.cuh"
 
@@ -34,17 +34,17 @@ Q2_INLINE Rows rows_of(const Params& p, Tile tile) {
 #endif
 }
 
-// Has a thread of one warp in turn look up tile number `turn` of this thread block.
-Q2_INLINE void look_up(const Params& p, Tile tile, u32 turn) {
-  if (kGrouped && threadIdx.x == turn % (kThreads / 32) * 32) looked_up[turn % 4] = rows_of(p, tile);
+// Has a thread of one warp in turn look up tile number `iteration` of this thread block.
+Q2_INLINE void look_up(const Params& p, Tile tile, u32 iteration) {
+  if (kGrouped && threadIdx.x == iteration % (kThreads / 32) * 32) looked_up[iteration % 4] = rows_of(p, tile);
 }
 
 // What it found, behind a barrier.
-Q2_INLINE Rows rows_now(const Params& p, Tile tile, u32 turn) {
-  return kGrouped ? looked_up[turn % 4] : rows_of(p, tile);
+Q2_INLINE Rows rows_now(const Params& p, Tile tile, u32 iteration) {
+  return kGrouped ? looked_up[iteration % 4] : rows_of(p, tile);
 }
 
-// Where row j of a tile goes along rows; out.rows where there is none, or a copy.
+// Where row j of a tile goes rowwise; out.rows where there is none, or a copy.
 Q2_INLINE int row_of_result(const Output& out, const Rows& rows, int j) {
   if constexpr (!kGrouped) return rows.first + j;
   else return rows.has(j) && !(j & ((1 << rows.shift) - 1)) ? rows.at(j) : out.rows;

@@ -17,10 +17,10 @@ Q2_INLINE Pair sum_of_products(const Pair (&x)[16], const Pair (&y)[16]) {
   Pair sums[2] = {start, start};
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    Pair& sum = sums[kNeighbors ? i / 8 : (kMultiplied ? 0 : i % 2)];
+    Pair& sum = sums[kNeighbors ? i / 8 : (kTensorCores ? 0 : i % 2)];
     sum = fma_toward_zero(x[i], y[i], sum);
   }
-  if constexpr (kMultiplied && !kNeighbors) return sub(sums[0], start);
+  if constexpr (kTensorCores && !kNeighbors) return sub(sums[0], start);
 #pragma unroll
   for (Pair& sum : sums) sum = sub(sum, start);
   if constexpr (kNeighbors) return {sums[0].a + sums[0].b, sums[1].a + sums[1].b};

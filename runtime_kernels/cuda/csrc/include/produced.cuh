@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an expression that makes the operand is written in: producer.cuh, which is no file here but
-// comes with a variant (cuda/quantize/prologue_source.py). For tile.cuh with Q2_PRODUCED.
+// Building blocks of a prologue expression, which computes the operand in the quantizer. The expression
+// itself is producer.cuh, generated for each variant (cuda/quantize/prologue_source.py). For tile.cuh with
+// Q2_PRODUCED.
 //
 // Rounding is that of Inductor's Triton code: fp32 and the functions of libdevice. But quotients,
 // exponentials and 1 + erf are approximated to some ulp, and a product and a sum are never one
 // instruction (--fmad=false), which Inductor leaves to ptxas unless emulate_precision_casts is set.
 #pragma once
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kPerPiece = 16 / kBytes;  // elements of 16 bytes of the operand
 

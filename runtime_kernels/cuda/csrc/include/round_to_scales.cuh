@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 numbers of a source of rotate_quantize.cu, rounded in shared memory to the e2m1 codes that nvfp4
-// gives them under scales that are known: the tile then holds what it would of the codes, code * scale
-// * 2^-7 in f16, signs of their rows and all (tile.cuh).
+// For a bf16 source of rotate_quantize.cu whose nvfp4 block scales are known: rounds its elements in
+// shared memory to e2m1. The tile then holds what it would hold for codes: code * scale * 2^-7 in f16,
+// with the signs of the rows (tile.cuh).
 //
 // For sources with a power of two as global scale: a block's scale, and with it p = scale * global
 // scale, has 4 significant bits. The reference rounds the fp32 product of x and r = 1/p. Here the
 // product is rounded to f16 first, which has 13 bits less. That changes nothing but what lies half way
-// between two numbers of the grid: x/p is that exactly, or off by 2^-8 at least, since x and p times
+// between two points of the grid: x/p is that exactly, or off by 2^-8 at least, since x and p times
 // such a middle have 8 bits each. There the reference goes where the error d of r, r * p = 1 + d, takes
 // x * r, if d is large enough to count in 24 bits. With an error of 2^13 d it counts in f16's 11 bits
 // just then; so that is what the factor has. (All x and p: tests/runtime_kernels/cuda/
@@ -67,7 +67,7 @@ Q2_INLINE u32 round_two(u32 word, float factor, u32 scale) {
 
 // Rounds in place what this thread has copied into a tile. scales: what it has fetched for it.
 Q2_INLINE void round_tile(u32 scales, u8* shared, Places places) {
-  u32 signs = kSigned ? masks[0].along_cols[row_of_scales()] : 0;  // bits 15 and 31
+  u32 signs = kSigned ? masks[0].columnwise[row_of_scales()] : 0;  // bits 15 and 31
   scales ^= signs | signs >> 8;
   int block = threadIdx.x % kPiecesOfRow / 2;
 #pragma unroll

@@ -7,7 +7,7 @@
 //   EXACT    g from the tensor's largest, known; s = e4m3(largest / vmax / g), code = round(x/g/s)
 //   MX       s = 2^(floor(log2 largest) - 2) of a block of 32, code = round(shrink * x / s)
 //            Q2_MASKED: s = 2^round(log2(2.92247856/6 * rms)), and which |x / s| < 6 (QuEST)
-//   AMAX     nothing but the largest of the rotated numbers, which EXACT needs first
+//   AMAX     only the largest rotated element, which EXACT needs first
 //
 // A block that is not finite gets a scale or a raw scale of NaN, and any codes (numerics/blocks.py).
 //
@@ -38,7 +38,7 @@ static_assert(kSteps <= 0xFFFF, "five scales at most");
 constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
 constexpr float kHuge = 3.402823466e38f;
 
-// What the numbers of one direction have in common.
+// What all blocks of one output share.
 struct Common {
   float factor;
   float unit, inverse_unit;  // EXACT: g and 1 / g
@@ -173,7 +173,8 @@ Q2_INLINE float error_in(BlockScale first, BlockScale scale, float error) {
 }
 
 // Two blocks by the one of their scales each that has the smallest error, the first of them in a tie;
-// `scales` come as the first. What they have been rounded to is kept, since to round again takes more.
+// `scales` come as the first. The rounded values of the best scale so far are saved, since rounding
+// twice takes more.
 Q2_INLINE void round_by_errors(Pair (&x)[16], Pair largest, const Common& common, Pair inverse,
                                BlockScale (&scales)[2], u32 (&codes)[2][2]) {
   const BlockScale first[2] = {scales[0], scales[1]};
@@ -240,7 +241,7 @@ Q2_INLINE void round_stochastically(Pair (&x)[16], Pair inverse, const Output& o
     for (int member = 0; member < 2; ++member) {
       uint4 drawn[1];
       u32 index = first[member] + half + (half ? codes[member][0] * zero : 0);
-      philox(seed, index, out.stream, COINS, drawn);
+      philox(seed, index, out.rng_offset, RANDOM_BITS, drawn);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& v = member ? y[i].b : y[i].a;

@@ -1,47 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the raw scales that rotate_quantize.cu left, and the largest of them, to block scales: what
-// align_scales.cu and finalize_dequantized.cu share. Their headers say what the defines mean.
+// Global scale and rounded block scales from raw scales: what align_scales.cu and
+// finalize_dequantized.cu share. Their headers say what the defines mean.
 #pragma once
-#include "numbers.cuh"
+#include "formats.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kMostSides = 4;
+constexpr int kMaxOperands = 4;
 
-// One direction of one operand. A launch serves several (blockIdx.y).
-struct Side {
+// A rowwise or columnwise operand. A batched launch serves several (blockIdx.y).
+struct Operand {
   const float* raw_scale;
   const u32* largest;
   const u64* seed;
   u8* scales;
   float* global_scale;
-  const float* source_global;  // or null: what MS-EDEN's raw scales are still to be multiplied by
-  const float* other;          // or null: global scale of what this operand is multiplied by
-  float* product;              // or null: for both global scales multiplied
+  const float* source_global;  // or null: factor of MS-EDEN's raw scales
+  const float* other;          // or null: global scale of the other operand of the GEMM
+  float* product;              // or null: for the product of both global scales
   long long count;
-  u32 stream;
+  u32 rng_offset;
   int parts;
   float norm;
   int blocks;   // in a row
-  int partner;  // the side of this launch whose global scale `other` will be; or less than 0
+  int partner;  // the operand of this launch whose global scale replaces `other`; or less than 0
 };
 
-// The largest of `count` numbers, each exclusive or flip.
-Q2_INLINE u32 largest_of(const u32* numbers, int count, u32 flip = 0) {
+// The largest of `count` values, each exclusive or flip.
+Q2_INLINE u32 largest_of(const u32* values, int count, u32 flip = 0) {
   u32 value = 0;
-  for (int i = threadIdx.x; i < count; i += kThreads) value = max(value, numbers[i] ^ flip);
+  for (int i = threadIdx.x; i < count; i += kThreads) value = max(value, values[i] ^ flip);
   return block_largest<kThreads>(value);
 }
 
-Q2_INLINE float factor_of(const Side& side) {
-  return side.norm * (side.source_global ? *side.source_global : 1.0f);
+Q2_INLINE float factor_of(const Operand& operand) {
+  return operand.norm * (operand.source_global ? *operand.source_global : 1.0f);
 }
 
-// All threads of a thread block ask together. factor: factor_of(side).
-Q2_INLINE float global_scale_of(const Side& side, float factor) {
+// Called by all threads of a thread block. factor: factor_of(operand).
+Q2_INLINE float global_scale_of(const Operand& operand, float factor) {
 #if Q2_MX
-  return side.norm;
+  return operand.norm;
 #else
-  float largest = __uint_as_float(largest_of(side.largest, side.parts)) * factor;
+  float largest = __uint_as_float(largest_of(operand.largest, operand.parts)) * factor;
   if (!(largest <= 3.402823466e38f)) return __uint_as_float(0x7FC00000u);
 #if Q2_POW2
   // cap = 2^8, or 1.75 * 2^8. Subnormals get the floor of 2^-126.
@@ -74,18 +74,18 @@ Q2_INLINE u32 stochastic_e4m3(float x, u32 random_bits) {
   return x == x ? stochastic_subnormal(x, random_bits) : 0x7F;
 }
 
-// Two numbers, code * made, as code * finalized * g. The quotient of the two scales is rounded, but
+// Two elements, code * made, become code * finalized * g. The quotient of the two scales is rounded, but
 // what a code times it is close to has 6 bits, and comes out of the rounding to bf16.
-Q2_INLINE u32 made_again(u32 word, float quotient, u32 two_global_scales) {
+Q2_INLINE u32 rescaled(u32 word, float quotient, u32 two_global_scales) {
   Pair v = from_bf16x2(word);
   return mul_bf16x2(to_bf16x2(v.a * quotient, v.b * quotient), two_global_scales);
 }
 
-// Eight numbers, code * made, as code * finalized * g.
-Q2_INLINE void make_again(uint4* numbers, float made, float finalized, float global_scale) {
+// Eight elements, code * made, become code * finalized * g.
+Q2_INLINE void rescale(uint4* eight, float made, float finalized, float global_scale) {
   float quotient = __fdiv_rn(finalized, made);
   u32 two = to_bf16x2(global_scale, global_scale);
-  uint4 v = *numbers;
-  *numbers = {made_again(v.x, quotient, two), made_again(v.y, quotient, two),
-              made_again(v.z, quotient, two), made_again(v.w, quotient, two)};
+  uint4 v = *eight;
+  *eight = {rescaled(v.x, quotient, two), rescaled(v.y, quotient, two),
+              rescaled(v.z, quotient, two), rescaled(v.w, quotient, two)};
 }

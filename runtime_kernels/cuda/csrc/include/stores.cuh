@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where codes, scales, raw scales and masks of one thread go, for rotate_quantize.cu.
+// Stores of codes, scales, raw scales and masks, for rotate_quantize.cu.
 #pragma once
 #include "rounding.cuh"
 
@@ -11,7 +11,7 @@ struct Results {
 };
 
 // Where the results for one row of the output go, from block `block` on. The raw scales of a chunk of
-// 128 lie in the order 0 4 1 5 2 6 3 7, so that what a lane has of them lies side by side, and
+// 128 lie in the order 0 4 1 5 2 6 3 7, so that those of one lane are neighbors, and
 // lanes write whole 32-byte sectors: half-written ones cost L2 as much time as all the arithmetic
 // here.
 struct Target {
@@ -77,17 +77,17 @@ Q2_INLINE void store_mask([[maybe_unused]] const Params& p, const Output& out, i
 }
 
 // The raw scales of a row of a tile, where rows have them in fours: its lanes swap two of them each, so
-// that each has four side by side.
+// that each has four neighbors.
 Q2_INLINE void store_four_raw_scales(const Target& target, const Results& made) {
-  int side = threadIdx.x % 2;
+  int lane_of_row = threadIdx.x % 2;
   u32 four[4];
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     u32 lower = made.stored[group][0], upper = made.stored[group][1];
-    u32 got = __shfl_xor_sync(~0u, side ? lower : upper, 1);
-    four[group] = side ? got : lower;
-    four[2 + group] = side ? upper : got;
+    u32 got = __shfl_xor_sync(~0u, lane_of_row ? lower : upper, 1);
+    four[group] = lane_of_row ? got : lower;
+    four[2 + group] = lane_of_row ? upper : got;
   }
-  if (4 * side < target.left)
-    ((uint4*)target.scales)[side] = {four[0], four[1], four[2], four[3]};
+  if (4 * lane_of_row < target.left)
+    ((uint4*)target.scales)[lane_of_row] = {four[0], four[1], four[2], four[3]};
 }

@@ -5,11 +5,11 @@
 //   partials  fp32 [tiles, pitch], columns <= pitch, pitch % 64 = 0
 //   to        bf16, f16 or fp32 [columns]
 //
-// Order of operations: numerics/column_sums.py. Bytes: 4 read for 128 numbers of the matrix.
+// Order of operations: numerics/column_sums.py. Bytes: 4 read for 128 elements of the matrix.
 #pragma once
-#include "numbers.cuh"
+#include "formats.cuh"
 
-constexpr int kMostSums = 4;
+constexpr int kMaxSums = 4;
 
 struct Sums {
   const float* partials;

@@ -3,20 +3,20 @@
 #pragma once
 #include "rounding.cuh"
 
-// Along columns rows of no group are zeros, which are not rotated: some of those would be negative.
-Q2_INLINE void store_zeros_of_cols(const Output& out, Tile tile, const Common& common) {
-  constexpr int kOfNumbers = kTileRows / (kCodes ? 32 : 8);  // 16-byte pieces of a column
-  constexpr int kOfScales = kRawScales ? 2 : (kCodes ? 1 : 0), kPieces = kOfNumbers + kOfScales;
+// Columnwise, rows of no group are zeros. They are not rotated: rotation would make some of them -0.
+Q2_INLINE void store_zeros_columnwise(const Output& out, Tile tile, const Common& common) {
+  constexpr int kOfElements = kTileRows / (kCodes ? 32 : 8);  // 16-byte pieces of a column
+  constexpr int kOfScales = kRawScales ? 2 : (kCodes ? 1 : 0), kPieces = kOfElements + kOfScales;
   if constexpr (kRule == AMAX) return;
   for (int i = threadIdx.x; i < kTileCols * kPieces; i += kThreads) {
     int row = tile.col + i / kPieces, piece = i % kPieces;
     if (row >= out.rows) break;
     long long at = (long long)row * out.blocks + tile.row / kBlock;
     u8 *codes = out.codes + at * (kCodes ? 8 : 32), *scales = (u8*)out.scales;
-    if (piece < kOfNumbers) {
+    if (piece < kOfElements) {
       *(uint4*)(codes + 16 * piece) = {0, 0, 0, 0};
     } else if constexpr (kRawScales) {
-      *(uint4*)(scales + 4 * at + 16 * (piece - kOfNumbers)) = {0, 0, 0, 0};
+      *(uint4*)(scales + 4 * at + 16 * (piece - kOfElements)) = {0, 0, 0, 0};
     } else if constexpr (kRule == EXACT) {
       u32 four = common.unit == common.unit ? 0 : 0x7F7F7F7Fu;  // NaN
       *(uint2*)(scales + at) = {four, four};

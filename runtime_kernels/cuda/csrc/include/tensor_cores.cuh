@@ -13,45 +13,45 @@
 #include "groups.cuh"
 
 constexpr int kWarps = kThreads / 32;
-static_assert(!kMultiplied || (kTileBlocks == 4 && kWarps == 4), "a warp has a block of each row");
+static_assert(!kTensorCores || (kTileBlocks == 4 && kWarps == 4), "a warp has a block of each row");
 
 // Of the scales of 16 columns what each warp has seen, of a tile and the next one.
-__shared__ uint4 seen_scales[2][kMultiplied ? kTileBlocks : 1];
+__shared__ uint4 seen_scales[2][kTensorCores ? kTileBlocks : 1];
 
 // For e4m3 bytes: the largest less 1, and 2^16 less the smallest, but for zeros; both are maxima.
 Q2_INLINE u32 extent_of_scale(u32 byte) {
   return byte * 0xFFFFu;
 }
 
-Q2_INLINE void note_extent(u32 extent, u32 turn) {
-  u32* of = (u32*)seen_scales[turn % 2];
+Q2_INLINE void note_extent(u32 extent, u32 iteration) {
+  u32* of = (u32*)seen_scales[iteration % 2];
   if (threadIdx.x % 32 < kTileBlocks) of[threadIdx.x % 32 * kWarps + threadIdx.x / 32] = extent;
 }
 
 // Of a thread's share of codes, which are of the same 16 columns as those of every fourth lane.
-Q2_INLINE void note_scales(const Share& share, u32 turn) {
+Q2_INLINE void note_scales(const Share& share, u32 iteration) {
   u32 extent = extent_of_scale(share.scales[0]);
 #pragma unroll
   for (int s = 1; s < kShare; ++s) extent = max_u16x2(extent, extent_of_scale(share.scales[s]));
 #pragma unroll
   for (int mask = kTileBlocks; mask < 32; mask *= 2)
     extent = max_u16x2(extent, __shfl_xor_sync(~0u, extent, mask));
-  note_extent(extent, turn);
+  note_extent(extent, iteration);
 }
 
 // kRounded: of a row's four scales; all columns count as one.
-Q2_INLINE void note_scales(u32 scales, u32 turn) {
+Q2_INLINE void note_scales(u32 scales, u32 iteration) {
   u32 extent = extent_of_scale(scales & 0xFF);
 #pragma unroll
   for (int i = 1; i < 4; ++i)
     extent = max_u16x2(extent, extent_of_scale(__byte_perm(scales, 0, 0x4440 + i)));
   u32 least = __reduce_max_sync(~0u, extent & 0xFFFF);
-  note_extent(__reduce_max_sync(~0u, extent >> 16) << 16 | least, turn);
+  note_extent(__reduce_max_sync(~0u, extent >> 16) << 16 | least, iteration);
 }
 
 // Behind the barrier: whether all sums of this warp's columns are exact. NaN is none.
-Q2_INLINE bool sums_are_exact(u32 turn) {
-  uint4 of = seen_scales[turn % 2][threadIdx.x / 32];
+Q2_INLINE bool sums_are_exact(u32 iteration) {
+  uint4 of = seen_scales[iteration % 2][threadIdx.x / 32];
   u32 extent = max_u16x2(max_u16x2(of.x, of.y), max_u16x2(of.z, of.w));
   return (extent >> 16) < 0x7E && (extent >> 16) + (extent & 0xFFFF) <= 0xFFFF + 8 * 8;
 }
@@ -74,7 +74,7 @@ Q2_INLINE void butterfly(Pair& x, Pair& y) {
   y = sub(a, b);
 }
 
-// What a lane has along columns, rotated: blocks t and t + 4 (x[0], x[1]) of columns lane / 4 and 8
+// What a lane has columnwise, rotated: blocks t and t + 4 (x[0], x[1]) of columns lane / 4 and 8
 // more of a warp's 16, as they lie in the tile. place: where a lane's row of four matrices of 8x8 lies
 // (place_of_matrices). Products sum over four elements of each of four blocks, those that differ in the
 // two lowest bits of their places, and adders over the rest.

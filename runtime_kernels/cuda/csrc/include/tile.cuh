@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of the source on its way into shared memory, for rotate_quantize.cu.
+// Copies a tile of the source into shared memory, for rotate_quantize.cu.
 //
-// Plain elements are copied as they are. Quantized ones are dequantized: nvfp4 to f16 as code * scale *
+// Plain elements are copied unchanged. Quantized ones are dequantized: nvfp4 to f16 as code * scale *
 // 2^-7 (6 significant bits, from 2^-17 to 21), mxfp4 to bf16 as code * scale; both exact. bf16 with
 // scales of nvfp4 is copied, and then rounded to what its codes would be (round_to_scales.cuh).
 #pragma once
-#include "numbers.cuh"
+#include "formats.cuh"
 
 enum Source { BF16, F16, F32, NVFP4, MXFP4, NVFP4_SWIZZLED, MXFP4_SWIZZLED, ROUNDED, ROUNDED_SWIZZLED };
 
@@ -19,8 +19,8 @@ constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
 constexpr bool kSigned = Q2_SIGNED;    // D is drawn from a seed (2: the fixed one), else all ones
-constexpr bool kGrouped = Q2_GROUPED;  // along columns by groups of rows (groups.cuh)
-constexpr bool kSums = Q2_SUMS;        // the columns of x are summed, too
+constexpr bool kGrouped = Q2_GROUPED;  // columnwise by groups of rows (groups.cuh)
+constexpr bool kSums = Q2_SUMS;        // with dbias: sums of the columns of x
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantized alike
 #if Q2_HALVES
@@ -35,11 +35,11 @@ constexpr bool kRounded = kSource == ROUNDED;
 constexpr bool kScaled = kPacked || kRounded;  // a tile holds code * scale, with the signs of rows
 // Rotated by tensor_cores.cuh: not with random bits for each element, which were slower so, for want of
 // registers.
-constexpr bool kMultiplied = kScaled && kSource != MXFP4 && kSize > 1 && !Q2_STOCHASTIC;
+constexpr bool kTensorCores = kScaled && kSource != MXFP4 && kSize > 1 && !Q2_STOCHASTIC;
 
 // How two blocks of 16 lie in 16 pairs: element i of both in pair i; or neighbors in a pair, of one
 // block in the first eight pairs, as products come.
-constexpr bool kNeighbors = kMultiplied && kPairs;
+constexpr bool kNeighbors = kTensorCores && kPairs;
 Q2_INLINE float& element(Pair (&x)[16], int member, int i) {
   Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
   return (kNeighbors ? i % 2 : member) ? v.b : v.a;
@@ -48,7 +48,7 @@ Q2_INLINE float element(const Pair (&x)[16], int member, int i) {
   const Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
   return (kNeighbors ? i % 2 : member) ? v.b : v.a;
 }
-// What pair i is multiplied by, of numbers that the two blocks have.
+// What pair i is multiplied by, given one factor for each block.
 Q2_INLINE Pair of_pair(Pair of_blocks, int i) {
   return kNeighbors ? both(i < 8 ? of_blocks.a : of_blocks.b) : of_blocks;
 }
@@ -57,26 +57,26 @@ constexpr int kThreads = Q2_THREADS;
 constexpr int kTileRows = 128;
 constexpr int kTileCols = kThreads / 2;  // 16 columns a warp
 constexpr int kTileBlocks = kTileCols / 16;
-static_assert(!kRows || kTileCols == 128, "along rows a tile holds a chunk of 128");
+static_assert(!kRows || kTileCols == 128, "rowwise a tile holds a chunk of 128");
 constexpr int kBytes = kSource == F32 ? 4 : 2;  // an element in shared memory
 constexpr int kRowBytes = kTileCols * kBytes;
 constexpr int kTileBytes = kTileRows * kRowBytes;
 constexpr int kStages = Q2_STAGES;  // tiles in shared memory: the next one's place, or none
-constexpr int kStageBytes = kOperands * kTileBytes;  // of an operand each, side by side
+constexpr int kStageBytes = kOperands * kTileBytes;  // one operand after the other
 constexpr int kBlock = 16;
-// What leaves: codes, or the bf16 numbers that they stand for, for a GEMM that wants those.
-constexpr bool kValues = Q2_DEQUANTIZED;
-constexpr bool kCodes = !kValues;
+// Whether dequantized operands are stored, for an emulated GEMM; else codes.
+constexpr bool kDequantized = Q2_DEQUANTIZED;
+constexpr bool kCodes = !kDequantized;
 enum Rule { MS_EDEN, POW2, EXACT, MX, AMAX };  // rounding.cuh
 constexpr Rule kRule = (Rule)Q2_RULE;
 // Signs are multiplied in: where all that comes of an infinity is NaN anyway.
 constexpr bool kSignsMultiply =
-    kSource == BF16 && kSigned && kValues && kRule == MS_EDEN && !kSums && !Q2_HW_FP4;
+    kSource == BF16 && kSigned && kDequantized && kRule == MS_EDEN && !kSums && !Q2_HW_FP4;
 
 // Or as elements become fp32, by instructions of Blackwell.
 constexpr bool kMixed = Q2_HW_FP4 && kSigned && (kSource == BF16 || kSource == F16);
 
-// Along columns: of two rows, which one word holds.
+// Columnwise: of two rows, which one word holds.
 constexpr bool kSignPairs = kBytes == 2 && !kScaled && !kSignsMultiply;
 
 #if Q2_PRODUCED
@@ -94,18 +94,18 @@ struct Output {
   const u64* seed;  // of the random bits
   int rows;         // of the result
   int blocks;       // of 16, a row
-  u32 stream;
+  u32 rng_offset;
   int parts;  // kBatch: thread blocks of this matrix
 };
 
 struct Directions {
-  Output along_rows, along_cols;
+  Output rowwise, columnwise;
 };
 
 struct Params {
   const void* x;     // elements, or codes; the scales of either:
   const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]; or
-                     // both swizzled (numbers.cuh, swizzled_at)
+                     // both swizzled (formats.cuh, swizzled_at)
   const float* source_global;  // or null for 1
   Directions of[kMatrices];
   long long pitch;    // elements (packed: bytes) from row to row of x
@@ -129,22 +129,22 @@ struct Params {
   Producer producer;
 #endif
 };
-// A launch of several matrices: blockIdx.y says which.
+// A batched launch: blockIdx.y is the matrix.
 struct Batch {
   Params of[kBatch ? kBatch : 1];
 };
 static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
-static_assert(!kSums || (kCols && !kScaled && !kGrouped), "columns are summed on their way along");
+static_assert(!kSums || (kCols && !kScaled && !kGrouped), "sums are made while x is loaded columnwise");
 static_assert(kOperands == 1 || (!kScaled && !kSums && kStages == 1), "not written for two");
 
 struct __align__(16) Masks {
   // Signs of element pairs (2 bytes each) or of elements: their bits, or as bf16 (kSignsMultiply) or as
   // what elements are (kMixed), 1 and -1.
-  u32 along_rows[kRows ? (kBytes == 2 ? 64 : 128) : 4];
+  u32 rowwise[kRows ? (kBytes == 2 ? 64 : 128) : 4];
   // The same, or one sign in both halves (kScaled), or in the upper half (kSignsMultiply).
-  u32 along_cols[kSignPairs ? 64 : 128];
+  u32 columnwise[kSignPairs ? 64 : 128];
 #if Q2_SUMS
-  float signs[128];  // along columns: 1 or -1, which make what was signed as it was
+  float signs[128];  // columnwise: 1 or -1, which make what was signed as it was
 #endif
 };
 __shared__ Masks masks[kMatrices];
@@ -167,11 +167,11 @@ Q2_INLINE Pair signed_two(u32 word, u32 mask) {
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
 // twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
-// loading; along rows one piece of every other pair of blocks of four rows; along columns one piece of
+// loading; rowwise one piece of every other pair of blocks of four rows; columnwise one piece of
 // two rows of each of four blocks (of fp32: 4 pieces of rows 16 apart). Both are linear over
 // exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled loop.
 constexpr Q2_INLINE u32 twist(int row) {
-  if (kMultiplied) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
+  if (kTensorCores) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
   return 16 * (kBytes == 2 ? (row & 1) | ((row >> 1 ^ row >> 4) & 1) << 1 | (row >> 5 & 1) << 2
                            : (row & 3) | (row >> 4 & 1) << 2);
 }
@@ -184,21 +184,21 @@ constexpr Q2_INLINE u32 place_in_tile(int row, int piece) {
 }
 
 // Where a thread's part of a tile begins: of what it fetches, and of what it rounds. A shuffle gives
-// them, since what it gave stays in a register instead of being computed again for each tile.
+// them, since what it gave stays in a register instead of being recomputed for each tile.
 struct Places {
   u32 fetched, rounded;
-  Q2_INLINE u32 along_rows() const { return rounded & 0xFFFF; }
-  Q2_INLINE u32 along_cols() const { return rounded >> 16; }
-  Q2_INLINE u32 multiplied() const { return rounded & 0xFFFF; }  // there are no rows then
+  Q2_INLINE u32 rowwise() const { return rounded & 0xFFFF; }
+  Q2_INLINE u32 columnwise() const { return rounded >> 16; }
+  Q2_INLINE u32 matrices() const { return rounded & 0xFFFF; }  // there are no rows then
 };
 
-// Along columns four lanes of a warp have a pair of its columns, a quarter of each. What is loaded as
+// Columnwise four lanes of a warp have a pair of its columns, a quarter of each. What is loaded as
 // matrices of 8x8 comes to neighboring lanes, of columns 8 apart.
 constexpr bool kMatrices8 = kBytes == 2;
 struct Lane {
   int pair, quarter;
 };
-Q2_INLINE Lane lane_along_cols() {
+Q2_INLINE Lane lane_columnwise() {
   int lane = threadIdx.x % 32;
   return kMatrices8 ? Lane{lane / 4, lane % 4} : Lane{lane % 8, lane / 8};
 }
@@ -225,12 +225,12 @@ Q2_INLINE Places places_in_tile() {
   constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
   u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
   u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
-  Lane lane = lane_along_cols();
+  Lane lane = lane_columnwise();
   int place = place_of_column(lane.pair, 0), piece = threadIdx.x / 32 * kPieces + place * kBytes / 16;
   u32 cols = place_in_tile(16 * lane.quarter, piece) + place * kBytes % 16;
-  if (kMultiplied) rows = place_of_matrices();
+  if (kTensorCores) rows = place_of_matrices();
   else if (kMatrices8) cols = place_of_matrices();
-  constexpr bool kNoRegisters = (kValues && kRule == MX) || (kSums && Q2_HW_FP4) ||
+  constexpr bool kNoRegisters = (kDequantized && kRule == MX) || (kSums && Q2_HW_FP4) ||
                                 (kRule == EXACT && kRows && Q2_SWIZZLED && Q2_HW_FP4);
   if (kNoRegisters) return {fetched, rows | cols << 16};
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
@@ -248,7 +248,7 @@ Q2_INLINE u32 thread_blocks(const Output& out) {
   return kBatch ? out.parts : gridDim.x;
 }
 Q2_INLINE u32 thread_blocks(const Params& p) {
-  return thread_blocks(kRows ? p.of[0].along_rows : p.of[0].along_cols);
+  return thread_blocks(kRows ? p.of[0].rowwise : p.of[0].columnwise);
 }
 
 // Tile blockIdx.x, then every thread_blocks(p)-th, from left to right and from top to bottom.
@@ -350,8 +350,8 @@ Q2_INLINE void fetch_codes(const Params& p, Tile tile, const Rows& rows, Share& 
 }
 
 // Eight codes of one scale, with the signs of their row: four words of two elements, neighbors or
-// columns i and i + 4 (numbers.cuh, e2m1x8_to_f16x2).
-Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
+// columns i and i + 4 (formats.cuh, e2m1x8_to_f16x2).
+Q2_INLINE void expand_eight(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
 #if Q2_HW_FP4
   constexpr u32 kSmaller = 0x20002000u;  // 2^-7
   from_e2m1x8(codes, words);
@@ -373,15 +373,15 @@ Q2_INLINE void widen(u32 codes, u32 scale, u32 signs, u32 (&words)[4]) {
   }
 }
 
-// Widens a thread's share into the tile.
+// Expands a thread's share into the tile.
 Q2_INLINE void expand_codes(const Share& share, u8* shared, Places places) {
-  const u32* signs = masks[0].along_cols + threadIdx.x / kTileBlocks;
+  const u32* signs = masks[0].columnwise + threadIdx.x / kTileBlocks;
 #pragma unroll
   for (int s = 0; s < kShare; ++s) {
     u32 words[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      widen(half ? share.codes[s].y : share.codes[s].x, share.scales[s],
+      expand_eight(half ? share.codes[s].y : share.codes[s].x, share.scales[s],
             kSigned ? signs[s * kShareRows] : 0, words);
       u8* to = shared + (places.fetched ^ twist(s * kShareRows) ^ slot(half));
       *(uint4*)(to + s * kShareRows * kRowBytes) = {words[0], words[1], words[2], words[3]};
@@ -421,15 +421,15 @@ Q2_INLINE u32 signs_of_pair(uint4 random, int i) {
 Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
   int i = threadIdx.x;
   if (kRows && i < (kBytes == 2 ? 64 : 128)) {
-    uint4 random = sign_bits(sign_seed_of(of.along_rows));
-    masks.along_rows[i] = kBytes == 2 ? signs_of_pair(random, i) : negative(random, i) << 31;
+    uint4 random = sign_bits(sign_seed_of(of.rowwise));
+    masks.rowwise[i] = kBytes == 2 ? signs_of_pair(random, i) : negative(random, i) << 31;
   }
   if (kCols && i < 128) {
-    uint4 random = sign_bits(sign_seed_of(of.along_cols));
+    uint4 random = sign_bits(sign_seed_of(of.columnwise));
     if constexpr (kSignPairs) {
-      if (i < 64) masks.along_cols[i] = signs_of_pair(random, i);
+      if (i < 64) masks.columnwise[i] = signs_of_pair(random, i);
     } else {
-      masks.along_cols[i] = kSignsMultiply
+      masks.columnwise[i] = kSignsMultiply
                                 ? 0x3F800000u | negative(random, i) << 31
                                 : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
     }

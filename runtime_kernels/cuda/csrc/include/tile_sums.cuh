@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of the columns of a tile, which rotate_quantize.cu makes on its way along columns (Q2_SUMS);
+// Sums of the columns of a tile, which rotate_quantize.cu makes on its way columnwise (Q2_SUMS);
 // sums.cuh adds up those of all tiles. Order of operations: numerics/column_sums.py.
 #pragma once
 #include "tile.cuh"
@@ -24,7 +24,7 @@ Q2_INLINE void store_sums([[maybe_unused]] const Params& p, Tile tile, Pair sum)
 #if Q2_SUMS
   sum = add(sum, from_lane(sum, kQuartersApart));
   sum = add(sum, from_lane(sum, 2 * kQuartersApart));
-  auto [pair, quarter] = lane_along_cols();
+  auto [pair, quarter] = lane_columnwise();
   long long row = tile.row / kTileRows;
   float* to = p.sums + row * (p.tiles_across * kTileCols) + tile.col + threadIdx.x / 32 * 16;
   if (quarter == 0) to[place_of_column(pair, 0)] = sum.a, to[place_of_column(pair, 1)] = sum.b;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Number formats and Philox, shared by the kernels of this folder.
+// The formats e2m1, e4m3 and e8m0, exact reciprocals and quotients, and Philox, for all kernels here.
 //
 // No header is included, so that NVRTC needs none. Compiled with --fmad=false: a product and a sum
 // round one after the other unless fma says otherwise, as in the torch reference
@@ -7,7 +7,7 @@
 #pragma once
 
 // Q2_HW_FP4: the fp4 conversions of Blackwell. Q2_HW_FP8: the fp8 conversions that began with sm_89;
-// without fp4 ones these do part of their work. 0: the same numbers by arithmetic.
+// without fp4 ones these do part of their work. 0: the same results by arithmetic.
 #if !defined(Q2_HW_FP4) || !defined(Q2_HW_FP8) || Q2_HW_FP4 > Q2_HW_FP8
 #error "define Q2_HW_FP4 and Q2_HW_FP8 as 0 or 1; fp4 conversions come with those of fp8"
 #endif
@@ -77,7 +77,7 @@ Q2_INLINE float from_e8m0(u32 byte) {
   return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
 }
 
-// Eight codes as the numbers they stand for, element by element: (e2m1 * scale) * global_scale.
+// Dequantizes eight codes: (e2m1 * scale) * global_scale.
 Q2_INLINE void dequantized(u32 codes, float scale, float global_scale, float (&x)[8]) {
   u32 words[4];
   e2m1x8_to_f16x2(codes, words);
@@ -151,7 +151,7 @@ Q2_INLINE Pair from_lane(Pair x, int mask) {
   return {__shfl_xor_sync(~0u, x.a, mask), __shfl_xor_sync(~0u, x.b, mask)};
 }
 
-// The largest of a thread block's numbers, one a thread.
+// The largest `value` of a thread block.
 template <int kThreads>
 Q2_INLINE u32 block_largest(u32 value) {
   __shared__ u32 of_warp[kThreads / 32];
@@ -163,20 +163,20 @@ Q2_INLINE u32 block_largest(u32 value) {
   return value;
 }
 
-// Philox4x32 (numerics/philox.py): key = the seed, counter = (index, stream, purpose).
+// Philox4x32 (numerics/philox.py): key = the seed, counter = (index, rng_offset, purpose).
 
-enum Purpose { SIGNS = 1, COINS = 2 };  // of 10 and of 7 rounds
+enum Purpose { SIGNS = 1, RANDOM_BITS = 2 };  // of 10 and of 7 rounds
 
-// Blocks first, first + 1, ... of one stream: their rounds share a key schedule.
+// Blocks first, first + 1, ... for one rng_offset: their rounds share a key schedule.
 template <int n, typename Index>
-Q2_INLINE void philox(u64 seed, Index first, u32 stream, Purpose purpose, uint4 (&c)[n]) {
+Q2_INLINE void philox(u64 seed, Index first, u32 rng_offset, Purpose purpose, uint4 (&c)[n]) {
   // Of one block alone a product in C++ gets a sum with 0; of two mul_wide takes registers.
   auto product = [](u32 x, u32 y) { return n == 1 ? mul_wide(x, y) : (u64)x * y; };
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
     u64 index = first + (Index)i;
-    c[i] = {(u32)index, (u32)(index >> 32), stream, (u32)purpose};
+    c[i] = {(u32)index, (u32)(index >> 32), rng_offset, (u32)purpose};
   }
 #pragma unroll
   for (int round = 0; round < (purpose == SIGNS ? 10 : 7); ++round) {
