@@ -14,6 +14,7 @@ from q2compile.lowering.inductor_kernels import fp32
 from q2compile.lowering.inductor_kernels.blocks import Blocks, Index, PerBlock
 from q2compile.lowering.inductor_kernels.fp32 import Fp32, Value, integer, number
 from q2compile.lowering.inductor_kernels.rounding import Quantized, Rounding
+from q2compile.runtime_kernels.numerics.mxfp4 import ABOVE_HALF
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, Scheme
 
 _LARGEST_BYTE = 253  # 2^126, whose reciprocal is normal
@@ -21,13 +22,14 @@ _NAN_BYTE = 0xFF
 
 
 class _PowersOfTwo:
-    """s = 2^(floor(log2 largest) - 2), whatever vmax is."""
+    """s = 2^(floor(log2 largest) - 2), or 2^ceil(log2(largest / 6)), whatever vmax is."""
 
-    def __init__(self, fp: Fp32, largest: PerBlock, shrink: float) -> None:
-        self.fp, self.largest, self.shrink = fp, largest, shrink
+    def __init__(self, fp: Fp32, largest: PerBlock, scheme: Scheme) -> None:
+        self.fp, self.largest, self.shrink = fp, largest, scheme.shrink
+        self.above = ABOVE_HALF if scheme.rceil else 0
 
     def code(self, place: Index, vmax: float) -> Value:
-        exponent = fp32.shifted_right(self.largest(place), 23)
+        exponent = fp32.shifted_right(ops.add(self.largest(place), integer(self.above)), 23)
         byte = ops.maximum(ops.sub(exponent, integer(2)), integer(0))
         return ops.minimum(byte, integer(_LARGEST_BYTE))
 
@@ -42,7 +44,7 @@ class _PowersOfTwo:
 def quantize(blocks: Blocks, scheme: Scheme) -> Quantized:
     """Codes, e8m0 scales, NaN for poisoned blocks, and 1 / shrink as global scale."""
     largest = blocks.largest().make_loader()
-    scales = _PowersOfTwo(Fp32(blocks.device), largest, scheme.shrink)
+    scales = _PowersOfTwo(Fp32(blocks.device), largest, scheme)
     rounding = Rounding(blocks, scheme, scales)
     codes = blocks.pack(rounding.code)
 

@@ -53,8 +53,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 # Launches of quantizers by Inductor; a test counts them in generated code.
 _SPLIT_SCALES_LAUNCHES = 2  # q2::split_scales: the largest, then the scales
-_INDUCTOR_16X16_LAUNCHES = 2  # the largest of each block, then codes
-TRANSPOSED_BITS = 4 + Fraction(8, 16)  # written by q2::transpose: a scale for each row
+_INDUCTOR_SQUARE_LAUNCHES = 2  # the largest of each block, then codes
 _ALPHA = 1  # the product of two global scales, if no quantizer's last launch computes it
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
@@ -278,9 +277,12 @@ def _behind(group: list[Step], step: Step) -> Step:
 
 def _moved_to_group(made: list[Step], before: list[Step]) -> list[Step]:
     """A quantizer that is alone ahead of its GEMM shares launches with those ahead of the GEMM
-    before, where it can (`passes.gather_quantizers`)."""
+    before, where it can and has their scheme (`passes.gather_quantizers`)."""
     lone, group = ([step for step in steps if step.tail is not None] for steps in (made, before))
-    if len(lone) != 1 or not group or not can_share([_tail(step) for step in (*group, *lone)]):
+    schemes = {s.quantizer.scheme for s in (*group, *lone) if s.quantizer}
+    if len(lone) != 1 or not group or len(schemes) > 1:
+        return made
+    if not can_share([_tail(step) for step in (*group, *lone)]):
         return made
     return [_behind(group, step) if step in lone else step for step in made]
 
@@ -301,12 +303,13 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
         return [*_dequantized(layer, name, operands), product]
     nvfp4 = get_scheme(gemm.a.scheme).format == "nvfp4"
     ahead = _ALPHA if nvfp4 and not aligned and not layer.grouped else 0
-    # Scales of 16x16 blocks are expanded for cuBLASLt; q2::transpose writes one for each row.
+    # Scales of square blocks are expanded for FP4 GEMMs; q2::transpose writes one for each row.
     expanded: Any = 0
     for role, operand in operands.items():
         square = get_scheme(operand.scheme).block[0] != 1
         if square and operand.source != "reuse" and not layer.grouped:
-            expanded += layer.elements(role) * 8 * (1 + 16) / 256
+            side = get_scheme(operand.scheme).width
+            expanded += layer.elements(role) * 8 * (1 + side) / side**2
             ahead += 1
     packed = sum(_read_bits(o) * layer.elements(role) for role, o in operands.items())
     bits = packed + HIGH * layer.elements(_RESULT[name])
@@ -325,7 +328,9 @@ def _product(layer: Layer, name: str, gemm: Gemm, *, masked: bool, aligned: bool
 
 
 def _read_bits(operand: Operand) -> Fraction:
-    return TRANSPOSED_BITS if operand.source == "reuse" else packed_bits(operand.scheme)
+    if operand.source == "reuse":
+        return transposed_bits(operand.scheme)
+    return packed_bits(operand.scheme)
 
 
 def _dequantized(layer: Layer, name: str, operands: dict[str, Operand]) -> list[Step]:
@@ -389,9 +394,14 @@ def _rowwise_and_columnwise(layer: Layer, operand: Operand) -> Step:
     )
 
 
+def transposed_bits(scheme: str) -> Fraction:
+    """Bits per element that q2::transpose writes: a scale for each row."""
+    return 4 + Fraction(8, get_scheme(scheme).width)
+
+
 def transposing(gemm: str, what: str, scheme: str, elements: Any) -> Step:
     """q2::transpose of so many elements."""
-    bits = (packed_bits(scheme) + TRANSPOSED_BITS) * elements
+    bits = (packed_bits(scheme) + transposed_bits(scheme)) * elements
     return Step(gemm, what, bits, reach=TRANSPOSE_REACH)
 
 
@@ -425,7 +435,8 @@ def _square_blocks(layer: Layer, name: str, role: str, operand: Operand, element
     """By Inductor kernels, which read the operand twice, and q2::split_scales."""
     bits = (HIGH + written_bits(operand.scheme)) * elements
     pow2 = get_scheme(operand.scheme).global_scale == "pow2"
-    launches = _INDUCTOR_16X16_LAUNCHES + _SPLIT_SCALES_LAUNCHES * pow2
+    launches = _INDUCTOR_SQUARE_LAUNCHES + _SPLIT_SCALES_LAUNCHES * pow2
+    launches += get_scheme(operand.scheme).format == "mxfp4"  # its global scale, a constant
     tail = _tail_launch(layer, operand.scheme) if pow2 else None
     step = Step(name, f"quantize {role}", bits, launches=launches, tail=tail)
     return replace(step, bits_before=HIGH * elements)

@@ -39,8 +39,7 @@ class SavedCodes(NamedTuple):
 
 def seed_of(operand: Operand, seed: Tensor | None) -> Tensor | None:
     """The seed, where quantizing the operand draws random bits or signs."""
-    draws = SCHEMES[operand.scheme].stochastic or TRANSFORMS[operand.transform].seeded
-    return seed if draws else None
+    return seed if operand.draws else None
 
 
 def _quantize(
@@ -208,10 +207,11 @@ def _keep(
     if gemm is None or source == "fresh" or (source == "reuse" and recipe.fprop is None):
         saved[name] = made[name]
     elif source == "forward":
-        seed = torch.ops.q2.seed(made[name], salt)
+        seed = torch.ops.q2.seed(made[name], salt) if gemm.b.draws else None
         codes = product.columnwise(gemm_name, made[name], gemm.b, seed, rng_offset=1)
         saved.put_codes(f"{gemm_name}.{name}", codes)
-        saved[f"{gemm_name}.seed"] = seed
+        if seed is not None:
+            saved[f"{gemm_name}.seed"] = seed
     else:
         saved.put_codes(name, made.codes(name))
         if f"{other}.mask" in made:
@@ -238,7 +238,7 @@ def _backward_gemm(
     if gemm is None:
         return product.plain(gemm_name, dy, saved[name])
     seed = saved.get(f"{gemm_name}.seed")
-    if seed is None:
+    if seed is None and (gemm.a.draws or gemm.b.draws):
         seed = torch.ops.q2.seed(dy, salt)
     dtype = dy.dtype
     if transpose:

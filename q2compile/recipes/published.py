@@ -11,6 +11,7 @@ PAPERS = {
     "nvfp4": "NVIDIA, arXiv 2509.25149",
     "quartet": "Quartet, arXiv 2505.14669",
     "mxfp4": '"Training LLMs with MXFP4", arXiv 2502.20586',
+    "mxfp4_2d": "MXFP4 with 32x32 blocks for weights, arXiv 2610.00053",
     "tetrajet2": "TetraJet-v2, as Quartet II compares it",
     "bf16": "nothing is rewritten",
 }
@@ -71,6 +72,19 @@ RECIPES = {
         #   dx = Qsr34(dy H) Qsr34(wᵀ H)ᵀ            RHT-64 along N
         #   dw = Qsr34(dyᵀ H) Qsr34(xᵀ H)ᵀ           RHT-64 along T
         Recipe.parse("mxfp4", BF16, f"{_SR64} @ {_SR64}", f"{_SR64} @ {_SR64}"),
+        # MXFP4 with 32x32 blocks for weights (arXiv 2610.00053). Scales are rounded up. Not stated
+        # where this was written from, and chosen here: x for wgrad is quantized in the forward,
+        # from high precision, as nvfp4's is; dy's columns and x are rounded to nearest; "fixed" is
+        # without signs. Other signs: transform "rht32" (per step) or "rht32_fixed".
+        #   y  = Q(x) Q32x32(w)ᵀ
+        #   dx = Qsr(dy) Q32x32(w)                   the same codes of w
+        #   dw = Q(dyᵀ H) Q(xᵀ H)ᵀ                   H32 without signs along T
+        Recipe.parse(
+            "mxfp4_2d",
+            fprop="mxfp4_rceil @ mxfp4_rceil_32x32",
+            dgrad="mxfp4_rceil_sr @ reuse>mxfp4_rceil_32x32",
+            wgrad="h32>mxfp4_rceil @ forward>h32>mxfp4_rceil",
+        ),
         # TetraJet-v2, as Quartet II compares it (section 2): SR where quartet2 has MS-EDEN, RTN
         # where it has 4/6.
         #   y  = Q(x) Q(w)ᵀ

@@ -26,6 +26,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
+
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 # What w in dgrad and x in wgrad are made of. "fresh", the high-precision tensor, is all that
 # fprop's operands and dy can have.
@@ -41,7 +44,7 @@ class Operand:
     transform  a row of TRANSFORMS, applied along the contraction before rounding; signs are drawn
                anew at every step, or "rht16_fixed" and the like keep one sign vector
     source     "fresh": from the high-precision tensor; "requantize": from the codes fprop saved;
-               "reuse": those codes transposed (w in 16x16 blocks); "forward": from the
+               "reuse": those codes transposed (w in square blocks); "forward": from the
                high-precision tensor while the forward runs, so that only the codes are saved (x)
     """
 
@@ -58,6 +61,11 @@ class Operand:
     def requantized(self) -> bool:
         """Made of fprop's codes, so rounded twice."""
         return self.source == "requantize"
+
+    @property
+    def draws(self) -> bool:
+        """Whether quantizing it draws random bits or signs, so needs a seed."""
+        return SCHEMES[self.scheme].stochastic or TRANSFORMS[self.transform].seeded
 
     @classmethod
     def parse(cls, text: str) -> Operand:
@@ -114,8 +122,15 @@ class Recipe:
 
     @property
     def random_forward(self) -> bool:
-        """Whether the forward draws a seed: x quantized for wgrad during the forward needs one."""
-        return self.wgrad is not None and self.wgrad.b.source == "forward"
+        """Whether the forward draws a seed: x quantized for wgrad during the forward may need
+        one."""
+        return self.wgrad is not None and self.wgrad.b.source == "forward" and self.wgrad.b.draws
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of w that share a scale."""
+        of_w = [gemm.b.scheme for gemm in (self.fprop, self.dgrad) if gemm]
+        return max((SCHEMES[scheme].block[0] for scheme in of_w), default=1)
 
     def only(self, gemms: Collection[str]) -> Recipe:
         """This recipe with all GEMMs but those named left in high precision.

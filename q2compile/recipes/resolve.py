@@ -11,7 +11,7 @@ from q2compile.errors import ConfigError, naming, one_of, shown
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import GEMMS, SOURCES, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.numerics.groups import spreads
-from q2compile.runtime_kernels.numerics.schemes import SCHEMES
+from q2compile.runtime_kernels.numerics.schemes import SCHEMES, Scheme
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 
@@ -154,10 +154,16 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
         if codes not in (None, o.scheme.removesuffix("_pow2")):
             return f"but fprop's codes of w are {codes}: only the same scheme can be re-used"
         if not square or o.transform != "none":
-            return "but only 16x16 blocks without a rotation stay blocks when transposed"
+            return "but only square blocks without a rotation stay blocks when transposed"
         return ""
     if scheme.block[0] != 1 and (gemm, role) != ("dgrad", "dy"):
-        return "but 16x16 blocks are for fprop, and for w re-used in dgrad (source 'reuse')"
+        return (
+            f"but {_size(scheme)} blocks are for fprop, and for w re-used in dgrad (source 'reuse')"
+        )
     if scheme.block[0] != 1 and o.transform != "none":
-        return "but 16x16 blocks can't be rotated along one dimension"
+        return f"but {_size(scheme)} blocks can't be rotated along one dimension"
     return ""
+
+
+def _size(scheme: Scheme) -> str:
+    return "x".join(map(str, scheme.block))

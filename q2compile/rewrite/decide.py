@@ -47,6 +47,14 @@ def why_bf16(row: Row, config: Config, *, router: bool) -> str:
     return f"router: taken where the policy names it, {{{pattern!r}: {default.name!r}}}"
 
 
+def why_cut(found: Matmul, recipe: Recipe) -> str:
+    """Why the weights of experts can't be quantized in the blocks of a recipe; "" if they can."""
+    rows, height = found.operands()[1].shape[-2], recipe.block_rows
+    if found.op == "linear" or rows % height == 0:
+        return ""
+    return f"experts of {rows} rows: a block of {recipe.name} has {height}, and would span two"
+
+
 def raise_on_shared(
     found: Matmul, recipe: Recipe, names: Names, config: Config, *, router: bool
 ) -> None:

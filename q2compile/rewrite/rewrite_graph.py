@@ -21,7 +21,7 @@ from q2compile.linear.tensor_parallel import raise_on_async_inputs
 from q2compile.recipes.published import RECIPES
 from q2compile.recipes.recipe import Recipe
 from q2compile.report.row import Row
-from q2compile.rewrite.decide import raise_on_shared, why_bf16, with_prediction
+from q2compile.rewrite.decide import raise_on_shared, why_bf16, why_cut, with_prediction
 from q2compile.rewrite.replace import replace_by_linear
 from q2compile.rewrite.shared_bodies import own_bodies, share_bodies
 from q2compile.torch_internals.aot_autograd import in_compiled_autograd
@@ -96,7 +96,8 @@ def _plan(
         return found, row, RECIPES["bf16"]
     wanted, _ = config.resolved_policy.resolve(row.module, router=router)
     raise_on_shared(found, wanted, names, config, router=router)
-    recipe = with_prediction(row, found, wanted, config)
+    row.why = why_cut(found, wanted)
+    recipe = RECIPES["bf16"] if row.why else with_prediction(row, found, wanted, config)
     row.fprop, row.dgrad, row.wgrad = recipe.texts()
     if not recipe.quantizes:
         row.why = row.why or why_bf16(row, config, router=router)

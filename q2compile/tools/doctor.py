@@ -53,6 +53,7 @@ from q2compile.tools.clear_cache import clear_cache
 
 # The schemes of the recipes' operands for which Inductor kernels are used.
 LOOPS_CHECKED = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
+LOOPS_CHECKED += ("mxfp4_rceil_32x32",)
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that do not run
 

@@ -48,7 +48,9 @@ def _scheme(scheme: Scheme) -> list[str]:
         rounding += f", the best of {len(scheme.steps)} scales"
     elif scheme.select:
         rounding += f", 4/6 by {scheme.select.upper()}"
-    if scheme.shrink != 1:
+    if scheme.rceil:
+        rounding += ", scales rounded up"
+    elif scheme.shrink != 1:
         rounding += f" of {scheme.shrink} x"
     elif scheme.stochastic and scheme.vmax == E2M1_MAX:
         rounding += ", may clip"

@@ -18,6 +18,7 @@ from q2compile.runtime_kernels.cpu import kernels, selfcheck
 from q2compile.runtime_kernels.cpu.dequantize import dequantized, plain_scales
 from q2compile.runtime_kernels.numerics.groups import clear_tail, lay_out, spreads
 from q2compile.runtime_kernels.numerics.layout import ceil_div, empty_quantized
+from q2compile.runtime_kernels.numerics.mxfp4 import ABOVE_HALF
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4
 from q2compile.runtime_kernels.numerics.transforms import Transform
@@ -63,6 +64,7 @@ def _operand(
         selection=_SEARCH if scheme.steps else _SELECTIONS[scheme.select],
         exact=scheme.global_scale == "exact",
         height=scheme.block[0],
+        above=ABOVE_HALF if scheme.rceil else 0,
         chunk=max(scheme.width, transform.size),
         rotated=transform.size,
         signs=transform.signs != "none",

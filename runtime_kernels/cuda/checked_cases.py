@@ -277,14 +277,16 @@ def _with_swizzled(*schemes: str) -> tuple[str, ...]:
 
 _ROTATED = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4"),
-    *("mxfp4_sr", "mxfp4_rtn34"),
+    *("mxfp4_sr", "mxfp4_rtn34", "mxfp4_rceil"),
 )
 _GROUPED = (
-    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34"),
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2"),
+    *("mxfp4_sr", "mxfp4_rtn34", "mxfp4_rceil"),
     *("nvfp4_ms_eden_pow2@bf16", "nvfp4_sr_pow2@bf16"),
 )
 _WITH_DBIAS = _with_swizzled(
-    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2", "mxfp4_sr", "mxfp4_rtn34")
+    *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2"),
+    *("mxfp4_sr", "mxfp4_rtn34", "mxfp4_rceil"),
 )
 _DEQUANTIZED = ("nvfp4_ms_eden_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED)
 ROWWISE = Variant(QUANTIZE, rowwise=True, columnwise=False, rotated=False)
@@ -297,6 +299,7 @@ REQUANTIZED = COLUMNWISE._replace(op=REQUANTIZE)
 CHECKED: dict[str | Variant, tuple[str, ...]] = {
     ROWWISE: (
         *_with_swizzled("nvfp4_46_pow2", "nvfp4_46", "nvfp4_sr_pow2", "nvfp4_sr"),
+        *_with_swizzled("mxfp4_rceil", "mxfp4_rceil_sr"),
         *("nvfp4_46_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED),
     ),
     _ROWWISE_ROTATED: _ROTATED + _DEQUANTIZED,
@@ -322,7 +325,7 @@ CHECKED: dict[str | Variant, tuple[str, ...]] = {
     "padded_ends": ("nvfp4",),
     "signs": ("nvfp4",),
     "split_scales": _with_swizzled("nvfp4_46_pow2", "nvfp4_pow2"),
-    "transpose": ("nvfp4_16x16_pow2",),
+    "transpose": ("nvfp4_16x16_pow2", "mxfp4_rceil_32x32"),
     "gemm": tuple(OF_FORMAT.values()),
     "gemm_masked_unrotate": tuple(OF_FORMAT.values()),
     "grouped_gemm": tuple(OF_FORMAT.values()),

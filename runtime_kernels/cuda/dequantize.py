@@ -105,7 +105,7 @@ def dequantize(
     whole = cols == 2 * half and spec.block[0] == 1
     unit = 0 if global_scale is None else BufferSlot(2)
     blocks = max(1, ceil_div(groups, THREADS))
-    extents = groups, half // 4, cols, 4 if spec.block[0] == 16 else 0
+    extents = groups, half // 4, cols, spec.block[0].bit_length() - 1
     matrix = Matrix(BufferSlot(0), BufferSlot(1), unit, BufferSlot(inputs), *extents, blocks)
     launched = dequantize_launch(dtype, spec.format == "mxfp4", whole)
     tail = Dequantizing(launched, (matrix,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::transpose on CUDA (transpose.cu): nvfp4's weight, which dgrad re-uses."""
+"""q2::transpose on CUDA (transpose.cu): a weight in square blocks, which dgrad re-uses."""
 
 import functools
 
@@ -17,15 +17,16 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.ops.argument_checks import check_quantized
-from q2compile.runtime_kernels.ops.transpose import shapes
+from q2compile.runtime_kernels.ops.transpose import checked, shapes
 from q2compile.runtime_kernels.registry import CUDA
 
 _THREADS, _TILE = 256, 128
 
 
 @functools.cache
-def transpose_launch(swizzled: bool) -> Launch:
-    return launch("transpose.cu", "PPPPiiiiiii", _THREADS, defines={"Q2_SWIZZLED": int(swizzled)})
+def transpose_launch(side: int, swizzled: bool) -> Launch:
+    defines = {"Q2_SIDE": side, "Q2_SWIZZLED": int(swizzled)}
+    return launch("transpose.cu", "PPPPiiiiiii", _THREADS, defines=defines)
 
 
 @launching(
@@ -33,7 +34,9 @@ def transpose_launch(swizzled: bool) -> Launch:
     unsupported=lambda codes, scales, scheme, rows, swizzled=False: rejection(
         "transpose", CUDA, codes.device.index, scheme
     ),
-    launches=lambda codes, scales, scheme, rows, swizzled=False: [transpose_launch(swizzled)],
+    launches=lambda codes, scales, scheme, rows, swizzled=False: [
+        transpose_launch(checked(scheme).width, swizzled)
+    ],
     layouts={0: Layout.ALIGNED, 1: Layout.CONTIGUOUS},
 )
 def transpose(
@@ -42,10 +45,11 @@ def transpose(
     """See ops/transpose.py."""
     check_quantized("transpose", codes, scales, None)
     of_codes, of_scales = shapes(codes, scheme, rows, swizzled)
-    height, half = codes.shape
+    (height, half), side = codes.shape, checked(scheme).width
     tiles_across = ceil_div(rows, _TILE)
     tiles = ceil_div(height, _TILE) * tiles_across
     sizes = height, half // 4, rows, of_codes[1] // 4, tiles_across, scales.shape[1]
-    values = (BufferSlot(0), BufferSlot(1), BufferSlot(2), BufferSlot(3), *sizes, of_codes[1] // 8)
-    steps = (Step(transpose_launch(swizzled), (tiles, 1), values),) if tiles else ()
+    slots = (BufferSlot(0), BufferSlot(1), BufferSlot(2), BufferSlot(3))
+    values = (*slots, *sizes, 2 * of_codes[1] // side)
+    steps = (Step(transpose_launch(side, swizzled), (tiles, 1), values),) if tiles else ()
     return LaunchPlan(2, (Output(of_codes, torch.uint8), Output(of_scales, scales.dtype)), 0, steps)

@@ -9,7 +9,8 @@ with 4-bit e2m1 codes, one 8-bit scale for each block, and one fp32 scalar. Bloc
 last dimension, which the GEMM contracts. There are two formats:
 
     nvfp4   blocks of 16 (or 16x16), e4m3 scales, fp32 global scale
-    mxfp4   blocks of 32, e8m0 (power of two) scales, global scale 1 (4/3 where codes shrink by 3/4)
+    mxfp4   blocks of 32 (or 32x32), e8m0 (power of two) scales, global scale 1 (4/3 where codes
+            shrink by 3/4)
 
 Sources:
     NVFP4           "Pretraining LLMs with NVFP4" (arXiv 2509.25149), appendix B; 16x16: section 4.3
@@ -18,6 +19,8 @@ Sources:
     MS-EDEN         Quartet II, section 3.3 and algorithm 1
     QuEST, RTN 3/4  Quartet (2505.14669 v4), section 4.3 and algorithm 1 (appendix A.1)
     SR 3/4          "Training LLMs with MXFP4" (2502.20586)
+    rceil           "Recipes for Pre-training LLMs with MXFP8" (2506.08027), section 3.1; torchao
+                    has the name; 32x32: arXiv 2610.00053
     scale search    no paper's: ours
 """
 
@@ -43,7 +46,9 @@ class Scheme:
     name: str
     format: str  # "nvfp4" | "mxfp4"
     rounding: str  # "rtn" | "sr" | "ms_eden" | "quest"
-    block: tuple[int, int]  # rows and columns that share a scale: (1, 16), (16, 16), (1, 32)
+    block: tuple[
+        int, int
+    ]  # rows and columns that share a scale: (1, 16), (16, 16), (1, 32), (32, 32)
     # "exact": from the tensor's amax, known before the codes (ms_eden: from the corrected scales).
     # "pow2": a power of two found after the codes; code * scale * 2^k is then exact in bf16.
     # "none": mxfp4 has no second level.
@@ -59,6 +64,7 @@ class Scheme:
     shrink: float = (
         1.0  # mxfp4: codes are rounded from shrink * x / scale, and global_scale is 1 / shrink
     )
+    rceil: bool = False  # mxfp4: scales are rounded up, so that no code clips (mxfp4.py)
     swizzled: bool = False  # scales are in the order of Blackwell's tensor cores (swizzle.py)
     # bf16 [M, Kp] instead of codes, and no scales, for BF16 GEMMs: code * scale, times a global
     # scale that is a power of two (which is then given as 1).
@@ -142,11 +148,15 @@ def _nvfp4() -> list[Scheme]:
 
 def _mxfp4() -> list[Scheme]:
     rtn = Scheme("mxfp4_rtn", "mxfp4", "rtn", (1, 32), "none")
+    rceil = replace(rtn, name="mxfp4_rceil", rceil=True)
     return [
         rtn,
         replace(rtn, name="mxfp4_rtn34", shrink=0.75),
         replace(rtn, name="mxfp4_sr", rounding="sr", shrink=0.75),
         replace(rtn, name="mxfp4_quest", rounding="quest"),
+        rceil,
+        replace(rceil, name="mxfp4_rceil_sr", rounding="sr"),
+        replace(rceil, name="mxfp4_rceil_32x32", block=(32, 32)),
     ]
 
 

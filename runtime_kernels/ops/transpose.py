@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q2::transpose: the transposed matrix, as codes and scales, for 16x16 blocks.
+"""q2::transpose: the transposed matrix, as codes and scales, for square blocks.
 
     transpose(codes uint8 [M, Kp/2], scales [M/16, Kp/16], scheme, rows, swizzled)
-        -> codes uint8 [rows, Mp/2], scales [rows/16, Mp/16]
+        -> codes uint8 [rows, Mp/2], scales [rows/16, Mp/16]      (mxfp4: 32 for 16)
 
 rows is K without its padding; the new contraction M is padded to whole blocks. A square block
 has one scale rowwise and columnwise, so the codes only change places. That lets NVIDIA's recipe
@@ -39,7 +39,8 @@ def checked(scheme: str) -> Scheme:
 def of_rows(scheme: str) -> str:
     """The scheme of an operand of square blocks once its scales are repeated for each row and
     swizzled: nvfp4_pow2@32x4x4 for nvfp4_16x16_pow2."""
-    return checked(scheme).name.replace("_16x16", "") + SWIZZLED
+    spec = checked(scheme)
+    return spec.name.replace(f"_{spec.width}x{spec.width}", "") + SWIZZLED
 
 
 def shapes(codes, scheme: str, rows, swizzled: bool) -> tuple[tuple, tuple]:

@@ -19,7 +19,7 @@ from tests.support.small_model import Mlp
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
-RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2"]
+RECIPES = ["quartet2", "nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2"]
 # Gradients of one input with other random bits: 0.994 (quartet2, nvfp4) to 0.982 (mxfp4) on an
 # H200.
 OTHER_BITS = 0.95

@@ -187,6 +187,20 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
     assert "| run | seeds | validation loss | gap to BF16 |" in text
 
 
+def test_the_arms_of_mxfp4_2d_train(branched: Path) -> None:
+    """Each goes on from the stem of seed 0, and has weights of its own in the end."""
+    file = EXAMPLES / "pretraining" / "branched_mxfp4_2d.toml"
+    given = Namespace(plan=file, seeds=[0], tokens=1.0, size="30m", branch_at=None)
+    asked = {name: runs.parse(name) for job in plan.jobs(given) for name in job.runs}
+    arms = [run for run in asked.values() if run.name.startswith("mxfp4_2d")]
+    compared = comparison(branched, Branch(BRANCH, branched / "stems"))
+    for run in arms:
+        list(compared.train(run, [0]))
+    found = {run.name: result(branched, run.name).val_loss for run in arms}
+    assert len(found) == 7 and all(math.isfinite(loss) for loss in found.values())
+    assert len({result(branched, "bf16").val_loss, *found.values()}) == 8
+
+
 @pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
 def test_every_run_of_the_plans_is_one_that_the_backend_takes(file: Path) -> None:
     given = Namespace(plan=file, seeds=[0], tokens=1.0, size="30m", branch_at=None)

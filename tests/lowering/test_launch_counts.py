@@ -16,7 +16,7 @@ from expecttest import TestCase
 
 from tests.support.launch_counts import BLACKWELL, HOPPER, launched
 
-RECIPES = ("quartet2", "nvfp4", "tetrajet2", "quartet", "mxfp4")
+RECIPES = ("quartet2", "nvfp4", "tetrajet2", "quartet", "mxfp4", "mxfp4_2d")
 
 
 def line(recipe: str, capability: int) -> str:
@@ -48,6 +48,8 @@ class TestLaunchCounts(TestCase):
     triton gemm 3
 10.0 mxfp4: 10 -> 7, 7 with a bias; align_scales.cu 1, mm 1, randint 1,
     rotate_quantize.cu 2, triton gemm 2
+10.0 mxfp4_2d: 17 -> 17, 17 with a bias; align_scales.cu 4, randint 1,
+    rotate_quantize.cu 4, swizzle_scales.cu 1, transpose.cu 1, triton 3, triton gemm 3
 9.0 quartet2: 15 -> 10, 10 with a bias; align_scales.cu 1, dequantize.cu 1,
     finalize_dequantized.cu 1, mm 3, randint 1, rotate_quantize.cu 3
 9.0 nvfp4: 22 -> 20, 20 with a bias; align_scales.cu 2, dequantize.cu 4,
@@ -58,5 +60,7 @@ class TestLaunchCounts(TestCase):
 9.0 quartet: 19 -> 14, 14 with a bias; align_scales.cu 2, dequantize.cu 1,
     masked_unrotate.cu 2, mm 3, randint 1, rotate_quantize.cu 3, triton 2
 9.0 mxfp4: 12 -> 9, 9 with a bias; align_scales.cu 1, mm 3, randint 1,
-    rotate_quantize.cu 2, triton 2""",
+    rotate_quantize.cu 2, triton 2
+9.0 mxfp4_2d: 20 -> 20, 20 with a bias; align_scales.cu 4, dequantize.cu 4, mm 3,
+    randint 1, rotate_quantize.cu 4, transpose.cu 1, triton 3""",
         )

@@ -73,6 +73,9 @@ def assert_same_bits(got, want) -> None:
         ("nvfp4_16x16", (64, 256)),
         ("mxfp4_rtn", (64, 256)),
         ("mxfp4_rtn34", (37, 100)),
+        ("mxfp4_rceil", (37, 100)),
+        ("mxfp4_rceil_32x32", (37, 100)),
+        ("mxfp4_rceil_32x32", (64, 256)),
         (FOUR_SIX + SWIZZLED, (137, 100)),
         ("nvfp4_46" + SWIZZLED, (137, 100)),
         ("mxfp4_rtn" + SWIZZLED, (137, 100)),
@@ -115,6 +118,8 @@ HELD = [
     ("nvfp4_sr", "rht16", True, (37, 100)),
     ("mxfp4_sr", "rht16", True, (64, 256)),  # two chunks in a block
     ("mxfp4_rtn34", "h32", False, (37, 100)),
+    ("mxfp4_rceil", "h32", True, (64, 100)),
+    ("mxfp4_rceil_sr", "none", False, (37, 100)),
     ("nvfp4_46_pow2", "rht32_fixed", True, (37, 100)),  # two blocks in a chunk
 ]
 

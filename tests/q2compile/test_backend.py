@@ -342,6 +342,10 @@ BLOCK_OPS = {
         {"q2.quantize": 11 + 4, "q2.gemm": 7},
         {"q2.quantize": 7 + 7, "q2.transpose": 7, "q2.gemm": 14},
     ),
+    "mxfp4_2d": (
+        {"q2.quantize": 11 + 4, "q2.gemm": 7},
+        {"q2.quantize": 7 + 7, "q2.transpose": 7, "q2.gemm": 14},
+    ),
     "quartet": (
         {"q2.quantize": 11, "q2.gemm": 7},
         {
@@ -375,10 +379,12 @@ def test_every_recipe_trains_a_block(recipe, tmp_path):
 
 SAVED_BITS = {
     # codes 4, scales 8/16 or 8/32, masks 1. nvfp4: w's 16x16 scales are 8/256; x in 1x16 blocks.
+    # mxfp4_2d: w's 32x32 scales are 8/1024.
     "quartet2": (4.5, 4.5),
     "tetrajet2": (4.5, 4.5),
     "nvfp4": (4.5, 4 + 8 / 256),
     "quartet": (5.25, 5.25),
+    "mxfp4_2d": (4.25, 4 + 8 / 1024),
 }
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ("quartet2", "nvfp4", "quartet", "mxfp4", "tetrajet2")
+RECIPES = ("quartet2", "nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2")
 # What a run may differ in from one of the same commit.
 _VARIES = (
     (re.compile(r'("seconds": )[\d.e-]+'), r"\g<1>0"),

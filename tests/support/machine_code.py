@@ -82,6 +82,8 @@ HOT = {
     "quartet fprop": rotate(BF16, "h32", "mxfp4_quest", ROW),
     "quartet both": rotate(BF16, "rht32", "mxfp4_rtn34", BOTH),
     "quartet requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34", COL),
+    "mxfp4_2d dgrad": rotate(BF16, "none", "mxfp4_rceil_sr", ROW),
+    "mxfp4_2d wgrad": rotate(BF16, "h32", "mxfp4_rceil", COL),
     "exact both": rotate(BF16, "rht128", "nvfp4_sr", BOTH),
     "amax both": rotate(BF16, "rht128", "nvfp4_sr", BOTH, amax=True),
     "mxfp4 both swizzled": rotate(BF16, "rht64", "mxfp4_sr" + SWIZZLED, BOTH),
@@ -127,7 +129,8 @@ OTHERS = {
     "dequantize part": dequantize.dequantize_launch(torch.float32, False, False),
     "dequantize mx": dequantize.dequantize_launch(torch.float16, True, False),
     "swizzle": swizzle_launch(),
-    "transpose": transpose_launch(True),
+    "transpose": transpose_launch(16, True),
+    "transpose 32": transpose_launch(32, True),
     "masked unrotate": unrotate_launch(torch.bfloat16),
     "masked unrotate fp32": unrotate_launch(torch.float32),
 }

@@ -79,8 +79,15 @@ FAULTS = (
     fault(
         "MXFP4's scales are twice too large",
         "runtime_kernels/numerics/mxfp4.py",
-        "else exponent_of(largest) - 2",
-        "else exponent_of(largest) - 1",
+        "exponent = exponent_of(largest) - 2",
+        "exponent = exponent_of(largest) - 1",
+        _NUMERICS,
+    ),
+    fault(
+        "scales that are rounded up are so one number above 6 later",
+        "runtime_kernels/numerics/mxfp4.py",
+        "ABOVE_HALF = 0x3FFFFF",
+        "ABOVE_HALF = 0x3FFFFE",
         _NUMERICS,
     ),
     fault(

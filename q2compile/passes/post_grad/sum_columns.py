@@ -31,8 +31,8 @@ def sum_columns_pass(graph: fx.Graph) -> int:
 
     Preconditions:
 
-    - A columnwise quantizer reads the very node that is summed, and draws signs or random bits.
-      (One that draws nothing may be an Inductor kernel, fused with the producer of dy.)
+    - A columnwise quantizer reads the very node that is summed, and rotates or draws random bits.
+      (Any other may be an Inductor kernel, fused with the producer of dy.)
     - dy is not contiguous along columns.
     - The CUDA kernel serves the op with dbias. Kernels of an exact global scale and of grouped rows
       do not.
@@ -92,7 +92,8 @@ def _with_dbias(node: fx.Node, dtype: torch.dtype) -> QuantizerCall | None:
     of_rows, of_columns = call.x.meta["val"].stride()
     in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
     call = call.replace(dbias=dtype)
-    if call.operands[-1].seed is None or in_columns or not serves_quantizer(call, CUDA):
+    may_fuse = call.operands[-1].seed is None and not call.rotated
+    if may_fuse or in_columns or not serves_quantizer(call, CUDA):
         return None
     return call
 

@@ -48,12 +48,15 @@ CASES = {
     "nvfp4_wgrad_x_col": Quantizer("col", "nvfp4_pow2", "rht16"),
     "mxfp4_both": Quantizer("both", "mxfp4_sr", "rht64"),
     "mxfp4_col": Quantizer("col", "mxfp4_sr", "rht64"),
+    "mxfp4_2d_dgrad_row": Quantizer("row", "mxfp4_rceil_sr"),
+    "mxfp4_2d_wgrad_col": Quantizer("col", "mxfp4_rceil", "h32"),
     "quartet_both": Quantizer("both", "mxfp4_rtn34", "rht32"),
     "quartet_requantize": Quantizer("requantize", "mxfp4_rtn34", "rht32", "mxfp4_rtn"),
     # forwards
     "quantize_46": Quantizer("row", "nvfp4_46_pow2"),
     "quantize_rtn": Quantizer("row", "nvfp4_pow2"),
     "quartet_forward": Quantizer("row", "mxfp4_quest", "h32"),
+    "mxfp4_2d_forward": Quantizer("row", "mxfp4_rceil"),
     # as the emulated GEMM reads those of the other recipes
     "tetrajet2_both_bf16": Quantizer("both", SR + DEQUANTIZED, "rht128"),
     "tetrajet2_requantize_bf16": Quantizer("requantize", SR + DEQUANTIZED, "rht128", "nvfp4_pow2"),
@@ -61,6 +64,8 @@ CASES = {
     "nvfp4_wgrad_col_bf16": Quantizer("col", SR + DEQUANTIZED, "rht16"),
     "mxfp4_both_bf16": Quantizer("both", "mxfp4_sr" + DEQUANTIZED, "rht64"),
     "mxfp4_col_bf16": Quantizer("col", "mxfp4_sr" + DEQUANTIZED, "rht64"),
+    "mxfp4_2d_dgrad_row_bf16": Quantizer("row", "mxfp4_rceil_sr" + DEQUANTIZED),
+    "mxfp4_2d_wgrad_col_bf16": Quantizer("col", "mxfp4_rceil" + DEQUANTIZED, "h32"),
     "quartet_both_bf16": Quantizer("both", "mxfp4_rtn34" + DEQUANTIZED, "rht32"),
     "quartet_requantize_bf16": Quantizer(
         "requantize", "mxfp4_rtn34" + DEQUANTIZED, "rht32", "mxfp4_rtn"

@@ -92,8 +92,8 @@ def _quantized(w: Tensor, use: Use) -> Codes:
     made = torch.ops.q2.quantize_weight(w.contiguous(), str(operand), use.dtype)
     codes, scales, global_scale = made[:3]
     if scheme.block[0] > 1:
-        scales = scales.view(torch.uint8).repeat_interleave(scheme.block[0], 0)[: w.shape[0]]
-        scales = scales.view(torch.float8_e4m3fn)
+        each_row = scales.view(torch.uint8).repeat_interleave(scheme.block[0], 0)[: w.shape[0]]
+        scales = each_row.view(scales.dtype)
     return Codes(_plus_zero(codes), scales, global_scale, operand)
 
 

@@ -24,6 +24,7 @@ struct Operand {
     int32_t source_is_mx, source_height;  // rows that share a scale
     // How.
     int32_t columnwise, rounding, selection, exact, height, chunk, rotated, signs, positive_zeros;
+    int32_t above;  // added to the bits of a block's largest, of which MXFP4's scale is the exponent (mxfp4.py)
     uint32_t rng_offset;
     float vmax, vmax_four, inverse_vmax, inverse_vmax_four, cap, amax_divisor, shrink, unit_of_mx, factor;
     int32_t steps[8], step_count;

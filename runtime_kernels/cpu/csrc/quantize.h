@@ -83,9 +83,23 @@ inline float largest_of_all(const Job& job) {
     return all.result();
 }
 
+// Of the other tile of a block of 32 rows: bits of the largest |x| of each lane.
+inline I largest_of_other_rows(const Job& job, Place place) {
+    for (int64_t& row : place.row) row ^= LANES;
+    int64_t left = job.layout.rows - place.row[0];
+    if (left <= 0) return fill(0);
+    place.live = (int32_t)(left < LANES ? left : LANES);
+    F x[LARGEST_CHUNK];
+    load_any(job, place, x);
+    I largest = fill(0);
+    for (int k = 0; k < job.o.chunk; k++) largest = most(largest, bits(x[k]) & fill(0x7FFFFFFF));
+    return largest;
+}
+
 inline Context context_of(const Job& job, const Place& place) {
     const Operand& o = job.o;
-    Context c{o, fill(job.unit), fill(1.0f / job.unit), fill(0), fill(0), fill(o.rounding == QUEST ? 1.0f : job.factor), fill(1.0f)};
+    Context c{o, fill(job.unit), fill(1.0f / job.unit), fill(0), fill(0), fill(o.rounding == QUEST ? 1.0f : job.factor), fill(1.0f),
+              fill(0)};
     if (o.rounding == STOCHASTIC || o.rounding == MX_STOCHASTIC) {
         int32_t low[LANES], high[LANES];
         for (int lane = 0; lane < LANES; lane++) {
@@ -97,6 +111,7 @@ inline Context context_of(const Job& job, const Place& place) {
         c.index_high = load(high);
     }
     if (o.shares) c.share = fill(o.shares[place.piece[0]]);
+    if (o.height > LANES) c.other_rows = largest_of_other_rows(job, place);
     return c;
 }
 
@@ -151,8 +166,9 @@ inline void mxfp4_tile(const Job& job, const Place& place, F* x, Largest&) {
         store(bytes, b.exponent);
         store(trusted, b.trusted);
         for (int lane = 0; lane < place.live; lane++) {
-            o.scales[job.scale_at(place, lane, first / 32, o.chunk / 32)] =
-                poisoned[lane] ? E8M0_NAN : (uint8_t)bytes[lane];
+            if (place.row[lane] % o.height == 0)
+                o.scales[job.scale_at(place, lane, first / 32, o.chunk / 32)] =
+                    poisoned[lane] ? E8M0_NAN : (uint8_t)bytes[lane];
             if (o.mask) {
                 int64_t element = place.row[lane] * job.layout.width + place.piece[lane] * o.chunk + first;
                 std::memcpy(o.mask + element / 8, &trusted[lane], 4);

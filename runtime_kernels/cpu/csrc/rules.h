@@ -27,6 +27,7 @@ struct Context {
     F inverse_unit;
     I index_low, index_high;  // of the Philox block of the first element of the chunk, in each lane
     F factor, share;
+    I other_rows;  // of a block of 32 rows, which are two tiles: bits of the largest |x| of the other one
 };
 
 template <int WIDTH>
@@ -48,7 +49,7 @@ inline void draw(const Context& c, int group, uint32_t purpose, I random[8]) {
     }
 }
 
-// For blocks of 16 rows, which are the lanes: the maximum, or the sum, of all.
+// For blocks of 16 or 32 rows, of which 16 are the lanes: the maximum, or the sum, of all.
 inline I largest_of_lanes(const I& x) {
     int32_t lanes[LANES], largest = 0;
     store(lanes, x);
@@ -65,8 +66,7 @@ inline F sum_of_lanes(const F& x) {
 
 // max |x| * factor of each block, 0 where it is not finite: it is poisoned then.
 template <int WIDTH>
-inline F largest_of(const Operand& o, const F* x, const F& factor, I& poisoned) {
-    I largest = fill(0);
+inline F largest_of(const Operand& o, const F* x, const F& factor, I& poisoned, I largest = fill(0)) {
     for (int k = 0; k < WIDTH; k++) largest = most(largest, bits(x[k]) & fill(0x7FFFFFFF));
     if (o.height > 1) largest = largest_of_lanes(largest);
     F scaled = as_float(largest) * factor;
@@ -229,8 +229,8 @@ inline Block<16> ms_eden(const Context& c, const F* x, int first) {
 template <int ROUNDING>
 inline Block<32> mxfp4(const Context& c, const F* x, int first) {
     Block<32> b;
-    F largest = largest_of<32>(c.o, x, c.factor, b.poisoned), scaled[32], values[32];
-    I exponent = exponent_of(largest) - fill(2);
+    F largest = largest_of<32>(c.o, x, c.factor, b.poisoned, c.other_rows), scaled[32], values[32];
+    I exponent = exponent_of(as_float(bits(largest) + fill(c.o.above))) - fill(2);
     if (ROUNDING == QUEST) {
         I top = most(exponent_of(largest), fill(-126));
         F down = power_of_two(fill(0) - top);

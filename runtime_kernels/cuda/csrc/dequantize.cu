@@ -3,7 +3,7 @@
 //
 //   codes         u8 [M, Kp/2], even element in the low nibble
 //   scales        e4m3 [ceil(M / 2^row_shift), Kp/16] (row_shift 4: blocks of 16x16), or
-//                 e8m0 [M, Kp/32]
+//                 e8m0 [ceil(M / 2^row_shift), Kp/32] (5: of 32x32)
 //   global_scale  fp32, or null for 1
 //   out           [M, cols], cols <= Kp: bf16, f16 or fp32
 //

@@ -2,8 +2,8 @@
 // Block scales into the layout that Blackwell's tensor cores read: tiles of 128 rows x 4 blocks
 // (numerics/swizzle.py).
 //
-//   scales  u8 [rows, blocks]; for blocks of 16x16 (row_shift 4) [rows / 16, blocks], each row of
-//           them standing for 16
+//   scales  u8 [rows, blocks]; for blocks of 16x16 or 32x32 (row_shift 4, 5) [rows / 16, blocks],
+//           each row of them standing for 16 or 32
 //   out     u8: scale (row, block) at
 //             ((row / 128) * ceil(blocks / 4) + block / 4) * 512
 //             + row % 32 * 16 + row % 128 / 32 * 4 + block % 4,

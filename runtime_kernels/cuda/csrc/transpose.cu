@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// q2::transpose: codes of 16x16 blocks and their scales, with the contraction on the other dimension.
+// q2::transpose: codes of 16x16 blocks (Q2_SIDE 32: of 32x32) and their scales, with the contraction on the other dimension.
 //
-//   codes   u8 [M, Kp/2], even element in the low nibble        scales  e4m3 [ceil(M/16), Kp/16]
+//   codes   u8 [M, Kp/2], even element in the low nibble        scales  u8 [ceil(M/16), Kp/16]
 //   out     u8 [rows, Mp/2], rows <= Kp, Mp = M in whole blocks, zeros where M ends
-//   scales  e4m3 [ceil(rows/16), Mp/16]; Q2_SWIZZLED: one for each row of the result, in the 32x4x4
+//   scales  u8 [ceil(rows/16), Mp/16]; Q2_SWIZZLED: one for each row of the result, in the 32x4x4
 //           layout (numerics/swizzle.py), with zeros to the end of the last tiles
 //
 // A thread block turns a tile of 128x128 codes. Words of eight codes go into shared memory, word k of
@@ -15,6 +15,7 @@
 #include "formats.cuh"
 
 constexpr int kThreads = 256, kTile = 128, kWords = kTile / 8;
+constexpr int kSide = Q2_SIDE;  // of a block
 
 struct Params {
   const u32* codes;
@@ -59,19 +60,20 @@ Q2_INLINE u32 scale_at(const Params& p, int block_row, int block_column) {
 Q2_INLINE void turn_scales(const Params& p, int top, int left) {
   int thread = threadIdx.x;
 #if Q2_SWIZZLED
-  // A thread makes the four bytes of one row of the result in one of two tiles.
-  int row = left + thread % 128 / 4 + thread % 4 * 32, block = top / 16 + thread / 128 * 4;
+  // A thread makes the four bytes of one row of the result in one of two tiles (blocks of 32: in one).
+  int row = left + thread % 128 / 4 + thread % 4 * 32, block = top / kSide + thread / 128 * 4;
+  if (thread / 128 * 4 >= kTile / kSide) return;
   int across = (p.blocks + 3) / 4;
   if (block / 4 >= across) return;
   u32 bytes = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    if (row < p.rows && block + i < p.blocks) bytes |= scale_at(p, block + i, row / 16) << (8 * i);
+    if (row < p.rows && block + i < p.blocks) bytes |= scale_at(p, block + i, row / kSide) << (8 * i);
   *(u32*)(p.out_scales + swizzled_at(row, block, across)) = bytes;
 #else
-  constexpr int kSide = kTile / 16;
-  int row = left / 16 + thread / kSide, block = top / 16 + thread % kSide;
-  if (thread < kSide * kSide && 16 * row < p.rows && block < p.blocks)
+  constexpr int kAcross = kTile / kSide;
+  int row = left / kSide + thread / kAcross, block = top / kSide + thread % kAcross;
+  if (thread < kAcross * kAcross && kSide * row < p.rows && block < p.blocks)
     p.out_scales[(long long)row * p.blocks + block] = (u8)scale_at(p, block, row);
 #endif
 }

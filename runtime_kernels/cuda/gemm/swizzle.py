@@ -5,8 +5,8 @@ Quantizers write them so for operands that only GEMMs and requantizations read (
 swizzle_scales). For others swizzle_scales.cu does it ahead of the product, over 1/16 of the
 elements:
 
-    weights in 16x16 blocks (recipe nvfp4): they are saved for backward with one scale for 16 rows,
-        the tensor cores read 16 copies of it, which q2::transpose writes for dgrad
+    weights in square blocks (nvfp4, mxfp4_2d): they are saved for backward with one scale for 16 or
+        32 rows, the tensor cores read as many copies of it, which q2::transpose writes for dgrad
     codes that a graph takes as inputs: the option cache_weights
     what dequantize, grouped_gemm or the caller of the graph reads as well
     calls outside of a compiled graph
@@ -43,7 +43,7 @@ def prepare(index: int, *schemes: str) -> None:
 
 
 def swizzled(scales: torch.Tensor, rows: int, spec: Scheme) -> torch.Tensor:
-    """Scales of `rows` rows in the 32x4x4 layout, flat, padded with zeros; those of 16x16 blocks
+    """Scales of `rows` rows in the 32x4x4 layout, flat, padded with zeros; those of square blocks
     are repeated for each of their rows. Nothing is done for a scheme that has them so already."""
     if spec.swizzled:
         return scales.flatten()
@@ -54,7 +54,7 @@ def _swizzle_call(scales: torch.Tensor, rows: int, height: int) -> LaunchPlan:
     blocks = scales.shape[1]
     tiles_across = ceil_div(blocks, 4)
     words = ceil_div(rows, 128) * tiles_across * 128
-    shift = height.bit_length() - 1  # blocks of 1 or 16 rows
+    shift = height.bit_length() - 1  # blocks of 1, 16 or 32 rows
     values = (BufferSlot(0), BufferSlot(1), rows, blocks, shift, tiles_across, words)
     grid = ceil_div(words, THREADS), 1
     output = Output((4 * words,), scales.dtype)

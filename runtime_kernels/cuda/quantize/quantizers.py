@@ -244,7 +244,7 @@ def requantize(*args: Any) -> LaunchPlan:
         extents = (x.stride(0), *x.shape, ceil_div(x.shape[1], source.width), 0)
     else:
         height, half = x.shape
-        shift = source.block[0].bit_length() - 1  # blocks of 1 or 16 rows
+        shift = source.block[0].bit_length() - 1  # blocks of 1, 16 or 32 rows
         extents = (half, height, call.args["rows"], 2 * half // source.width, shift)
     return quantizer_plan(
         x.device.index,

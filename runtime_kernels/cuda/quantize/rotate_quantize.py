@@ -11,7 +11,7 @@ from q2compile.runtime_kernels.cuda.jit.launch import Launch, launch
 from q2compile.runtime_kernels.cuda.jit.limits import SHARED_KIB
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import PrologueExpression
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import FILE, cuda_source, layout
-from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, SCALED_AT_ONCE, Rule
+from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AT_ONCE, Rule
 from q2compile.runtime_kernels.numerics.groups import spreads
 from q2compile.runtime_kernels.numerics.schemes import E2M1_MAX, SWIZZLED, Scheme, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import Transform, get_transform
@@ -44,10 +44,8 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
     """None if rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for a call
     that writes a trust mask."""
     spec = get_scheme(scheme)
-    if spec.dequantized and spec.has_pow2_scale and Rule.of(spec) not in SCALED_AFTERWARDS:
-        return (
-            f"finalize_dequantized.cu multiplies by global scales of nvfp4, not by that of {scheme}"
-        )
+    if spec.dequantized and spec.masked:
+        return f"dequantized.cuh writes no trust mask, which {scheme} has"
     if spec.dequantized and Rule.of(spec) == Rule.MS_EDEN and not _finalizes(scheme, transform):
         return "dequantized.cuh rounds scales of chunks of 128 only under a power of two"
     if spec.select is not None and spec.rounding != "rtn":
@@ -94,7 +92,7 @@ def rotate_launch(
     stochastic = rounds and spec.rounding == "sr"
     # Whether a block's largest magnitude can land above the largest code, and must be clipped.
     clips = rule == Rule.EXACT or (rule == Rule.POW2 and stochastic)
-    clips = clips or (rule == Rule.MX and spec.shrink == 1.0)
+    clips = clips or (rule == Rule.MX and spec.shrink == 1.0 and not spec.rceil)
     clips = clips or any(step < 0 for step in spec.steps)
     dequantized = spec.dequantized and not amax
     threads, blocks_per_multiprocessor = thread_shape(spec, rowwise)
@@ -127,6 +125,7 @@ def rotate_launch(
         Q2_STOCHASTIC=int(stochastic),
         Q2_CLIPS=int(clips),
         Q2_HEADROOM=int(rounds and spec.vmax != E2M1_MAX),
+        Q2_RCEIL=int(rounds and spec.rceil),
         Q2_SHRINKS=int(rule == Rule.MX and spec.shrink != 1.0),
         Q2_SELECT={None: 0, "mse": 1, "mae": 2}[spec.select if rounds else None],
         Q2_STEPS=_packed(spec.steps) if rounds else 0,

@@ -10,7 +10,7 @@ from q2compile.recipes.resolve import resolve
 from tests.support.launch_counts import BLACKWELL, HOPPER, INNER, OUTER, ROWS, launched
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-RECIPES = ("quartet2", "nvfp4", "quartet", "tetrajet2", "mxfp4")
+RECIPES = ("quartet2", "nvfp4", "quartet", "tetrajet2", "mxfp4", "mxfp4_2d")
 # Here nothing follows that fuses with the scaling and rounding of mxfp4's fp32 sums, of dx and dw.
 ALONE = {("mxfp4", HOPPER): 2}
 

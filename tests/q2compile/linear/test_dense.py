@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import q2compile.linear.dense  # noqa: F401  registers q2::linear
+from q2compile import quantize
 from q2compile.linear.autograd import InGroups, of_rows
 from q2compile.recipes.resolve import resolve
 
@@ -159,6 +160,22 @@ def test_fixed_signs_stop_wgrad_of_nvfp4_where_signs_per_step_go_on():
     assert per_step[256][1] < 0.2 * one_vector[256][1]
     for errors in (per_step, one_vector):  # dgrad: SR of dy against one quantized w
         assert 12 < errors[16][0] / errors[256][0] < 20
+
+
+def test_mxfp4_2d_is_its_formulas():
+    """dx is unbiased with respect to Q32x32(w). dw is the product of two operands that are rounded
+    to nearest in a rotated basis, without random bits."""
+    x, w, dy = operands(128, 128, 80)
+    qw = quantize(w.detach(), "mxfp4_rceil_32x32").dequantize()
+    y, (_, dw) = gradients(x, w, dy, resolve("mxfp4_2d").texts())
+    expected = quantize(x.detach(), "mxfp4_rceil").dequantize() @ qw.t()
+    assert relative(y - expected, expected) < 2e-6
+    of_wgrad = {"scheme": "mxfp4_rceil", "transform": "h32", "transpose": True}
+    qdy, qx = (quantize(t.detach(), **of_wgrad).dequantize() for t in (dy, x))
+    assert relative(dw - qdy.t() @ qx, dw) < 2e-6
+    errors = mean_errors("mxfp4_2d", (dy @ qw, dw))
+    assert 12 < errors[16][0] / errors[256][0] < 20
+    assert errors[1][1] == errors[16][1] == 0
 
 
 def test_same_seed_same_bits_next_step_different():

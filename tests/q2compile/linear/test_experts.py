@@ -325,6 +325,16 @@ def test_experts_are_taken_as_any_linear_and_named_as_any() -> None:
     assert report.rows[1].why == "policy: '*down' says bf16"
 
 
+def test_experts_whose_rows_cut_a_square_block_stay_in_bf16() -> None:
+    x, ids = tokens(equal_groups)
+    options = {"inner": "eager", "recipe": "mxfp4_2d"}
+    report = explain(Nested(), x, ids, options=options)
+    rows = {row.module: row for row in report.rows}
+    up, head = rows["layers.0.experts.up"], rows["head"]
+    assert N % 32 and not up.taken and up.wanted and head.taken
+    assert up.why == f"experts of {N} rows: a block of mxfp4_2d has 32, and would span two"
+
+
 class Routed(nn.Module):
     """A router of 16 experts, as most models have it: scores, a bias, the best two."""
 

@@ -229,8 +229,9 @@ PLAIN = {
     "quartet2": {},
     "tetrajet2": {},
     "mxfp4": {},
-    # 16x16 blocks: read transposed, too
+    # square blocks: read transposed, too
     "nvfp4": {"fprop w": "quantize"},
+    "mxfp4_2d": {"fprop w": "quantize"},
     "quartet": {},
 }
 OPERANDS = ("fprop x", "fprop w", "dgrad dy", "dgrad w", "wgrad dy", "wgrad x")

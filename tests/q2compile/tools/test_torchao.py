@@ -81,10 +81,11 @@ def test_nvfp4_16x16(dtype, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(inputs(torch.float32)))
-def test_mxfp4_rtn(dtype, kind):
+@pytest.mark.parametrize("mode, scheme", [("FLOOR", "mxfp4_rtn"), ("RCEIL", "mxfp4_rceil")])
+def test_mxfp4(dtype, kind, mode, scheme):
     x = inputs(dtype)[kind].to(dtype).contiguous()
-    scales, codes = to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
-    q = quantize(x, "mxfp4_rtn")
+    scales, codes = to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode[mode])
+    q = quantize(x, scheme)
     assert q.scales.dtype == scales.dtype == torch.float8_e8m0fnu
     assert same_bits(q.scales, scales.view(q.scales.shape))
     assert same_bits(q.codes, codes.view(torch.uint8))

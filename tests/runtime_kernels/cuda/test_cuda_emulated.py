@@ -131,7 +131,9 @@ def test_requantized_zeros_are_positive(transform, scheme) -> None:
 
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER])
-@pytest.mark.parametrize("scheme", ["nvfp4_46", "nvfp4_16x16_pow2", "mxfp4_rtn"])
+@pytest.mark.parametrize(
+    "scheme", ["nvfp4_46", "nvfp4_16x16_pow2", "mxfp4_rtn", "mxfp4_rceil_32x32"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dequantize(scheme, dtype) -> None:
     x = matrix(40, 72, torch.float32)
@@ -144,11 +146,12 @@ def test_dequantize(scheme, dtype) -> None:
 
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("shape", [(256, 128), (130, 200), (33, 517), (1, 1), (0, 40), (40, 0)])
-def test_transpose(shape, swizzled) -> None:
+@pytest.mark.parametrize("scheme", ["nvfp4_16x16_pow2", "mxfp4_rceil_32x32"])
+def test_transpose(scheme, shape, swizzled) -> None:
     """Whole tiles and parts; columns of padding, which are no rows of the result."""
-    codes, scales, _ = calls.plain(matrix(*shape), None, None, "nvfp4_16x16_pow2")()
+    codes, scales, _ = calls.plain(matrix(*shape), None, None, scheme)()
     for rows in {shape[1], min(shape[1], 72)}:
-        args = (codes, scales, "nvfp4_16x16_pow2", rows, swizzled)
+        args = (codes, scales, scheme, rows, swizzled)
         assert_same_bits(turn.transpose(*args), q2.transpose(*args))
 
 
@@ -157,9 +160,10 @@ def test_swizzled_scales(rows, blocks) -> None:
     scales = torch.randint(0, 127, (rows, blocks), dtype=torch.uint8).view(torch.float8_e4m3fn)
     got = swizzled(scales, rows, get_scheme("nvfp4"))
     assert_same_bits((got,), (swizzle_32x4x4(scales),))
-    shared = swizzled(scales, 16 * rows, get_scheme("nvfp4_16x16"))
-    repeated = scales.view(torch.uint8).repeat_interleave(16, 0).view(scales.dtype)
-    assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
+    for scheme, side in (("nvfp4_16x16", 16), ("mxfp4_rceil_32x32", 32)):
+        shared = swizzled(scales, side * rows, get_scheme(scheme))
+        repeated = scales.view(torch.uint8).repeat_interleave(side, 0).view(scales.dtype)
+        assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 
 
 # Scheme and transform of every operand that a recipe quantizes afresh in its backward pass, and
@@ -169,20 +173,23 @@ QUANTIZERS = [
     *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),
     *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_rtn", "none")),
     ("nvfp4_sr_clip_pow2", "rht32_fixed"),
+    *(("mxfp4_rceil", "h32"), ("mxfp4_rceil_sr", "none"), ("mxfp4_rceil", "rht32_fixed")),
 ]
 
 
 @pytest.mark.parametrize(
     "scheme, transform, architecture",
     [(*case, HOPPER) for case in QUANTIZERS]
-    + [(*QUANTIZERS[i], other) for i in (0, 3, 6, 7) for other in (AMPERE, BLACKWELL)],
+    + [(*QUANTIZERS[i], other) for i in (0, 3, 6, 7, 10, 11) for other in (AMPERE, BLACKWELL)],
 )
 def test_other_schemes(scheme, transform) -> None:
     for x in (matrix(130, 200), matrix(33, 300)):
         assert_agrees(calls.both(x, *SEEDS, scheme, transform, 3))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn34"])
+@pytest.mark.parametrize(
+    "scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn34", "mxfp4_rceil"]
+)
 def test_small_numbers_of_other_schemes(scheme) -> None:
     """Blocks down to 2^-96, and of zeros."""
     x = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
@@ -208,7 +215,7 @@ def test_several_scales(scheme) -> None:
     )
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr"])
+@pytest.mark.parametrize("scheme", ["nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_sr", "mxfp4_rceil_sr"])
 def test_quantize(scheme) -> None:
     x = matrix(30, 200)
     amax = q2.amax(x) if get_scheme(scheme).takes_amax else None
@@ -243,6 +250,7 @@ def test_stochastic_rounding_next_to_random_bits() -> None:
         ("nvfp4_pow2", "nvfp4_sr_pow2", "rht128"),
         ("nvfp4", "nvfp4_sr", "rht128"),
         ("mxfp4_quest", "mxfp4_rtn34", "rht32"),
+        ("mxfp4_rceil_32x32", "mxfp4_rceil_sr", "rht32"),
     ],
 )
 def test_requantize_to_other_schemes(source, scheme, transform) -> None:
@@ -265,6 +273,7 @@ SWIZZLING = [
     *(("nvfp4_sr_pow2", "rht128"), ("nvfp4_sr_pow2", "rht16"), ("nvfp4_pow2", "none")),
     *(("nvfp4_sr", "rht128"), ("nvfp4", "rht16"), ("nvfp4_46", "none")),
     *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_rtn", "none")),
+    ("mxfp4_rceil", "h32"),
 ]
 # Rows and columns: parts of the last tile of scales in both directions; an odd number of tiles of
 # columns for a kernel that goes 64 at a time; 3, 13 and 33 blocks a row.

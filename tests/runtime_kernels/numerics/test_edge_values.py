@@ -45,7 +45,7 @@ def test_negative_zero_keeps_its_sign(name):
 @ALL
 def test_nan_of_any_payload_is_poison(name):
     """CUDA's own NaN is 0x7fffffff: rounding its bits up must not make a number of it."""
-    bits = torch.randn(16, 64).view(torch.int32)
+    bits = torch.randn(32, 64).view(torch.int32)
     rows, width = SCHEMES[name].block
     for payload in (0x7F800001, 0x7FFFFFFF, -1):
         bits[2, 5] = payload

@@ -10,6 +10,9 @@ const ROUNDING = {
   sr34: "¾ stochastic",
   quest: "QuEST",
   "16x16": "16×16 blocks",
+  rceil: "nearest, scales up",
+  "rceil sr": "stochastic, scales up",
+  "rceil 32x32": "32×32 blocks, scales up",
   "sr clip": "stochastic, clips",
 };
 const SOURCES = {

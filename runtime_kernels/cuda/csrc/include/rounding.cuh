@@ -6,6 +6,7 @@
 //   POW2     p = largest / vmax to 4 significant bits, code = round(x / p); the raw scale is p
 //   EXACT    g from the tensor's largest, known; s = e4m3(largest / vmax / g), code = round(x/g/s)
 //   MX       s = 2^(floor(log2 largest) - 2) of a block of 32, code = round(shrink * x / s)
+//            Q2_RCEIL: s = 2^ceil(log2(largest / 6))
 //            Q2_MASKED: s = 2^round(log2(2.92247856/6 * rms)), and which |x / s| < 6 (QuEST)
 //   AMAX     only the largest rotated element, which EXACT needs first
 //
@@ -67,7 +68,8 @@ Q2_INLINE float divide_by(float x, float divisor, float reciprocal) {
 
 Q2_INLINE BlockScale block_scale(float largest, const Common& common, const double to = kVmax) {
   if constexpr (kRule == MX) {
-    u32 byte = (u32)min(max((int)(__float_as_uint(largest) >> 23) - 2, 0), 253);
+    constexpr u32 kAbove = Q2_RCEIL ? 0x3FFFFF : 0;  // carries where the significand is above 1.5
+    u32 byte = (u32)min(max((int)((__float_as_uint(largest) + kAbove) >> 23) - 2, 0), 253);
     return {largest <= kHuge ? byte : 255, kShrink * __uint_as_float((254 - byte) << 23)};
   } else if constexpr (kRule == EXACT) {
     const float vmax = (float)to;

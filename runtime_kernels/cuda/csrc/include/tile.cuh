@@ -104,14 +104,14 @@ struct Directions {
 
 struct Params {
   const void* x;     // elements, or codes; the scales of either:
-  const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0 [M, blocks of 32]; or
+  const u8* scales;  // e4m3 [ceil(M / 2^scale_shift), blocks of 16], or e8m0, blocks of 32; or
                      // both swizzled (formats.cuh, swizzled_at)
   const float* source_global;  // or null for 1
   Directions of[kMatrices];
   long long pitch;    // elements (packed: bytes) from row to row of x
   int rows, cols;     // M, K; kHalves: of a half
   int source_blocks;  // kScaled: scales a row of the source
-  int scale_shift;    // NVFP4: 0 for blocks 1x16, 4 for 16x16
+  int scale_shift;    // 0 for blocks of one row, 4 for 16x16, 5 for 32x32
   int tiles, tiles_across;
   float norm;  // of the rotation; NVFP4: times 2^7
 #if Q2_MASKED

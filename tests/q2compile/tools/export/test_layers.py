@@ -34,6 +34,7 @@ RECIPES = {
     "nvfp4": ("nvfp4", "nvfp4_16x16_pow2"),
     "tetrajet2": ("tetrajet2", "nvfp4_pow2"),
     "mxfp4": (NO_ROTATION, "mxfp4_rtn"),
+    "mxfp4_2d": ("mxfp4_2d", "mxfp4_rceil_32x32"),
 }
 
 
