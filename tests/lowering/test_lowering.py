@@ -285,7 +285,9 @@ def test_on_a_gpu(scheme, shape) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("scheme", "transform", "transpose", "shape"), HELD)
-def test_rotations_and_coins_on_a_gpu(scheme, transform, transpose, shape, monkeypatch) -> None:
+def test_rotations_and_random_bits_on_a_gpu(
+    scheme, transform, transpose, shape, monkeypatch
+) -> None:
     """As on a GPU that has no kernel of our own."""
     lowering.register()
     reference = next(k for k in registry.kernels("quantize") if k.name == registry.REFERENCE)

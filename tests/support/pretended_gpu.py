@@ -25,7 +25,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(checks, "_RESULTS", {})
     monkeypatch.setattr(checks._State, "mode", checks.Mode(stored=False, in_child=False))
-    for name in ("keep", "mark", "unmark"):
+    for name in ("store", "mark", "unmark"):
         monkeypatch.setattr(check_results, name, lambda *args: None)
     monkeypatch.setattr(check_results, "take_unended", lambda request: False)
     monkeypatch.setattr(registry, "_FAILURES", {})

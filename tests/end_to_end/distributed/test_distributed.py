@@ -168,7 +168,7 @@ def test_data_parallel(
 
 
 @pytest.mark.parametrize("scenario", ["ddp", "ddp_in_buckets"])
-def test_replicas_stay_equal_though_their_coins_differ(
+def test_replicas_stay_equal_though_their_random_bits_differ(
     scenario: str, data_parallel: dict[str, Ranks]
 ) -> None:
     ranks = data_parallel[scenario]

@@ -106,7 +106,7 @@ def test_what_others_read_keeps_its_codes() -> None:
     assert dequantize_operands_pass(gm.graph) == 0
 
 
-def test_chunks_that_the_kernel_draws_no_coins_for_keep_their_codes() -> None:
+def test_chunks_that_the_kernel_draws_no_random_bits_for_keep_their_codes() -> None:
     def function(dy, *_):
         q = q2.quantize(
             dy,

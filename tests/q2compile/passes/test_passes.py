@@ -145,7 +145,7 @@ def test_what_is_not_shared(other):
     assert readable(gm).count("q2.quantize(") == 2
 
 
-def test_quantizations_with_other_coins_are_not_shared():
+def test_quantizations_with_other_random_bits_are_not_shared():
     gm = both_directions(rng_offset=1, transpose=False)
     assert share_operands_pass(gm.graph) == 0
 

@@ -363,7 +363,7 @@ def test_every_width_of_vectors_has_the_same_bits(fresh, monkeypatch) -> None:
     [
         ("nvfp4_5", {}, "unknown quantization scheme 'nvfp4_5'"),
         ("nvfp4_pow2", {"amax": torch.tensor(1.0)}, "takes no amax"),
-        ("nvfp4_sr_pow2", {}, "draws random numbers: give it a seed"),
+        ("nvfp4_sr_pow2", {}, "draws random bits: give it a seed"),
         ("nvfp4_pow2", {"rowwise": False}, "makes nothing: set rowwise, columnwise or both"),
     ],
 )

@@ -136,7 +136,7 @@ def test_operands_are_brought_into_form(launched) -> None:
     assert x is across and aligned.data_ptr() % 16 == 0 and copied.is_contiguous()
 
 
-def test_more_coins_than_are_counted(monkeypatch) -> None:
+def test_more_random_bits_than_are_counted(monkeypatch) -> None:
     monkeypatch.setattr(plan, "multiprocessors", lambda index: 1)
     monkeypatch.setattr(plan, "shared_memory", lambda index: 228 * 1024)
 

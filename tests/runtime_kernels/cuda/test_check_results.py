@@ -143,10 +143,10 @@ def test_a_kernel_that_changed_is_checked_again(monkeypatch, file) -> None:
 
 def test_a_self_check_without_memory_is_done_again(gpu, monkeypatch):
     gpu((12, 0))
-    verdicts = [torch.OutOfMemoryError("CUDA out of memory"), None]
+    results = [torch.OutOfMemoryError("CUDA out of memory"), None]
 
     def disagreement(*what):
-        if error := verdicts.pop(0):
+        if error := results.pop(0):
             raise error
 
     monkeypatch.setattr(selfcheck, "disagreement", disagreement)

@@ -306,7 +306,7 @@ def test_gemm(scheme, biased, dtype) -> None:
     assert (got.float() - want.float()).norm() <= bound * want.float().norm()
 
 
-def test_a_captured_graph_draws_fresh_coins() -> None:
+def test_a_captured_graph_draws_new_random_bits() -> None:
     x = matrix((300, 200), torch.bfloat16).cuda()
     seeds = [s.cuda() for s in SEEDS]
     made.launched(made.both(x, *seeds, POW2, "rht128", 0))

@@ -82,7 +82,7 @@ def grouped(scheme: str, rows: int, cols: int) -> tuple:
     return member(calls.grouped(*args))
 
 
-def summed(scheme: str, rows: int) -> tuple:
+def with_dbias(scheme: str, rows: int) -> tuple:
     x = matrix(rows, 200)
     return member(calls.both(x, *SEEDS, scheme, "rht128", 3, dbias=torch.bfloat16))
 
@@ -113,7 +113,7 @@ def test_matrices_are_dequantized_by_one_launch(shapes, scheme, emulated) -> Non
 def test_sums_of_columns_among_others(scheme, emulated) -> None:
     """Whoever has some, the last launch is the one that adds them up."""
     kinds = [
-        [summed(scheme, 130), again(scheme)],
+        [with_dbias(scheme, 130), again(scheme)],
         [again(scheme), summed_columns(scheme, 300), summed_columns(scheme, 140)],
     ]
     for members in kinds:
@@ -198,12 +198,12 @@ def test_other_launches_stay(emulated) -> None:
     "scheme, make, there",
     [
         *((scheme, both, scheme == EDEN) for scheme in (EDEN, "mxfp4_sr", "nvfp4_sr")),
-        *((scheme, summed, False) for scheme in (EDEN, SR + DEQUANTIZED)),
+        *((scheme, with_dbias, False) for scheme in (EDEN, SR + DEQUANTIZED)),
         *((SR + DEQUANTIZED, make, make is again) for make in (both, again)),
     ],
 )
 def test_which_have_a_launch_for_several(scheme, make, there, emulated) -> None:
-    op, args = make(scheme, 130) if make is summed else make(scheme)
+    op, args = make(scheme, 130) if make is with_dbias else make(scheme)
     assert (op.plan(*args).steps[0].batched is not None) == there
 
 

@@ -102,7 +102,7 @@ def test_e2m1_stochastic_saturates():
         assert formats.stochastic_e2m1(-x, torch.tensor(random)).tolist() == [-6.0] * 4
 
 
-def test_stochastic_rounding_uses_all_32_bits_of_a_coin():
+def test_stochastic_rounding_uses_all_32_random_bits():
     """x = 1 + 2^-20 goes up to 1.125 for the random bits under 2^-17 * 2^32, and for no other."""
     x = torch.tensor([1 + 2.0**-20]).expand(2)
     random_bits = torch.tensor([2**15 - 1, 2**15])

@@ -104,12 +104,12 @@ def test_ms_eden_without_new_signs_is_biased():
 
 
 @pytest.mark.parametrize("scheme", STOCHASTIC)
-def test_coins_differ_by_row_by_stream_and_by_seed(scheme):
+def test_random_bits_differ_by_row_by_rng_offset_and_by_seed(scheme):
     row = gaussian(1, 512)
     x = row.expand(2, 512)
 
-    def rounded(seed: int, stream: int) -> torch.Tensor:
-        return quantize(x, scheme, seed=seed, stream=stream).dequantize()
+    def rounded(seed: int, rng_offset: int) -> torch.Tensor:
+        return quantize(x, scheme, seed=seed, stream=rng_offset).dequantize()
 
     first = rounded(1, 0)
     assert not torch.equal(first[0], first[1]), "two rows drew the same random bits"
@@ -118,11 +118,11 @@ def test_coins_differ_by_row_by_stream_and_by_seed(scheme):
     assert not torch.equal(first, rounded(1, 1))
 
 
-def test_streams_share_their_signs():
+def test_rng_offsets_share_their_signs():
     x = gaussian(8, 256)
     plain = {
-        stream: quantize(x, "nvfp4_46", transform="rht128", seed=4, stream=stream)
-        for stream in (0, 1)
+        offset: quantize(x, "nvfp4_46", transform="rht128", seed=4, stream=offset)
+        for offset in (0, 1)
     }
     assert torch.equal(plain[0].codes, plain[1].codes)
 

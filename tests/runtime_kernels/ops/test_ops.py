@@ -226,7 +226,7 @@ def test_no_guard_on_divisibility():
             lambda x: q2.quantize(
                 x, scheme="mxfp4_rtn", transform="rht32", rowwise=True, columnwise=False
             ),
-            "rht32 draws random numbers",
+            "rht32 draws random bits",
         ),
         (
             lambda x: q2.quantize(

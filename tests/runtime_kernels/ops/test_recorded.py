@@ -287,10 +287,10 @@ def test_operands_of_any_strides(rows):
     x = matrix(rows, 512)
     operands = (x, *q2.quantize(x, scheme="nvfp4_16x16_pow2", rowwise=True, columnwise=False)[:2])
     scale = torch.ones(())
-    turned = [t.view(torch.uint8).t().contiguous().t().view(t.dtype) for t in operands[1:]]
-    turned = [x.t().contiguous().t(), *turned]
+    transposed = [t.view(torch.uint8).t().contiguous().t().view(t.dtype) for t in operands[1:]]
+    transposed = [x.t().contiguous().t(), *transposed]
     one, other = (
-        q2.statistics_of_operand(*o, scale, "nvfp4_16x16_pow2") for o in (operands, turned)
+        q2.statistics_of_operand(*o, scale, "nvfp4_16x16_pow2") for o in (operands, transposed)
     )
     assert torch.equal(one, other)
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from tests.support.ptx.machine import Machine
 
 Waits = Callable[[np.ndarray, np.ndarray], np.ndarray]
-Together = Callable[["Machine", tuple[str, ...]], tuple[Waits, Any]]
-TOGETHER: dict[str, Together] = {}
+Exchange = Callable[["Machine", tuple[str, ...]], tuple[Waits, Any]]
+TOGETHER: dict[str, Exchange] = {}
 
 
-def _together(name: str) -> Callable[[Together], Together]:
-    def define(make: Together) -> Together:
+def _together(name: str) -> Callable[[Exchange], Exchange]:
+    def define(make: Exchange) -> Exchange:
         TOGETHER[name] = make
         return make
 
