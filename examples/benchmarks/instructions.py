@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from q2compile.cost_model.devices import DATA_SHEETS
-from q2compile.cost_model.quantizers import BF16, Quantizer
+from q2compile.cost_model.quantizers import BF16, ROWS_UNROTATED, Quantizer
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import SOURCES, rotate_launch
@@ -37,6 +37,7 @@ RARE = ("LDS.U16",)
 # times of `requantize` set to 5 while it multiplied so.
 PRODUCT = 10
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
+DIRECTIONS[ROWS_UNROTATED] = DIRECTIONS["both"]
 
 
 def main_launch(case: Quantizer) -> Launch:
@@ -44,7 +45,8 @@ def main_launch(case: Quantizer) -> Launch:
     scheme = None if case.source == BF16 else get_scheme(case.source)
     source = SOURCES[scheme.format if scheme else torch.bfloat16]
     directions = DIRECTIONS["col" if case.kind == "requantize" else case.kind]
-    return rotate_launch(source, get_transform(case.transform), case.spec, *directions)
+    how = get_transform(case.transform), case.spec, *directions
+    return rotate_launch(source, *how, rotates_rows=case.kind != ROWS_UNROTATED)
 
 
 def count(case: Quantizer, architecture: str) -> float:

@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 HIGH = 16  # bits of an element in high precision
 BF16 = "bf16"
+ROWS_UNROTATED = "both, rows unrotated"
 # Instructions per element that dbias adds to the loop: an addition (of two elements on 10.0),
 # signs, and exchanges between lanes. tests/runtime_kernels/cuda/test_dbias_static.py counts them.
 DBIAS_INSTRUCTIONS = {"sm_90a": 2.1, "sm_100a": 1.1, "sm_120a": 1.6}
@@ -52,7 +53,8 @@ def written_bits(scheme: str) -> Fraction:
 class Quantizer:
     """A call for one operand of a recipe.
 
-    kind: "row", "col", "both" (of a bf16 matrix), "requantize" (of codes in `source`, along cols)
+    kind: "row", "col", "both", ROWS_UNROTATED (of a bf16 matrix), "requantize" (of codes in
+        `source`, columnwise)
     dbias: it also sums its columns
     """
 
@@ -68,7 +70,7 @@ class Quantizer:
 
     @property
     def directions(self) -> int:
-        return 2 if self.kind == "both" else 1
+        return 2 if self.kind in ("both", ROWS_UNROTATED) else 1
 
     @property
     def read_bits(self) -> Fraction:
@@ -116,11 +118,12 @@ def _launches(call: Quantizer) -> tuple[Launch, ...]:
         SOURCES[torch.bfloat16 if call.source == BF16 else get_scheme(call.source).format],
         call.spec,
         get_transform(call.transform),
-        (call.kind in ("row", "both"), call.kind != "row"),
+        (call.kind == "row" or call.directions == 2, call.kind != "row"),
         room=_ROOM,
         vectors=True,
         amax_known=False,
         dbias=call.dbias,
+        rotates_rows=call.kind != ROWS_UNROTATED,
     )
 
 

@@ -14,8 +14,9 @@ The steps are those of the ops after the passes (`q2compile.passes`, `q2compile.
     forward    a quantizer of nvfp4 by blocks of a row writes x's codes from inside x's producer,
                which costs no read, unless something reads x as well; x of q, k and v is quantized
                once, and each pays its share
-    backward   the gradient is read once for dgrad and wgrad if both take it rotated alike; x and w
-               are read as the codes that fprop saved, x once for all that share it
+    backward   the gradient is read once for dgrad and wgrad if both take it rotated alike, or wgrad
+               alone rotated; so is an x that the forward rotates for wgrad. x and w are read as
+               the codes that fprop saved, x once for all that share it
     a scale    computed after the codes: raw scales are written, then read and rounded
     emulated   without fp4 tensor cores GEMMs are in BF16, on dequantized operands: quantizers of
                the backward write them, saved codes and those of the forward are dequantized
@@ -43,11 +44,18 @@ from q2compile.cost_model.devices import (
     TRANSPOSE_REACH,
     Device,
 )
-from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits, written_bits
+from q2compile.cost_model.quantizers import (
+    HIGH,
+    ROWS_UNROTATED,
+    Quantizer,
+    packed_bits,
+    written_bits,
+)
 from q2compile.recipes.recipe import GEMMS, Gemm, Operand, Recipe
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize import plan
 from q2compile.runtime_kernels.cuda.quantize.grouping import Tail, can_share, groups_of
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rows_when_paired
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 
@@ -55,6 +63,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 _SPLIT_SCALES_LAUNCHES = 2  # q2::split_scales: the largest, then the scales
 _INDUCTOR_SQUARE_LAUNCHES = 2  # the largest of each block, then codes
 _ALPHA = 1  # the product of two global scales, if no quantizer's last launch computes it
+_DY_PAIR = "quantize dy rowwise and columnwise"
 FUSED, CALL, TORCH, DISPATCHED = "fused", "call", "torch", "dispatched"
 
 
@@ -147,6 +156,8 @@ class Layer:
         return 2 * self.t * self.n * self.k
 
 
+# Of dy and x, where one call makes both operands of it: its kind, and the columnwise operand.
+_Pairs = dict[str, tuple[str, Operand]]
 # What each GEMM writes.
 _RESULT = {"fprop": "y", "dgrad": "x", "wgrad": "w"}
 
@@ -190,7 +201,7 @@ def _dbias_by_quantizer(recipe: Recipe, layer: Layer, gemms: list[str]) -> bool:
 
 def _is_columnwise_dy(step: Step) -> bool:
     """Whether it is the columnwise quantizer of dy, rowwise too or not."""
-    return step.what in ("quantize dy rowwise and columnwise", "quantize dy") and (
+    return step.what in (_DY_PAIR, "quantize dy") and (
         step.quantizer is not None and step.quantizer.kind != "row"
     )
 
@@ -206,20 +217,21 @@ def recipe_steps(recipe: Recipe, layer: Layer, gemms: Iterable[str]) -> list[Ste
     gemms = list(gemms)
     dbias_fused = _dbias_by_quantizer(recipe, layer, gemms)
     steps = [] if dbias_fused else _dbias(layer, gemms)
-    paired = _paired(recipe, gemms)
+    pairs = _pairs(recipe, gemms)
     before: list[Step] = []
     for name in gemms:
         gemm: Gemm | None = getattr(recipe, name)
         if gemm is None:
             steps.append(_plain_gemm(layer, name))
             continue
-        made = _operands(recipe, layer, name, paired=paired)
+        made = _operands(recipe, layer, name, pairs)
         if dbias_fused:
             made = [_with_dbias(step) if _is_columnwise_dy(step) else step for step in made]
         made = _moved_to_group(made, before)
         before = made
         steps += made
-        aligned = any(step.tail is not None for step in made)
+        pair = [step for step in steps if name == "wgrad" and step.what == _DY_PAIR]
+        aligned = any(step.tail is not None for step in (*made, *pair))
         masked = bool(recipe.fprop and get_scheme(recipe.fprop.a.scheme).masked)
         steps += _product(layer, name, gemm, masked=masked, aligned=aligned)
         if name != "fprop" and masked:
@@ -237,14 +249,15 @@ def _rotated_back(steps: list[Step], layer: Layer, gemm: Gemm, name: str) -> lis
     return [*others, replace(product, bits=product.bits + result)]
 
 
-def _operands(recipe: Recipe, layer: Layer, name: str, *, paired: bool) -> list[Step]:
-    """The quantizers of a GEMM's operands. paired: dgrad's dy is quantized with wgrad's."""
+def _operands(recipe: Recipe, layer: Layer, name: str, pairs: _Pairs) -> list[Step]:
+    """The quantizers of a GEMM's operands. A pair belongs to the first GEMM that reads it."""
     gemm: Gemm = getattr(recipe, name)
     ahead: list[Step] = []
     beside: list[Step] = []
     for role, operand in zip(GEMMS[name], (gemm.a, gemm.b), strict=True):
-        if role == "dy" and paired:
-            beside += [_rowwise_and_columnwise(layer, operand)] * (name == "dgrad")
+        if role in pairs:
+            first = "fprop" if role == "x" else "dgrad"
+            beside += [_rowwise_and_columnwise(layer, name, role, *pairs[role])] * (name == first)
             continue
         times = layer.w_quantized if (name, role) == ("fprop", "w") else 1
         made = times * _quantizer(recipe, layer, name, role, operand)
@@ -355,12 +368,20 @@ def _writes_dequantized(layer: Layer, name: str, operand: Operand) -> bool:
     return layer.emulated and name != "fprop" and operand.source in ("fresh", "requantize")
 
 
-def _paired(recipe: Recipe, gemms: list[str]) -> bool:
-    """Whether the gradient is quantized for dgrad and wgrad from one read
-    (`passes.pair_directions`)."""
-    if not {"dgrad", "wgrad"} <= set(gemms) or recipe.dgrad is None or recipe.wgrad is None:
-        return False
-    return recipe.dgrad.a == recipe.wgrad.a and recipe.dgrad.a.transform != "none"
+def _pairs(recipe: Recipe, gemms: list[str]) -> _Pairs:
+    """Which of x and dy are read once for two GEMMs (`passes.pair_directions`)."""
+    fprop, dgrad, wgrad = (getattr(recipe, name) if name in gemms else None for name in GEMMS)
+    operands: dict[str, tuple[Operand, Operand]] = {}
+    if dgrad and wgrad:
+        operands["dy"] = dgrad.a, wgrad.a
+    if fprop and wgrad and wgrad.b.source == "forward":
+        operands["x"] = fprop.a, wgrad.b
+    found: _Pairs = {}
+    for role, (row, column) in operands.items():
+        rotated = rows_when_paired(row.scheme, row.transform, column.scheme, column.transform)
+        if rotated is not None:
+            found[role] = ("both" if rotated else ROWS_UNROTATED), column
+    return found
 
 
 def quantizing(
@@ -385,13 +406,14 @@ def quantizing(
     )
 
 
-def _rowwise_and_columnwise(layer: Layer, operand: Operand) -> Step:
-    scheme = operand.scheme + (DEQUANTIZED if layer.emulated else "")
-    made = Quantizer("both", scheme, operand.transform)
+def _rowwise_and_columnwise(
+    layer: Layer, name: str, role: str, kind: str, operand: Operand
+) -> Step:
+    scheme = operand.scheme + (DEQUANTIZED if _writes_dequantized(layer, name, operand) else "")
+    made = Quantizer(kind, scheme, operand.transform)
     tail = _tail_launch(layer, scheme, operand.transform)
-    return quantizing(
-        "dgrad", "quantize dy rowwise and columnwise", made, layer.elements("dy"), tail=tail
-    )
+    sizes = layer.elements(role), layer.users(role)
+    return quantizing(name, f"quantize {role} rowwise and columnwise", made, *sizes, tail=tail)
 
 
 def transposed_bits(scheme: str) -> Fraction:

@@ -198,16 +198,21 @@ def _put_forward_parts(made: Saved, name: str, parts: Sequence[Tensor]) -> Codes
 
 
 def _keep(
-    product: OneWeight, recipe: Recipe, gemm_name: str, made: Saved, saved: Saved, salt: int
+    product: OneWeight,
+    recipe: Recipe,
+    gemm_name: str,
+    made: Saved,
+    saved: Saved,
+    seed: Tensor | None,
 ) -> None:
-    """Save what dgrad or wgrad will need: of w and the mask of x, or of x and the mask of w."""
+    """Save what dgrad or wgrad will need: of w and the mask of x, or of x and the mask of w. seed:
+    drawn by `_seed_ahead`."""
     gemm: Gemm | None = getattr(recipe, gemm_name)
     name, other = ("w", "x") if gemm_name == "dgrad" else ("x", "w")
     source = gemm.b.source if gemm else "fresh"
     if gemm is None or source == "fresh" or (source == "reuse" and recipe.fprop is None):
         saved[name] = made[name]
     elif source == "forward":
-        seed = torch.ops.q2.seed(made[name], salt) if gemm.b.draws else None
         codes = product.columnwise(gemm_name, made[name], gemm.b, seed, rng_offset=1)
         saved.put_codes(f"{gemm_name}.{name}", codes)
         if seed is not None:
@@ -216,6 +221,17 @@ def _keep(
         saved.put_codes(name, made.codes(name))
         if f"{other}.mask" in made:
             saved[f"{other}.mask"] = made[f"{other}.mask"]
+
+
+def _seed_ahead(recipe: Recipe, gemm_name: str, anchor: Tensor, salt: int) -> Tensor | None:
+    """The seed for an operand of the backward that the forward quantizes; None where it draws none.
+
+    It is drawn before fprop's quantizers, so that one call can make both operands from one read
+    (pass pair_directions).
+    """
+    gemm: Gemm | None = getattr(recipe, gemm_name)
+    draws = gemm is not None and gemm.b.source == "forward" and gemm.b.draws
+    return torch.ops.q2.seed(anchor, salt) if draws else None
 
 
 def _backward_gemm(
@@ -288,18 +304,22 @@ def forward(
     w_parts: what fprop makes of w, where it has been made before.
     """
     made, saved = Saved(x=x, w=w), Saved()
+    ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
+    ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
+    wanted = {"dgrad": (ctx.needs_x, w), "wgrad": (ctx.needs_w, x)}
+    seeds = {
+        name: _seed_ahead(recipe, name, anchor, own_salt)
+        for (name, (needed, anchor)), own_salt in zip(wanted.items(), ctx.salts, strict=True)
+        if needed
+    }
     if recipe.fprop is None:
         y = product.plain("fprop", x, w, bias)
     else:
         qx = _put_forward_parts(made, "x", forward_parts(x, recipe.fprop.a))
         qw = _put_forward_parts(made, "w", w_parts or forward_parts(w, recipe.fprop.b))
         y = product.gemm("fprop", recipe.fprop, qx, qw, bias, x.dtype)
-    ctx.needs_x, ctx.needs_w, *_ = ctx.needs_input_grad
-    ctx.recipe, ctx.columns, ctx.salts = recipe, w.shape[1], (2 * salt, 2 * salt + 1)
-    if ctx.needs_x:
-        _keep(product, recipe, "dgrad", made, saved, ctx.salts[0])
-    if ctx.needs_w:
-        _keep(product, recipe, "wgrad", made, saved, ctx.salts[1])
+    for name, seed in seeds.items():
+        _keep(product, recipe, name, made, saved, seed)
     return y, saved
 
 

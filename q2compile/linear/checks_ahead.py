@@ -28,7 +28,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
 )
 from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
 from q2compile.runtime_kernels.cuda.quantize import fused
-from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served
+from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import not_served, rows_when_paired
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from q2compile.runtime_kernels.ops.requantize import rounds_by_scales
@@ -75,6 +75,8 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
             yield ROWWISE, _named(operand, codes)  # of a large weight
     for variant, operand in _of_gradients(recipe):
         yield used(variant, operand.transform), _named(operand, codes)
+        if variant.rows_unrotated:  # `pair_directions` asks ahead of the passes that name schemes
+            yield used(variant, operand.transform), operand.scheme
     for gemm in filter(None, (recipe.dgrad, recipe.wgrad)):
         rotated = get_transform(gemm.b.transform).size > 1
         if gemm.b.source == "requantize":
@@ -90,8 +92,13 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
             yield TRANSPOSE, gemm.b.scheme
         else:
             columnwise = used(COLUMNWISE._replace(rotated=rotated), gemm.b.transform)
-            yield columnwise, _named(gemm.b, codes)
+            both = None
             if gemm.b.source == "forward":
+                both = _both(fprop and (fprop.a if gemm is recipe.wgrad else fprop.b), gemm.b)
+            if both is not None:
+                yield used(both, gemm.b.transform), _named(gemm.b, codes, saved=True)
+            yield columnwise, _named(gemm.b, codes)
+            if gemm.b.source == "forward" and (both is None or codes):
                 yield columnwise, _named(gemm.b, codes, saved=True)
 
 
@@ -131,19 +138,29 @@ def fused_calls(recipe: Recipe, codes: bool) -> Iterator[dict[str, Any]]:
         yield {
             "scheme": _named(operand, codes),
             "transform": operand.transform,
+            "rotate_rows": not variant.rows_unrotated,
             "rowwise": variant.rowwise,
             "columnwise": variant.columnwise,
             **dict.fromkeys(seeds, ...),
         }
 
 
+def _both(row: Operand | None, column: Operand | None) -> Variant | None:
+    """The variant of the one call that makes two operands of a matrix (`pair_directions`)."""
+    if row is None or column is None:
+        return None
+    rotated = rows_when_paired(row.scheme, row.transform, column.scheme, column.transform)
+    return None if rotated is None else BOTH._replace(rows_unrotated=not rotated)
+
+
 def _of_gradients(recipe: Recipe) -> Iterator[tuple[Variant, Operand]]:
-    """The quantizers of dy: one for rowwise and columnwise where they are alike
+    """The quantizers of dy: one for rowwise and columnwise where that can be
     (`pair_directions`)."""
     dgrad = recipe.dgrad.a if recipe.dgrad else None
     wgrad = recipe.wgrad.a if recipe.wgrad else None
-    if dgrad is not None and dgrad == wgrad and dgrad.transform != "none":
-        yield BOTH, dgrad
+    both = _both(dgrad, wgrad)
+    if both is not None and wgrad is not None:
+        yield both, wgrad
         return
     if dgrad is not None:
         rotated = get_transform(dgrad.transform).size > 1

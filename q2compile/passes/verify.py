@@ -110,9 +110,9 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
             f"{', '.join(n.name for n in triple)}"
         )
     assert call is not None
-    if not (call.rotated or operand.columnwise) or call.masked:
+    if not (operand.transform.size > 1 or operand.columnwise) or call.masked:
         return _Operand()
-    how = call.transform.name, call.args["rng_offset"]
+    how = operand.transform.name, call.args["rng_offset"]
     return _Operand(rotated=True, seed=operand.seed, transform=how[0], rng_offset=how[1])
 
 

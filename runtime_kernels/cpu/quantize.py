@@ -88,25 +88,28 @@ class _Maker:
     """Makes operands of one source, with the rounding of one call."""
 
     def __init__(self, call: QuantizerCall) -> None:
-        self.call, self.transform = call, call.transform
+        self.call = call
         self.asked = call.scheme
         self.scheme = self.asked.with_form("") if self.asked.form else self.asked
         self.requantizes = call.spec.name == REQUANTIZE
 
-    def of_matrix(self, x: torch.Tensor, columnwise: bool, seed, **more: Any) -> list[torch.Tensor]:
+    def of_matrix(
+        self, x: torch.Tensor, columnwise: bool, seed, transform: Transform, **more: Any
+    ) -> list[torch.Tensor]:
         """Of a matrix of any strides. more: fields of the operand."""
-        operand = self._new(columnwise)
+        operand = self._new(columnwise, transform)
         operand.type = kernels.TYPES[x.dtype]
         operand.row_stride, operand.column_stride = x.stride()
         rows, columns = x.shape
-        return self._run(operand, x, rows, columns, seed, more)
+        return self._run(operand, x, rows, columns, seed, transform, more)
 
     def of_source(self, by_scales: bool, seed) -> list[torch.Tensor]:
         """Of codes and scales, or of a matrix by scales that are given."""
         x, scales, unit = (self.call.args[name] for name in self.call.spec.source)
         scheme, columns = self.call.source_scheme, self.call.args["rows"]
         assert scheme is not None
-        operand = self._new(columnwise=True)
+        transform = self.call.transform
+        operand = self._new(True, transform)
         if by_scales:
             operand.type, operand.source = kernels.TYPES[x.dtype], kernels.BY_SCALES
             width = columns = x.shape[1]
@@ -118,26 +121,33 @@ class _Maker:
         operand.source_is_mx, operand.source_height = scheme.format == "mxfp4", scheme.block[0]
         operand.source_global = unit.data_ptr()
         more = {"factor_tensor": unit.data_ptr()}
-        return self._run(operand, x, x.shape[0], columns, seed, more)
+        return self._run(operand, x, x.shape[0], columns, seed, transform, more)
 
-    def _new(self, columnwise: bool) -> kernels.Operand:
-        fixed = _operand(self.scheme, self.transform, columnwise, self.requantizes)
+    def _new(self, columnwise: bool, transform: Transform) -> kernels.Operand:
+        fixed = _operand(self.scheme, transform, columnwise, self.requantizes)
         operand: kernels.Operand = kernels.Operand.from_buffer_copy(fixed)
         operand.rng_offset = self.call.args["rng_offset"]
         return operand
 
     def _run(
-        self, operand: kernels.Operand, x: torch.Tensor, rows: int, columns: int, seed, more: dict
+        self,
+        operand: kernels.Operand,
+        x: torch.Tensor,
+        rows: int,
+        columns: int,
+        seed,
+        transform: Transform,
+        more: dict,
     ) -> list[torch.Tensor]:
         operand.x, operand.rows, operand.columns = x.data_ptr(), rows, columns
         size = (columns, rows) if operand.columnwise else (rows, columns)
-        made = list(empty_quantized(x, *size, self.scheme, self.transform))
+        made = list(empty_quantized(x, *size, self.scheme, transform))
         operand.codes, operand.scales, operand.global_scale = (part.data_ptr() for part in made)
         if self.call.masked:
             made.append(x.new_empty((size[0], made[0].shape[1] // 4), dtype=torch.uint8))
             operand.mask = made[3].data_ptr()
         operand.seed = kernels.pointer(seed)
-        operand.sign_seed = kernels.sign_seed(self.transform, seed)
+        operand.sign_seed = kernels.sign_seed(transform, seed)
         for name, value in more.items():
             setattr(operand, name, value)
         kernels.entry("q2_quantize")(byref(operand))
@@ -168,11 +178,12 @@ def quantize(*args: Any) -> list[torch.Tensor]:
     call = op.checked(QuantizerCall.of(QUANTIZE, args))
     maker, made = _Maker(call), []
     amax = kernels.pointer(call.args["amax"])
-    for columnwise, seed, _ in call.operands:
+    for columnwise, seed, _, transform in call.operands:
         if columnwise and call.grouped:
             made += _in_groups(maker, call.x, seed)
         else:
-            made += maker.in_form(maker.of_matrix(call.x, columnwise, seed, amax=amax))
+            how = columnwise, seed, transform
+            made += maker.in_form(maker.of_matrix(call.x, *how, amax=amax))
     if call.dbias is not None:
         made.append(_column_sums(call.x, call.dbias))
     return made
@@ -200,8 +211,9 @@ def requantize(*args: Any) -> list[torch.Tensor]:
 def _in_groups(maker: _Maker, x: torch.Tensor, seed, **more: Any) -> list[torch.Tensor]:
     """x columnwise, its rows in the groups of a call."""
     ends = maker.call.args["offs"], maker.call.args["padded_offs"]
-    laid, shares = lay_out(x, *ends, spread=spreads(maker.scheme, maker.transform))
-    parts = maker.of_matrix(laid, True, seed, shares=kernels.pointer(shares), **more)
+    transform = maker.call.transform
+    laid, shares = lay_out(x, *ends, spread=spreads(maker.scheme, transform))
+    parts = maker.of_matrix(laid, True, seed, transform, shares=kernels.pointer(shares), **more)
     codes, *rest = maker.in_form(parts)
     return [clear_tail(codes, ends[1]), *rest]
 

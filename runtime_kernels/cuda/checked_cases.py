@@ -147,6 +147,7 @@ def _quantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
         x=x,
         scheme=scheme,
         transform=transform,
+        rotate_rows=not variant.rows_unrotated,
         rowwise=variant.rowwise,
         columnwise=variant.columnwise,
         amax=torch.ops.q2.amax(x) if takes_amax else None,
@@ -179,7 +180,9 @@ def _requantize(scheme: str, of: Variant | Use, rows: int) -> tuple:
 
 
 def _rotation(variant: Variant) -> str:
-    return "none" if not variant.rotated else "h32" if variant.masked else "rht128"
+    if not variant.rotated:
+        return "none"
+    return "h32" if variant.masked else "rht16" if variant.rows_unrotated else "rht128"
 
 
 def _with_groups(call: QuantizerCall, variant: Variant) -> tuple:
@@ -288,12 +291,14 @@ _WITH_DBIAS = _with_swizzled(
     *("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_pow2"),
     *("mxfp4_sr", "mxfp4_rtn34", "mxfp4_rceil"),
 )
+_UNROTATED = _with_swizzled("nvfp4_pow2", "nvfp4_sr_pow2", "nvfp4_sr")
 _DEQUANTIZED = ("nvfp4_ms_eden_pow2" + DEQUANTIZED, "nvfp4_sr_pow2" + DEQUANTIZED)
 ROWWISE = Variant(QUANTIZE, rowwise=True, columnwise=False, rotated=False)
 MASKED = ROWWISE._replace(rotated=True, masked=True)
 _ROWWISE_ROTATED = ROWWISE._replace(rotated=True)
 COLUMNWISE = _ROWWISE_ROTATED._replace(rowwise=False, columnwise=True)
 BOTH = COLUMNWISE._replace(rowwise=True)
+COLUMNS_ROTATED = BOTH._replace(rows_unrotated=True)
 REQUANTIZED = COLUMNWISE._replace(op=REQUANTIZE)
 # The schemes that `q2compile doctor` checks for each: those of the recipes' operands.
 CHECKED: dict[str | Variant, tuple[str, ...]] = {
@@ -307,8 +312,17 @@ CHECKED: dict[str | Variant, tuple[str, ...]] = {
     BOTH: _ROTATED + _DEQUANTIZED,
     COLUMNWISE._replace(dbias=True): _WITH_DBIAS + _DEQUANTIZED,
     BOTH._replace(dbias=True): _WITH_DBIAS + _DEQUANTIZED,
+    COLUMNS_ROTATED: _UNROTATED + ("nvfp4_sr_pow2" + DEQUANTIZED,),
+    COLUMNS_ROTATED._replace(dbias=True): (
+        *_with_swizzled("nvfp4_sr_pow2"),
+        "nvfp4_sr_pow2" + DEQUANTIZED,
+    ),
     COLUMNWISE._replace(grouped=True): _GROUPED,
     BOTH._replace(grouped=True): _GROUPED,
+    COLUMNS_ROTATED._replace(grouped=True): (
+        *("nvfp4_pow2", "nvfp4_sr_pow2"),
+        "nvfp4_sr_pow2" + DEQUANTIZED,
+    ),
     MASKED: _with_swizzled("mxfp4_quest"),
     REQUANTIZED: (
         _with_swizzled("nvfp4_ms_eden_pow2", "nvfp4_sr_pow2", "nvfp4_sr", "mxfp4_rtn34")

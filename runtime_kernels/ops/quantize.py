@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """q2::quantize: rounds a matrix to a 4-bit format, rowwise, columnwise, or both.
 
-    quantize(x [M, K], *, scheme, transform="none", rowwise, columnwise, amax=None,
-             rowwise_seed=None, columnwise_seed=None, rng_offset=0, offs=None, padded_offs=None,
-             mask=False, dbias=None, recorded=False) -> Tensor[]
+    quantize(x [M, K], *, scheme, transform="none", rotate_rows=True, rowwise, columnwise,
+             amax=None, rowwise_seed=None, columnwise_seed=None, rng_offset=0, offs=None,
+             padded_offs=None, mask=False, dbias=None, recorded=False) -> Tensor[]
 
 Outputs, in order:
 
@@ -18,6 +18,7 @@ applied before rounding. The contraction is padded with zeros to whole blocks an
 the transform. A gradient is an operand of both GEMMs of the backward pass: one read of it gives the
 rowwise and the columnwise operand, and the gradient of a bias.
 
+    rotate_rows  False: of the two operands, only the columnwise one is rotated.
     amax         the largest |x|, for schemes that take it. Without it, an exact global scale is
                  computed inside; with a rotation, from the rotated matrix.
     seeds        int64 scalars, for signs and random bits. Tensors that share a seed have different
@@ -64,7 +65,12 @@ def checked(call: QuantizerCall) -> QuantizerCall:
     if not (call.rowwise or call.columnwise):
         raise ValueError(f"q2::{QUANTIZE} makes nothing: set rowwise, columnwise or both.")
     for operand in call.operands:
-        check_seed(QUANTIZE, operand.seed, call.scheme, call.transform)
+        check_seed(QUANTIZE, operand.seed, call.scheme, operand.transform)
+    if not (call.rotates_rows or (call.rowwise and call.columnwise and call.rotated)):
+        raise ValueError(
+            f"q2::{QUANTIZE} leaves rows unrotated where it rotates columns: set rowwise and "
+            "columnwise and name a transform, or leave out rotate_rows."
+        )
     if call.scheme.block[0] != 1 and (call.rotated or call.columnwise):
         raise square_blocks(QUANTIZE, call.scheme)
     _check_amax(call)
@@ -129,25 +135,27 @@ def _check_dbias(call: QuantizerCall) -> None:
 
 def fake(*args: Any) -> list[torch.Tensor]:
     call = checked(QuantizerCall.of(QUANTIZE, args))
-    x, how = call.x, (call.scheme, call.transform)
+    x, scheme = call.x, call.scheme
     rows, columns = x.shape
     made: list[torch.Tensor] = []
     height = padded_rows(rows, call.args["offs"].shape[0]) if call.grouped else rows
     for operand in call.operands:
         size = (columns, height) if operand.columnwise else (rows, columns)
-        made += empty_quantized(x, *size, *how)
+        made += empty_quantized(x, *size, scheme, operand.transform)
     if call.masked:
-        made.append(x.new_empty((rows, padded(columns, *how) // 8), dtype=torch.uint8))
+        width = padded(columns, scheme, call.transform)
+        made.append(x.new_empty((rows, width // 8), dtype=torch.uint8))
     if call.dbias is not None:
         made.append(x.new_empty((columns,), dtype=call.dbias))
     return [*made, *empty_statistics(call)]
 
 
 define(
-    "quantize(Tensor x, *, str scheme, str transform='none', bool rowwise, bool columnwise,"
-    " Tensor? amax=None, Tensor? rowwise_seed=None, Tensor? columnwise_seed=None,"
-    " int rng_offset=0, Tensor? offs=None, Tensor? padded_offs=None, bool mask=False,"
-    " ScalarType? dbias=None, bool recorded=False) -> Tensor[]",
+    "quantize(Tensor x, *, str scheme, str transform='none', bool rotate_rows=True,"
+    " bool rowwise, bool columnwise, Tensor? amax=None, Tensor? rowwise_seed=None,"
+    " Tensor? columnwise_seed=None, int rng_offset=0, Tensor? offs=None,"
+    " Tensor? padded_offs=None, bool mask=False, ScalarType? dbias=None,"
+    " bool recorded=False) -> Tensor[]",
     fake=fake,
 )
 
@@ -158,15 +166,14 @@ def quantize(*args: Any) -> list[torch.Tensor]:
     call = checked(QuantizerCall.of(QUANTIZE, args))
     if call.recorded:
         return recorded(call)
-    how = call.scheme, call.transform
     made: list[torch.Tensor] = []
-    for columnwise, seed, _ in call.operands:
+    for columnwise, seed, _, transform in call.operands:
         if columnwise and call.grouped:
             made += quantized_in_groups(call, call.x, 1.0)
             continue
         drawn = seed, call.args["rng_offset"]
         *parts, mask = rotate_and_quantize(
-            call.x, 1.0, *drawn, *how, columnwise, amax=call.args["amax"]
+            call.x, 1.0, *drawn, call.scheme, transform, columnwise, amax=call.args["amax"]
         )
         made += parts
         if call.masked:

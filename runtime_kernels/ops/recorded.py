@@ -51,11 +51,11 @@ def recorded(call: QuantizerCall) -> list[torch.Tensor]:
     seen = with_codes() if with_codes.scheme.form != plain.scheme.form else outputs
     values, amax = _source(call)
     found = []
-    for columnwise, seed, first in call.operands:
+    for columnwise, seed, first, transform in call.operands:
         own = values(columnwise)
         if columnwise and call.grouped:
             own = _in_groups(call, own)
-        how = with_codes.scheme, seed, call.transform
+        how = with_codes.scheme, seed, transform
         found.append(_measured(own, seen[first : first + 3], *how, amax))
     return [*outputs, *found]
 

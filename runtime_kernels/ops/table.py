@@ -84,11 +84,13 @@ class Operand(NamedTuple):
     columnwise  its blocks are along the columns of the source, else along the rows
     seed        of its signs and random bits, or None
     first       the output that is its codes; its scales and its global scale follow
+    transform   its rotation
     """
 
     columnwise: bool
     seed: Any
     first: int
+    transform: Transform
 
     @property
     def seed_name(self) -> str:
@@ -108,10 +110,11 @@ class Variant(NamedTuple):
     grouped: bool = False
     dbias: bool = False
     by_scales: bool = False
+    rows_unrotated: bool = False  # columns alone are rotated
 
     def __str__(self) -> str:
         operands = ("rowwise",) * self.rowwise + ("columnwise",) * self.columnwise
-        flags = ("rotated", "masked", "grouped", "dbias", "by_scales")
+        flags = ("rotated", "masked", "grouped", "dbias", "by_scales", "rows_unrotated")
         words = [name.replace("_", " ") for name in flags if getattr(self, name)]
         return " ".join((self.op, "+".join(operands), *words))
 
@@ -188,7 +191,13 @@ class QuantizerCall:
 
     @property
     def transform(self) -> Transform:
+        """Of its operands, of which the rowwise one may have none (`rotates_rows`)."""
         return get_transform(str(self.args["transform"]))
+
+    @property
+    def rotates_rows(self) -> bool:
+        """Whether the transform is of a rowwise operand, too."""
+        return bool(self.args.get("rotate_rows", True))
 
     @property
     def rowwise(self) -> bool:
@@ -231,7 +240,9 @@ class QuantizerCall:
         found: list[Operand] = []
         for columnwise in (False,) * self.rowwise + (True,) * self.columnwise:
             seed = self.args.get("columnwise_seed" if columnwise else "rowwise_seed")
-            found.append(Operand(columnwise, seed, len(PARTS) * len(found)))
+            rotates = columnwise or self.rotates_rows
+            transform = self.transform if rotates else get_transform("none")
+            found.append(Operand(columnwise, seed, len(PARTS) * len(found), transform))
         return tuple(found)
 
     def operand_of(self, output: int) -> Operand:
@@ -248,6 +259,7 @@ class QuantizerCall:
     @property
     def variant(self) -> Variant:
         flags = self.masked, self.grouped, self.dbias is not None, self.by_scales
+        flags = *flags, not self.rotates_rows
         return Variant(self.spec.name, self.rowwise, self.columnwise, self.rotated, *flags)
 
     @property

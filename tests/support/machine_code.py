@@ -77,6 +77,8 @@ HOT = {
     "quartet2 fprop": rotate(BF16, "none", "nvfp4_46_pow2", ROW),
     "nvfp4 wgrad": rotate(BF16, "rht16", SR, COL),
     "nvfp4 wgrad x": rotate(BF16, "rht16", "nvfp4_pow2", COL),
+    "nvfp4 both": rotate(BF16, "rht16", SR, BOTH, rotates_rows=False),
+    "nvfp4 x both": rotate(BF16, "rht16", "nvfp4_pow2", BOTH, rotates_rows=False),
     "mxfp4 both": rotate(BF16, "rht64", "mxfp4_sr", BOTH),
     "mxfp4 col": rotate(BF16, "rht64", "mxfp4_sr", COL),
     "quartet fprop": rotate(BF16, "h32", "mxfp4_quest", ROW),
@@ -111,6 +113,7 @@ OTHERS = {
     "values groups both": rotate(BF16, "rht128", EDEN + DEQUANTIZED, BOTH, grouped=True),
     "values groups requantize": rotate(NVFP4, "rht128", EDEN + DEQUANTIZED, COL, grouped=True),
     "values sr both": rotate(BF16, "rht128", SR + DEQUANTIZED, BOTH),
+    "values nvfp4 both": rotate(BF16, "rht16", SR + DEQUANTIZED, BOTH, rotates_rows=False),
     "values sr requantize": rotate(NVFP4, "rht128", SR + DEQUANTIZED, COL),
     "values mx requantize": rotate(MXFP4, "rht32", "mxfp4_rtn34" + DEQUANTIZED, COL),
     "values mx both": rotate(BF16, "rht64", "mxfp4_sr" + DEQUANTIZED, BOTH),
@@ -142,6 +145,7 @@ SEVERAL = {
     for name in (
         *("quartet2 fprop", "requantize", "rht_quantize_both", "requantize swizzled"),
         *("tetrajet2 requantize", "nvfp4 dgrad", "nvfp4 wgrad", "nvfp4 wgrad x", "quartet fprop"),
+        *("nvfp4 both", "nvfp4 x both"),
         *("quartet requantize", "quartet requantize swizzled", "mxfp4 col", "groups requantize"),
         *("values both", "values requantize", "values groups requantize"),
         *("values sr requantize", "values mx requantize", "by scales", "values by scales"),
@@ -170,7 +174,7 @@ CASES += [*product(SAMPLE, ["sm_80"]), *product(SAMPLE[:2], ["sm_86", "sm_87", "
 
 # ---- dbias ---------------------------------------------------------------------------------------
 
-# Recipe -> scheme, transform, whether rowwise as well.
+# Recipe -> scheme, transform, whether that is of rows as well.
 DBIAS = {
     "quartet2": (EDEN, "rht128", True),
     "tetrajet2": (SR, "rht128", True),
@@ -192,9 +196,10 @@ def dbias_scheme(recipe: str, architecture: str) -> str:
 
 
 def dbias(recipe: str, architecture: str) -> Launch:
-    _, transform, rows = DBIAS[recipe]
+    _, transform, rotates_rows = DBIAS[recipe]
     spec = get_scheme(dbias_scheme(recipe, architecture))
-    return rotate_launch(BF16, get_transform(transform), spec, rows, True, dbias=True)
+    how = {"dbias": True, "rotates_rows": rotates_rows}
+    return rotate_launch(BF16, get_transform(transform), spec, True, True, **how)
 
 
 # ---- counts --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both quantizations of one gradient, along N for dgrad and along T for wgrad, from one read."""
+"""Both quantizations of one matrix, along its rows and along its columns, from one read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import operator
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from q2compile.passes.graph_queries import is_q2
+from q2compile.passes.graph_queries import is_q2, quantizer_served_by
 from q2compile.runtime_kernels.ops.table import (
     PADDED_ENDS,
     QuantizerCall,
     quantizer_of,
     quantizers,
 )
+from q2compile.runtime_kernels.registry import REFERENCE
 
 
 def pair_directions_pass(graph: fx.Graph) -> int:
@@ -27,35 +29,67 @@ def pair_directions_pass(graph: fx.Graph) -> int:
         b = quantize(dy, columnwise, seed t)          b0, b1, b2 = c[3], c[4], c[5]
         b0, b1, b2 = b[0], b[1], b[2]                 ...
 
-    The second may keep groups of rows apart, of experts; the result does then.
+    The second may keep groups of rows apart, of experts; the result does then. A recipe that
+    rotates what wgrad multiplies alone (nvfp4) has such pairs of dy and of x:
 
-    Preconditions: one op of each direction on the same tensor, with the same scheme, rotation and
-    rng_offset, and a seed each; both seeds, and the ends of the groups, stand before the first of
-    the two ops (merge_seeds puts seeds there, so it runs before this pass; padded_ends is put there
-    by this one).
+        a = quantize(x, rowwise)                      c = quantize(x, rowwise, columnwise,
+        b = quantize(x, columnwise, transform="rht16")     transform="rht16", rotate_rows=False)
 
-    Exact: both directions at once are defined as the two calls, bit for bit.
+    Preconditions: one op of each direction on the same tensor, with the same scheme and no amax;
+    both seeds, and the ends of the groups, stand before the first of the two ops (merge_seeds puts
+    seeds there, so it runs before this pass; padded_ends is put there by this one). The same
+    rotation and rng_offset; or else
+      - rows are not rotated, columns are, and x does not lie in columns;
+      - a kernel serves the pair: where the reference does, Inductor may have one for the rows;
+      - the rng_offset becomes that of the columns, the only one that share_saved_rotations changes.
+
+    Exact: both directions at once are defined as the two calls, bit for bit. Rows whose random bits
+    come at another rng_offset, under a seed of their own, have the distribution they had.
     """
     waiting: dict[Any, fx.Node] = {}
     pairs = 0
     for node, call in list(quantizers(graph)):
-        if (
-            not call.rotated
-            or call.masked
-            or len(call.operands) > 1
-            or call.source_scheme is not None
-        ):
+        if call.masked or len(call.operands) > 1 or call.source_scheme is not None:
             continue
-        alike = (call.x, *(call.args[name] for name in ("scheme", "transform", "rng_offset")))
-        partner = waiting.pop((alike, not call.columnwise), None)
+        keys = _keys(call)
+        found = [waiting[of_partner] for _, of_partner in keys if of_partner in waiting]
+        partner = next((other for other in found if _is_pair(other, node)), None)
         if partner is None:
-            waiting[(alike, call.columnwise)] = node
-        elif isinstance(call.operands[0].seed, fx.Node) and all(
-            _stands_before(partner, needed) for needed in (call.operands[0].seed, *_groups(call))
-        ):
-            _replace(graph, first=partner, second=node)
-            pairs += 1
+            waiting |= {own: node for own, _ in keys}
+            continue
+        waiting = {key: other for key, other in waiting.items() if other is not partner}
+        _replace(graph, first=partner, second=node)
+        pairs += 1
     return pairs
+
+
+def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
+    """What it waits under for another one, and what that one would wait under: with the same
+    rotation, or with rows that are not rotated."""
+    same = call.x, call.args["scheme"], call.args["amax"]
+    alike = (*same, call.args["transform"], call.args["rng_offset"])
+    found = []
+    if call.rotated:
+        found.append(((alike, call.columnwise), (alike, not call.columnwise)))
+    if call.rotated == call.columnwise:
+        found.append(((same, call.columnwise), (same, not call.columnwise)))
+    return found
+
+
+def _is_pair(first: fx.Node, second: fx.Node) -> bool:
+    """Whether two such calls can be one, in the place of the first."""
+    call = quantizer_of(second)
+    assert call is not None
+    seed = call.operands[0].seed
+    needed = [arg for arg in (seed, *_groups(call)) if isinstance(arg, fx.Node)]
+    if not all(_stands_before(first, node) for node in needed):
+        return False
+    both = _both(first, second)
+    if both.rotates_rows:
+        return isinstance(seed, fx.Node)
+    of_rows, of_columns = both.x.meta["val"].stride()
+    in_columns = statically_known_true(of_rows == 1) and statically_known_true(of_columns != 1)
+    return not in_columns and quantizer_served_by(both) != REFERENCE
 
 
 def _groups(call: QuantizerCall) -> tuple[Any, ...]:
@@ -72,14 +106,25 @@ def _stands_before(first: fx.Node, needed: fx.Node) -> bool:
     return needed < first
 
 
+def _row_and_column(*nodes: fx.Node) -> tuple[fx.Node, fx.Node]:
+    found = {call.columnwise: node for node in nodes if (call := quantizer_of(node))}
+    return found[False], found[True]
+
+
+def _both(first: fx.Node, second: fx.Node) -> QuantizerCall:
+    """The call that makes the operands of two."""
+    of_row, of_column = map(quantizer_of, _row_and_column(first, second))
+    assert of_row is not None and of_column is not None
+    names = ("columnwise", "columnwise_seed", "offs", "padded_offs", "transform", "rng_offset")
+    rotate_rows = of_row.transform == of_column.transform
+    columns = {name: of_column.args[name] for name in names}
+    return of_row.replace(rotate_rows=rotate_rows, **columns)
+
+
 def _replace(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
     """Put one call in the place of the first; its outputs 0-2 are the row's, 3-5 the column's."""
-    pair = {call.columnwise: node for node in (first, second) if (call := quantizer_of(node))}
-    row, column = pair[False], pair[True]
-    of_row, of_column = quantizer_of(row), quantizer_of(column)
-    assert of_row is not None and of_column is not None
-    names = ("columnwise", "columnwise_seed", "offs", "padded_offs")
-    call = of_row.replace(**{name: of_column.args[name] for name in names})
+    row, column = _row_and_column(first, second)
+    call = _both(first, second)
     with graph.inserting_before(first):
         args, kwargs = call.written()
         both = graph.call_function(call.spec.overload, args, kwargs)

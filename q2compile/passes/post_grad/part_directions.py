@@ -89,9 +89,10 @@ def _single_calls(pair: fx.Node) -> list[QuantizerCall]:
     call = quantizer_of(pair)
     assert call is not None
     alone: dict[str, Any] = {"columnwise_seed": None, "offs": None, "padded_offs": None}
+    of_rows, _ = call.operands
     return [
-        call.replace(columnwise=False, **alone),
-        call.replace(rowwise=False, rowwise_seed=None),
+        call.replace(columnwise=False, transform=of_rows.transform.name, rotate_rows=True, **alone),
+        call.replace(rowwise=False, rowwise_seed=None, rotate_rows=True),
     ]
 
 

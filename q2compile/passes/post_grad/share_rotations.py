@@ -82,7 +82,7 @@ def _share(graph: fx.Graph, gemms: Iterable[fx.Node]) -> int:
             continue
         if not (call.rotated or call.columnwise):
             continue
-        ((_, seed, _),) = call.operands
+        seed = call.operands[0].seed
         seedless = call.replace(**{call.operands[0].seed_name: None})
         key = (b.target, *seedless.args.items())
         first, count = shared.setdefault(key, (b, 1))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import q2compile.runtime_kernels as runtime_kernels
-from q2compile.cost_model.quantizers import HIGH, Quantizer, packed_bits
+from q2compile.cost_model.quantizers import HIGH, ROWS_UNROTATED, Quantizer, packed_bits
 from q2compile.cost_model.steps import Step, quantizing, transposing
 from q2compile.runtime_kernels.cuda.calls import BufferSlot
 from q2compile.runtime_kernels.cuda.gemm.swizzle import swizzle_launch
@@ -46,6 +46,8 @@ CASES = {
     "nvfp4_dgrad_row": Quantizer("row", SR),
     "nvfp4_wgrad_col": Quantizer("col", SR, "rht16"),
     "nvfp4_wgrad_x_col": Quantizer("col", "nvfp4_pow2", "rht16"),
+    "nvfp4_both": Quantizer(ROWS_UNROTATED, SR, "rht16"),
+    "nvfp4_x_both": Quantizer(ROWS_UNROTATED, "nvfp4_pow2", "rht16"),
     "mxfp4_both": Quantizer("both", "mxfp4_sr", "rht64"),
     "mxfp4_col": Quantizer("col", "mxfp4_sr", "rht64"),
     "mxfp4_2d_dgrad_row": Quantizer("row", "mxfp4_rceil_sr"),
@@ -62,6 +64,7 @@ CASES = {
     "tetrajet2_requantize_bf16": Quantizer("requantize", SR + DEQUANTIZED, "rht128", "nvfp4_pow2"),
     "nvfp4_dgrad_row_bf16": Quantizer("row", SR + DEQUANTIZED),
     "nvfp4_wgrad_col_bf16": Quantizer("col", SR + DEQUANTIZED, "rht16"),
+    "nvfp4_both_bf16": Quantizer(ROWS_UNROTATED, SR + DEQUANTIZED, "rht16"),
     "mxfp4_both_bf16": Quantizer("both", "mxfp4_sr" + DEQUANTIZED, "rht64"),
     "mxfp4_col_bf16": Quantizer("col", "mxfp4_sr" + DEQUANTIZED, "rht64"),
     "mxfp4_2d_dgrad_row_bf16": Quantizer("row", "mxfp4_rceil_sr" + DEQUANTIZED),
@@ -97,6 +100,7 @@ def call_of(
         **how,
         rowwise=rowwise,
         columnwise=columnwise,
+        rotate_rows=case.kind != ROWS_UNROTATED,
         rowwise_seed=seeds[0] if rowwise and draws and not case.spec.masked else None,
         columnwise_seed=seeds[rowwise] if columnwise else None,
         mask=case.spec.masked,

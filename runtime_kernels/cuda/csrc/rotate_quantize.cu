@@ -18,6 +18,7 @@
 //   Q2_GROUPED     columnwise by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
 //                  that of the padded layout, which `tiles` covers
 //   Q2_PRODUCED    x is computed by a prologue expression (produced.cuh) instead of read
+//   Q2_ROTATES_ROWS  0: only the columnwise operand is rotated
 //   Q2_OPERANDS    2: x stands for two matrices, from one read, each with outputs and seeds of its own
 //   Q2_HALVES      or for the left and right half of one matrix (gate and up), of whole tiles each
 //   Q2_BATCH       a batched launch: blockIdx.y is the matrix, each has thread blocks of its own
@@ -56,10 +57,10 @@ extern __shared__ __align__(16) u8 shared_tiles[];
 // -------------------------------------------------------------------------------------------------
 // Rotation and quantization of the elements of one thread
 
-// h = 1, 2, 4, 8, in registers.
-Q2_INLINE void butterflies(Pair (&x)[16]) {
+// h = 1, 2, 4, 8 of chunks of kChunk, in registers.
+template <int kChunk> Q2_INLINE void butterflies(Pair (&x)[16]) {
 #pragma unroll
-  for (int h = 1; h < 16 && h < kSize; h *= 2) {
+  for (int h = 1; h < 16 && h < kChunk; h *= 2) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if (i & h) continue;
@@ -250,8 +251,8 @@ Q2_INLINE void quantize_rowwise(const Params& p, const Output& out, const Masks&
       for (int half = 0; half < 2; ++half) {
         int piece = (group + 4 * half) * kPieces + i;  // without lane_of_row
         uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
-        uint4 m = kSigned ? ((const uint4*)masks.rowwise)[2 * lane_of_row * kPieces + piece]
-                          : uint4{0, 0, 0, 0};
+        uint4 m = {0, 0, 0, 0};
+        if (kRowSigned) m = ((const uint4*)masks.rowwise)[2 * lane_of_row * kPieces + piece];
         words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
         signs[half][0] = m.x, signs[half][1] = m.y, signs[half][2] = m.z, signs[half][3] = m.w;
       }
@@ -259,7 +260,7 @@ Q2_INLINE void quantize_rowwise(const Params& p, const Output& out, const Masks&
       for (int j = 0; j < 4; ++j) {
         Pair* to = x[group] + i * kPerPiece + j * kPerPiece / 4;
         if constexpr (kBytes == 2) {
-          Pair a = signed_two(words[0][j], signs[0][j]), b = signed_two(words[1][j], signs[1][j]);
+          Pair a = two_of_row(words[0][j], signs[0][j]), b = two_of_row(words[1][j], signs[1][j]);
           to[0] = {a.a, b.a};
           to[1] = {a.b, b.b};
         } else {
@@ -268,13 +269,13 @@ Q2_INLINE void quantize_rowwise(const Params& p, const Output& out, const Masks&
         }
       }
     }
-    butterflies(x[group]);
+    butterflies<kRowSize>(x[group]);
   }
-  if (kSize > 16) butterfly_between(x);
+  if (kRowSize > 16) butterfly_between(x);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
-    if (kSize > 32) butterfly_across(x[group], 1);
-    if (kSize > 64) {
+    if (kRowSize > 32) butterfly_across(x[group], 1);
+    if (kRowSize > 64) {
 #pragma unroll
       for (Pair& v : x[group]) v = sum_and_difference(v);
     }
@@ -340,7 +341,7 @@ Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, 
     if constexpr (kSums) add_to_sum(sum, x[group], 64 * group + 16 * quarter);
     // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
     if constexpr (kScaled && kSize > 1) x[group][0] = add(x[group][0], both(0.0f));
-    butterflies(x[group]);
+    butterflies<kSize>(x[group]);
     if (kSize > 16) butterfly_across(x[group], kQuartersApart);
     if (kSize > 32) butterfly_across(x[group], 2 * kQuartersApart);
   }
@@ -405,9 +406,9 @@ Q2_INLINE void quantize_columnwise(const Params& p, const Output& out, const Mas
 }
 
 // What all blocks of one output share. EXACT: thread block 0 writes the global scale.
-Q2_INLINE Common common_of(const Params& p, const Output& out) {
+Q2_INLINE Common common_of(const Params& p, const Output& out, float norm) {
   Common common = {};
-  common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * p.norm : p.norm;
+  common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * norm : norm;
   if constexpr (kRule == EXACT) {
     u32 largest = 0;
     for (int i = threadIdx.x; i < out.parts; i += kThreads) largest = max(largest, out.largest[i]);
@@ -442,8 +443,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
   for (int i = 0; kSigned && i < kMatrices; ++i) make_masks(p.of[i], masks[i]);
   if (kRule == EXACT) await_previous_kernel();  // AMAX, which left its results in `largest`
   Common rows = {}, cols = {};
-  if (kRows) rows = common_of(p, p.of[0].rowwise);
-  if (kCols) cols = common_of(p, p.of[0].columnwise);
+  if (kRows) rows = common_of(p, p.of[0].rowwise, Q2_ROTATES_ROWS ? p.norm : 1.0f);
+  if (kCols) cols = common_of(p, p.of[0].columnwise, p.norm);
   make_factors(p);
   if (kSharesSeed && threadIdx.x == 0) shared_seed = *p.of[0].columnwise.seed;
   if (kScaled) __syncthreads();  // before the masks are read, and what was looked up

@@ -110,6 +110,7 @@ def fused_plan(
         x=(0, 0, 0),
         groups=groups,
         prologue=BoundPrologue(prologue, fields),
+        rotates_rows=call.rotates_rows,
     )
 
 
@@ -132,6 +133,7 @@ def prepare(prologue: PrologueExpression, keywords: Keywords, index: int) -> lis
         amax_known=False,
         grouped=call.grouped,
         prologue=prologue,
+        rotates_rows=call.rotates_rows,
     )
     return [nvrtc.begin(launch.variant, architecture(index)) for launch in needed]
 

@@ -109,8 +109,13 @@ def launches(
     grouped: bool = False,
     prologue: PrologueExpression | None = None,
     dbias: bool = False,
+    rotates_rows: bool = True,
 ) -> tuple[Launch, ...]:
-    """The launches of a call, in order. room: bytes of shared memory of a multiprocessor."""
+    """The launches of a call, in order.
+
+    room: bytes of shared memory of a multiprocessor.
+    rotates_rows: if not, the transform is of the columnwise operand alone.
+    """
     kind = source, rotation, spec, *rowwise_columnwise
     rotate = functools.partial(
         rotate_launch,
@@ -120,6 +125,7 @@ def launches(
         grouped=grouped,
         prologue=prologue,
         dbias=dbias,
+        rotates_rows=rotates_rows,
     )
     if Rule.of(spec) != Rule.EXACT:
         return rotate(), align_launch(spec, rotation.size == 128, dbias)
@@ -193,6 +199,7 @@ def quantizer_plan(
     groups: Groups | None = None,
     prologue: BoundPrologue | None = None,
     dbias: Dbias | None = None,
+    rotates_rows: bool = True,
 ) -> LaunchPlan:
     """The plan for CUDA device `index`.
 
@@ -205,6 +212,7 @@ def quantizer_plan(
     groups: of rows, which are quantized separately columnwise.
     prologue: x is computed in the kernel, and `x` is empty.
     dbias: the columns of x are summed, too.
+    rotates_rows: if not, the transform is of the columnwise operand alone.
     """
     _, m, k, *_ = extents
     height = padded_rows(m, groups.total) if groups else padded(m, spec, rotation)
@@ -217,20 +225,18 @@ def quantizer_plan(
     tiles = ceil_div(height if groups else m, TILE) * across
     parts = max(1, min(tiles, blocks_per_multiprocessor * multiprocessors(index)))
     width = prologue.expression.width if prologue else k
-    sizes = (m, padded(width, spec, rotation)), (width, height)
+    of_rows = rotation if rotates_rows else get_transform("none")
+    sizes = (m, padded(width, spec, of_rows)), (width, height)
     results = [each and _operand(each, *sizes[i % 2], spec) for i, each in enumerate(operands)]
-    # The kernel works on an nvfp4 source's code * scale * 2^-7.
-    nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED], ROUNDED, ROUNDED_SWIZZLED)
-    norm = rotation.norm * (128 if nvfp4 else 1)
+    norm = _norm(source, rotation)
     present = sorted(filter(None, results), key=lambda operand: operand.slots.first)
     outputs = tuple(output for operand in present for output in operand.outputs)
     outputs += (Output((k,), dbias.dtype),) if dbias else ()
     workspace = BufferSlot(inputs + len(outputs))
     fields = _Fields(index, spec, rule, parts, results, workspace, amax, rotation.signs == "fixed")
     sums, more = _sums(dbias, workspace + fields.workspace_bytes, tiles, across, k, threads // 2)
-    partials = tuple(each.partials for each in sums)
-    walk = (*extents, tiles, across, norm, *fields.mask, *partials, *(groups or ()))
-    walk += prologue.fields if prologue else ()
+    walk = (*extents, tiles, across, norm, *fields.mask, *(each.partials for each in sums))
+    walk += (*(groups or ()), *(prologue.fields if prologue else ()))
     launched = launches(
         source,
         spec,
@@ -242,6 +248,7 @@ def quantizer_plan(
         grouped=groups is not None,
         prologue=prologue and prologue.expression,
         dbias=bool(sums),
+        rotates_rows=rotates_rows,
     )
     batched = batched_launch(launched[0]) if tiles <= _FEW_TILES * parts else None
     steps = [Step(launched[0], (parts, 1), (*x, *fields.outputs, *walk), batched)]
@@ -257,6 +264,12 @@ def quantizer_plan(
     elif len(launched) == 2:
         steps.append(steps[0]._replace(launch=launched[1]))
     return LaunchPlan(inputs, outputs, fields.workspace_bytes + more, tuple(steps), tail)
+
+
+def _norm(source: int, rotation: Transform) -> float:
+    """That of the rotation; the kernel works on an nvfp4 source's code * scale * 2^-7."""
+    nvfp4 = source in (SOURCES["nvfp4"], SOURCES["nvfp4" + SWIZZLED], ROUNDED, ROUNDED_SWIZZLED)
+    return rotation.norm * (128 if nvfp4 else 1)
 
 
 def _sums(

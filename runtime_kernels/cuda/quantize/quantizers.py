@@ -60,7 +60,12 @@ def why_not(call: QuantizerCall) -> str | None:
         return f"{call.scheme.name} has no tail kernel, which could add up the sums of tiles"
     if call.grouped and call.scheme.swizzled and rule in SCALED_AT_ONCE:
         return "rotate_quantize.cu leaves the last tile of swizzled scales to rows, not to groups"
-    return not_served(call.scheme.name, call.transform.name, masked=call.masked)
+    return not_served(
+        call.scheme.name,
+        call.transform.name,
+        masked=call.masked,
+        rotates_rows=call.rotates_rows,
+    )
 
 
 def _unsupported(call: QuantizerCall) -> str | None:
@@ -114,13 +119,14 @@ def _quantize_launches(*args: Any) -> Iterator[Launch]:
                 amax_known=call.args["amax"] is not None,
                 grouped=call.grouped,
                 dbias=call.dbias is not None,
+                rotates_rows=call.rotates_rows,
             )
 
 
 def _wants_rows(call: QuantizerCall) -> bool:
     """Whether rows of x must be contiguous. If not, a matrix with contiguous columns is read as its
     transpose, with rowwise and columnwise swapped."""
-    return call.grouped or call.masked or call.dbias is not None
+    return call.grouped or call.masked or call.dbias is not None or not call.rotates_rows
 
 
 def _layouts(*args: Any) -> dict[int, Layout]:
@@ -166,6 +172,7 @@ def quantize(*args: Any) -> LaunchPlan:
         vectors=aligned(x) and x.stride(0) * x.element_size() % 16 == 0,
         groups=_groups(call, slots),
         dbias=dbias,
+        rotates_rows=call.rotates_rows,
     )
 
 

@@ -40,12 +40,16 @@ NO_OUTPUT = (0,) * 10
 
 
 @functools.cache
-def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | None:
+def not_served(
+    scheme: str, transform: str, *, masked: bool = False, rotates_rows: bool = True
+) -> str | None:
     """None if rotate_quantize.cu has this scheme, otherwise the reason in words. masked: for a call
-    that writes a trust mask."""
+    that writes a trust mask. rotates_rows: if not, for a transform of columns alone."""
     spec = get_scheme(scheme)
     if spec.dequantized and spec.masked:
         return f"dequantized.cuh writes no trust mask, which {scheme} has"
+    if not rotates_rows and (spec.rounding == "ms_eden" or get_transform(transform).size == TILE):
+        return f"rotate_quantize.cu rotates rows, too, with scheme {scheme} and {transform}"
     if spec.dequantized and Rule.of(spec) == Rule.MS_EDEN and not _finalizes(scheme, transform):
         return "dequantized.cuh rounds scales of chunks of 128 only under a power of two"
     if spec.select is not None and spec.rounding != "rtn":
@@ -59,6 +63,22 @@ def not_served(scheme: str, transform: str, *, masked: bool = False) -> str | No
 
 def _finalizes(scheme: str, transform: str) -> bool:
     return get_scheme(scheme).global_scale == "pow2" and get_transform(transform).size == 128
+
+
+def rows_when_paired(
+    row_scheme: str, row_transform: str, column_scheme: str, column_transform: str
+) -> bool | None:
+    """Whether the one call that makes a rowwise and a columnwise operand of a matrix (the pass
+    pair_directions) rotates rows; None where these need two calls."""
+    if row_scheme != column_scheme or column_transform == "none":
+        return None
+    if row_transform == column_transform:
+        return True
+    if row_transform != "none" or get_scheme(row_scheme).takes_amax:
+        return None
+    return (
+        False if not_served(column_scheme, column_transform, rotates_rows=False) is None else None
+    )
 
 
 def rotate_launch(
@@ -75,6 +95,7 @@ def rotate_launch(
     grouped: bool = False,
     prologue: PrologueExpression | None = None,
     dbias: bool = False,
+    rotates_rows: bool = True,
 ) -> Launch:
     """rotate_quantize.cu for a source, a rotation and a scheme, rowwise or columnwise or both.
 
@@ -84,6 +105,7 @@ def rotate_launch(
     grouped: columnwise by groups of rows.
     prologue: computes x in the kernel.
     dbias: the columns of x are summed, too.
+    rotates_rows: if not, the transform is of the columnwise operand alone.
     overlaps: it follows AMAX on the same x, so it may start early. After another kernel it may not:
         that one might still be writing x.
     """
@@ -116,6 +138,7 @@ def rotate_launch(
         Q2_BLOCKS_PER_SM=blocks_per_multiprocessor,
         Q2_SOURCE=source,
         Q2_SIZE=rotation.size,
+        Q2_ROTATES_ROWS=int(rotates_rows),
         Q2_SIGNED={"none": 0, "seed": 1, "fixed": 2}[rotation.signs],
         Q2_ROWS=int(rowwise),
         Q2_COLS=int(columnwise),

@@ -51,18 +51,18 @@ def test_bytes_and_flops_of_quartet2_by_hand():
 
 OTHER = {
     # recipe: bits an element of (x, w, dy), quantizers and GEMMs together
-    # x is rotated for wgrad in the forward, so it lies in memory and is read twice. w's 16x16
-    # blocks are found in one loop and rounded in a second, have fp32 scales of 64 / 256 bits, are
-    # turned for dgrad, which writes a scale for each row, and are expanded 16 times for fprop's
-    # GEMM; both directions of dy are rounded apart.
+    # x is rotated for wgrad in the forward, so it lies in memory; both directions of x and of dy
+    # come from one read. w's 16x16 blocks are found in one loop and rounded in a second, have fp32
+    # scales of 64 / 256 bits, are turned for dgrad, which writes a scale for each row, and are
+    # expanded 16 times for fprop's GEMM.
     "nvfp4": (
-        2 * (16 + 8.5) + 2 * 4.5 + 16,
+        16 + 2 * 8.5 + 2 * 4.5 + 16,
         (16 + 16 + 4 + 8 / 256 + 64 / 256)
         + (4 + 8 / 256 + 8 * 17 / 256)
         + (4 + 8 / 256 + 4.5)
         + 4.5
         + 16,
-        2 * (16 + 8.5) + 2 * 4.5 + 16,
+        16 + 2 * 8.5 + 2 * 4.5 + 16,
     ),
     # blocks of 32, no second level; QuEST writes a bit of mask, which the GEMMs of dx and dw read.
     "quartet": (

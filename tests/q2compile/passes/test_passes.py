@@ -10,11 +10,13 @@ from q2compile.compiler.cache_key import source_hash
 from q2compile.compiler.post_grad_passes import PostGradPasses
 from q2compile.config import Config
 from q2compile.passes import passes_over
+from q2compile.passes.post_grad import pair_directions
 from q2compile.passes.post_grad.merge_seeds import merge_seeds_pass
 from q2compile.passes.post_grad.pair_directions import pair_directions_pass
 from q2compile.passes.post_grad.share_operands import share_operands_pass
 from q2compile.passes.verify import GraphSpecError, check_spec
 from q2compile.report.graph_text import readable
+from q2compile.runtime_kernels.ops.table import quantizer_of
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import EDEN, Builder, q2
 
@@ -204,6 +206,59 @@ def test_what_is_no_pair(changed):
     gm = both_directions(**changed)
     before = readable(gm)
     assert pair_directions_pass(gm.graph) == 0 and readable(gm) == before
+
+
+def columns_rotated(shape=(32, 64), **changed):
+    """What recipe nvfp4 makes of one matrix: for a GEMM of its own, and rotated for wgrad."""
+    b = Builder()
+    x = b.placeholder("x", *shape)
+    x = b.call(torch.ops.aten.t.default, x) if changed.get("in_columns") else x
+    seed = b.call(q2.seed.default, x, 0)
+    of_rows, draws = changed.get("row", "none"), changed.get("scheme", "nvfp4_pow2")
+    amax = b.call(q2.amax.default, x) if changed.get("amax") else None
+    row_seed = seed if draws != "nvfp4_pow2" or of_rows != "none" else None
+    row = b.call(calls.one(x, row_seed, draws, of_rows, False, 0, amax=amax))
+    column = b.call(calls.one(x, seed, draws, "rht16", True, changed.get("stream", 1)))
+    return b.done(*b.outputs(row), *b.outputs(column))
+
+
+@pytest.mark.parametrize("scheme, stream", [("nvfp4_pow2", 1), ("nvfp4_sr_pow2", 0)])
+def test_rows_may_be_unrotated(scheme, stream):
+    gm = columns_rotated(scheme=scheme, stream=stream)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    single = gm(x)
+    assert pair_directions_pass(gm.graph) == 1
+    gm.graph.lint()
+    gm.recompile()
+    (quantizer,) = gm.graph.find_nodes(op="call_function", target=q2.quantize.default)
+    call = quantizer_of(quantizer)
+    assert (call.rowwise, call.columnwise, call.rotates_rows) == (True, True, False)
+    assert (call.transform.name, call.args["rng_offset"]) == ("rht16", stream)
+    assert [o.transform.name for o in call.operands] == ["none", "rht16"]
+    torch.manual_seed(0)
+    for one, other in zip(single, gm(x), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"row": "rht32"},  # two rotations
+        {"in_columns": True},  # a CUDA kernel would want a copy
+        {"scheme": "nvfp4", "amax": True},  # of the rows alone
+    ],
+)
+def test_rows_of_another_kind_are_no_pair(changed):
+    gm = columns_rotated(**changed)
+    before = readable(gm)
+    assert pair_directions_pass(gm.graph) == 0 and readable(gm) == before
+
+
+def test_no_pair_where_the_reference_would_serve_it(monkeypatch):
+    """On a GPU without our kernels Inductor makes one of the rows."""
+    monkeypatch.setattr(pair_directions, "quantizer_served_by", lambda call: "reference")
+    assert pair_directions_pass(columns_rotated().graph) == 0
 
 
 def test_a_pair_computes_the_same_bits():

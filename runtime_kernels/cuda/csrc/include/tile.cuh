@@ -19,6 +19,9 @@ constexpr bool kRows = Q2_ROWS;
 constexpr bool kCols = Q2_COLS;
 constexpr int kSize = Q2_SIZE;  // elements of a rotated chunk: 1 (no rotation), 16, 32, 64 or 128
 constexpr bool kSigned = Q2_SIGNED;    // D is drawn from a seed (2: the fixed one), else all ones
+// Rows are rotated as columns are, or not at all.
+constexpr int kRowSize = Q2_ROTATES_ROWS ? kSize : 1;
+constexpr bool kRowSigned = Q2_ROTATES_ROWS && kSigned;
 constexpr bool kGrouped = Q2_GROUPED;  // columnwise by groups of rows (groups.cuh)
 constexpr bool kSums = Q2_SUMS;        // with dbias: sums of the columns of x
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
@@ -134,6 +137,8 @@ struct Batch {
   Params of[kBatch ? kBatch : 1];
 };
 static_assert(sizeof(Batch) == Q2_PARAMS_BYTES, "Params differs from its layout in plan.py");
+static_assert(Q2_ROTATES_ROWS || (kRows && kCols && kSize > 1 && kSize < 128 && Q2_RULE != MS_EDEN),
+              "written for rules without a norm behind the codes, and rows in no chunks of 128");
 static_assert(!kSums || (kCols && !kScaled && !kGrouped), "sums are made while x is loaded columnwise");
 static_assert(kOperands == 1 || (!kScaled && !kSums && kStages == 1), "not written for two");
 
@@ -163,6 +168,11 @@ Q2_INLINE Pair signed_two(u32 word, u32 mask) {
   if constexpr (kMixed && kSource == BF16) return times_signs_bf16x2(word, mask);
   if constexpr (kMixed) return times_signs_f16x2(word, mask);
   return two_of(with_mask(word, mask));
+}
+
+// The same along rows, which may have no signs.
+Q2_INLINE Pair two_of_row(u32 word, u32 mask) {
+  return kSigned && !kRowSigned ? two_of(word) : signed_two(word, mask);
 }
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
@@ -420,7 +430,7 @@ Q2_INLINE u32 signs_of_pair(uint4 random, int i) {
 // The signs of one chunk, as masks for the words that hold its elements.
 Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
   int i = threadIdx.x;
-  if (kRows && i < (kBytes == 2 ? 64 : 128)) {
+  if (kRows && kRowSigned && i < (kBytes == 2 ? 64 : 128)) {
     uint4 random = sign_bits(sign_seed_of(of.rowwise));
     masks.rowwise[i] = kBytes == 2 ? signs_of_pair(random, i) : negative(random, i) << 31;
   }
