@@ -42,7 +42,7 @@ NAMES = (
     Term(r"_?folds", "has_pow2_scale"),
     Term(r"lies|LINES", "is_in_layout, Layout"),
     Term(r"LOOPS", "INDUCTOR"),
-    Term(r"Producer|\w*[Pp]roduced", "PrologueExpression, prologue"),
+    Term(r"Producer|\w*produced|Produced", "PrologueExpression, prologue"),
     Term(r"Ready|pasts|READY_CALLS", "BoundCall, byte_offsets"),
     Term(r"At|FusedSite|Together", "BufferSlot, FusedCallSite, GroupedCallSite"),
     Term(r"several_launch|\w*last_launch|Ending", "batched launch, tail kernel"),

@@ -93,8 +93,8 @@ def checked_calls(recipe: Recipe, codes: bool) -> Iterator[tuple[str | Variant |
         else:
             columnwise = used(COLUMNWISE._replace(rotated=rotated), gemm.b.transform)
             both = None
-            if gemm.b.source == "forward":
-                both = _both(fprop and (fprop.a if gemm is recipe.wgrad else fprop.b), gemm.b)
+            if gemm.b.source == "forward" and fprop:
+                both = _both(fprop.a if gemm is recipe.wgrad else fprop.b, gemm.b)
             if both is not None:
                 yield used(both, gemm.b.transform), _named(gemm.b, codes, saved=True)
             yield columnwise, _named(gemm.b, codes)

@@ -52,8 +52,8 @@ from q2compile.runtime_kernels.registry import (
 from q2compile.tools.clear_cache import clear_cache
 
 # The schemes of the recipes' operands for which Inductor kernels are used.
-LOOPS_CHECKED = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2", "nvfp4_16x16")
-LOOPS_CHECKED += ("mxfp4_rceil_32x32",)
+INDUCTOR_CHECKED: tuple[str, ...] = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2")
+INDUCTOR_CHECKED += ("nvfp4_16x16", "mxfp4_rceil_32x32")
 _PACKAGES = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc")
 PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that do not run
 
@@ -238,7 +238,7 @@ def device_rows(device: torch.device) -> Iterator[Row]:
 
 
 def loops_rows(device: torch.device) -> Iterator[Row]:
-    for scheme in LOOPS_CHECKED:
+    for scheme in INDUCTOR_CHECKED:
         yield Row(
             *(QUANTIZE, INDUCTOR, f"loops of {QUANTIZE}", scheme),
             asks=[partial(loops.rejection, device, rowwise_call(scheme))],

@@ -258,9 +258,9 @@ class QuantizerCall:
 
     @property
     def variant(self) -> Variant:
+        directions = self.rowwise, self.columnwise, self.rotated
         flags = self.masked, self.grouped, self.dbias is not None, self.by_scales
-        flags = *flags, not self.rotates_rows
-        return Variant(self.spec.name, self.rowwise, self.columnwise, self.rotated, *flags)
+        return Variant(self.spec.name, *directions, *flags, not self.rotates_rows)
 
     @property
     def label(self) -> str:

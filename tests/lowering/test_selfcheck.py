@@ -180,7 +180,7 @@ def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
     with pytest.warns(KernelWarning):
         doctor.checked(rows, True, print)
     _, *lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(rows) == len(doctor.LOOPS_CHECKED)
+    assert len(lines) == len(rows) == len(doctor.INDUCTOR_CHECKED)
     assert sum(" passed (" in line for line in lines) == len(lines) - 1
     (line,) = [line for line in lines if "FAULT" in line]
     assert "nvfp4_46 " in line and "FAULT, rejected: it failed its self-check" in line

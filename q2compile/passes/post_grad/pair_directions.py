@@ -68,7 +68,7 @@ def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
     rotation, or with rows that are not rotated."""
     same = call.x, call.args["scheme"], call.args["amax"]
     alike = (*same, call.args["transform"], call.args["rng_offset"])
-    found = []
+    found: list[tuple[Any, Any]] = []
     if call.rotated:
         found.append(((alike, call.columnwise), (alike, not call.columnwise)))
     if call.rotated == call.columnwise:

@@ -218,13 +218,13 @@ def columns_rotated(shape=(32, 64), **changed):
     amax = b.call(q2.amax.default, x) if changed.get("amax") else None
     row_seed = seed if draws != "nvfp4_pow2" or of_rows != "none" else None
     row = b.call(calls.one(x, row_seed, draws, of_rows, False, 0, amax=amax))
-    column = b.call(calls.one(x, seed, draws, "rht16", True, changed.get("stream", 1)))
+    column = b.call(calls.one(x, seed, draws, "rht16", True, changed.get("rng_offset", 1)))
     return b.done(*b.outputs(row), *b.outputs(column))
 
 
-@pytest.mark.parametrize("scheme, stream", [("nvfp4_pow2", 1), ("nvfp4_sr_pow2", 0)])
-def test_rows_may_be_unrotated(scheme, stream):
-    gm = columns_rotated(scheme=scheme, stream=stream)
+@pytest.mark.parametrize("scheme, rng_offset", [("nvfp4_pow2", 1), ("nvfp4_sr_pow2", 0)])
+def test_rows_may_be_unrotated(scheme, rng_offset):
+    gm = columns_rotated(scheme=scheme, rng_offset=rng_offset)
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     torch.manual_seed(0)
     single = gm(x)
@@ -234,7 +234,7 @@ def test_rows_may_be_unrotated(scheme, stream):
     (quantizer,) = gm.graph.find_nodes(op="call_function", target=q2.quantize.default)
     call = quantizer_of(quantizer)
     assert (call.rowwise, call.columnwise, call.rotates_rows) == (True, True, False)
-    assert (call.transform.name, call.args["rng_offset"]) == ("rht16", stream)
+    assert (call.transform.name, call.args["rng_offset"]) == ("rht16", rng_offset)
     assert [o.transform.name for o in call.operands] == ["none", "rht16"]
     torch.manual_seed(0)
     for one, other in zip(single, gm(x), strict=True):

@@ -452,7 +452,7 @@ def test_on_a_gpu_that_nobody_knows(of, as_on_a_gpu_that_nobody_knows) -> None:
     assert disagreement(of, checked_cases.CHECKED[of][0]) is None
 
 
-@pytest.mark.parametrize("scheme", doctor.LOOPS_CHECKED)
+@pytest.mark.parametrize("scheme", doctor.INDUCTOR_CHECKED)
 def test_loops_agree(scheme) -> None:
     assert loops.disagreement(torch.device("cuda", 0), rowwise_call(scheme)) is None
 
