@@ -41,7 +41,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 
 FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
 # What a count may exceed the recorded one by. The same NVRTC makes the same code of the same source
-# on every machine, so this is room for changes that are not raw scale a new file: 0.2 of the 9
+# on every machine, so this is room for changes that need no new file: 0.2 of the 9
 # instructions per element of the shortest kernel; where there are spills, 2 of 3000 instructions.
 INSTRUCTIONS_TOLERANCE, SPILLS_TOLERANCE = 1.02, 2
 

@@ -232,7 +232,7 @@ inline void finish_scales(const Job& job, int64_t count) {
             counter[0] = load(lows);
             counter[1] = load(highs);
             counter[2] = fill((int32_t)o.rng_offset);
-            counter[3] = fill((int32_t)COINS);
+            counter[3] = fill((int32_t)RANDOM_BITS);
             philox(counter, Key(*o.seed), COIN_ROUNDS);
             for (int w = 0; w < 4; w++) store(words[w], counter[w]);
             for (int i = 0; i < LANES; i++) random[i] = words[i % 4][i / 4];

@@ -169,7 +169,7 @@ inline Block<16> nvfp4(const Context& c, const F* x, int first) {
         F best = fill(0.0f), of_first = scale;
         for (int s = 0; s < o.step_count; s++) {
             F other = stepped(c, of_first, o.steps[s]), ratio = ratio_of(c, other, of_first);
-            Codes<16> codes = candidate<RANDOM, BY_SQUARES>(c, x, first, reciprocal(c, other), COINS, error);
+            Codes<16> codes = candidate<RANDOM, BY_SQUARES>(c, x, first, reciprocal(c, other), RANDOM_BITS, error);
             error = error * (ratio * ratio);
             I better = s == 0 ? fill(-1) : error < best;
             best = select(better, error, best);
@@ -179,13 +179,13 @@ inline Block<16> nvfp4(const Context& c, const F* x, int first) {
         b.scale = scale;
         return b;
     }
-    b.codes = candidate<RANDOM, SELECTION>(c, x, first, reciprocal(c, scale), COINS, error);
+    b.codes = candidate<RANDOM, SELECTION>(c, x, first, reciprocal(c, scale), RANDOM_BITS, error);
     if (SELECTION != NONE) {
         F four = block_scale(c, largest, o.vmax_four, o.inverse_vmax_four), error_four;
         F ratio = ratio_of(c, four, scale);
         if (SELECTION == BY_SQUARES) ratio = ratio * ratio;
         Codes<16> codes =
-            candidate<RANDOM, SELECTION>(c, x, first, reciprocal(c, four), SECOND_COINS, error_four);
+            candidate<RANDOM, SELECTION>(c, x, first, reciprocal(c, four), SECOND_RANDOM_BITS, error_four);
         I chosen = error_four * ratio < error;
         b.codes = choose(chosen, codes, b.codes);
         scale = select(chosen, four, scale);
@@ -246,7 +246,7 @@ inline Block<32> mxfp4(const Context& c, const F* x, int first) {
     exponent = select(exponent > fill(126), fill(126), exponent);
     F by = at_most(fill(c.o.shrink) * power_of_two(fill(0) - exponent) * c.factor, HUGE_FP32);
     for (int k = 0; k < 32; k++) scaled[k] = x[k] * by;
-    b.codes = round_block<32, ROUNDING == MX_STOCHASTIC>(c, scaled, first, COINS, values);
+    b.codes = round_block<32, ROUNDING == MX_STOCHASTIC>(c, scaled, first, RANDOM_BITS, values);
     b.exponent = exponent + fill(127);
     b.trusted = fill(0);
     if (ROUNDING == QUEST)
