@@ -359,9 +359,9 @@ sum_columns (post-grad)
             table("joint", "option"),
             """\
 share_operands (joint)
-  forward   q2.dequantize 8 -> 6, q2.quantize 7 -> 3, aten.randint 1, inputs 5, mm 4,
-            q2.split_scales 5, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7,
+  forward   q2.dequantize 8 -> 6, q2.quantize 4 -> 2, aten.randint 1, inputs 5, mm 4,
+            q2.split_scales 4, triton 10
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 4,
             q2.transpose 3, triton 2
 
 gather_codes (joint)
@@ -371,9 +371,9 @@ gather_codes (joint)
             q2.quantize 2, q2.requantize 3
 
 share_saved_rotations (joint)
-  forward   q2.quantize 5 -> 3, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
-            q2.split_scales 5, triton 10
-  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 7,
+  forward   q2.quantize 4 -> 2, aten.randint 1, inputs 5, mm 4, q2.dequantize 6,
+            q2.split_scales 4, triton 10
+  backward  inputs 28 -> 20, q2.dequantize 7 -> 5, aten.randint 1, mm 7, q2.quantize 4,
             q2.transpose 3, triton 2
 
 swizzle_saved_scales (joint)
