@@ -61,9 +61,11 @@ def test_every_gemm_draws_bits_of_its_own(recipe, monkeypatch):
     compiled = torch.compile(Twins(), backend="quartet2", options=options)
     compiled(torch.randn(64, 64, requires_grad=True)).square().sum().backward()
     drawn = [bits for graph in graphs for bits in graph.values() if bits]
-    assert len(drawn) == 4  # dgrad and wgrad of two linears: no fprop draws
+    backward = RECIPES[recipe].dgrad, RECIPES[recipe].wgrad  # no fprop draws
+    count = sum(2 for gemm in backward if gemm.a.draws or gemm.b.draws)  # of two linears
+    assert len(drawn) == count
     seeds = [{seed for seed, _ in bits} for bits in drawn]
-    assert [len(of_gemm) for of_gemm in seeds] == [1] * 4, (
+    assert [len(of_gemm) for of_gemm in seeds] == [1] * count, (
         "one seed: its operands share their signs"
     )
-    assert len(set.union(*seeds)) == 4
+    assert len(set.union(*seeds)) == count > 0
