@@ -20,7 +20,7 @@ from q2compile.compiler.post_grad_passes import fuses_rotations
 from q2compile.config import CallArguments, Config
 from q2compile.failures.stage_error import COMPILE, REWRITE, Faults
 from q2compile.linear.checks_ahead import begin_checks, inductor_kernels_ahead
-from q2compile.lowering.inductor_kernels import selfcheck as loops
+from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
 from q2compile.report import announce
 from q2compile.report.graph_log import GraphLog
 from q2compile.report.row import Row
@@ -110,4 +110,4 @@ def _begin_checks(rows: Sequence[Row], example_inputs: Sequence[Any], config: Co
         return
     begin_checks(texts, device, fuses_rotations(config, device))
     for scheme in inductor_kernels_ahead(texts, device) if config.inner == "inductor" else ():
-        loops.begin(device, scheme)
+        inductor_selfcheck.begin(device, scheme)

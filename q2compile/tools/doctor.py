@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from q2compile.config import Config
-from q2compile.lowering.inductor_kernels import selfcheck as loops
+from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
 from q2compile.runtime_kernels.cache_folder import cache_dir
 from q2compile.runtime_kernels.cpu import build
 from q2compile.runtime_kernels.cuda import checks, emulated, selfcheck
@@ -216,11 +216,13 @@ def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
             for begin in row.begins:
                 begin()
         last = ""
+        names = max((len(row.name) for row in rows), default=0)
+        schemes = max((len(row.scheme) for row in rows), default=0)
         for row in rows:
             if row.op != last:
                 last = row.op
                 say(f"  {last}")
-            say(f"    {row.name:40} {row.scheme:20} ", end="", flush=True)
+            say(f"    {row.name:{names}}  {row.scheme:{schemes}}  ", end="", flush=True)
             if check and row.state == SERVES:
                 row.ask()
             say(row)
@@ -229,7 +231,7 @@ def checked(rows: list[Row], check: bool, say: Callable[..., None]) -> None:
 def device_rows(device: torch.device) -> Iterator[Row]:
     """Rows of Inductor kernels on a GPU, and of all kernels but the references."""
     if device.type == "cuda":
-        yield from loops_rows(device)
+        yield from inductor_rows(device)
     for op in ops():
         for kernel in kernels(op):
             serves = kernel.name != REFERENCE and kernel.device_type in (None, device.type)
@@ -237,12 +239,12 @@ def device_rows(device: torch.device) -> Iterator[Row]:
                 yield kernel_row(kernel, device, of, scheme)
 
 
-def loops_rows(device: torch.device) -> Iterator[Row]:
+def inductor_rows(device: torch.device) -> Iterator[Row]:
     for scheme in INDUCTOR_CHECKED:
         yield Row(
-            *(QUANTIZE, INDUCTOR, f"loops of {QUANTIZE}", scheme),
-            asks=[partial(loops.rejection, device, rowwise_call(scheme))],
-            begins=[partial(loops.begin, device, scheme)],
+            *(QUANTIZE, INDUCTOR, f"Inductor kernel of {QUANTIZE}", scheme),
+            asks=[partial(inductor_selfcheck.rejection, device, rowwise_call(scheme))],
+            begins=[partial(inductor_selfcheck.begin, device, scheme)],
         )
 
 

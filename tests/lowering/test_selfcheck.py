@@ -176,7 +176,7 @@ def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         selfcheck, "disagreement", lambda device, call: answers.get(call.scheme.name)
     )
-    rows = list(doctor.loops_rows(CPU))
+    rows = list(doctor.inductor_rows(CPU))
     with pytest.warns(KernelWarning):
         doctor.checked(rows, True, print)
     _, *lines = capsys.readouterr().out.splitlines()
