@@ -175,19 +175,27 @@ def _uses(graph: fx.Graph, kind: str, recipes: dict[int, Recipe]) -> Iterator[_U
 def _saved_uses(
     graph: fx.Graph, recipes: dict[int, Recipe], salts_of: dict[Any, list[int]]
 ) -> Iterator[_Use]:
-    """x that the forward quantizes for wgrad."""
+    """x that the forward quantizes for wgrad, alone or together with fprop's x."""
     for node, call in quantizers(graph):
-        if call.source_scheme is not None or not (call.rotated or call.columnwise) or call.masked:
+        if call.source_scheme is not None or call.masked:
             continue
         outputs = {n.args[1]: n for n in node.users if n.target is operator.getitem}
-        if any(is_q2(user, *GEMM_OPS) for n in outputs.values() for user in n.users):
-            continue
         own = _salt(node)
-        for salt in salts_of.get(call.x, [] if own is None else [own]):
-            wgrad = recipes[salt].wgrad if salt in recipes else None
-            if wgrad is not None and wgrad.b.source == "forward" and len(outputs) == 3:
-                parts = (outputs[0], outputs[1], outputs[2])
-                yield _Use((salt, "wgrad", "x"), parts, call.scheme.name)
+        salts = salts_of.get(call.x, [] if own is None else [own])
+        for operand in call.operands:
+            if not (call.rotated or operand.columnwise):
+                continue
+            made = [outputs.get(operand.first + i) for i in range(len(PARTS))]
+            parts = [n for n in made if n is not None]
+            if len(parts) < len(PARTS) or any(
+                is_q2(user, *GEMM_OPS) for n in parts for user in n.users
+            ):
+                continue
+            for salt in salts:
+                wgrad = recipes[salt].wgrad if salt in recipes else None
+                if wgrad is not None and wgrad.b.source == "forward":
+                    codes, scales, unit = parts
+                    yield _Use((salt, "wgrad", "x"), (codes, scales, unit), call.scheme.name)
 
 
 def _reused(recipe: Recipe) -> bool:

@@ -49,9 +49,11 @@ def test_the_truth_is_what_draws_average_to(name):
         ):
             total += g / 32
     truth = gradients.exact_gradients(recipe, x, w, dy)
-    for one, other in zip(mean, truth, strict=True):
-        # one draw is at 0.02 to 0.06: an untrue truth would leave the mean there
-        assert relative_error(one, other) < 0.015
+    for gemm, one, other in zip((recipe.dgrad, recipe.wgrad), mean, truth, strict=True):
+        # one draw is at 0.02 to 0.06: an untrue truth would leave the mean there, as it leaves that
+        # of a GEMM without random bits, whose draws are all the same
+        drawn = gemm.a.draws or gemm.b.draws
+        assert relative_error(one, other) < (0.015 if drawn else 0.06)
 
 
 def test_means_of_groups():
