@@ -120,9 +120,8 @@ def test_any_blocks(operand: str, ranks: int) -> None:
 )
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_any_cut(operand: str, shape, ranks: int, dim: int, transposed: bool) -> None:
-    larger = max(
-        1, shard_codes.scheme_of(operand).block[0] // 16
-    )  # so that parts hold whole blocks
+    # So large that each part holds whole blocks.
+    larger = max(1, shard_codes.scheme_of(operand).block[0] // 16)
     shape = (*shape[:-2], shape[-2] * larger, shape[-1] * larger)
     w = adversarial(math.prod(shape[:-1]), shape[-1], 5).view(shape)
     assert_same(w, operand, torch.float32, ranks, dim, transposed)
