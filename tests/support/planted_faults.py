@@ -284,15 +284,15 @@ FAULTS = (
     fault(
         "directions with different offsets are paired",
         "q2compile/passes/post_grad/pair_directions.py",
-        'for name in ("scheme", "transform", "rng_offset")',
-        'for name in ("scheme", "transform")',
+        'alike = (*same, call.args["transform"], call.args["rng_offset"])',
+        'alike = (*same, call.args["transform"])',
         _PASSES,
     ),
     fault(
         "a launch is given more operands than it has room for",
-        "q2compile/passes/post_grad/group_launches.py",
-        "operands + count > MOST_OPERANDS",
-        "operands + count > MOST_OPERANDS + 1",
+        "runtime_kernels/cuda/quantize/grouping.py",
+        "for tail in tails) <= MOST_OPERANDS",
+        "for tail in tails) <= MOST_OPERANDS + 1",
         "q2compile/passes/test_group_launches.py",
     ),
     fault(
