@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from q2compile.cost_model.quantizers import BF16, DBIAS_INSTRUCTIONS, counted
+from q2compile.cost_model.quantizers import BF16, DBIAS_INSTRUCTIONS, ROWS_UNROTATED, counted
 from q2compile.runtime_kernels.cuda.jit import disassemble, nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch
 from q2compile.runtime_kernels.cuda.quantize.align_scales import align_launch
@@ -58,9 +58,10 @@ def test_instructions_more_an_element(recipe, architecture) -> None:
     """Against those of the same kernel without sums, whose scales lie plainly; swizzled ones take
     up to 2.4 more (quartet, mxfp4). The model counts with NVRTC 13.0; 13.2 has up to 4.9% more, as
     without sums (test_cuda_static.py)."""
-    _, transform, rows = DBIAS[recipe]
+    _, transform, rotates_rows = DBIAS[recipe]
     scheme = dbias_scheme(recipe, architecture)
-    key = "both" if rows else "col", scheme.replace(SWIZZLED, ""), transform, BF16
+    kind = "both" if rotates_rows else ROWS_UNROTATED
+    key = kind, scheme.replace(SWIZZLED, ""), transform, BF16
     counts = instructions(disassembled(dbias(recipe, architecture), architecture))
     newer = 1.0 if nvrtc.version() == (13, 0) else 1.05
     more = counts - counted()[key][architecture] * newer

@@ -176,7 +176,7 @@ def test_padded_ends(routing) -> None:
 
 @pytest.mark.parametrize("architecture", limits.ARCHITECTURES.values())
 def test_padded_ends_are_one_launch(architecture) -> None:
-    (step,) = padded_ends.padded_ends.call(torch.tensor([3, 140], dtype=torch.int32)).steps
+    (step,) = padded_ends.padded_ends.plan(torch.tensor([3, 140], dtype=torch.int32)).steps
     assert step.grid == (1, 1)
     code = disassemble.disassemble(nvrtc.cubin(step.launch.variant, architecture))
     assert code.count("EXIT") and code.count("LDL") == code.count("STL") == 0
