@@ -241,8 +241,9 @@ def test_sm_100_works_on_pairs() -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
-    """Up to 3.5% of an element's, 4% with NVRTC 13.2, which plan.py weighs against a launch."""
-    most = 1.035 if nvrtc.version() == (13, 0) else 1.04
+    """Up to 4.5% of an element's (quartet's requantize, .65 of 14.7 on sm_100a; the others up to
+    3.5%, 4% with NVRTC 13.2), which plan.py weighs against a launch."""
+    most = 1.045
     for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
         one, batched = (
             instructions(disassembled({**HOT, **OTHERS}[each], architecture))
