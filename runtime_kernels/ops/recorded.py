@@ -9,7 +9,7 @@
 
 sums are fp64 [len(SUMS)]; the host computes statistics from them (numerics/statistics.py). A
 recorded call makes the same call without `recorded`, by the same kernel, and returns its outputs:
-in a graph it changes no bit. Sums are computed beside it, in plain torch. For dequantized operands
+in a graph it changes no bit. Plain torch computes the sums afterwards. For dequantized operands
 (@bf16) the op is called once more, without that form and with the same seed, since the sums need
 codes and scales.
 """

@@ -3,7 +3,7 @@
 rotate_quantize.cu computes it in the place of reading its operand. lowering/prologue/expressions.py
 makes it from Inductor's IR.
 
-Steps are numbered in order; an argument that is a number names an earlier step. The result of a
+Steps are numbered in order; an integer argument is the index of an earlier step. The result of a
 matrix is the step that computes its element at row r and column c. That is then rounded to the
 matrix's dtype.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of the columns of a tile, which rotate_quantize.cu makes on its way columnwise (Q2_SUMS);
-// sums.cuh adds up those of all tiles. Order of operations: numerics/column_sums.py.
+// dbias of a tile: the sum of each column, computed by rotate_quantize.cu with the columnwise operand
+// (Q2_SUMS); sums.cuh adds up those of all tiles. Order of operations: numerics/column_sums.py.
 #pragma once
 #include "tile.cuh"
 
