@@ -187,7 +187,7 @@ FOREIGN = {
     "ParameterDict": "torch.nn",
     "merge_adapter": "PEFT",
     "unmerge_adapter": "PEFT",
-    "producer.cuh": "written by quantize/prologue_source.py",
+    "prologue_expression.cuh": "written by quantize/prologue_source.py",
     "eval_frame.py": "torch",
     "partitioners.py": "torch",
     "modelopt.py": "vLLM",

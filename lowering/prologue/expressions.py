@@ -15,7 +15,7 @@ except for
 
 - sums of products: ptxas decides there, and shorter_steps.py here, whether a product is rounded;
   neither contracts under emulate_precision_casts,
-- exp, 2^(x log2 e) here and libdevice's there; sigmoid; and 1 + erf (produced.cuh);
+- exp, 2^(x log2 e) here and libdevice's there; sigmoid; and 1 + erf (prologue.cuh);
   x / (1 + exp(-x)) is x * sigmoid(x) here.
 
 These differences are some ulp of fp32, before the rounding to the operand's dtype.

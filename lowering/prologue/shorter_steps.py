@@ -36,7 +36,7 @@ def shorter(steps: Sequence[Step], name: str, args: Sequence[int]) -> Any:
            + where(i >= n, w, 0)
 
     The first and the last two (of RoPE) have the same bits: adding 0 changes only -0, which becomes
-    0 in both forms. The others differ by some ulp (produced.cuh)."""
+    0 in both forms. The others differ by some ulp (prologue.cuh)."""
     if name == "where":
         inner, *of = steps[args[1]]
         same = inner == "where" and of[0] == args[0]

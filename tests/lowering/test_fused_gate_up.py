@@ -17,7 +17,7 @@ from q2compile.runtime_kernels.cuda.quantize import fused, prologue_source, rota
 from tests.support import quantizer_calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
-from tests.support.producers import BF16, normal
+from tests.support.prologues import BF16, normal
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -69,8 +69,8 @@ def masked(dh, both, tail):
 
 def of_the_same_operand(done: Fused, args: list[torch.Tensor], scheme: str) -> tuple:
     """What two kernels make, of the numbers that the one computes."""
-    ((producer, given),) = done.calls
-    x = torch.cat(made_by(producer, given), 1)
+    ((prologue, given),) = done.calls
+    x = torch.cat(made_by(prologue, given), 1)
     return quantizer_calls.grouped_both(x, *args[1:3], *SEEDS, scheme, "rht128", 3)()
 
 
@@ -89,8 +89,8 @@ def test_several_tiles_across(monkeypatch) -> None:
     args = operands("every filling", 3 * HALF)
     done = run_fused(monkeypatch, quantized(masked, EDEN + "@bf16"), *args)
     assert_same_bits(done.results, of_the_same_operand(done, args, EDEN + "@bf16"))
-    ((producer, given),) = done.calls
-    (by_torch,) = producer.evaluate(given[: len(producer.inputs)])
+    ((prologue, given),) = done.calls
+    (by_torch,) = prologue.evaluate(given[: len(prologue.inputs)])
     by_eager = masked(*args[3:])
     assert by_torch.shape == by_eager.shape == (283, 6 * HALF)
     torch.testing.assert_close(by_torch, by_eager, rtol=2.0**-7, atol=2.0**-20)
@@ -108,16 +108,16 @@ def test_any_number_of_tokens(monkeypatch) -> None:
 def test_inputs_off_16_bytes_are_computed_apart(monkeypatch) -> None:
     args = operands("every filling")
     done = run_fused(monkeypatch, quantized(swiglu), *args)
-    ((producer, given),) = done.calls
+    ((prologue, given),) = done.calls
     dh, both = given[:2]
     shifted = torch.empty(dh.numel() + 1, dtype=BF16)[1:].view(dh.shape).copy_(dh)
     names = ("rowwise_seed", "columnwise_seed", "offs", "padded_offs")
     how = {"scheme": EDEN, "transform": "rht128", "rowwise": True, "columnwise": True}
     call = {**how, "rng_offset": 3, **dict.fromkeys(names, ...)}, (1,) * 6
     outputs = [torch.empty_like(t) for t in done.results]
-    site = FusedCallSite(producer, [call])
+    site = FusedCallSite(prologue, [call])
     site(shifted, both, *SEEDS, *args[1:3], *outputs)
-    by_torch = producer.evaluate((dh, both))
+    by_torch = prologue.evaluate((dh, both))
     want = quantizer_calls.grouped_both(*by_torch, *args[1:3], *SEEDS, EDEN, "rht128", 3)()
     assert_same_bits(outputs, want)
 
@@ -196,10 +196,10 @@ def test_the_rule_is_that_of_two_operands(monkeypatch) -> None:
     args = operands("whole tiles")
     done = run_fused(monkeypatch, quantized(swiglu), *args, always=False)
     assert not done.calls and "it would not pay" in done.notes[0]
-    ((producer, spec, directions, capability, shared),) = asked
+    ((prologue, spec, directions, capability, shared),) = asked
     assert (spec.name, directions, capability, shared) == (EDEN, 2, 9, False)
-    assert len(producer.results) == 2 and producer.gate_and_up
-    assert prologue_source.bytes_read(producer) == pytest.approx(6.0, rel=0.01)
+    assert len(prologue.results) == 2 and prologue.gate_and_up
+    assert prologue_source.bytes_read(prologue) == pytest.approx(6.0, rel=0.01)
 
 
 def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> None:
@@ -213,7 +213,7 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> N
     assert fused.disagreement(*check) is None
     text = prologue_source.cuda_source(fused.representative(2, True))
     wrong = text.replace(" + v1)", " - v1)")
-    monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)
+    monkeypatch.setattr(rotate_quantize, "cuda_source", lambda prologue: wrong)
     rotate_quantize._rotate_launch.cache_clear()
     assert "differ from the reference" in str(fused.disagreement(*check))
     rotate_quantize._rotate_launch.cache_clear()

@@ -28,11 +28,11 @@ from tests.support import quantizer_calls
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
-from tests.support.producers import (
+from tests.support.prologues import (
     BF16,
     COLS,
     FP32,
-    PRODUCERS,
+    PROLOGUES,
     ROWS,
     matrices,
     normal,
@@ -60,16 +60,16 @@ def quantized(function: Callable, scheme: str = EDEN, transform: str = "rht128")
     return both
 
 
-@pytest.mark.parametrize("name", PRODUCERS)
+@pytest.mark.parametrize("name", PROLOGUES)
 def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
-    function, operands_of, exact = PRODUCERS[name]
+    function, operands_of, exact = PROLOGUES[name]
     operands = operands_of()
     done = run_fused(monkeypatch, quantized(function), SEEDS, *operands)
-    ((producer, given),) = done.calls
+    ((prologue, given),) = done.calls
     assert "fused with" in done.notes[0] and "triton_" not in done.source.partition("def call")[2]
-    (x,) = made_by(producer, given)
+    (x,) = made_by(prologue, given)
     assert_same_bits(done.results, quantized_both(x, *SEEDS, EDEN, "rht128", 3))
-    (by_torch,) = producer.evaluate(given[: len(producer.inputs)])
+    (by_torch,) = prologue.evaluate(given[: len(prologue.inputs)])
     by_eager = function(*operands)
     if exact:
         assert torch.equal(x, by_eager) and torch.equal(by_torch, by_eager)
@@ -86,8 +86,8 @@ def test_what_is_approximated() -> None:
     and 2^-22 is what a GPU's exponential may be."""
     x = torch.cat([torch.linspace(-12, 12, 64 * 128 - 4), torch.tensor([0.0, INF, -INF, NAN])])
     steps = (("load", 0, "(c + (128 * r))", "lanes", -1), ("erf_plus_one", 0), ("exp", 0))
-    producer = PrologueExpression(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
-    erf, exp = (made.double().flatten() for made in made_by(producer, (x,)))
+    prologue = PrologueExpression(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
+    erf, exp = (made.double().flatten() for made in made_by(prologue, (x,)))
     wide = x.double()
     assert torch.allclose(erf, 1 + wide.erf(), rtol=0, atol=2.0**-24 + 2.0**-22, equal_nan=True)
     finite = x.isfinite()
@@ -100,11 +100,11 @@ def test_what_is_approximated() -> None:
 
 def test_what_no_result_comes_from_is_left_out(monkeypatch) -> None:
     """Of 1 + erf(x) the erf by itself."""
-    function, operands_of, _ = PRODUCERS["gelu"]
-    ((producer, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
-    names = [step[0] for step in producer.steps]
+    function, operands_of, _ = PROLOGUES["gelu"]
+    ((prologue, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
+    names = [step[0] for step in prologue.steps]
     assert names.count("erf_plus_one") == 1 and "erf" not in names
-    used = {arg for step in producer.steps for arg in arguments_of(step)} | {*producer.results}
+    used = {arg for step in prologue.steps for arg in arguments_of(step)} | {*prologue.results}
     assert used == set(range(len(names)))
 
 
@@ -120,8 +120,8 @@ def test_quest_of_the_forward(monkeypatch) -> None:
         )
 
     done = run_fused(monkeypatch, function, *matrices(2))
-    ((producer, given),) = done.calls
-    want = quantizer_calls.masked(*made_by(producer, given), "mxfp4_quest", "h32")()
+    ((prologue, given),) = done.calls
+    want = quantizer_calls.masked(*made_by(prologue, given), "mxfp4_quest", "h32")()
     assert_same_bits(done.results, want)
 
 
@@ -168,7 +168,7 @@ def test_one_direction(transpose, monkeypatch) -> None:
 def test_the_other_half_is_one_read(monkeypatch) -> None:
     """RoPE's backward takes the second half of a head's gradient for the first, and the first for
     the second: two reads with masks that exclude each other, each of dq and of sin."""
-    function, operands_of, _ = PRODUCERS["rope"]
+    function, operands_of, _ = PROLOGUES["rope"]
     done = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of())
     reads = [step for step in done.calls[0][0].steps if step[0] == "load"]
     assert [(input_, mask) for _, input_, _, _, mask in reads] == [
@@ -191,19 +191,19 @@ def test_reads_with_other_masks_are_left(monkeypatch) -> None:
 
     a = normal(ROWS, 256)
     done = run_fused(monkeypatch, quantized(parts), SEEDS, a)
-    ((producer, given),) = done.calls
-    masks = [step[4] for step in producer.steps if step[0] == "load"]
+    ((prologue, given),) = done.calls
+    masks = [step[4] for step in prologue.steps if step[0] == "load"]
     assert masks[0] == -1 and len(masks) == 3 and min(masks[1:]) >= 0
-    assert torch.equal(*made_by(producer, given), parts(a))
+    assert torch.equal(*made_by(prologue, given), parts(a))
 
 
 def test_what_is_told_ahead(monkeypatch) -> None:
     """L2 is told what a long computation will read, not what a short one will."""
     for name, ahead in (("gelu", 2), ("residual", 0)):
-        function, operands_of, _ = PRODUCERS[name]
-        ((producer, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
-        assert prologue_source.prefetches(producer) is bool(ahead)
-        source = prologue_source.cuda_source(producer)
+        function, operands_of, _ = PROLOGUES[name]
+        ((prologue, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
+        assert prologue_source.prefetches(prologue) is bool(ahead)
+        source = prologue_source.cuda_source(prologue)
         assert f"kPrefetched = {str(bool(ahead)).lower()};" in source
         assert not ahead or source.count("  prefetch(") == ahead
 
@@ -213,8 +213,8 @@ def test_rounding_in_between(monkeypatch) -> None:
     function = quantized(lambda a, b, c: (a * b + c) * 3)
     operands = matrices(3)
     done = run_fused(monkeypatch, function, SEEDS, *operands, emulate_precision_casts=True)
-    ((producer, _),) = done.calls
-    assert [step[0] for step in producer.steps].count("round") >= 2
+    ((prologue, _),) = done.calls
+    assert [step[0] for step in prologue.steps].count("round") >= 2
     assert_same_bits(done.results, function(SEEDS, *operands))
 
 
@@ -285,19 +285,19 @@ def test_what_is_not_fused_and_why(why, monkeypatch) -> None:
 
 def test_the_rule(monkeypatch) -> None:
     """A sum of three is little work for the eight bytes it reads; four logarithms are not."""
-    done = run_fused(monkeypatch, quantized(residual), SEEDS, *PRODUCERS["residual"][1]())
-    producer, spec = done.calls[0][0], get_scheme(EDEN)
-    assert bytes_read(producer) == 8
-    assert WHY_NOT(producer, spec, 2, 9) is None
-    last = len(producer.steps) - 1
-    steps = (*producer.steps, *(("log", last + i) for i in range(4)))
-    slow = replace(producer, steps=steps, results=(last + 4,))
+    done = run_fused(monkeypatch, quantized(residual), SEEDS, *PROLOGUES["residual"][1]())
+    prologue, spec = done.calls[0][0], get_scheme(EDEN)
+    assert bytes_read(prologue) == 8
+    assert WHY_NOT(prologue, spec, 2, 9) is None
+    last = len(prologue.steps) - 1
+    steps = (*prologue.steps, *(("log", last + i) for i in range(4)))
+    slow = replace(prologue, steps=steps, results=(last + 4,))
     assert "are expected to take" in WHY_NOT(slow, spec, 2, 9)
     # For an exact global scale the expression is made twice: one logarithm more is too much.
     exact = get_scheme("nvfp4_sr")
-    assert WHY_NOT(producer, exact, 2, 9) is None
-    steps = (*producer.steps, ("log", last))
-    dear = replace(producer, steps=steps, results=(last + 1,))
+    assert WHY_NOT(prologue, exact, 2, 9) is None
+    steps = (*prologue.steps, ("log", last))
+    dear = replace(prologue, steps=steps, results=(last + 1,))
     assert WHY_NOT(dear, spec, 2, 9) is None
     assert "an element, twice for an exact global scale" in WHY_NOT(dear, exact, 2, 9)
 
@@ -325,10 +325,10 @@ PAIRED = [
 @pytest.mark.parametrize(("scheme", "dtype"), PAIRED)
 def test_two_operands_of_one_read_are_one_kernel(scheme, dtype, monkeypatch) -> None:
     done = run_fused(monkeypatch, gated(scheme), SEEDS, *matrices(3, dtype))
-    ((producer, given),) = done.calls
-    names = [step[0] for step in producer.steps]
+    ((prologue, given),) = done.calls
+    names = [step[0] for step in prologue.steps]
     assert names.count("load") == 3 and len(names) == 11  # as GATED of test_fused_static.py
-    dg, du = made_by(producer, given)
+    dg, du = made_by(prologue, given)
     one = quantized_both(dg, *SEEDS, scheme, "rht128", 3)
     two = quantized_both(du, *SEEDS.flip(0), scheme, "rht128", 5)
     assert_same_bits(done.results, [*one, *two])
@@ -371,7 +371,7 @@ def of_other_rows(seeds, dh, g, u):
 def test_what_is_no_pair(function, monkeypatch) -> None:
     operands = matrices(3)
     done = run_fused(monkeypatch, function, SEEDS, *operands)
-    assert [len(producer.results) for producer, _ in done.calls] == [1] * len(done.notes)
+    assert [len(prologue.results) for prologue, _ in done.calls] == [1] * len(done.notes)
     assert not any("one kernel" in note for note in done.notes) and len(done.notes) == 2
 
 
@@ -388,9 +388,9 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
     """Of a SwiGLU's dg and du Inductor makes one kernel, which reads dh, g and u once."""
     told = []
 
-    def why_not(producer, spec, directions, capability, shared):
-        told.append((len(producer.results), shared))
-        return "" if len(producer.results) > 1 else None
+    def why_not(prologue, spec, directions, capability, shared):
+        told.append((len(prologue.results), shared))
+        return "" if len(prologue.results) > 1 else None
 
     def alone(seeds, dh, g, u):
         return quantized_both(silu_mul(g, dh), *seeds, EDEN, "rht128", 3)
@@ -447,7 +447,7 @@ def test_the_self_check_finds_a_kernel_that_computes_otherwise(operands, monkeyp
     text = prologue_source.cuda_source(fused.representative(operands))
     assert text.count(" + v1)") == 1
     wrong = text.replace(" + v1)", " - v1)")
-    monkeypatch.setattr(rotate_quantize, "cuda_source", lambda producer: wrong)
+    monkeypatch.setattr(rotate_quantize, "cuda_source", lambda prologue: wrong)
     rotate_quantize._rotate_launch.cache_clear()
     assert "differ from the reference" in str(fused.disagreement(*check))
     rotate_quantize._rotate_launch.cache_clear()

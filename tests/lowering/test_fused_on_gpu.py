@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.cuda.quantize import fused
 from q2compile.torch_internals.patches import patched
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.on_cpu import assert_same_bits
-from tests.support.producers import PRODUCERS, ROWS, matrices, silu_mul
+from tests.support.prologues import PROLOGUES, ROWS, matrices, silu_mul
 from tests.support.quantizer_calls import quantized_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
@@ -104,10 +104,10 @@ def test_two_operands_of_one_read(monkeypatch) -> None:
     assert_nearly_the_same(results)
 
 
-@pytest.mark.parametrize("name", PRODUCERS)
-def test_producers(name, monkeypatch) -> None:
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_prologues(name, monkeypatch) -> None:
     """Under emulate_precision_casts ptxas contracts nothing: what is exact has the same bits."""
-    function, operands, exact = PRODUCERS[name]
+    function, operands, exact = PROLOGUES[name]
     device = torch.device("cuda", torch.cuda.current_device())
     seeds = torch.tensor([11, 12], device=device)
     args = [a.to(device) for a in operands()]

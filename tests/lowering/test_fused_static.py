@@ -27,7 +27,7 @@ def loads(*numbers: int) -> tuple:
     return tuple(("load", i, AT, "lanes", -1) for i in numbers)
 
 
-def producer(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> PrologueExpression:
+def expression(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> PrologueExpression:
     """results: the last step, where nothing is said."""
     results = results or (len(steps) - 1,)
     return PrologueExpression(BF16, "8192", 4096, inputs, (), False, steps, results)
@@ -35,15 +35,15 @@ def producer(inputs: tuple, *steps: tuple, results: tuple[int, ...] = ()) -> Pro
 
 ONE = ("constant", "0x1.0000000000000p+0", "float")
 # As lowering/prologue/expressions.py writes them down (tests/lowering/test_fused_launches.py).
-SWIGLU = producer(
+SWIGLU = expression(
     (BF16,) * 3,
     *loads(0, 1, 2),
     *(("mul", 0, 1), ("sigmoid", 2), ONE, ("sub", 5, 4), ("mul", 2, 4)),
     *(("fma", 7, 6, 4), ("mul", 3, 8)),
 )
 # And du of the same read: dh * (g * sigmoid(g)).
-GATED = producer(SWIGLU.inputs, *SWIGLU.steps, ("mul", 0, 7), results=(9, 10))
-GELU = producer(
+GATED = expression(SWIGLU.inputs, *SWIGLU.steps, ("mul", 0, 7), results=(9, 10))
+GELU = expression(
     (BF16,) * 2,
     *loads(0, 1),
     *(("constant", "0x1.6a09e667f3bcdp-1", "float"), ("mul", 1, 2), ("erf_plus_one", 3)),
@@ -52,9 +52,9 @@ GELU = producer(
     *(("constant", "0x1.9884533d43651p-2", "float"), ("mul", 9, 10), ("mul", 1, 11)),
     *(("fma", 4, 5, 12), ("mul", 0, 13)),
 )
-SILU = producer((BF16,) * 2, *(*loads(0, 1), ("sigmoid", 1), ("mul", 1, 2), ("mul", 0, 3)))
-SUM = producer((BF16, torch.float32), *loads(0, 1), ("add", 0, 1))
-NORM = producer(
+SILU = expression((BF16,) * 2, *(*loads(0, 1), ("sigmoid", 1), ("mul", 1, 2), ("mul", 0, 3)))
+SUM = expression((BF16, torch.float32), *loads(0, 1), ("add", 0, 1))
+NORM = expression(
     (BF16, BF16, BF16, torch.float32, torch.float32),
     *loads(0),
     ("load", 1, "c", "lanes", -1),
@@ -65,7 +65,7 @@ NORM = producer(
 HALF = "floordiv(mod(c, 128), 64)"
 TABLE_AT = "((128 * mod(r, 64)) + mod(c, 128))"
 ROPE_AT = f"({TABLE_AT} + (8192 * floordiv(c, 128)) + (262144 * floordiv(r, 64)))"
-ROPE = producer(
+ROPE = expression(
     (BF16,) * 3,
     *(("load", 0, ROPE_AT, "lanes", -1), ("load", 1, TABLE_AT, "lanes", -1)),
     *(("index", "mod(c, 128)", "first"), ("index", "64", "one"), ("lt", 2, 3)),
@@ -89,8 +89,8 @@ HALVES = PrologueExpression(
     results=(13, 14),
     gate_and_up=True,
 )
-DROPOUT = producer((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
-CAST = producer((torch.float32,), *loads(0))
+DROPOUT = expression((BF16, torch.bool), *loads(0, 1), ("cast", 1, "float"), ("mul", 0, 2))
+CAST = expression((torch.float32,), *loads(0))
 ALL = {
     "swiglu": SWIGLU,
     "gated": GATED,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of producers and the shorter ways that are taken in their place."""
+"""Steps of prologue expressions, and the shorter steps that replace them."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@
 //
 //   Q2_GROUPED     columnwise by groups of rows, each padded to whole tiles (groups.cuh): Mp is then
 //                  that of the padded layout, which `tiles` covers
-//   Q2_PRODUCED    x is computed by a prologue expression (produced.cuh) instead of read
+//   Q2_PROLOGUE    x is computed by a prologue expression (prologue.cuh) instead of read
 //   Q2_ROTATES_ROWS  0: only the columnwise operand is rotated
 //   Q2_OPERANDS    2: x stands for two matrices, from one read, each with outputs and seeds of its own
-//   Q2_HALVES      or for the left and right half of one matrix (gate and up), of whole tiles each
+//   Q2_GATE_AND_UP  besides: the two are the left and right half of one matrix, of whole tiles each
 //   Q2_BATCH       a batched launch: blockIdx.y is the matrix, each has thread blocks of its own
 //   Q2_DEQUANTIZED dequantized operands, bf16 [M, Kp] and [K, Mp], instead of codes and scales
 //                  (dequantized.cuh); `largest` is followed by the smallest raw scale above 0, less 1
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     if (more && !kPacked && kStages == 2)
       fetch_elements(p, next, rows_now(p, next, iteration + 1), shared_tiles + stage * kStageBytes,
                      places);
-#if Q2_PRODUCED
+#if Q2_PROLOGUE
     if (kPrefetched && index + 2 * step < p.tiles) {
       Tile later = walk.after(next);
       prefetch_elements(p, later, rows_now(p, later, iteration + 2));
@@ -476,9 +476,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
     // One body for both operands: twice as much code would not fit into the instruction cache.
 #pragma unroll 1
     for (int i = 0; i < kOperands; ++i) {
-      const int matrix = kHalves ? 0 : i;
+      const int matrix = kGateAndUp ? 0 : i;
       const Directions& of = p.of[matrix];
-      const Tile at = kHalves ? Tile{tile.row, tile.col + i * p.cols} : tile;
+      const Tile at = kGateAndUp ? Tile{tile.row, tile.col + i * p.cols} : tile;
       const u8* x = current + i * kTileBytes;
       if (kRows)
         quantize_rowwise(p, of.rowwise, masks[matrix], at, held, x, places, rows,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prologue expression in CUDA: producer.cuh, included where rotate_quantize.cu computes its
-operand.
+"""A prologue expression in CUDA: prologue_expression.cuh, included where rotate_quantize.cu
+computes its operand.
 
-    struct Producer { const void* input0; ...; long long s0; };
-    // of each matrix: 16 bytes of row r, from column c on
-    void produce(const Producer& p, Index r, Index c, uint4 (&to)[kOperands]);
+    struct PrologueInputs { const void* input0; ...; long long s0; };
+    // 16 bytes of row r of each matrix, from column c on
+    void evaluate(const PrologueInputs& p, Index r, Index c, uint4 (&to)[kOperands]);
 
 What is uniform within a piece is computed once for it, the rest in a loop over its elements.
 """
@@ -22,7 +22,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     arguments_of,
 )
 
-FILE = "producer.cuh"
+FILE = "prologue_expression.cuh"
 _OTHERS = {"load": 1.5, "round": 2.0, "cast": 1.5}  # instructions of other steps
 # Loads of 16 bytes that a thread has in flight: four rows of four (KERNEL_LOG.md).
 _LOADS_AHEAD = 16
@@ -39,13 +39,13 @@ _ELEMENT = {
 
 
 def layout(prologue: PrologueExpression) -> str:
-    """The layout of struct Producer, in the notation of Python's struct module."""
+    """The layout of struct PrologueInputs, in the notation of Python's struct module."""
     return "P" * len(prologue.inputs) + "q" * len(prologue.sizes)
 
 
 @functools.lru_cache(maxsize=256)
 def cuda_source(prologue: PrologueExpression) -> str:
-    """The text of producer.cuh."""
+    """The text of prologue_expression.cuh."""
     fields = [f"  const void* input{i};" for i in range(len(prologue.inputs))]
     fields += [f"  long long {name};" for name in prologue.sizes]
     uniform = _uniform(prologue)
@@ -65,14 +65,14 @@ def cuda_source(prologue: PrologueExpression) -> str:
         f"using Index = {'long long' if prologue.wide else 'int'};",
         f"constexpr int kRowsAhead = {rows_ahead(prologue)};",
         f"constexpr bool kPrefetched = {str(prefetches(prologue)).lower()};",
-        *("struct Producer {", *fields, "};"),
-        f"Q2_INLINE void produce(const Producer& p, {at}, uint4 (&to)[kOperands]) {{",
+        *("struct PrologueInputs {", *fields, "};"),
+        f"Q2_INLINE void evaluate(const PrologueInputs& p, {at}, uint4 (&to)[kOperands]) {{",
         *(*sizes, *once, "  float made[kOperands][kPerPiece];"),
         "#pragma unroll",
         "  for (int j = 0; j < kPerPiece; ++j) {",
         *(*each, *(f"    made[{i}][j] = v{prologue.results[i]};" for i in results), "  }"),
         *(*(f"  to[{i}] = piece_of(made[{i}]);" for i in results), "}"),
-        f"Q2_INLINE void prefetch_lines(const Producer& p, {at}) {{",
+        f"Q2_INLINE void prefetch_lines(const PrologueInputs& p, {at}) {{",
         *(*sizes, *_prefetched(prologue, uniform), "}", ""),
     ]
     return "\n".join(lines)

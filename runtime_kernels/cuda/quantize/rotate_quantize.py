@@ -182,9 +182,9 @@ def _rotate_launch(
         + "PPi" * defines["Q2_GROUPED"]
     )
     if prologue is not None:
-        defines["Q2_PRODUCED"] = 1
+        defines["Q2_PROLOGUE"] = 1
         if prologue.gate_and_up:
-            defines["Q2_HALVES"] = 1
+            defines["Q2_GATE_AND_UP"] = 1
         fields += layout(prologue)
         headers = ((FILE, cuda_source(prologue)),)
     return launch(

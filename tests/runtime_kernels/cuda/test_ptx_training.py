@@ -30,7 +30,7 @@ from tests.support import quantizer_calls as calls
 from tests.support.emulation.fused import run_fused
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 from tests.support.emulation.on_cpu import assert_same_bits, matrix, pretend_device
-from tests.support.producers import PRODUCERS
+from tests.support.prologues import PROLOGUES
 from tests.support.quantizer_calls import quantized_both
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
@@ -154,7 +154,7 @@ def test_quantizers_that_compute_their_operand(name, capability, monkeypatch) ->
     """Prologue fusion, where it is expected to pay. SwiGLU's exponentials and quotients are off by
     an ulp of fp32, which changes at most a bf16 in 2^10 (tests/lowering/test_fused_launches.py),
     and the codes of fewer."""
-    function, operands_of, is_exact = PRODUCERS[name]
+    function, operands_of, is_exact = PROLOGUES[name]
     operands, seeds, how = operands_of(), SEEDS, (EDEN, "rht128", 3)
     monkeypatch.setenv("Q2_TEST_PTX", "1")
 

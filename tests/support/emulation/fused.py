@@ -29,13 +29,13 @@ _MAIN = """
 constexpr int kThreads = 32, kOperands = Q2_OPERANDS;
 enum Source { BF16, F16, F32 };
 constexpr int kSource = Q2_SOURCE, kBytes = kSource == F32 ? 4 : 2;
-#include "produced.cuh"
-extern "C" void run(const Producer* p, int rows, int cols, uint4* to) {
+#include "prologue.cuh"
+extern "C" void run(const PrologueInputs* p, int rows, int cols, uint4* to) {
   long long apart = (long long)rows * cols / kPerPiece;  // one matrix after the other
   for (int r = 0; r < rows; ++r)
     for (int c = 0; c < cols; c += kPerPiece, ++to) {
       uint4 made[kOperands];
-      produce(*p, r, c, made);
+      evaluate(*p, r, c, made);
       for (int i = 0; i < kOperands; ++i) to[i * apart] = made[i];
     }
 }
@@ -43,7 +43,7 @@ extern "C" void run(const Producer* p, int rows, int cols, uint4* to) {
 
 
 class Fused(NamedTuple):
-    """What became of a function: its results, the calls of fused sites (producer, tensors given),
+    """What became of a function: its results, the calls of fused sites (prologue, tensors given),
     the notes of the lowering, the generated code."""
 
     results: Any
@@ -94,15 +94,15 @@ def run_fused(
     return Fused(results, calls, notes, sources[-1])
 
 
-def made_by(producer: PrologueExpression, given: tuple) -> list[torch.Tensor]:
+def made_by(prologue: PrologueExpression, given: tuple) -> list[torch.Tensor]:
     """The matrices, by the same C++ as in the kernel, which a thread writes down piece by piece."""
-    inputs = given[: len(producer.inputs)]
-    sizes = given[len(inputs) : len(inputs) + len(producer.sizes)]
-    count = len(producer.results)
-    what = ("Q2_SOURCE", SOURCES[producer.dtype]), ("Q2_OPERANDS", count)
+    inputs = given[: len(prologue.inputs)]
+    sizes = given[len(inputs) : len(inputs) + len(prologue.sizes)]
+    count = len(prologue.results)
+    what = ("Q2_SOURCE", SOURCES[prologue.dtype]), ("Q2_OPERANDS", count)
     defines = (*what, *nvrtc.conversions("sm_90a"))
-    kernel = library(_MAIN, defines, ((FILE, cuda_source(producer)),))
-    fields = struct.pack("@" + layout(producer), *(t.data_ptr() for t in inputs), *sizes)
-    x = torch.empty((count, producer.height(sizes), producer.cols), dtype=producer.dtype)
+    kernel = library(_MAIN, defines, ((FILE, cuda_source(prologue)),))
+    fields = struct.pack("@" + layout(prologue), *(t.data_ptr() for t in inputs), *sizes)
+    x = torch.empty((count, prologue.height(sizes), prologue.cols), dtype=prologue.dtype)
     kernel.run(fields, *x.shape[1:], ctypes.c_void_p(x.data_ptr()))
     return [*x]

@@ -26,12 +26,12 @@ constexpr bool kGrouped = Q2_GROUPED;  // columnwise by groups of rows (groups.c
 constexpr bool kSums = Q2_SUMS;        // with dbias: sums of the columns of x
 constexpr bool kVectors = Q2_VECTORS;  // rows of x start on 16 bytes
 constexpr int kOperands = Q2_OPERANDS;  // two: computed from one read, and quantized alike
-#if Q2_HALVES
-constexpr bool kHalves = true;  // those are the left and the right half of one matrix
+#if Q2_GATE_AND_UP
+constexpr bool kGateAndUp = true;  // both are halves of one matrix, left and right
 #else
-constexpr bool kHalves = false;
+constexpr bool kGateAndUp = false;
 #endif
-constexpr int kMatrices = kHalves ? 1 : kOperands;  // that have results of their own
+constexpr int kMatrices = kGateAndUp ? 1 : kOperands;  // that have results of their own
 constexpr int kBatch = Q2_BATCH;  // matrices of a launch, each by thread blocks of its own; or 0
 constexpr bool kPacked = kSource == NVFP4 || kSource == MXFP4;
 constexpr bool kRounded = kSource == ROUNDED;
@@ -82,8 +82,8 @@ constexpr bool kMixed = Q2_HW_FP4 && kSigned && (kSource == BF16 || kSource == F
 // Columnwise: of two rows, which one word holds.
 constexpr bool kSignPairs = kBytes == 2 && !kScaled && !kSignsMultiply;
 
-#if Q2_PRODUCED
-#include "produced.cuh"
+#if Q2_PROLOGUE
+#include "prologue.cuh"
 #endif
 
 // Where codes of one direction go, and what rounding them takes (rounding.cuh).
@@ -112,7 +112,7 @@ struct Params {
   const float* source_global;  // or null for 1
   Directions of[kMatrices];
   long long pitch;    // elements (packed: bytes) from row to row of x
-  int rows, cols;     // M, K; kHalves: of a half
+  int rows, cols;     // M, K; kGateAndUp: of a half
   int source_blocks;  // kScaled: scales a row of the source
   int scale_shift;    // 0 for blocks of one row, 4 for 16x16, 5 for 32x32
   int tiles, tiles_across;
@@ -128,8 +128,8 @@ struct Params {
   const int* padded_ends;  // in the padded layout
   int groups;
 #endif
-#if Q2_PRODUCED
-  Producer producer;
+#if Q2_PROLOGUE
+  PrologueInputs prologue;
 #endif
 };
 // A batched launch: blockIdx.y is the matrix.
@@ -296,8 +296,8 @@ Q2_INLINE void fetch_few(u8* to, const u8* source, int n) {
   }
 }
 
-#if Q2_PRODUCED
-#include "fetch_produced.cuh"
+#if Q2_PROLOGUE
+#include "fetch_prologue.cuh"
 #else
 // Starts copying a tile of plain elements; what lies outside the matrix becomes 0.
 Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* shared,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Building blocks of a prologue expression, which computes the operand in the quantizer. The expression
-// itself is producer.cuh, generated for each variant (cuda/quantize/prologue_source.py). For tile.cuh with
-// Q2_PRODUCED.
+// itself is prologue_expression.cuh, generated for each variant (cuda/quantize/prologue_source.py).
+// For tile.cuh with Q2_PROLOGUE.
 //
 // Rounding is that of Inductor's Triton code: fp32 and the functions of libdevice. But quotients,
 // exponentials and 1 + erf are approximated to some ulp, and a product and a sum are never one
@@ -119,4 +119,4 @@ Q2_INLINE uint4 piece_of(const float (&made)[kPerPiece]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-#include "producer.cuh"
+#include "prologue_expression.cuh"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes an operand of the backward, as functions of torch, with operands for each."""
+"""Ops that compute an operand of the backward, as functions of torch, with inputs for each."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def norm_operands() -> list[torch.Tensor]:
 
 
 # name -> the function, its operands, whether all it does is exact or rounded once in fp32.
-PRODUCERS: dict[str, tuple[Callable, Callable[[], list], bool]] = {
+PROLOGUES: dict[str, tuple[Callable, Callable[[], list], bool]] = {
     "swiglu": (swiglu_gate, lambda: matrices(3), False),
     "gelu": (gelu, lambda: matrices(2), False),
     "residual": (residual, lambda: [*matrices(2), normal(ROWS, COLS, dtype=FP32)], True),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fills a tile by a prologue expression (produced.cuh) instead of copying it, for tile.cuh.
+// Fills a tile by a prologue expression (prologue.cuh) instead of copying it, for tile.cuh.
 #pragma once
 
 // Pieces of a row, one of each operand, to their places in the operands' tiles.
@@ -20,10 +20,10 @@ Q2_INLINE void fetch_rows(const Params& p, const Rows& rows, int col, u8* shared
     for (int i = 0; i < kRowsAhead; ++i) {
       int r = row + first + i * kRowStep;
       if constexpr (kWhole) {
-        produce(p.producer, rows.first + r, col, made[i]);
+        evaluate(p.prologue, rows.first + r, col, made[i]);
       } else {  // without a branch, which loads would not go ahead of; the first row is there
         bool there = rows.has(r) && col < p.cols;
-        produce(p.producer, there ? rows.at(r) : rows.first, there ? col : 0, made[i]);
+        evaluate(p.prologue, there ? rows.at(r) : rows.first, there ? col : 0, made[i]);
 #pragma unroll
         for (uint4& piece : made[i]) piece = there ? piece : uint4{0, 0, 0, 0};
       }
@@ -53,7 +53,7 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
     for (int r = 0; r < kTileRows; r += kRowStep) {
       uint4 made[kOperands] = {};
       if (!kGrouped && row + r < rows.count && col < p.cols)
-        produce(p.producer, rows.first + row + r, col, made);
+        evaluate(p.prologue, rows.first + row + r, col, made);
       put_pieces(shared + (places.fetched ^ twist(r)) + r * kRowBytes, made);
     }
   }
@@ -63,5 +63,5 @@ Q2_INLINE void fetch_elements(const Params& p, Tile tile, const Rows& rows, u8* 
 Q2_INLINE void prefetch_elements(const Params& p, Tile tile, const Rows& rows) {
   constexpr int kColumns = 64, kAcross = kTileCols / kColumns;
   int row = threadIdx.x / kAcross, col = tile.col + threadIdx.x % kAcross * kColumns;
-  if (rows.has(row) && col < p.cols) prefetch_lines(p.producer, rows.at(row), col);
+  if (rows.has(row) && col < p.cols) prefetch_lines(p.prologue, rows.at(row), col);
 }
