@@ -252,7 +252,7 @@ def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: 
     """The rows of a kernel with one scheme; of a GEMM in all its variants."""
     op = op_of(of)
     forms = FORMS_OF.get(op, ())
-    calls = [next(CASES[op](scheme, (f,)))[0] for f in forms] or [arguments_of(of, scheme)]
+    calls = [next(CASES[op](scheme, (f,))).arguments for f in forms] or [arguments_of(of, scheme)]
 
     def ask(arguments: tuple) -> str | None:
         on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]

@@ -6,7 +6,7 @@ of a quantizer for a variant (ops/table.py).
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, ge
 from q2compile.runtime_kernels.ops.table import QUANTIZE, REQUANTIZE, QuantizerCall, Variant
 
 _WIDTH = 264  # no multiple of 16 or 128, several tiles
+_WHOLE = 768  # a contraction of whole tiles, several of them
 _UNALIGNED = 261  # rows of which begin anywhere
 ROWS = (130, 1)
 _COLUMNS = 200  # of a product
@@ -198,22 +199,32 @@ def _masked_unrotate(scheme: str, rows: int) -> tuple:
 
 
 def _gemm(
-    scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
+    scheme: str,
+    rows: int,
+    form: Form = FORMS[0],
+    quantized: Callable[..., tuple] = _quantized,
+    width: int = _WIDTH,
 ) -> tuple:
     dtype, bias_dtype, swizzled = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     bias = None if bias_dtype is None else 4 * _matrix(_COLUMNS)[:, 0].to(bias_dtype)
-    return (*quantized(name, rows), *quantized(name, _COLUMNS), bias, name, name, dtype)
+    operands = (*quantized(name, rows, width), *quantized(name, _COLUMNS, width))
+    return (*operands, bias, name, name, dtype)
 
 
 def _gemm_masked_unrotate(
-    scheme: str, rows: int, form: Form = FORMS[0], quantized: Callable[..., tuple] = _quantized
+    scheme: str,
+    rows: int,
+    form: Form = FORMS[0],
+    quantized: Callable[..., tuple] = _quantized,
+    width: int = _WIDTH,
 ) -> tuple:
     """The mask keeps about half of the elements, so a mask that is not applied shows."""
     dtype, _, swizzled = form
     name = scheme.removesuffix(SWIZZLED) + (SWIZZLED if swizzled else "")
     mask = pack_bits(_matrix(rows, _PADDED) > 0)
-    return (*quantized(name, rows), *quantized(name, _PADDED), mask, name, name, "h32", dtype)
+    operands = (*quantized(name, rows, width), *quantized(name, _PADDED, width))
+    return (*operands, mask, name, name, "h32", dtype)
 
 
 def _ends(groups: int) -> torch.Tensor:
@@ -227,15 +238,17 @@ def _groups() -> tuple[torch.Tensor, torch.Tensor]:
     return offs, torch.ops.q2.padded_ends(offs)
 
 
-def _grouped_gemm(scheme: str, form: GroupedForm = GROUPED_FORMS[0]) -> tuple:
-    """With weights [48, 264] in fprop, [40, 128] in dgrad, and [40, 48] in wgrad."""
+def _grouped_gemm(
+    scheme: str, form: GroupedForm = GROUPED_FORMS[0], width: int = _WIDTH, of_dgrad: int = 128
+) -> tuple:
+    """With weights [48, width] in fprop, [40, of_dgrad] in dgrad, and [40, 48] in wgrad."""
     gemm, dtype = form
     offs, padded_offs = _groups()
     experts = len(_ENDS)
     contracted = padded_rows(_IN_GROUPS, experts)
     a, b = {
-        "fprop": ((_IN_GROUPS, _WIDTH), (48 * experts, _WIDTH)),
-        "dgrad": ((_IN_GROUPS, 128), (40, 128 * experts)),
+        "fprop": ((_IN_GROUPS, width), (48 * experts, width)),
+        "dgrad": ((_IN_GROUPS, of_dgrad), (40, of_dgrad * experts)),
         "wgrad": ((40, contracted), (48, contracted)),
     }[gemm]
     ends = padded_offs if gemm == "wgrad" else offs
@@ -355,6 +368,23 @@ def checked_of(op: str) -> Iterator[tuple[str | Variant, str]]:
                 yield of, scheme
 
 
+class Case(NamedTuple):
+    """A case of the self-check of a GEMM.
+
+    words: a description of the result.
+    in_training: it is launched as large products are in training, where a kernel has other tiles
+        for those: the tile is chosen for a device with one multiprocessor, and the contraction is
+        several whole tiles.
+    """
+
+    arguments: tuple
+    words: str
+    in_training: bool = False
+
+
+_IN_TRAINING = "by the tile of large products"
+
+
 def _words(form: Form, rows: int) -> str:
     dtype, bias, swizzled = form
     parts = [f"{rows} x {_COLUMNS} in {dtype}"]
@@ -362,30 +392,48 @@ def _words(form: Form, rows: int) -> str:
     return " ".join(parts)
 
 
-def _gemm_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
-    """Arguments, and a description in words."""
+def _gemm_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
     quantized = functools.cache(_quantized)
     sources = _OF_GEMM[get_scheme(scheme).format]
     for form, source, rows in product(forms or FORMS_OF["gemm"], sources, ROWS):
-        yield _gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}"
+        yield Case(_gemm(source, rows, form, quantized), f"a result of {_words(form, rows)}")
+    for form in filter(_is_of_training, forms or FORMS_OF["gemm"]):
+        arguments = _gemm(sources[0], ROWS[0], form, quantized, _WHOLE)
+        yield Case(arguments, f"a result of {_words(form, ROWS[0])}, {_IN_TRAINING}", True)
 
 
-def _unrotated_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+def _is_of_training(form: Form) -> bool:
+    """Another dtype or a bias changes the epilogue alone, and Triton compiles for seconds."""
+    dtype, bias, _ = form
+    return dtype == torch.bfloat16 and bias is None
+
+
+def _unrotated_cases(scheme: str, forms: Sequence[Form] | None) -> Iterator[Case]:
     quantized = functools.cache(_quantized)
-    sources = _OF_GEMM[get_scheme(scheme).format]
-    for form, source, rows in product(forms or FORMS_OF["gemm_masked_unrotate"], sources, ROWS):
-        words = f"a result of {rows} x {_PADDED} in {form[0]}, masked and rotated back"
-        yield _gemm_masked_unrotate(source, rows, form, quantized), words
+    sources, forms = _OF_GEMM[get_scheme(scheme).format], forms or FORMS_OF["gemm_masked_unrotate"]
+
+    def words(form: Form, rows: int) -> str:
+        return f"a result of {rows} x {_PADDED} in {form[0]}, masked and rotated back"
+
+    for form, source, rows in product(forms, sources, ROWS):
+        yield Case(_gemm_masked_unrotate(source, rows, form, quantized), words(form, rows))
+    for form in filter(_is_of_training, forms):
+        arguments = _gemm_masked_unrotate(sources[0], ROWS[0], form, quantized, _WHOLE)
+        yield Case(arguments, f"{words(form, ROWS[0])}, {_IN_TRAINING}", True)
 
 
-def _grouped_cases(scheme: str, forms: Sequence | None) -> Iterator[tuple[tuple, str]]:
+def _grouped_cases(scheme: str, forms: Sequence[GroupedForm] | None) -> Iterator[Case]:
     sources = _OF_GEMM[get_scheme(scheme).format]
     for form, source in product(forms or GROUPED_FORMS, sources):
-        yield _grouped_gemm(source, form), f"{form[0]} in {form[1]}"
+        yield Case(_grouped_gemm(source, form), f"{form[0]} in {form[1]}")
+    for form in forms or GROUPED_FORMS:
+        if form[1] == torch.bfloat16:
+            arguments = _grouped_gemm(sources[0], form, _WHOLE, _WHOLE)
+            yield Case(arguments, f"{form[0]} in {form[1]}, {_IN_TRAINING}", True)
 
 
 # The cases of each kind of GEMM.
-CASES: dict[str, Callable[[str, Sequence | None], Iterator[tuple[tuple, str]]]] = {
+CASES: dict[str, Callable[[str, Any], Iterator[Case]]] = {
     "gemm": _gemm_cases,
     "gemm_masked_unrotate": _unrotated_cases,
     "grouped_gemm": _grouped_cases,

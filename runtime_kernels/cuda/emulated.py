@@ -35,7 +35,7 @@ def of_device(index: int) -> list[str]:
         words = [why if len(reasons) == 1 else f"{name}: {why}" for why, name in reasons.items()]
         lines.append(f"FP4 GEMMs on {where} are emulated in BF16: {'; '.join(words)}")
     elif triton is not None:
-        lines.append(f"MXFP4 GEMMs on {where} are emulated in BF16: {triton}")
+        lines.append(f"MXFP4 and grouped GEMMs on {where} are emulated in BF16: {triton}")
     return lines
 
 

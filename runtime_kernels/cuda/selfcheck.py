@@ -11,7 +11,7 @@ None can run inside a CUDA graph capture.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,9 +121,10 @@ def disagreement(
             return next(filter(None, differences), None)
         unsupported_form: ValueError | None = None
         agreed = False
-        for arguments, words in CASES[op](scheme, of):
+        for arguments, words, in_training in CASES[op](scheme, of):
             try:
-                difference = _of_gemm(op, name, device, arguments)
+                with on_one_multiprocessor() if in_training else nullcontext():
+                    difference = _of_gemm(op, name, device, arguments)
             except UnsupportedForm as error:
                 unsupported_form = error
                 continue

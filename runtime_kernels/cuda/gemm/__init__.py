@@ -8,7 +8,7 @@ triton_fp4.py     the same by tl.dot_scaled (triton_kernel.py): nvfp4, mxfp4; an
 cuda_bf16.py      the dequantized operands in bf16, by cuBLAS, on any GPU
 grouped_bf16.py   q2::grouped_gemm as cuda_bf16.py, by torch's grouped product;  grouped_mm.py  that
 grouped_triton_fp4.py   q2::grouped_gemm as triton_fp4.py (triton_grouped_kernel.py)
-first_launch.py   the first large product of an algorithm, compared with a BF16 GEMM
+first_launch.py   the first large product of an algorithm or tile, compared with a BF16 GEMM
 operands.py       what they require of their operands
 swizzle.py        scales in the order that fp4 tensor cores read
 

@@ -17,10 +17,10 @@ from q2compile.runtime_kernels.cuda.gemm import swizzle
 from q2compile.runtime_kernels.cuda.gemm.cublaslt import Product, planned, ready, run
 from q2compile.runtime_kernels.cuda.gemm.first_launch import (
     Factor,
+    begin,
     compare,
-    known,
+    marked,
     needed,
-    request,
 )
 from q2compile.runtime_kernels.cuda.gemm.operands import (
     aligned,
@@ -104,8 +104,8 @@ def gemm_fp4(
     if 0 in (*a_codes.shape, columns):
         return without_contraction(a_codes, b_codes, bias, dtype)
     product = product_of(a_codes, b_codes, bias, dtype)
-    with on_device(a_codes.device.index):
-        first = _first(product, a_codes.device)
+    first = _first(product, a_codes.device)
+    with on_device(a_codes.device.index), marked(first):
         out = _product(
             product,
             (a_codes, swizzle.swizzled(a_scales, rows, a_spec), a_global),
@@ -123,13 +123,13 @@ def _first(product: Product, device: torch.device) -> Request | None:
     """The first large product by an algorithm is compared with a BF16 GEMM.
 
     Raises:
-        WrongError: it was wrong.
+        WrongError: it was wrong, or did not end.
     """
     if not needed(product.rows, product.columns, product.k):
         return None
-    which = planned(product).algorithm, product.dtype, product.bias
-    first = request(GEMM, CUBLASLT_FP4, device, *which)
-    return None if known(first) else first
+    with on_device(device.index):
+        which = planned(product).algorithm, product.dtype, product.bias
+    return begin(GEMM, CUBLASLT_FP4, device, *which)
 
 
 def _product(product: Product, a, b, bias: torch.Tensor | None) -> torch.Tensor:

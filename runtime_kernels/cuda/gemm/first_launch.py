@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first large GEMM of each algorithm or specialization, compared with a BF16 GEMM.
+"""The first large GEMM of each algorithm or specialization, plain or grouped, compared with a BF16
+GEMM.
 
 Self-checks are small, and cuBLASLt has other algorithms for large products, Triton other tiles. So
 the first time that a GEMM of 2^30 FLOPs or more runs with one, 128 rows of its result, from all
@@ -7,12 +8,18 @@ over the matrix, are compared on the device with the same rows by a BF16 GEMM of
 operands. This is done once, and the result is stored on disk (check_results.py). If it is wrong,
 the call raises: the kernel is rejected, and the next one serves the call. Nothing is compared while
 a CUDA graph is captured, since the warm-up run has been.
+
+Such a launch is marked on disk before it begins. If it crashes or hangs, the mark stays, and the
+next process rejects the kernel instead of running it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +32,9 @@ from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import Scheme
 from q2compile.runtime_kernels.numerics.swizzle import unswizzle_32x4x4
 from q2compile.runtime_kernels.ops.gemm import alpha_of
+from q2compile.runtime_kernels.registry import kernels_own
 
+LOG = logging.getLogger("q2compile")
 FLOPS = 2**30
 ROWS = 128
 _COLUMNS = 512  # of b that are dequantized at once, some 100 MiB where a row is long
@@ -36,8 +45,11 @@ _OF_CHUNK = 4.0
 _SMALL = 2.0**-6
 
 
+_GROUPS = 8  # of a grouped GEMM that are compared
+
+
 class WrongError(RuntimeError):
-    """A GEMM's first large result is wrong."""
+    """A GEMM's first large result is wrong, or its first large launch did not end."""
 
 
 class Factor(NamedTuple):
@@ -64,17 +76,55 @@ def known(what: Request) -> bool:
     """Whether it was compared before, here or by an earlier process.
 
     Raises:
-        WrongError: it was wrong.
+        WrongError: it was wrong, or did not end.
     """
     found = _RESULTS.get(what.check)
     if found is None:
+        unended = check_results.take_unended(what)
         found = check_results.stored(what)
+        if found is None and unended:
+            found = Result(rejected("its first large launch did not end in an earlier process"))
+            check_results.store(what, found)
         if found is None:
             return False
         _RESULTS[what.check] = found
     if found.reason is not None:
         raise WrongError(found.reason.removeprefix(rejected("")))
     return True
+
+
+def begin(op: str, name: str, device: torch.device, *which: Hashable) -> Request | None:
+    """Of a large product: what is to be compared, None if it was compared before.
+
+    which: the algorithm or the specialization, and the types of bias and result.
+
+    Raises:
+        WrongError: it was wrong, or did not end.
+    """
+    what = request(op, name, device, *which)
+    return None if known(what) else what
+
+
+@contextmanager
+def marked(what: Request | None) -> Iterator[None]:
+    """Around the launch and its comparison. The mark stays if the process ends here, or if the
+    device fails."""
+    if what is None:
+        yield
+        return
+    check_results.mark(what)
+    LOG.debug("q2compile: compares the first large launch of %s", what.label)
+    try:
+        yield
+    except Exception as error:
+        op, name, device, *_ = what.check
+        kernels_own(error, op, name, device)  # raises if the device has failed
+        check_results.unmark(what)
+        raise
+    except BaseException:
+        check_results.unmark(what)
+        raise
+    check_results.unmark(what)
 
 
 def request(op: str, name: str, device: torch.device, *which: Hashable) -> Request:
@@ -96,12 +146,24 @@ def compare(
     Raises:
         WrongError: they differ.
     """
+    _compare(what, out, lambda: _worst(out, a, b, bias, finish))
+
+
+def compare_grouped(
+    what: Request, out: torch.Tensor, a: Factor, b: Factor, offs: torch.Tensor, gemm: str
+) -> None:
+    """The same for a result of q2::grouped_gemm (ops/grouped_gemm.py): rows of some groups, from
+    all over, and the rows of no group, which must be zero."""
+    _compare(what, out, lambda: _worst_of_groups(out, a, b, offs, gemm))
+
+
+def _compare(what: Request, out: torch.Tensor, worst_of: Callable[[], float]) -> None:
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = time.perf_counter()
     try:
         with torch.no_grad():
-            worst = _worst(out, a, b, bias, finish)
+            worst = worst_of()
     except torch.OutOfMemoryError:
         return
     limit = GEMM_ERROR[out.dtype]
@@ -118,20 +180,63 @@ def compare(
         raise WrongError(reason)
 
 
-def _worst(
-    out: torch.Tensor, a: Factor, b: Factor, bias: torch.Tensor | None, finish: Finish | None
+def _worst_of_groups(
+    out: torch.Tensor, a: Factor, b: Factor, offs: torch.Tensor, gemm: str
 ) -> float:
-    """The largest error, of the whole and of any chunk, divided by what rounding explains."""
+    ends = offs.tolist()
+    m, half = a.codes.shape[0], a.codes.shape[1]
+    spans = list(enumerate(zip([0, *ends], ends, strict=False)))
+    if gemm != "wgrad":  # where a group without rows has a result, which is zero
+        spans = [(group, (start, end)) for group, (start, end) in spans if end > start]
+    every = max(1, len(spans) // _GROUPS)
+    spans = [*spans[::every], *spans[-1:]]
+    rows = max(1, ROWS // len(spans)) if spans else 0
+    found = [0.0]
+    if gemm != "wgrad" and bool(out[ends[-1] :].count_nonzero()):
+        found.append(math.inf)
+    for group, (start, end) in spans:
+        if gemm == "wgrad":
+            of_group = out[group * m : (group + 1) * m]
+            own = _contracted(a, start, end), _contracted(b, start, end)
+            firsts = 0, 0
+        elif gemm == "fprop":
+            of_group, own, firsts = out[start:end], (a, b), (start, group * out.shape[1])
+        else:
+            weight = _contracted(b, 2 * half * group, 2 * half * (group + 1))
+            of_group, own, firsts = out[start:end], (a, weight), (start, 0)
+        found.append(_worst(of_group, *own, None, None, firsts, rows))
+    return max(found)
+
+
+def _contracted(factor: Factor, start: int, end: int) -> Factor:
+    """A part of the contraction, of whole blocks."""
+    codes, width = factor.codes[:, start // 2 : end // 2], factor.spec.width
+    return factor._replace(codes=codes, scales=factor.scales[:, start // width : end // width])
+
+
+def _worst(
+    out: torch.Tensor,
+    a: Factor,
+    b: Factor,
+    bias: torch.Tensor | None,
+    finish: Finish | None,
+    firsts: Sequence[int] = (0, 0),
+    most: int = ROWS,
+) -> float:
+    """The largest error, of the whole and of any chunk, divided by what rounding explains.
+
+    firsts: the rows of a and of b that the result begins with.  most: rows that are compared.
+    """
     rows, columns = out.shape
-    picked = torch.linspace(0, rows - 1, min(ROWS, rows), device=out.device).round().long()
-    a_rows = _values(_rows_of(a, picked))
+    picked = torch.linspace(0, rows - 1, min(most, rows), device=out.device).round().long()
+    a_rows = _values(_rows_of(a, picked + firsts[0]))
     alpha, dtype = alpha_of(a.global_scale, b.global_scale), out.dtype
     errors: list[torch.Tensor] = []
     sizes: list[torch.Tensor] = []
     for begin in range(0, columns, _COLUMNS):
         end = min(begin + _COLUMNS, columns)
         part = torch.arange(begin, end, device=out.device)
-        want = _product(a_rows, _values(_rows_of(b, part))) * alpha
+        want = _product(a_rows, _values(_rows_of(b, part + firsts[1]))) * alpha
         if bias is not None:
             want += bias[begin:end]
         want = want.to(dtype)

@@ -5,6 +5,7 @@ for nvfp4 and mxfp4. The host does not wait for the device."""
 import torch
 
 from q2compile.runtime_kernels.cuda.calls import on_device
+from q2compile.runtime_kernels.cuda.gemm import first_launch
 from q2compile.runtime_kernels.cuda.gemm.operands import aligned, reads_codes, two_formats
 from q2compile.runtime_kernels.cuda.gemm.triton_fp4 import compiling, unserved
 from q2compile.runtime_kernels.cuda.jit.launch import multiprocessors
@@ -47,5 +48,16 @@ def grouped_gemm_triton(
     b = aligned(b_codes), aligned(b_scales), b_global
     contracted = None if gemm == "wgrad" else a_codes.shape[1]
     variant = tile, *(spec.block for spec in specs), gemm, dtype, groups, contracted
-    with compiling(GROUPED_GEMM, a_codes.device, variant), on_device(index):
-        return triton_grouped_kernel.grouped_gemm_fp4(a, b, offs, specs, gemm, dtype, tile)
+    first = None
+    if first_launch.needed(rows, of_one, 2 * a_codes.shape[1]):
+        first = first_launch.begin(GROUPED_GEMM, TRITON_FP4, a_codes.device, *variant)
+    with first_launch.marked(first):
+        with compiling(GROUPED_GEMM, a_codes.device, variant), on_device(index):
+            out = triton_grouped_kernel.grouped_gemm_fp4(a, b, offs, specs, gemm, dtype, tile)
+        if first is not None:
+            factors = (
+                first_launch.Factor(a_codes, a_scales, a_global, specs[0]),
+                first_launch.Factor(b_codes, b_scales, b_global, specs[1]),
+            )
+            first_launch.compare_grouped(first, out, *factors, offs, gemm)
+    return out

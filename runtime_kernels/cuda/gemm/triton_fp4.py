@@ -139,21 +139,21 @@ def _gemm(
     op = GEMM if mask is None else GEMM_MASKED_UNROTATE
     first = None
     if first_launch.needed(rows, columns, 2 * width):
-        first = first_launch.request(op, TRITON_FP4, a_codes.device, *variant)
-        first = None if first_launch.known(first) else first
-    with compiling(op, a_codes.device, variant), on_device(index):
-        out = gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
-    if first is not None:
+        first = first_launch.begin(op, TRITON_FP4, a_codes.device, *variant)
 
-        def finish(rows_of_product, picked, begin, end):
-            part = mask[picked, begin // 8 : end // 8].contiguous()
-            return torch.ops.q2.masked_unrotate(rows_of_product, part, transform)
+    def finish(rows_of_product, picked, begin, end):
+        part = mask[picked, begin // 8 : end // 8].contiguous()
+        return torch.ops.q2.masked_unrotate(rows_of_product, part, transform)
 
-        factors = (
-            first_launch.Factor(a_codes, a_scales, a_global, a_spec),
-            first_launch.Factor(b_codes, b_scales, b_global, b_spec),
-        )
-        first_launch.compare(first, out, *factors, bias, finish if mask is not None else None)
+    with first_launch.marked(first):
+        with compiling(op, a_codes.device, variant), on_device(index):
+            out = gemm_fp4(a, b, bias, a_spec.width, dtype, tile, unrotation)
+        if first is not None:
+            factors = (
+                first_launch.Factor(a_codes, a_scales, a_global, a_spec),
+                first_launch.Factor(b_codes, b_scales, b_global, b_spec),
+            )
+            first_launch.compare(first, out, *factors, bias, finish if mask is not None else None)
     return out
 
 

@@ -135,7 +135,10 @@ def test_code_for_a_family_has_its_instructions(family) -> None:
         ((9, 0), ["FP4 GEMMs on {} (9.0) are emulated in BF16: fp4 tensor cores begin with"]),
         ((7, 5), ["quantizers on {} (7.5) are Inductor's kernels or torch", "FP4 GEMMs on {}"]),
         ((13, 0), ["quantizers on {} (13.0) are compiled for compute_120: ", "FP4 GEMMs on {}"]),
-        ((12, 1), ["MXFP4 GEMMs on {} (12.1) are emulated in BF16: tl.dot_scaled works here"]),
+        (
+            (12, 1),
+            ["MXFP4 and grouped GEMMs on {} (12.1) are emulated in BF16: tl.dot_scaled"],
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:q2compile. none of its CUDA kernels")

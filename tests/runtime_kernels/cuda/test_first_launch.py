@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first large launch of a GEMM: a mark on disk while it runs, and results of grouped GEMMs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels.cuda import check_results, checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda.gemm import first_launch
+from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
+from q2compile.runtime_kernels.cuda.jit import launch
+from q2compile.runtime_kernels.kernel_states import DeviceLostError
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
+from tests.support.small_model import Mlp, quantized
+from tests.support.warned import texts
+
+CPU = torch.device("cpu")
+ENDS = torch.tensor([0, 70, 70, 300, 520], dtype=torch.int32)  # 30 of 550 rows are in no group
+CHUNKS = torch.tensor([128, 128, 384, 512, 512], dtype=torch.int32)  # where they are contracted
+SIZES = {  # of a and b; weights of [48, 96] in fprop, of [48, 128] in dgrad
+    "fprop": ((550, 96), (5 * 48, 96)),
+    "dgrad": ((550, 128), (48, 5 * 128)),
+    "wgrad": ((40, 640), (48, 640)),
+}
+SCHEMES = [
+    ("nvfp4_46_pow2", "nvfp4_46_pow2"),
+    ("nvfp4_46", "nvfp4_16x16"),
+    ("mxfp4_rtn", "mxfp4_rtn34"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(first_launch, "_RESULTS", {})
+
+
+def request(*which):
+    return first_launch.request("grouped_gemm", "triton_fp4", CPU, *which)
+
+
+# ---- grouped GEMMs -------------------------------------------------------------------------------
+
+
+def factors(gemm: str, schemes: tuple[str, str]) -> tuple[Factor, Factor, torch.Tensor]:
+    found = []
+    for size, scheme in zip(SIZES[gemm], schemes, strict=True):
+        spec, x = get_scheme(scheme), torch.randn(size)
+        amax = x.abs().amax() if spec.takes_amax else None
+        made = torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)
+        found.append(Factor(*made, spec))
+    return *found, CHUNKS if gemm == "wgrad" else ENDS
+
+
+def grouped(gemm: str, a: Factor, b: Factor, offs: torch.Tensor, dtype=torch.bfloat16):
+    operands = (*a[:3], *b[:3], offs, a.spec.name, b.spec.name, gemm, dtype)
+    return registry.select("grouped_gemm", operands, REFERENCE)(*operands)
+
+
+@pytest.mark.parametrize("gemm", SIZES)
+@pytest.mark.parametrize("schemes", SCHEMES)
+def test_right_grouped_products_pass(gemm, schemes) -> None:
+    a, b, offs = factors(gemm, schemes)
+    exact = grouped(gemm, a, b, offs, torch.float32)  # those in bf16 are rounded twice
+    for dtype in (torch.float32, torch.bfloat16):
+        first_launch.compare_grouped(request(dtype), exact.to(dtype), a, b, offs, gemm)
+        assert first_launch.known(request(dtype))
+
+
+FAULTS = {
+    "the last group": lambda out, rows: out[rows[3] : rows[4]].zero_(),
+    "a group's neighbor": lambda out, rows: out[rows[2] : rows[3]].copy_(
+        out[rows[2] : rows[3]].flip(0)
+    ),
+    "some columns": lambda out, rows: out[:, 16:32].mul_(1.1),
+    "a NaN": lambda out, rows: out[rows[3]].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("gemm", SIZES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_grouped_products_are_rejected_for_good(monkeypatch, gemm, fault) -> None:
+    a, b, offs = factors(gemm, SCHEMES[0])
+    out = grouped(gemm, a, b, offs)
+    FAULTS[fault](out, [0, 40, 80, 120, 160] if gemm == "wgrad" else offs.tolist())
+    with pytest.raises(WrongError, match="its first large result, "):
+        first_launch.compare_grouped(request(1), out, a, b, offs, gemm)
+    monkeypatch.setattr(first_launch, "_RESULTS", {})  # as in a new process
+    with pytest.raises(WrongError, match="differs from a BF16 GEMM"):
+        first_launch.known(request(1))
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_rows_of_no_group_are_zero(gemm) -> None:
+    a, b, offs = factors(gemm, SCHEMES[0])
+    out = grouped(gemm, a, b, offs)
+    out[540, 3] = 1e-3
+    with pytest.raises(WrongError, match="by inf times"):
+        first_launch.compare_grouped(request(1), out, a, b, offs, gemm)
+
+
+def test_a_gradient_of_a_group_without_rows_is_zero() -> None:
+    a, b, offs = factors("wgrad", SCHEMES[0])
+    out = grouped("wgrad", a, b, offs)
+    assert out[40:80].eq(0).all()
+    out[40:80] = 1e-3
+    with pytest.raises(WrongError):
+        first_launch.compare_grouped(request(1), out, a, b, offs, "wgrad")
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+
+
+def marks(tmp_path) -> int:
+    return len(list(tmp_path.glob("*.checking")))
+
+
+def test_there_is_a_mark_while_it_runs(tmp_path) -> None:
+    """Whatever is raised that leaves the device as it was, nothing stays."""
+    with first_launch.marked(None):
+        assert marks(tmp_path) == 0
+    with first_launch.marked(request(1)):
+        assert marks(tmp_path) == 1
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), WrongError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)), first_launch.marked(request(1)):
+            raise error
+    assert marks(tmp_path) == 0 and not first_launch.known(request(1))
+
+
+def test_the_mark_stays_where_the_device_has_failed(monkeypatch, tmp_path) -> None:
+    def lost(error, *of):
+        raise DeviceLostError("cuda:0 failed")
+
+    monkeypatch.setattr(first_launch, "kernels_own", lost)
+    with pytest.raises(DeviceLostError), first_launch.marked(request(1)):
+        raise RuntimeError("CUDA error: an illegal instruction was encountered")
+    assert marks(tmp_path) == 1
+
+
+@pytest.mark.parametrize("how", ["trap", "hang"])
+def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
+    candidate, fresh_compiler, monkeypatch, tmp_path, how
+) -> None:
+    """The next process trains with the right numbers, and one warning."""
+    program = (
+        "import os, signal, time, torch\n"
+        "from q2compile.runtime_kernels.cuda.gemm import first_launch\n"
+        "what = first_launch.begin('gemm', 'large', torch.device('cpu'), 1)\n"
+        "with first_launch.marked(what):\n"
+        f"    os.kill(os.getpid(), signal.SIGILL) if {how == 'trap'} else print(1, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ}, stdout=subprocess.PIPE
+    )
+    if how == "hang":  # until somebody ends it
+        assert process.stdout is not None and process.stdout.readline()
+        process.kill()
+    assert process.wait(120) == -(signal.SIGILL if how == "trap" else signal.SIGKILL)
+    assert marks(tmp_path) == 1
+
+    model, x = Mlp(), torch.randn(32, 64)
+
+    def step() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        y = quantized(model)(x)
+        y.square().sum().backward()
+        results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+        return results
+
+    want, ran = step(), []
+
+    def gemm(*args):
+        with first_launch.marked(first_launch.begin("gemm", "large", CPU, 1)):
+            ran.append(args)
+
+    candidate("gemm", None, "large", function=gemm)
+    with pytest.warns(KernelWarning) as caught:
+        assert all(map(torch.equal, step(), want))
+    (said,) = texts(caught, KernelWarning)
+    assert "kernel 'large' of q2::gemm on cpu is rejected" in said
+    assert "its first large launch did not end in an earlier process" in said
+    assert ran == [] and marks(tmp_path) == 0
+    assert check_results.stored(first_launch.request("gemm", "large", CPU, 1)).reason
+
+
+# ---- tiles of large products, in the self-check --------------------------------------------------
+
+
+@pytest.mark.parametrize("op", checked_cases.CASES)
+@pytest.mark.parametrize("scheme", checked_cases.CHECKED["gemm"])
+def test_the_tile_of_large_products_is_checked(candidate, monkeypatch, op, scheme) -> None:
+    """A kernel that is wrong only where it takes that tile: on one multiprocessor, for a
+    contraction of whole tiles. With a bias, say, it has the same loop."""
+    monkeypatch.setattr(launch, "all_multiprocessors", lambda index: 148)
+    reference = registry.kernels(op)[-1].function
+    seen = []
+
+    def broken(*args):
+        elements = 2 * args[0].shape[1]
+        is_large = launch.multiprocessors(0) == 1
+        seen.append((is_large, elements % 256 == 0))
+        return reference(*args) * (1.01 if is_large else 1)
+
+    candidate(op, None, function=broken)
+    found = selfcheck.disagreement(op, "broken", CPU, scheme)
+    assert found is not None and found.endswith("by the tile of large products")
+    forms = {
+        "gemm": [(torch.float32, None, False)],
+        "gemm_masked_unrotate": [(torch.float32, None, False)],
+        "grouped_gemm": [("fprop", torch.float32)],
+    }
+    assert selfcheck.disagreement(op, "broken", CPU, scheme, forms[op]) is None
+    assert (True, True) in seen and {whole for large, whole in seen if large} == {True}
+
+
+@pytest.mark.parametrize("op", checked_cases.CASES)
+def test_right_kernels_agree_on_all_tiles(op) -> None:
+    reference = registry.kernels(op)[-1].function
+    own = Kernel(op, "right", "cpu", reference, registry._nothing, registry._nothing)
+    registry._KERNELS[op].insert(0, own)
+    try:
+        form = next(f for f in checked_cases.FORMS_OF[op] if torch.bfloat16 in f)
+        cases = list(checked_cases.CASES[op]("nvfp4_46_pow2", [form]))
+        assert [case.in_training for case in cases].count(True) == 1
+        assert selfcheck.disagreement(op, "right", CPU, "nvfp4_46_pow2", [form]) is None
+    finally:
+        registry._KERNELS[op].remove(own)
