@@ -327,7 +327,7 @@ def test_two_operands_of_one_read_are_one_kernel(scheme, dtype, monkeypatch) -> 
     done = run_fused(monkeypatch, gated(scheme), SEEDS, *matrices(3, dtype))
     ((prologue, given),) = done.calls
     names = [step[0] for step in prologue.steps]
-    assert names.count("load") == 3 and len(names) == 11  # as GATED of test_fused_static.py
+    assert names.count("load") == 3 and len(names) == 11  # as GATED of prologue_expressions.py
     dg, du = made_by(prologue, given)
     one = quantized_both(dg, *SEEDS, scheme, "rht128", 3)
     two = quantized_both(du, *SEEDS.flip(0), scheme, "rht128", 5)

@@ -5,7 +5,8 @@
 
 compiles and disassembles them with the NVRTC of this environment, without a GPU, and writes
 `tests/runtime_kernels/cuda/machine_code/nvrtc_VERSION.json`: for each kernel and architecture the
-loads and stores of spilled registers, and the instructions per element of the loop over tiles.
+loads and stores of spilled registers, and the instructions per element of the loop over tiles. A
+quantizer that computes its operand has loops inside that one: its whole length is recorded.
 Run it after a change of a kernel and for another NVRTC, and read the difference as code: it is the
 change.
 """
@@ -38,6 +39,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
 from q2compile.runtime_kernels.cuda.transpose import transpose_launch
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
+from tests.support.prologue_expressions import GATE_AND_UP, GATED, SWIGLU, fused_launch
 
 FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
 # What a count may exceed the recorded one by. The same NVRTC makes the same code of the same source
@@ -202,6 +204,28 @@ def dbias(recipe: str, architecture: str) -> Launch:
     return rotate_launch(BF16, get_transform(transform), spec, True, True, **how)
 
 
+# ---- prologue fusion -----------------------------------------------------------------------------
+
+_BACKWARD = {
+    "eden": (EDEN, BOTH),
+    "eden dequantized": (EDEN + DEQUANTIZED, BOTH),
+    "sr col": (SR, COL),
+    "sr dequantized": (SR + DEQUANTIZED, BOTH),
+}
+FUSED = {
+    f"fused {name} {kind}": fused_launch(expression, *_BACKWARD[kind])
+    for (name, expression), kind in product(
+        (("swiglu", SWIGLU), ("gated", GATED), ("gate and up", GATE_AND_UP)), _BACKWARD
+    )
+    if expression is not GATE_AND_UP or "eden" in kind
+}
+# On sm_90a all of them, elsewhere those with two results from one read.
+FUSED_CASES = [
+    (name, architecture)
+    for name, architecture in product(FUSED, limits.ARCHITECTURES.values())
+    if architecture == "sm_90a" or "gate and up" in name or name == "fused gated eden"
+]
+
 # ---- counts --------------------------------------------------------------------------------------
 
 
@@ -221,60 +245,82 @@ def instructions(code: disassemble.Code) -> float:
     return round(sum(code.hot_loop(RARE).values()) / 64, 2)
 
 
+def loop(code: disassemble.Code) -> int:
+    """Instructions of the loop over tiles and of the loops inside it, once each."""
+    return max(end + 1 - first for first, end in code.loops)
+
+
+def counts(launch: Launch, code: disassemble.Code) -> dict[str, float]:
+    """What is recorded of a kernel."""
+    found: dict[str, float] = {"spills": spills(code)}
+    if launch in FUSED.values():
+        found["loop"] = loop(code)
+    elif launch.variant.entry == "rotate_quantize":
+        found["instructions"] = instructions(code)
+    return found
+
+
+@cache
 def everything() -> dict[tuple[str, str], Launch]:
     """(name, architecture) -> kernel, all that are recorded."""
-    kernels = {**HOT, **OTHERS}
-    made = {(name, architecture): kernels[name] for name, architecture in CASES}
+    kernels = {**HOT, **OTHERS, **FUSED}
+    cases = [*CASES, *FUSED_CASES]
+    made = {(name, architecture): kernels[name] for name, architecture in cases}
     dbiases = {(f"dbias {case[0]}", case[1]): dbias(*case) for case in DBIAS_CASES}
     return {**made, **dbiases}
 
 
-def file() -> Path:
-    major, minor = nvrtc.version()
+def file(version: tuple[int, int]) -> Path:
+    major, minor = version
     return FOLDER / f"nvrtc_{major}.{minor}.json"
 
 
 @cache
-def recorded() -> dict[str, dict[str, dict[str, float]]]:
-    """Kernel -> architecture -> "spills" and, of those that quantize, "instructions"."""
-    if not file().exists():
+def recorded(version: tuple[int, int] | None = None) -> dict[str, dict[str, dict[str, float]]]:
+    """Kernel -> architecture -> "spills" and, of those that quantize, "instructions", or "loop".
+    By the NVRTC of this environment, or another one."""
+    path = file(version or nvrtc.version())
+    if not path.exists():
         raise FileNotFoundError(
-            f"{file().name}: nothing is recorded for this NVRTC. Run `python -m "
+            f"{path.name}: nothing is recorded for this NVRTC. Run `python -m "
             "tests.support.machine_code`, compare the file with those of other versions, commit it."
         )
-    kernels: dict[str, dict[str, dict[str, float]]] = json.loads(file().read_text())["kernels"]
+    kernels: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text())["kernels"]
     return kernels
 
 
 def regressions(name: str, architecture: str, code: disassemble.Code) -> dict[str, float]:
     """What exceeds the recorded counts by more than the tolerance: empty is good."""
     known = recorded()[name][architecture]
-    found = {}
-    if spills(code) > known["spills"] + (SPILLS_TOLERANCE if known["spills"] else 0):
-        found["spills"] = spills(code)
-    if "instructions" in known:
-        counted = instructions(code)
-        if counted > known["instructions"] * INSTRUCTIONS_TOLERANCE:
-            found["instructions"] = counted
-    return found
+    found = counts(everything()[name, architecture], code)
+    room = SPILLS_TOLERANCE if known["spills"] else 0
+    most = {
+        n: known[n] + room if n == "spills" else known[n] * INSTRUCTIONS_TOLERANCE for n in found
+    }
+    return {n: count for n, count in found.items() if count > most[n]}
 
 
 def main() -> None:
-    ArgumentParser(description="Writes the counts of this NVRTC.").parse_args()
-    launches = everything()
+    parser = ArgumentParser(description="Writes the counts of this NVRTC.")
+    parser.add_argument(
+        "--only", default="", help="of kernels with this in their names; others stay"
+    )
+    only = parser.parse_args().only
+    launches = {key: launch for key, launch in everything().items() if only in key[0]}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         codes = pool.map(lambda key: disassembled(launches[key], key[1]), launches)
-    kernels: dict[str, dict[str, dict[str, float]]] = {}
+    kernels = {name: recorded()[name] for name, _ in everything() if only not in name}
     for ((name, architecture), launch), code in zip(launches.items(), codes, strict=True):
-        counts: dict[str, float] = {"spills": spills(code)}
-        if launch.variant.entry == "rotate_quantize":
-            counts["instructions"] = instructions(code)
-        kernels.setdefault(name, {})[architecture] = counts
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(own)}" for name, own in kernels.items())
+        kernels.setdefault(name, {})[architecture] = counts(launch, code)
+    lines = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(kernels[name])}"
+        for name in dict.fromkeys(name for name, _ in everything())
+    )
     FOLDER.mkdir(exist_ok=True)
     command = "python -m tests.support.machine_code"
-    file().write_text(f'{{\n "command": "{command}",\n "kernels": {{\n{lines}\n }}\n}}\n')
-    print(f"{file()}: {len(launches)} kernels")
+    path = file(nvrtc.version())
+    path.write_text(f'{{\n "command": "{command}",\n "kernels": {{\n{lines}\n }}\n}}\n')
+    print(f"{path}: {len(launches)} kernels")
 
 
 if __name__ == "__main__":
