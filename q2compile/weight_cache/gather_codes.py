@@ -47,8 +47,9 @@ def gather_codes(model: nn.Module) -> int:
         of a weight that something besides such a layer reads, in the graph or by a policy;
         of a weight that is tied, on one rank alone, offloaded to the CPU, or fp16, or a DTensor
             whose parts differ in size;
-        of one whose shards do not hold whole blocks: with 16x16 blocks, where a rank's rows are no
-            multiple of 16; along columns, where a rank's are none of 16, or of 32 in MXFP4;
+        of one whose shards do not hold whole blocks: with 16x16 (or 32x32) blocks, where a rank's
+            rows are no multiple of 16 (or 32); along columns, where a rank's are no multiple of
+            16, or of 32 in MXFP4;
         under ``reshard_after_forward=<int>``;
         in a gather outside of the model's forward and backward, such as ``module.unshard()``.
 

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from training import VOCAB, loss_of, new_model
 
 import q2compile
+from q2compile.recipes.published import RECIPES
 from q2compile.report.report import Report, collector
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -409,10 +410,7 @@ def faulty(kind: str) -> Callable[[Attach], Run]:
 
 EXACT = {"global_scale": "exact"}
 SCENARIOS: dict[str, Callable[[Attach], Run]] = {
-    **{
-        name: simple(LONG, recipe=name)
-        for name in ("quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet", "mxfp4")
-    },
+    **{name: simple(LONG, recipe=name) for name in RECIPES if name != "bf16"},
     "exact": simple(options=EXACT),
     "exact_square": simple(options=EXACT, recipe="nvfp4"),
     "fp32": simple(policy=None),

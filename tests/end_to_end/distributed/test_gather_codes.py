@@ -28,7 +28,7 @@ Found = list[dict[str, Any]]  # of each rank: scenario -> Run
 FORMS = ["whole_blocks", "checkpointed", "kept", "uneven", "uneven_square", "accumulated_kept"]
 FORMS += ["attached_late", "switched", "evaluated", "by_hand", "moved", "fp32", "bf16_masters"]
 FORMS += ["far_apart", "not_compiled", "columns", "experts", "experts_rows", "offloaded", "exact"]
-RECIPES = ["quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet"]
+RECIPES = ["quartet2", "quartet2_search", "nvfp4", "tetrajet2", "quartet", "mxfp4_2d"]
 IN_GRAPH = ["in_graph_quartet2", "in_graph_nvfp4", "in_graph_functional"]
 FOUR = ["hsdp", "to_two", "two_dimensional", "expert_parallel"]
 FAULTS = ["fault_policy", "fault_model", "fault_attach"]
@@ -36,6 +36,7 @@ FAULTS = ["fault_policy", "fault_model", "fault_attach"]
 BYTES = {"quartet2": 0.5 + 1 / 16, "tetrajet2": 0.5 + 1 / 16, "nvfp4": 0.5 + 1 / 256}
 BYTES["quartet2_search"] = BYTES["quartet2"]
 BYTES["quartet"] = 0.5 + 1 / 32 + 1 / 8
+BYTES["mxfp4_2d"] = 0.5 + 1 / 1024
 
 
 def run(folder: Path, ranks: int, names: list[str], killed: bool = False) -> Found:

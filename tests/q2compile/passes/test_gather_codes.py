@@ -21,7 +21,7 @@ from q2compile.telemetry.folder import flush
 from tests.support import quantizer_calls as calls
 from tests.support.graph_builder import SOURCE, Builder, q2
 
-E, TOP, TOKENS, K, N = 4, 4, 40, 64, 48
+E, TOP, TOKENS, K, N = 4, 4, 40, 64, 64
 ROWS = TOP * TOKENS
 aten = torch.ops.aten
 ONE_THREAD = {"cpp.threads": 1}  # several add the gradient of h in any order
@@ -144,7 +144,7 @@ def test_bits(gather, scale, tmp_path) -> None:
     assert f"u8[{rows}, {K // 2}]" in backward and f"u8[{ROWS}, {K // 2}]" in backward
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "quartet", "tetrajet2", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "quartet", "tetrajet2", "mxfp4", "mxfp4_2d"])
 @pytest.mark.parametrize("gather", [hugging_face, sentinels], ids=lambda g: g.__name__)
 def test_bits_of_other_recipes(gather, recipe, tmp_path) -> None:
     options = {"inner": "eager", "recipe": recipe}
