@@ -219,8 +219,8 @@ class Config:
             )
         if self.cache_weights and self.recompute_weights is True:
             raise ConfigError(
-                "cache_weights=True keeps the codes of weights for as long as they are right, "
-                "recompute_weights=True makes them again to keep none; choose one"
+                "cache_weights=True caches the codes of weights until they change, "
+                "recompute_weights=True saves none and recomputes them; choose one"
             )
         self._check_inductor()
         self._check_passes()
@@ -232,8 +232,8 @@ class Config:
         for slot in (PASS_SLOT, JOINT_PASS_SLOT):
             if slot in self.inductor:
                 raise ConfigError(
-                    f"inductor: {slot} is q2compile's own place; set yours in "
-                    "torch._inductor.config and it will run before q2compile's passes"
+                    f"inductor: {slot} holds q2compile's passes; set yours in "
+                    "torch._inductor.config, and it runs before them"
                 )
         for key, value in self.inductor.items():
             check_inductor_option(key, value)
@@ -293,9 +293,9 @@ class Config:
         given = [name for name, is_given in unsaved.items() if is_given]
         if given:
             raise ConfigError(
-                f"{', '.join(given)} can't be used with aot_compile, which saves what Inductor "
-                "makes of a graph and nothing around it: leave it out, or call the compiled "
-                "function without aot_compile"
+                f"{', '.join(given)} can't be used with aot_compile, which saves only the "
+                "code that Inductor generates: leave it out, or call the compiled function without "
+                "aot_compile"
             )
 
     @property

@@ -146,7 +146,7 @@ def test_prose_is_the_field_s() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """An allowed place that has the word no more is removed from its list."""
+    """An allowed place without the word is removed from its list."""
     unneeded = []
     for terms, words in ((NAMES, identifiers), (PHRASES, prose)):
         for term in terms:

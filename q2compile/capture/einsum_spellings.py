@@ -90,7 +90,7 @@ def _of_parameter(
     stack = expert_spellings.einsum_views(equation.xs, equation.ws, equation.out)
     views = stack or _linear_views(equation, tuple(example(w).shape))
     if views is None:
-        return call.left(f"{shown} is not activation × parameter, or × one for each", parameter)
+        return call.left(f"{shown} is not activation × parameter, batched or not", parameter)
     x_views, w_views, y_views = views
     op = "batched_linear" if stack else "linear"
     return call.taken(parameter, x, w, op=op, x_views=x_views, w_views=w_views, y_views=y_views)

@@ -37,7 +37,11 @@ def grouped(call: Call) -> Matmul | NotTaken:
     x, w, offs = call.args["a"], call.args["b"], call.args.get("offs")
     parameter = call.scope.parameter(w)
     if parameter is None:
-        why = "activation × activation" if call.weight() is None else "the weights come first"
+        why = (
+            "activation × activation"
+            if call.weight() is None
+            else "the weights are the first operand"
+        )
         return call.left(f"grouped matmul: {why}", call.weight())
     if call.args.get("bias") is not None or call.args.get("out_dtype") is not None:
         return call.left("grouped matmul with a bias or an out_dtype", parameter)
@@ -69,7 +73,7 @@ def _batched(call: Call, a: fx.Node, b: fx.Node, added: tuple[View, ...]) -> Mat
     if len(x_shape) != 3 or len(w_shape) != 3 or str(x_shape[0]) != str(w_shape[0]):
         return call.left(
             f"the weight is {len(w_shape)}-D, {list(w_shape)}, and the activation "
-            f"{list(x_shape)}; taken are 2-D weights, and 3-D ones with an activation for each",
+            f"{list(x_shape)}; 2-D weights are taken, and 3-D ones with an activation for each",
             parameter,
         )
     if flipped:

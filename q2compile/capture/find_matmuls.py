@@ -118,7 +118,7 @@ def _why_opaque(node: fx.Node) -> str:
     if "autograd_function" in name:
         return "inside a custom autograd.Function, which has its own backward"
     if "flex_attention" in name:
-        return "inside a function of flex_attention, which is given one score at a time"
+        return "inside a score function of flex_attention, which gets one score at a time"
     return ""
 
 

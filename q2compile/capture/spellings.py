@@ -139,7 +139,7 @@ _TABLE: list[tuple[str, tuple[Any, ...], tuple[str, ...], _Handler]] = [
         + (aten.mv, aten.addmv, aten.addbmm, torch.chain_matmul, torch.linalg.multi_dot)
         + (torch._addmm_activation, aten._addmm_activation),
         (),
-        _never("a product in a form that is not taken; F.linear, @ and matmul are"),
+        _never("a product in an unsupported form; F.linear, @ and matmul are taken"),
     ),
     (
         "grouped_mm",
@@ -233,4 +233,4 @@ def _foreign_call(scope: Scope, node: fx.Node) -> tuple[Call, _Handler] | None:
     )
     if not takes_activation or call.weight() is None:
         return None
-    return call, _never(f"{name} is a custom op: what it does with its weight is not known")
+    return call, _never(f"{name} is a custom op, whose use of its weight is not known")

@@ -55,7 +55,7 @@ class Partitioner(CustomPartitionerFn):
         forward, backward = self.base(gm, joint_inputs, **kwargs)
         names = {weight.name for weight in packed_weights(gm.graph)}
         if is_checkpointed(gm.graph):
-            self._notify(dict.fromkeys(names, "checkpoints say what is saved"))
+            self._notify(dict.fromkeys(names, "activation checkpointing decides what is saved"))
             return forward, backward
         names &= {node.name for node in backward.graph.nodes}
         # A graph that this one calls is cut by itself, and has no parameters of its own.

@@ -207,12 +207,12 @@ def _described(device: Device) -> str:
 
 
 ASSUMPTIONS = (
-    "predicted, not measured: peaks by data sheet, and what published large GEMMs reach of them: "
+    "predicted, not measured: peaks by data sheet, and the share that large published GEMMs reach: "
     + "; ".join(map(_described, DEVICES))
     + f"; a quantizer reaches {MEMORY_SHARE:.0%} of the bandwidth or {ISSUE_SHARE:.0%} of the "
     f"issue slots ({ISSUE_SHARE_OF_RANDOM_BITS:.0%} with stochastic rounding); "
-    f"{LAUNCH_SECONDS * 1e6:.0f} us a launch; forward quantizers fused; of the host "
-    f"{HOST_CALL * 1e6:.0f} us a call of two launches, where that is longer"
+    f"{LAUNCH_SECONDS * 1e6:.0f} us per launch; forward quantizers fused; "
+    f"{HOST_CALL * 1e6:.0f} us of the host per call of two launches, if that is longer"
 )
 
 

@@ -96,7 +96,7 @@ class Plan:
                 return row
             rows.append(row)
         if isinstance(bias, DTensor) and any(p.is_partial() for p in bias.placements):
-            return f"the bias is a DTensor placed {bias.placements}: a sum that is not done yet"
+            return f"the bias is a DTensor placed {bias.placements}: a pending sum"
         columns = {name: tuple(getattr(r, name) for r in rows) for name in _Row.__annotations__}
         sizes = [n for n, p in zip(w.device_mesh.shape, w.placements, strict=True) if p == Shard(1)]
         return cls(**columns, addends=math.prod(sizes))
@@ -147,7 +147,7 @@ def linear(
 def _placed(t: Tensor, placements: tuple[Placement, ...]) -> DTensor:
     """``t`` with ``placements``. Nothing where it has them: a redistribute that changes nothing is
     an all-reduce in backward when the gradient is Partial."""
-    assert isinstance(t, DTensor), "Plan.of refuses anything else"
+    assert isinstance(t, DTensor), "Plan.of rejects anything else"
     return t if t.placements == placements else t.redistribute(placements=placements)
 
 

@@ -55,7 +55,7 @@ def check_spec(graph: fx.Graph, kind: str, when: str, random_forward: bool = Fal
         args = named_arguments(node)
         seeds = [v for name, v in args.items() if name.endswith("seed") and v is not None]
         if kind == "forward" and (seeds or is_q2(node, SEED)) and not random_forward:
-            raise GraphSpecError(f"{when}: {node.format_node()} may not stand in a forward graph")
+            raise GraphSpecError(f"{when}: {node.format_node()} draws in a forward graph")
     for gemm in q2_nodes(graph, *GEMM_OPS):
         _check_gemm(gemm, kind, when)
 
@@ -106,7 +106,7 @@ def _operand(gemm: fx.Node, triple: Any, when: str) -> _Operand:
     operand = None if outputs[0] is None else whole.get(outputs[0])
     if operand is None or outputs != list(range(operand.first, operand.first + len(PARTS))):
         raise GraphSpecError(
-            f"{when}: an operand of {gemm.name} is pieced together from "
+            f"{when}: an operand of {gemm.name} mixes outputs of "
             f"{', '.join(n.name for n in triple)}"
         )
     assert call is not None

@@ -120,8 +120,8 @@ def _check(recipe: Recipe, name: str, gemm: Gemm) -> None:
     spread = [spreads(SCHEMES[o.scheme], TRANSFORMS[o.transform]) for o in (gemm.a, gemm.b)]
     if name == "wgrad" and spread[0] != spread[1]:
         raise ConfigError(
-            f"{where}: MS-EDEN on one operand alone after {gemm.a.transform}: with it few tokens "
-            "are rotated otherwise (numerics/groups.py); use it for dy and x, or a shorter rotation"
+            f"{where}: MS-EDEN on one operand alone after {gemm.a.transform}: it rotates few "
+            "tokens differently (numerics/groups.py); use it for dy and x, or a shorter rotation"
         )
     formats = [SCHEMES[o.scheme].format for o in (gemm.a, gemm.b)]
     if formats[0] != formats[1]:
@@ -145,7 +145,7 @@ def _operand_fault(recipe: Recipe, gemm: str, role: str, o: Operand) -> str:
     if scheme.masked:
         return "but QuEST belongs to fprop: a trust mask is of no use in a backward GEMM"
     if o.source == "forward" and (gemm, role) != ("wgrad", "x"):
-        return "but only x in wgrad can be quantized during the forward: w is there anyway"
+        return "but only x in wgrad can be quantized during the forward: the backward has w"
     if o.source == "reuse":
         square = scheme.block[0] == scheme.block[1]
         if role != "w":

@@ -37,7 +37,7 @@ def read_dump(folder: Path) -> tuple[list[dict[str, Any]], list[str], dict[int, 
         inside = sorted(p.parent.name for p in folder.glob("*/report.json"))
         hint = f"; it holds dumps in {', '.join(inside)}: name one of them" if inside else ""
         if (folder.resolve().parent / source.name).is_file():
-            hint = f"; it lies in a dump: name {folder.resolve().parent}"
+            hint = f"; it is inside a dump: name {folder.resolve().parent}"
         raise ConfigError(
             f"{folder}: no report.json here, so this is no dump folder, and no records of "
             f'telemetry{hint}. Write one with options={{"dump": "graphs/"}}, or '

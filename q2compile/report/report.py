@@ -103,7 +103,8 @@ class Report:
         )
         if not elements:
             return text
-        return f"{text}; quantized for backward: {size} B, {8 * size / elements:.2f} bit an element"
+        bits = 8 * size / elements
+        return f"{text}; quantized for backward: {size} B, {bits:.2f} bits per element"
 
     def text(self) -> str:
         """The text table, as a dump holds it."""
@@ -134,8 +135,8 @@ def _predictions(rows: list[Row]) -> list[str]:
         columns = " and ".join(device.column for device in DEVICES)
         notes.insert(
             0,
-            "predicted time over BF16's, of the GEMMs taken and their quantizers alone, not of a "
-            f"step: {', '.join(of_bf16)}; of each in the columns {columns}",
+            "predicted time over BF16's, for the GEMMs taken and their quantizers, not for a "
+            f"step: {', '.join(of_bf16)}; for each matmul in the columns {columns}",
         )
     return notes
 

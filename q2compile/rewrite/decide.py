@@ -52,7 +52,9 @@ def why_cut(found: Matmul, recipe: Recipe) -> str:
     rows, height = found.operands()[1].shape[-2], recipe.block_rows
     if found.op == "linear" or rows % height == 0:
         return ""
-    return f"experts of {rows} rows: a block of {recipe.name} has {height}, and would span two"
+    return (
+        f"experts of {rows} rows: a block of {recipe.name} has {height}, and would span two experts"
+    )
 
 
 def raise_on_shared(

@@ -109,7 +109,7 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"telemetry: to: {self.path} is no folder and can't be made one: {error}"
+                f"telemetry: to: {self.path} is not a folder and can't be created: {error}"
             ) from None
 
     @property
@@ -166,7 +166,7 @@ class Folder:
                 self._write(arrived, finding)
             except OSError as error:  # no reason to lose a training run
                 warnings.warn(
-                    f"q2compile: telemetry: {self.path}: {error}; what is missing there is lost",
+                    f"q2compile: telemetry: {self.path}: {error}; unwritten records are lost",
                     TelemetryWarning,
                     stacklevel=2,
                 )
@@ -276,8 +276,8 @@ def _at_exit() -> None:
             continue
         if not any(f.path == path and f.has_written for f in Folder._open.values()):
             warnings.warn(
-                f"q2compile: telemetry: nothing was written to {path}: no linear layer that was "
-                "quantized and that the option's modules name was called in training",
+                f"q2compile: telemetry: nothing was written to {path}: training called no "
+                "quantized linear layer that the option's modules name",
                 TelemetryWarning,
                 stacklevel=1,
             )

@@ -22,9 +22,9 @@ BENCH_GROUPS = (
     "losses",
 )
 BENCH_UNITS = (
-    "us: microseconds of a call, the median (min: the fastest, p90: 9 of 10 took at most that). "
-    "copies: times as long as copying the operand in bf16. predicted: by data sheet, and that over "
-    "the median: 0.50 means it took twice as long"
+    "us: microseconds per call, the median (min: the fastest, p90: 9 of 10 took at most that). "
+    "copies: the time over that of copying the operand in bf16. predicted: by data sheet, then "
+    "that over the median: 0.50 means it took twice as long"
 )
 EXPORT_ACTIVATIONS = ("weight-only", "dynamic", "static")
 EXPORT_FORMATS = ("compressed-tensors", "modelopt", "safetensors")
@@ -35,7 +35,7 @@ BUILT = "(model, batches) or (model, batches, loss)"
 
 def report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A run as one HTML page: its dump, its telemetry, and what compare measured."
+        "Makes one HTML page of a run: its dump, its telemetry and the result of compare."
     )
     parser.add_argument(
         "folder",
@@ -47,14 +47,14 @@ def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="time each matmul that was taken on this machine, beside BF16",
+        help="time each matmul that was taken, and BF16, on this machine",
     )
 
 
 def compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Where a recipe's error comes from: runs a model in bf16 and in the recipe, ranks its "
-        "modules, and writes the policy that keeps the worst in bf16."
+        "Finds where a recipe's error comes from: runs a model in bf16 and in the recipe, ranks "
+        "its modules, and writes the policy that keeps the worst in bf16."
     )
     parser.add_argument(
         "build",
@@ -64,16 +64,19 @@ def compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
     parser.add_argument(
-        "--budget", type=float, default=0.1, help="share that may go back to bf16; default 0.1"
+        "--budget", type=float, default=0.1, help="share that may return to bf16; default 0.1"
     )
     parser.add_argument(
-        "--of", choices=("flops", "time"), default="flops", help="of what; default %(default)s"
+        "--of",
+        choices=("flops", "time"),
+        default="flops",
+        help="what --budget is a share of; default %(default)s",
     )
     parser.add_argument(
         "--device",
         choices=PREDICTED_DEVICES,
         default=PREDICTED_DEVICES[0],
-        help="whose predicted time, with --of time; default %(default)s",
+        help="the GPU of the predicted time, with --of time; default %(default)s",
     )
     parser.add_argument(
         "--autocast", choices=("bfloat16", "float16"), help="run under autocast to this dtype"
@@ -88,12 +91,11 @@ def compare(parser: argparse.ArgumentParser) -> None:
 
 def export(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A trained checkpoint as one for inference: the layers that the policy takes by the codes "
-        "that their forward multiplies, everything else as it is."
+        "Writes a trained checkpoint for inference: the layers that the policy quantizes as the "
+        "codes of their forward, all other tensors unchanged."
     )
     parser.epilog = (
-        "Options other than the recipe come from the file that Q2COMPILE_CONFIG names: give those "
-        "of training."
+        "Q2COMPILE_CONFIG names the file with the options of training other than the recipe."
     )
     parser.add_argument(
         "checkpoint",
@@ -101,7 +103,7 @@ def export(parser: argparse.ArgumentParser) -> None:
         help="a folder that save_pretrained wrote; or FILE.py:FUNCTION, which returns (model, "
         "batches), the model with its trained weights and batches to call it with",
     )
-    parser.add_argument("folder", type=Path, help="where to write; not there yet, or empty")
+    parser.add_argument("folder", type=Path, help="a new or empty folder to write")
     parser.add_argument(
         "--format",
         choices=EXPORT_FORMATS,
@@ -114,7 +116,7 @@ def export(parser: argparse.ArgumentParser) -> None:
         default="weight-only",
         help="static takes --telemetry, or the batches of FILE.py:FUNCTION; default %(default)s",
     )
-    parser.add_argument("--telemetry", type=Path, help="a folder that training recorded into")
+    parser.add_argument("--telemetry", type=Path, help="the telemetry folder of training")
     parser.add_argument("--recipe", help="default: that of Q2COMPILE_CONFIG, or quartet2")
     parser.add_argument(
         "--autocast",
@@ -126,19 +128,19 @@ def export(parser: argparse.ArgumentParser) -> None:
         "--inexact",
         choices=("raise", "leave"),
         default="raise",
-        help="layers whose codes the format can't hold as they are; default %(default)s",
+        help="for layers whose codes the format can't hold exactly; default %(default)s",
     )
 
 
 def tables(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "The papers' numeric tables, measured on this machine and set beside theirs."
+        "Measures the papers' numeric tables on this machine, beside the papers' figures."
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="4096 x 4096 samples a scheme and 4096 draws a recipe, as in the papers (an hour on "
-        "two cores); by default 2048 x 2048 and 256 (a minute or two)",
+        help="4096 x 4096 samples per scheme and 4096 draws per recipe, as in the papers (an hour "
+        "on two cores); by default 2048 x 2048 and 256 (a minute or two)",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="default %(default)s")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
@@ -146,7 +148,7 @@ def tables(parser: argparse.ArgumentParser) -> None:
         "--global-scale",
         choices=("pow2", "exact"),
         default="pow2",
-        help="of the recipes' NVFP4 operands; default %(default)s",
+        help="kind of global scale of NVFP4 operands; default %(default)s",
     )
 
 
@@ -157,7 +159,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
         "--only",
         metavar="GROUPS",
         default=",".join(BENCH_GROUPS),
-        help="what to do, with commas between; default %(default)s",
+        help="groups to run, separated by commas; default %(default)s",
     )
     parser.add_argument(
         "--out",
@@ -171,28 +173,32 @@ def bench(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         default=300.0,
-        help="after which a group is stopped; default %(default).0f",
+        help="stop a group after this time; default %(default).0f",
     )
-    parser.add_argument("--no-remember", action="store_true", help="remember no fastest kernels")
+    parser.add_argument(
+        "--no-remember", action="store_true", help="do not store the fastest GEMM kernels"
+    )
     parser.add_argument("--read", type=Path, metavar="FILE", help="print a report and its faults")
 
 
 def recipes(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Recipes with the operands of their GEMMs; schemes and transforms."
+    parser.description = "Lists recipes with the operands of their GEMMs, schemes and transforms."
     parser.add_argument(
         "--global-scale",
         choices=("pow2", "exact"),
         default="pow2",
-        help="as the option global_scale; default %(default)s",
+        help="kind of global scale, as the option of this name; default %(default)s",
     )
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = "What this machine can run."
-    parser.add_argument("--no-check", action="store_true", help="list the kernels, run none")
+    parser.description = "Lists and checks the kernels that this machine can run."
+    parser.add_argument(
+        "--no-check", action="store_true", help="list the kernels without checking them"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--clear-cache",
         action="store_true",
-        help="delete compiled kernels, results of checks and bench's choices of GEMMs, and end",
+        help="delete compiled kernels, results of checks and bench's choices of GEMMs, then exit",
     )

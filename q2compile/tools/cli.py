@@ -18,37 +18,37 @@ from q2compile.version import __version__
 COMMANDS = {
     "report": (
         "q2compile.tools.report_page",
-        "a dump folder, or one of telemetry, as one HTML page",
+        "make one HTML page of a dump or telemetry folder",
         arguments.report,
     ),
     "compare": (
         "q2compile.tools.compare.command",
-        "which modules a recipe's error comes from",
+        "find the modules that a recipe's error comes from",
         arguments.compare,
     ),
     "export": (
         "q2compile.tools.export.command",
-        "a checkpoint as one for inference, by the codes of its forward",
+        "write a checkpoint for inference from the codes of the forward",
         arguments.export,
     ),
     "tables": (
         "q2compile.tools.paper_tables.command",
-        "the papers' numeric tables, measured here",
+        "measure the papers' numeric tables",
         arguments.tables,
     ),
     "bench": (
         "q2compile.tools.bench.command",
-        "measures this machine, beside BF16",
+        "measure and check this machine",
         arguments.bench,
     ),
     "recipes": (
         "q2compile.tools.recipes",
-        "the names of recipes, schemes and transforms",
+        "list recipes, schemes and transforms",
         arguments.recipes,
     ),
     "doctor": (
         "q2compile.tools.doctor",
-        "what this machine can run, with a self-check",
+        "list and check the kernels of this machine",
         arguments.doctor,
     ),
 }
@@ -57,7 +57,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status, 2 for what can't be used, read or written."""
     parser = argparse.ArgumentParser(
-        prog="q2compile", description="Tools beside the torch.compile backend 'quartet2'."
+        prog="q2compile", description="Tools for the torch.compile backend 'quartet2'."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -30,9 +30,9 @@ def _warn_if_untested(version: str) -> None:
         return
     warnings.warn(
         f"q2compile was tested with torch {TESTED[0]} to {TESTED[1]}, and this is {version}. It "
-        f"goes on all the same. What differs from {TESTED[1]} is worth a report: a matmul that "
+        f"runs nevertheless. Please report differences from {TESTED[1]}: a matmul that "
         "q2compile.explain(...) does not list or does not take, an error (it names a file that "
-        "reproduces it), another loss; please add the output of `q2compile doctor`.",
+        "reproduces it), another loss; add the output of `q2compile doctor`.",
         UntestedTorchWarning,
         stacklevel=3,
     )

@@ -102,7 +102,7 @@ def _differ(weights: Sequence[ShardedWeight]) -> str:
         here = "nothing"
     more = f" and {len(weights) - 1} more" * (len(weights) > 1)
     return (
-        f"gather_codes: the ranks read different things of {first.name!r}{more}: rank "
-        f"{dist.get_rank()} {here}, another rank something else. Give all ranks the same options "
+        f"gather_codes: the ranks disagree about {first.name!r}{more}: rank "
+        f"{dist.get_rank()} reads {here}, another rank does not. Give all ranks the same options "
         "and policy"
     )

@@ -95,8 +95,8 @@ class Gatherer:
         if other:
             raise ConfigError(
                 f"gather_codes: rank {dist.get_rank()} called it on a model with {self._text}; "
-                f"{_ranks(other)} on one with {texts[other[0]]}. The first number counts, the "
-                "second sums up names and shapes. Call it on the same model on all ranks"
+                f"{_ranks(other)} on one with {texts[other[0]]}. The first number is a count, the "
+                "second a hash of names and shapes. Call it on the same model on all ranks"
             )
         self._agreed = True
 

@@ -63,7 +63,7 @@ def checked(call: QuantizerCall) -> QuantizerCall:
     """
     check_operand(QUANTIZE, call.x)
     if not (call.rowwise or call.columnwise):
-        raise ValueError(f"q2::{QUANTIZE} makes nothing: set rowwise, columnwise or both.")
+        raise ValueError(f"q2::{QUANTIZE} has no output: set rowwise, columnwise or both.")
     for operand in call.operands:
         check_seed(QUANTIZE, operand.seed, call.scheme, operand.transform)
     if not (call.rotates_rows or (call.rowwise and call.columnwise and call.rotated)):

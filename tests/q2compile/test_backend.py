@@ -59,7 +59,7 @@ def step(model, x, seed=0, **options):
 
 
 class Graphs:
-    """What a dump says of one model: the text of a stage, and how often ops stand in it."""
+    """The dump of one model: the text of a stage, and how often it has an op."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -87,8 +87,8 @@ def test_gradients_point_where_the_unquantized_ones_do(inner):
 
 
 def test_inductor_and_eager_agree():
-    """Same quantized numbers, same random bits; Inductor only re-associates fp32 pointwise and
-    reductions, which moves a value across a rounding boundary now and then: 1e-3 of the norm."""
+    """Same codes, same random bits. Inductor only re-associates fp32 pointwise ops and reductions,
+    which sometimes moves a value across a rounding boundary: 1e-3 of the norm."""
     model, x = model_and_input()
     y, grads = step(model, x, inner="inductor")
     y_eager, grads_eager = step(model, x, inner="eager")
@@ -135,9 +135,9 @@ def test_graphs_of_a_block(tmp_path):
     assert graphs.ops("2_forward") == {"q2.quantize": 11, "q2.gemm": 7}
     gemms = {"q2.quantize": 14, "q2.requantize": 14, "q2.gemm": 14}
     assert graphs.ops("3_backward") == {**gemms, "q2.seed": 14}
-    # dy of each layer is quantized in both directions by one op; q, k and v, gate and up have their
-    # own gradients, so all seven pair.
-    # And x of q, k, v and of gate, up is rotated once for all their wgrads: 14 - 2 - 1.
+    # One op quantizes dy of each layer rowwise and columnwise; q, k and v, gate and up have their
+    # own gradients, so all seven pair. x of q, k, v and of gate, up is rotated once for all their
+    # wgrads: 14 - 2 - 1.
     paired = {"q2.quantize": 7, "q2.requantize": 11, "q2.gemm": 14}
     assert graphs.ops("4_after_passes_backward") == paired
     assert graphs.text("4_after_passes_backward").count("aten.randint.low") == 1
@@ -173,10 +173,8 @@ def test_salts_keep_equal_layers_apart(tmp_path):
 
 
 def test_saved_for_backward_is_packed(tmp_path):
-    """Trap 3: decomposed early, no packed tensor is saved at all. The census of the forward graph's
-    outputs: what the seven linears keep is 4.5 bit an element, and their bf16 inputs are not
-    kept.
-    """
+    """Trap 3: if quantizing is decomposed early, no packed tensor is saved. The outputs of the
+    forward graph: the seven linears save 4.5 bits per element, and not their bf16 inputs."""
     model, x = model_and_input()
     report = explain(model, x, options={**EAGER, "dump": str(tmp_path)})
     taken = [row for row in report.rows if row.taken]
@@ -312,7 +310,7 @@ def test_no_grad_between_steps():
 
 
 def test_both_ways_of_registering_clash():
-    """Trap: an entry point and @register_backend together are a "duplicate name"."""
+    """Trap: an entry point and @register_backend raise "duplicate name" if both are used."""
     from torch._dynamo.backends.registry import list_backends, lookup_backend, register_backend
 
     assert "quartet2" in list_backends()
@@ -410,8 +408,8 @@ def test_a_forward_in_bf16_saves_no_codes_and_the_report_says_so():
 
 
 def test_the_late_switch_of_the_forward_to_bf16():
-    """NVIDIA's late switch: the last 18% of steps with a bf16 forward, backward kept in FP4, by
-    compiling again with other options; no parameter or optimizer state is touched."""
+    """NVIDIA's late switch: the last 18% of steps have a bf16 forward and an FP4 backward, by
+    compiling with other options; no parameter or optimizer state is touched."""
     torch.manual_seed(0)
     model, x = Block(), torch.randn(3, 32, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -45,7 +45,7 @@ def test_defaults_are_the_contract():
         ({"disable_passes": ["merge_seed"]}, "did you mean 'merge_seeds'?"),
         ({"disable_passes": "merge_seeds"}, "allowed: a list of names"),
         ({"inner": "eager", "mode": "max-autotune"}, "inner='eager' runs without Inductor"),
-        ({"inductor": {"post_grad_custom_pre_pass": None}}, "q2compile's own"),
+        ({"inductor": {"post_grad_custom_pre_pass": None}}, "holds q2compile's passes"),
     ],
 )
 def test_what_is_wrong_is_said(options, said):

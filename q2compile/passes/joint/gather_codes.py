@@ -58,7 +58,7 @@ def gather_codes_pass(graph: fx.Graph) -> int:
             continue
         rows, there = hint_of(found.index.meta["val"].numel()), hint_of(found.source)
         if rows is None or there is None:
-            node.meta[_NOTE] = f"{node.name} is left: how many rows it has is not known"
+            node.meta[_NOTE] = f"{node.name} is left: its number of rows is not known"
         elif rows < _OFTEN * there:
             node.meta[_NOTE] = f"{node.name} is left: {rows} rows, gathered from {there}"
         else:

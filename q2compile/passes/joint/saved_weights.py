@@ -116,7 +116,7 @@ def _by_peak(alive: list[int], codes: list[_Codes]) -> dict[str, Choice]:
     more = max(map(sum, zip(alive, accumulate(change), strict=False))) - peak
     raised = f"{more / peak:.1%}, {more / 2**20:.1f} MiB"
     if more <= worth_time(peak):
-        why = f"all together raise the peak of the step by {raised}"
+        why = f"all codes raise the peak of the step by {raised}"
         return {one.name: Choice(True, why) for one in codes}
     chosen = {}
     for one in sorted(codes, key=lambda c: c.last - c.first):  # those that are alive for less first
@@ -125,7 +125,7 @@ def _by_peak(alive: list[int], codes: list[_Codes]) -> dict[str, Choice]:
             alive[moments] = [size + one.bytes for size in alive[moments]]
             chosen[one.name] = Choice(True, "it does not raise the peak of the step")
         else:
-            why = f"it would raise the peak of the step, all together by {raised}"
+            why = f"it would raise the peak of the step; all codes would, by {raised}"
             chosen[one.name] = Choice(False, why)
     return chosen
 
@@ -134,11 +134,11 @@ def _by_saved(saved: int, at_end: int, codes: list[_Codes]) -> dict[str, Choice]
     with_codes = saved + sum(one.bytes for one in codes)
     part = "of this part of the model"
     if with_codes <= at_end:
-        choice = Choice(True, f"what is saved {part} is less than its gradients")
+        choice = Choice(True, f"the saved tensors {part} are smaller than its gradients")
     elif with_codes <= 1.02 * saved:
         raised = with_codes / saved - 1
-        choice = Choice(True, f"all together raise what is saved {part} by {raised:.1%}")
+        choice = Choice(True, f"all codes raise the saved tensors {part} by {raised:.1%}")
     else:
         raised = with_codes / saved - 1
-        choice = Choice(False, f"all together would raise what is saved {part} by {raised:.1%}")
+        choice = Choice(False, f"all codes would raise the saved tensors {part} by {raised:.1%}")
     return {one.name: choice for one in codes}

@@ -49,7 +49,7 @@ def _nonfinite(telemetry: Data | None) -> list[Finding]:
     module = first["module"]
     text = (
         f"NaN or Inf came first in {first['operand']} of {first['gemm']} of {module}, at step "
-        f"{first['step']}. If it stays away with this module in BF16, rounding made it."
+        f"{first['step']}. If it does not occur with this module in BF16, rounding caused it."
     )
     return [_finding(text, {pattern_of(module): "bf16"})]
 
@@ -127,12 +127,12 @@ def _unknown(telemetry: Data | None, comparison: Data | None) -> list[Finding]:
     sentences = []
     if telemetry is None:
         sentences.append(
-            'The errors of operands are not recorded here: options={"telemetry": {"to": '
+            'This run did not record the errors of operands: options={"telemetry": {"to": '
             '"RUN/telemetry"}} records them.'
         )
     if comparison is None:
         sentences.append(
-            "Which layers make the gradient's error is not measured here: "
+            "This run did not measure which layers make the gradient's error: "
             "q2compile compare FILE.py:FUNCTION --out RUN/compare measures it."
         )
     return [_finding(" ".join(sentences))] if sentences else []

@@ -162,10 +162,9 @@ def _remembered(index: int, choices: Sequence[Choice], date: str, no_remember: b
     text = ", ".join(f"{name} at {n}" for name, n in counts.items())
     words = f"fastest   of {len(choices)} products: {text}; "
     if no_remember:
-        return words + "not remembered"
+        return words + "not stored"
     path = remember(index, choices, date)
     return (
-        words + f"remembered in {path}. From now on products of such shapes take it; results may "
-        "differ by their rounding, since sums are in another order. Q2COMPILE_GEMM_CHOICES=off "
-        "leaves that out, deleting the file forgets it"
+        words + f"stored in {path}. Products of such shapes use it from now on; another order of "
+        "sums may change results by a rounding. Q2COMPILE_GEMM_CHOICES=off ignores the file"
     )

@@ -176,7 +176,7 @@ def faults(lines: Iterable[Line]) -> list[str]:
                 found.insert(0, f"{running}: the process {line['how']} while this ran")
             running = ""
     if not any(line["kind"] == "done" for line in lines):
-        found.insert(0, f"the report ends before its end{running and f', while {running} ran'}")
+        found.insert(0, f"the report is incomplete{running and f': it ends while {running} ran'}")
     return found
 
 

@@ -172,9 +172,9 @@ def moved(codes: Codes, common: Tensor, zero: int | None = None) -> Codes:
     lost = int(torch.where(rounded, counts, 0).sum())
     if lost:
         raise InexactError(
-            f"{lost} of {codes.scales.numel()} block scales fall below what e4m3 holds "
-            f"under the global scale {float(common):g}, that of the largest it must hold or of the "
-            "layers that a loader fuses with it, and would be rounded"
+            f"{lost} of {codes.scales.numel()} block scales are too small for e4m3 under "
+            f"the global scale {float(common):g} and would be rounded. Its largest block scale, or "
+            "the layers that a loader fuses with it, need that global scale"
         )
     scales = table.view(torch.uint8)[codes.scales.view(torch.uint8).int()]
     return replace(codes, scales=scales.view(torch.float8_e4m3fn), global_scale=common)

@@ -55,20 +55,20 @@ def _notes(job: Job, done: Exported) -> list[str]:
     if job.is_hugging_face and job.fmt.name == "compressed-tensors":
         if stacks and job.fmt.global_scale is not None:
             notes.append(
-                f"transformers (seen in 5.23) loads experts without their global scale, so wrongly "
-                f"and in silence: {stacks[0]} and {len(stacks) - 1} more"
+                f"transformers (seen in 5.23) loads experts without their global scale: wrong, "
+                f"and without an error: {stacks[0]} and {len(stacks) - 1} more"
             )
         if transposed:
             notes.append(
-                "transformers (seen in 5.23) puts no codes into Conv1D and initializes it anew: "
-                f"{transposed[0]} and {len(transposed) - 1} more"
+                "transformers (seen in 5.23) does not load codes into Conv1D, whose weight stays "
+                f"random: {transposed[0]} and {len(transposed) - 1} more"
             )
     for group in siblings(list(job.state)) if job.fmt.fuses else ():
         parts = [name for name in group if name in done.layers]
         if 0 < len(parts) < len(group):
             notes.append(
-                f"of {', '.join(group)} only {', '.join(parts)} is in 4 bits: vLLM, which fuses "
-                "them, refuses that. Give them one policy"
+                f"of {', '.join(group)} only {', '.join(parts)} is in 4 bits: vLLM fuses them "
+                "and rejects that. Give them one policy"
             )
     return notes
 

@@ -145,7 +145,7 @@ def _options(model: nn.Module, options: Mapping[str, Any] | Config | None) -> Co
     if found:
         raise ConfigError(
             f"export: parts of the model are compiled with {len(found)} different options; pass "
-            "options= with a policy that says for the whole model what they say together"
+            "options= with one policy for the whole model"
         )
     raise ConfigError(
         "export: this model is not compiled by the backend quartet2, so its recipe and policy are "
@@ -167,8 +167,8 @@ def _batches(model: Any, example_inputs: Any, calibration: Iterable[Any] | None)
         device = next(model.parameters()).device
         return [{name: t.to(device) for name, t in model.dummy_inputs.items()}]
     raise ConfigError(
-        "export: which layers the backend takes is seen in a forward; pass example_inputs=, what "
-        "the model is called with: a mapping of keyword arguments or a tuple"
+        "export: a forward must show which layers the backend takes; pass example_inputs=, the "
+        "inputs of the model: a mapping of keyword arguments or a tuple"
     )
 
 

@@ -73,8 +73,8 @@ class Format:
         if codes.operand.transform != "none" and not self.rotates:
             raise InexactError(
                 f"its codes are of the weight rotated by {codes.operand.transform}, and "
-                f"{self.name} loaders don't rotate the activations; format='safetensors' says so "
-                "in its JSON"
+                f"{self.name} loaders don't rotate the activations; format='safetensors' names "
+                "the transform in its JSON"
             )
         if self.fuses and not is_power_of_two(codes.global_scale):
             raise InexactError(

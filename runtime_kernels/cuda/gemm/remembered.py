@@ -203,7 +203,7 @@ def described() -> list[str]:
             texts.append(
                 f"q2::gemm on cuda:{index} is run by the kernel that `q2compile bench` found the "
                 f"fastest at {len(found.choices)} shapes on {found.date}; another kernel sums in "
-                f"another order, within a rounding of the result. {VARIABLE}=off leaves that out"
+                f"another order, within a rounding of the result. {VARIABLE}=off ignores them"
             )
     return texts
 

@@ -98,7 +98,7 @@ def test_the_training_is_the_same_on_four_ranks(name: str, four: Found) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bytes_on_the_wire(recipe: str, two: Found) -> None:
-    """Of each step, in the two gathers of each block; embedding, norms and head besides."""
+    """In each step, for the two gathers of each block, and for embedding, norms and head."""
     weights = LAYERS * 3 * HIDDEN * 128  # in two ranks' shards, gathered twice
     rest = two[0]["quartet2.plain"].bytes[0] - 2 * weights
     for rank in two:
@@ -110,8 +110,8 @@ def test_bytes_on_the_wire(recipe: str, two: Found) -> None:
 
 
 def test_bytes_to_agree_on(two: Found) -> None:
-    """Four numbers for each weight that is gathered as codes, three for others, in each forward
-    after the first; the steps of a run without have no such collective."""
+    """Each forward after the first reduces four numbers for each weight that is gathered as codes,
+    and three for others. A run without gather_codes has no such collective."""
     weights, others = 3 * LAYERS, 2
     for rank in two:
         assert rank["quartet2"].reduced[:2] == [0, 12 * (weights + others)]
@@ -208,9 +208,9 @@ def test_a_gather_by_hand_gives_values(two: Found) -> None:
         (
             "policy",
             [
-                "the ranks read different things of 'layers.0.up.weight' and 1 more: rank 0 the "
+                "the ranks disagree about 'layers.0.up.weight' and 1 more: rank 0 reads the "
                 "codes nvfp4_46_pow2",
-                "the ranks read different things of 'layers.0.up.weight' and 1 more: rank 1 values",
+                "the ranks disagree about 'layers.0.up.weight' and 1 more: rank 1 reads values",
             ],
         ),
         (
@@ -227,11 +227,11 @@ def test_faults_are_errors_on_all_ranks(fault: str, messages: list[str], afterwa
 
 
 def test_a_replica_s_fault_is_an_error_on_all_ranks(four: Found) -> None:
-    """Of both ranks that hold one replica: its shards agree among themselves."""
+    """Both ranks of the faulty replica raise it, although their shards agree."""
     for i, rank in enumerate(four):
         policy, attach = rank["fault_policy"].error, rank["fault_attach"].error
         read = "the codes nvfp4_46_pow2" if i < 2 else "values"
-        assert f"rank {i} {read}, another rank something else" in policy
+        assert f"rank {i} reads {read}, another rank does not" in policy
         who = f"rank {i} called it, and ranks 2, 3 not"
         assert (who if i < 2 else f"ranks 0, 1 called it, and rank {i} not") in attach
 

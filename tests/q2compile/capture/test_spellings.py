@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every spelling of activation × parameter is found, named, and computes the same numbers."""
+"""Every spelling of activation × parameter is found, named, and gives the same values."""
 
 import operator
 
@@ -100,8 +100,8 @@ LEFT = {
     "out=": lambda m, x: torch.mm(x.view(-1, K), m.v, out=torch.empty(10, N)),
     "einsum 'btk,nk->bt' is not": lambda m, x: torch.einsum("btk,nk->bt", x, m.w),
     "einsum 'btk,nk->n' is not": lambda m, x: torch.einsum("btk,nk->n", x, m.w),
-    "in a form": lambda m, x: torch.tensordot(x, m.v, 1),
-    "in a form that is not taken": lambda m, x: torch.inner(x, m.w),
+    "an unsupported form": lambda m, x: torch.tensordot(x, m.v, 1),
+    "a product in an unsupported form": lambda m, x: torch.inner(x, m.w),
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
     "other than two operands": lambda m, x: torch.einsum("btk,kn,nj->btj", x, m.v, m.w),
     "bilinear": lambda m, x: F.bilinear(x, x.new_ones(2, 5, N), m.cube),

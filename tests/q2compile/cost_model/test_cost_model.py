@@ -36,8 +36,9 @@ T, N, K = 1024, 512, 256
 
 
 def test_bytes_and_flops_of_quartet2_by_hand():
-    """x [1024, 256], w [512, 256], dy [1024, 512]; bits an element. A code and its part of a scale
-    are 4.5, fp32 block scales written and read 4 more, bf16 16; dy's two directions are 2 * 8.5."""
+    """x [1024, 256], w [512, 256], dy [1024, 512]; bits per element. A code with its share of a
+    scale has 4.5 bits, fp32 block scales written and read 4 more, bf16 16. The two operands of dy
+    take 2 * 8.5."""
     x, w, dy = T * K, N * K, T * N
     forward = 8.5 * x + (16 + 8.5) * w + (4.5 * x + 4.5 * w + 16 * dy)
     dgrad = (16 + 17) * dy + (4.5 + 8.5) * w + (4.5 * dy + 4.5 * w + 16 * x)
@@ -50,10 +51,10 @@ def test_bytes_and_flops_of_quartet2_by_hand():
 
 
 OTHER = {
-    # recipe: bits an element of (x, w, dy), quantizers and GEMMs together
-    # x is rotated for wgrad in the forward, so it lies in memory; both directions of x and of dy
-    # come from one read. w's 16x16 blocks are found in one loop and rounded in a second, have fp32
-    # scales of 64 / 256 bits, are turned for dgrad, which writes a scale for each row, and are
+    # Recipe: bits per element of (x, w, dy), and of quantizers and GEMMs. x is rotated for wgrad in
+    # the forward, so it is in memory; one read gives both operands of x and of dy. The scales of
+    # w's 16x16 blocks are found in one kernel and its codes in a second one. They have fp32 scales
+    # of 64 / 256 bits, are transposed for dgrad, which writes a scale for each row, and are
     # expanded 16 times for fprop's GEMM.
     "nvfp4": (
         16 + 2 * 8.5 + 2 * 4.5 + 16,
@@ -88,7 +89,7 @@ def test_bytes_of_other_recipes_by_hand(recipe):
 
 @pytest.mark.parametrize("other", [{"emulated": True}, {"grouped": True}])
 def test_a_mask_that_no_epilogue_reads_takes_a_kernel(other):
-    """Of dx and of dw: reads the product and the mask, and writes."""
+    """In dgrad and wgrad the kernel reads the product and the mask, and writes the result."""
     steps = recipe_steps(resolve("quartet"), Layer(T, N, K, **other), ALL)
     alone = {s.gemm: s.bits for s in steps if s.what == "mask and rotate back"}
     assert alone == {"dgrad": 33 * T * K, "wgrad": 33 * N * K}
@@ -191,7 +192,7 @@ def test_a_bias_costs_what_bf16_s_does():
 
 
 def test_a_bias_costs_next_to_nothing_where_the_quantizer_sums():
-    """Four bytes are written and read for 128 numbers, and nothing more is launched."""
+    """Four bytes are written and read for 128 elements, and there is no further launch."""
     plain, biased = predict(QUARTET2, (T, N, K)), predict(QUARTET2, (T, N, K), bias=True)
     assert biased.bytes - plain.bytes == T * N / 16
     assert biased.host_seconds == plain.host_seconds
@@ -421,7 +422,7 @@ def test_the_report_shows_predictions_and_what_they_stand_on(tmp_path):
     times = [f"{r.predicted[d.column]['time']:.2f}" for r in report.rows for d in DEVICES]
     assert [word for line in text[2:4] for word in line.split()[-2:]] == times
     assert text[-1] == f"note: {ASSUMPTIONS}"
-    of = "of the GEMMs taken and their quantizers alone, not of a step: "
+    of = "for the GEMMs taken and their quantizers, not for a step: "
     assert text[-2].startswith(f"note: predicted time over BF16's, {of}")
     page = report.to_html(tmp_path / "report.html")
     data = data_of(page)

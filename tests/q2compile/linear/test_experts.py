@@ -92,7 +92,7 @@ def loop(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     return y
 
 
-# spelling -> how often each of up and down is a matmul of its own, and which op it becomes
+# Spelling -> how often each of up and down is a matmul of its own, and the op that it becomes.
 SPELLINGS = {
     grouped: (1, "grouped_linear"),
     looked_up: (1, "indexed_linear"),
@@ -183,8 +183,7 @@ def test_a_step_of_each_spelling(layer: Any) -> None:
 
 @pytest.mark.parametrize("layer", [grouped, looked_up, equal_groups, loop])
 def test_inductor_gives_what_eager_gives(layer: Any) -> None:
-    """One layer, from the same seed. Random bits fall on other sides where a sum is rounded
-    otherwise."""
+    """One layer, from the same seed. Random rounding differs where a sum is rounded differently."""
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -241,7 +240,7 @@ def test_no_recompile_when_the_number_of_tokens_changes() -> None:
 
 
 def test_experts_as_modules_in_a_loop() -> None:
-    """Each is a linear as any, in a graph of its own: a row without tokens is no fault."""
+    """Each is an ordinary linear with a graph of its own; a row without tokens is no fault."""
     layers = nn.ModuleList(nn.Linear(K, N) for _ in range(E))
     x, ids = tokens(looked_up)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
@@ -332,7 +331,7 @@ def test_experts_whose_rows_cut_a_square_block_stay_in_bf16() -> None:
     rows = {row.module: row for row in report.rows}
     up, head = rows["layers.0.experts.up"], rows["head"]
     assert N % 32 and not up.taken and up.wanted and head.taken
-    assert up.why == f"experts of {N} rows: a block of mxfp4_2d has 32, and would span two"
+    assert up.why == f"experts of {N} rows: a block of mxfp4_2d has 32, and would span two experts"
 
 
 class Routed(nn.Module):
@@ -406,14 +405,14 @@ LEFT = {
     "grouped matmul with a bias or an out_dtype": lambda x, w, ids: torch._grouped_mm(
         x, w.mT, offs=torch.tensor([9, 9, 20, 200], dtype=torch.int32), out_dtype=torch.bfloat16
     ),
-    "the weights come first": lambda x, w, ids: torch._grouped_mm(
+    "the weights are the first operand": lambda x, w, ids: torch._grouped_mm(
         w, x.mT, offs=torch.tensor([9, 9, 20, 200], dtype=torch.int32)
     ),
     "both sizes must be multiples of 16": lambda x, w, ids: torch.bmm(
         x.view(E, -1, K), w[:, :40].mT
     ),
     "broadcasts 'e', 1 in x and 4 in w": lambda x, w, ids: torch.einsum("etk,enk->etn", x[None], w),
-    "is not activation × parameter, or × one for each": lambda x, w, ids: torch.einsum(
+    "is not activation × parameter, batched or not": lambda x, w, ids: torch.einsum(
         "etk,enk->en", x.view(E, -1, K), w
     ),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved and what is computed again: the passes before the partitioner."""
+"""The passes before the partitioner: which tensors are saved, and which are recomputed."""
 
 import operator
 import re
@@ -111,7 +111,7 @@ def test_packed_operands_of_a_checkpointed_region_are_kept():
     expected = dict.fromkeys(["quantize_default", "quantize_default_1", *kept], SAVE)
     assert policies(graph) == {**expected, "gemm_default": PREFER}
     assert keep_packed_pass(graph) == 0
-    # Asked for both: the weight's codes are made again.
+    # Both options are on: the weight's codes are recomputed.
     assert [row.name for row in passes_over("joint")][-2:] == ["keep_packed", "recompute_weights"]
     assert recompute_weights_pass(graph) == 1
     assert policies(graph)["quantize_default"] == SAVE
@@ -224,8 +224,8 @@ INPUTS = 2 * T * (64 + 128) * 4.5 / 8  # and of the inputs of four linears
 
 
 def test_without_the_codes_of_weights(tmp_path):
-    """4.5 bits a parameter less, four quantizations more, the same bits. What is saved in bf16 is
-    as before: under autocast it is the fp32 parameter that is kept, and not its cast."""
+    """4.5 bits per parameter less, four quantizations more, the same bits. Tensors saved in bf16
+    stay the same: under autocast the fp32 parameter is saved, not its cast."""
     plain = step(False, tmp_path)
     again = step(False, tmp_path, recompute_weights=True)
     assert equal(plain, again)
@@ -236,7 +236,7 @@ def test_without_the_codes_of_weights(tmp_path):
 
 
 def test_nvfp4_without_the_codes_of_weights(tmp_path):
-    """Its dgrad takes them transposed: what was saved is made again in that form."""
+    """Its dgrad takes them transposed: the saved weight is quantized in that form."""
     plain = step(False, tmp_path, recipe="nvfp4")
     again = step(False, tmp_path, recipe="nvfp4", recompute_weights=True)
     assert equal(plain, again)
@@ -245,10 +245,10 @@ def test_nvfp4_without_the_codes_of_weights(tmp_path):
 
 
 def test_packed_operands_under_checkpointing(tmp_path):
-    """Checkpointed, nothing packed is saved, and backward repeats all eight quantizations; with the
-    option it repeats none and saves as much as without checkpointing. Of the four GEMMs of the
-    forward those of `up` are computed again either way, for the derivative of silu. The same bits
-    all along."""
+    """With checkpoints no packed operand is saved, and the backward repeats all eight
+    quantizations. With the option it repeats none, and saves as much as without checkpoints. The
+    forward GEMMs of `up` are recomputed in both cases, for the derivative of silu. All runs have
+    the same bits."""
     plain = step(False, tmp_path)
     checkpointed = step(True, tmp_path)
     kept = step(True, tmp_path, keep_packed=True)
@@ -278,5 +278,5 @@ def test_wrong_values_are_refused():
         message = re.escape(f"recompute_weights: got {wrong!r}; allowed: 'auto', True, False")
         with pytest.raises(ValueError, match=message):
             Config(recompute_weights=wrong)
-    with pytest.raises(ValueError, match="it will run before q2compile's passes"):
+    with pytest.raises(ValueError, match="it runs before them"):
         Config(inductor={"joint_custom_post_pass": None})

@@ -209,7 +209,8 @@ def test_what_is_no_pair(changed):
 
 
 def columns_rotated(shape=(32, 64), **changed):
-    """What recipe nvfp4 makes of one matrix: for a GEMM of its own, and rotated for wgrad."""
+    """The quantizations of one matrix in recipe nvfp4: for a GEMM of its own, and rotated for
+    wgrad."""
     b = Builder()
     x = b.placeholder("x", *shape)
     x = b.call(torch.ops.aten.t.default, x) if changed.get("in_columns") else x
@@ -351,12 +352,12 @@ def test_the_bits_of_a_step_are_the_same_without_a_pass(name):
 class TestSpec:
     @pytest.mark.parametrize("target", ["seed", "quantize"])
     def test_randomness_in_a_forward_graph(self, target):
-        """Trap: randomness that the partitioner hoists into forward is drawn again in backward."""
+        """Trap: if the partitioner hoists a draw into the forward, the backward draws other bits."""
         b = Builder()
         x = b.placeholder("primals_1", 16, 64)
         seed = b.call(q2.seed.default, x, 0)
         gm = b.done(seed)
-        with pytest.raises(GraphSpecError, match="may not stand in a forward graph"):
+        with pytest.raises(GraphSpecError, match="draws in a forward graph"):
             check_spec(gm.graph, "forward", "here")
 
     def test_operands_with_different_signs(self):
@@ -401,12 +402,12 @@ class TestSpec:
         w = b.call(calls.again(*codes, seed, "nvfp4_46_pow2", EDEN, "rht128", 32, 1))
         operands = [*mixed, *b.outputs(w)]
         gm = b.done(b.call(q2.gemm.default, *operands, None, EDEN, EDEN, torch.bfloat16))
-        with pytest.raises(GraphSpecError, match="pieced together"):
+        with pytest.raises(GraphSpecError, match="mixes outputs"):
             check_spec(gm.graph, "backward", "here")
 
     @pytest.mark.parametrize("rows", [16, 0])
     def test_codes_that_the_forward_rotated_with_signs_drawn_here(self, rows):
-        """What holds no number has no signs: the partitioner saves it apart from its seed."""
+        """A tensor without elements has no signs, so the partitioner saves it apart from its seed."""
         b = Builder()
         dy = b.placeholder("tangents_1", rows, 64)
         seed = b.call(q2.seed.default, dy, 0)

@@ -46,7 +46,7 @@ def again(layer, x):
 
 
 def said(tokens, model=None, **options):
-    """What the report says of each weight."""
+    """The report's note on each weight."""
     x = torch.randn(tokens, WIDTH, requires_grad=True)
     report = q2compile.explain(model or Stack(), x, options={"inner": "eager", **options})
     return {row.module: row.weight for row in report.rows}
@@ -69,9 +69,7 @@ def test_few_tokens_all_are_kept_since_the_peak_is_at_the_end():
     """Three gradients of 256 KiB are alive there, and the codes of all weights are 108."""
     weights = said(FEW)
     assert list(weights) == ["first", "second", "third"]
-    assert set(weights.values()) == {
-        "saved: all together raise the peak of the step by 0.0%, 0.0 MiB"
-    }
+    assert set(weights.values()) == {"saved: all codes raise the peak of the step by 0.0%, 0.0 MiB"}
 
 
 def test_at_the_peak_those_are_made_again_that_are_alive_there():
@@ -83,7 +81,7 @@ def test_at_the_peak_those_are_made_again_that_are_alive_there():
     assert (
         first
         == second
-        == "recomputed: it would raise the peak of the step, all together by 3.0%, 0.1 MiB"
+        == "recomputed: it would raise the peak of the step; all codes would, by 3.0%, 0.1 MiB"
     )
     assert third == "saved: it does not raise the peak of the step"
 
@@ -113,7 +111,7 @@ def test_the_same_bits_whatever_is_kept(tokens, recipe):
 
 
 class Looking(MinCut):
-    """Cuts as it is told, and also as if nothing were made again."""
+    """Cuts with the given choices, and also as if nothing were recomputed."""
 
     def __call__(self, gm, joint_inputs, **kwargs):
         unmarked = copy.deepcopy(gm)
@@ -131,7 +129,7 @@ class Looking(MinCut):
 
 
 def seen(tokens):
-    """What a cut of the stack was, when all was chosen."""
+    """The partitioner's cut of the stack, after all choices."""
     looking = Looking()
     with inductor_config.patch({PARTITIONER_SLOT: looking}):
         said(tokens)
@@ -198,8 +196,8 @@ def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
         return layer(x)
 
     for tokens, expected in (
-        (FEW, "saved: what is saved of this part of the model is less than its gradients"),
-        (SOME, "recomputed: all together would raise what is saved of this part of the model"),
+        (FEW, "saved: the saved tensors of this part of the model are smaller than its gradients"),
+        (SOME, "recomputed: all codes would raise the saved tensors of this part of the model"),
     ):
         weights = said(tokens, Stack(outside))
         assert weights["first"].startswith(expected), weights
@@ -208,7 +206,10 @@ def test_a_graph_of_a_part_of_the_model_is_compared_with_its_gradients():
 def test_checkpoints_say_what_is_kept():
     weights = said(SOME, Stack(again))
     assert kept(weights) == ["saved", "recomputed", "saved"]
-    assert all(text.endswith(": checkpoints say what is saved") for text in weights.values())
+    assert all(
+        text.endswith(": activation checkpointing decides what is saved")
+        for text in weights.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ class Counting(MinCut):
 
 @pytest.mark.parametrize("middle", [again, None])
 def test_a_partitioner_of_the_users_cuts(middle):
-    """Once, also where weights are kept; from either place that names it."""
+    """It is called once, also if weights are saved; either setting may name it."""
     one, other = Counting(), Counting()
     model = Stack(middle) if middle else Stack()
     with inductor_config.patch({PARTITIONER_SLOT: one}):

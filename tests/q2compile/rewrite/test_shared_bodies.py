@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A body that several calls share is rewritten for each, and is one again where they agree."""
+"""A body that several calls share is rewritten for each call, and shared again where the results
+agree."""
 
 import pytest
 import torch
@@ -113,10 +114,10 @@ def test_each_call_has_its_row_and_its_recipe(policy):
         recipe, _ = resolved.resolve(row.module)
         assert (row.taken, row.recipe) == (recipe.quantizes, recipe.name)
         assert row.taken == bool(row.saved_bytes)
-    if (
-        not policy
-    ):  # codes and scales of x, 4.5 bits per element, and a global scale; those of w are
-        # made again, since a body is a part of the model and its inputs are not known as parameters
+    if not policy:
+        # Codes and scales of x, 4.5 bits per element, and a global scale. Codes of w are
+        # recomputed, since a body is a part of the model and its inputs are not known to be
+        # parameters.
         bytes_saved = WIDTH * WIDTH * 9 // 16 + 4
         assert all(row.weight.startswith("recomputed: ") for row in report.rows)
         assert [row.saved_bytes for row in report.rows] == [bytes_saved] * 4
@@ -140,8 +141,8 @@ class PlainLayer(Layer):
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_only_the_layer_that_the_policy_names_is_quantized(inner):
-    """What comes out is what the same layers give without regions, where one is quantized: the
-    forward to fp32's rounding (gelu in one kernel or in two), the gradients up to their random
+    """The results are those of the same layers without regions, of which one is quantized: the
+    forward up to fp32 rounding (gelu in one kernel or in two), the gradients up to their random
     bits."""
     model, plain, x = Stack(), Stack(PlainLayer), batch()
     plain.load_state_dict(model.state_dict())

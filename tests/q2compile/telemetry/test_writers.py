@@ -55,13 +55,13 @@ def test_a_folder_that_is_gone_ends_no_training(tmp_path):
     shutil.rmtree(tmp_path / "records")
     rows = [("up", "fprop", "x", "nvfp4", 0)]
     folder.add(Record(0, rows, 1, [], HostCopy.of(torch.zeros(len(SUMS)))))
-    with pytest.warns(TelemetryWarning, match="records: .*; what is missing there is lost"):
+    with pytest.warns(TelemetryWarning, match="records: .*; unwritten records are lost"):
         folder.flush()
 
 
 def test_the_summary_keeps_the_last_finite_records(tmp_path):
-    """Of each operand. The worst is the one with the most error over Gaussian data's: 4/6 of it
-    makes .0872, MS-EDEN .0978."""
+    """The last finite record of each operand. The worst operand has the largest error relative to
+    its scheme's on Gaussian data: .0872 for 4/6, .0978 for MS-EDEN."""
     folder = Folder(TelemetryOptions(to=str(tmp_path), tensorboard=False))
     up = record(0, "up", 0.11, format="nvfp4_ms_eden")
     down = record(0, "down", 0.1, format="nvfp4_46")

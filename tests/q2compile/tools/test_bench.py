@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`q2compile bench`: whole on this machine's CPU, and what it makes of the times of a GPU."""
+"""`q2compile bench`: a whole run on this machine's CPU, and its handling of a GPU's times."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_group_that_fails_is_a_row_and_a_status(
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.spec.dequantized])
 def test_a_case_is_the_call_that_the_cost_model_means(name) -> None:
-    """Codes for each direction, along rows or columns, and a mask where there is one."""
+    """Codes for each operand, rowwise or columnwise, and a mask if there is one."""
     case, (rows, cols) = CASES[name], (128, 256)
     (call,) = calls_of_quantizers(CPU, rows, cols, 1, [name])[name]()
     codes = [t for t in call() if t.dtype == torch.uint8]
@@ -250,10 +250,10 @@ def test_choices_are_remembered_and_said(gpu, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(command, "remember", remember)
     said = command._remembered(0, own.choices, "2026-11-22", no_remember=False)
     assert kept == [(0, own.choices, "2026-11-22")]
-    assert said.startswith("fastest   of 4 products: triton_fp4 at 4; remembered in ")
-    assert "results may differ by their rounding" in said and "Q2COMPILE_GEMM_CHOICES=off" in said
+    assert said.startswith("fastest   of 4 products: triton_fp4 at 4; stored in ")
+    assert "may change results by a rounding" in said and "Q2COMPILE_GEMM_CHOICES=off" in said
     said = command._remembered(0, own.choices, "2026-11-22", no_remember=True)
-    assert said.endswith("triton_fp4 at 4; not remembered") and len(kept) == 1
+    assert said.endswith("triton_fp4 at 4; not stored") and len(kept) == 1
 
 
 def test_lines_say_times_in_words() -> None:

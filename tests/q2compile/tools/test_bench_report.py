@@ -90,7 +90,7 @@ def test_a_report_that_is_cut_off_says_where(report) -> None:
     with path.open("a") as file:
         file.write('{"kind": "row", "at": 3')
     assert faults(read(path)) == [
-        "the report ends before its end, while linear: nvfp4, forward and backward ran"
+        "the report is incomplete: it ends while linear: nvfp4, forward and backward ran"
     ]
 
 

@@ -108,11 +108,11 @@ def test_report_leaves_what_is_not_of_the_dump(dump, capsys):
 def test_report_of_a_path_beside_the_dump_says_which_to_name(dump, capsys):
     assert "there is no such folder; name" in refused(capsys, "report", dump / "none")
     assert "is a file; name the folder" in refused(capsys, "report", dump / "report.json")
-    assert f"it lies in a dump: name {dump}." in refused(capsys, "report", dump / "graph_0")
+    assert f"it is inside a dump: name {dump}." in refused(capsys, "report", dump / "graph_0")
 
 
 def test_help_does_not_import_torch():
-    """Of no command; nor do --version and arguments that no command has."""
+    """No command's --help imports torch; nor do --version and unknown arguments."""
     asked = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)]
     wrong = [
         ["evry"],
@@ -217,7 +217,7 @@ def test_tables_into_a_folder_that_cannot_be_made(tmp_path, capsys):
     assert "Not a directory" in refused(capsys, "tables", "--out", tmp_path / "file" / "x")
 
 
-# What a command can't run without.
+# Required arguments of each command.
 NEEDED = {"report": ["folder"], "compare": ["x.py:build"], "export": ["x.py:build", "folder"]}
 
 
@@ -242,7 +242,7 @@ def test_the_reader_of_a_pipe_may_leave():
 
 
 def printed_in_ascii(call):
-    """What ``call`` prints where stdout knows ASCII alone: PYTHONIOENCODING=ascii, LC_ALL=C."""
+    """The output of ``call`` if stdout can only encode ASCII: PYTHONIOENCODING=ascii, LC_ALL=C."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as stdout:
         call()
         stdout.flush()
@@ -267,5 +267,5 @@ def test_a_report_prints_what_stdout_can_show(tmp_path):
 
 
 def test_json_of_the_dump_is_read(dumped):
-    """What is spoilt above is right before."""
+    """The dump that the test above damages is valid before."""
     assert len(json.loads((dumped / "report.json").read_text())) == 1

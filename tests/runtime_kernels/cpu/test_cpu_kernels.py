@@ -51,7 +51,7 @@ each_value = pytest.mark.parametrize("value", VALUES)
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> torch.Tensor:
     """wide: magnitudes over many binades; tiny: subnormals of fp32 and 0; huge: near the largest of
-    the dtype; ties: numbers half way between codes."""
+    the dtype; ties: values half way between codes."""
     generator = torch.Generator().manual_seed(shape[0])
     x = torch.randn(shape, generator=generator)
     if kind == "wide":
@@ -252,7 +252,7 @@ def test_nonfinite(scheme: str, value: float) -> None:
 
 
 def test_threads_change_no_bits() -> None:
-    """Large enough for several threads, by any number of them."""
+    """Large enough for several threads. Any number of threads gives the same bits."""
     x = matrix((520, 640), torch.bfloat16)
     before = torch.get_num_threads()
     found = []
@@ -287,7 +287,7 @@ def test_serves_all_that_is_not_listed() -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is built or checked yet; and again afterwards."""
+    """Nothing is built or checked, before the test and after it."""
     monkeypatch.setattr(selfcheck, "_RESULTS", {})
     made = build.library, build.why_missing, ctypes_of.entry
     for cached in made:
@@ -308,8 +308,8 @@ TARGETS = {
 
 
 def results_of_all_kernels() -> list[torch.Tensor]:
-    """What the loaded library makes of adversarial operands, by every scheme; without self-checks,
-    which `agree` has run with this machine's own library."""
+    """The loaded library's results for adversarial operands, with every scheme. No self-checks:
+    `agree` has run them with this machine's own library."""
 
     def made(op: str, args: tuple) -> list[torch.Tensor]:
         got = next(k.function for k in kernels(op) if k.name == CPP)(*args)
@@ -364,7 +364,7 @@ def test_every_width_of_vectors_has_the_same_bits(fresh, monkeypatch) -> None:
         ("nvfp4_5", {}, "unknown quantization scheme 'nvfp4_5'"),
         ("nvfp4_pow2", {"amax": torch.tensor(1.0)}, "takes no amax"),
         ("nvfp4_sr_pow2", {}, "draws random bits: give it a seed"),
-        ("nvfp4_pow2", {"rowwise": False}, "makes nothing: set rowwise, columnwise or both"),
+        ("nvfp4_pow2", {"rowwise": False}, "has no output: set rowwise, columnwise or both"),
     ],
 )
 def test_a_wrong_call_is_no_fault_of_the_kernel(fresh, scheme, given, message) -> None:
@@ -398,7 +398,7 @@ def test_a_kernel_that_differs_is_rejected(fresh, monkeypatch) -> None:
 
 
 def test_without_a_compiler_the_references_run(fresh, monkeypatch, tmp_path, caplog) -> None:
-    """Which is said once in the log, and in reports."""
+    """The log says so once, and so do reports."""
 
     def none():
         raise RuntimeError("No working C++ compiler found")

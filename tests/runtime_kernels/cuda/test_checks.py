@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-checks run in a child process: whatever a kernel does there, it alone is rejected, the other
-ones are checked, training has the right numbers, and the next process runs no check."""
+"""Self-checks run in a child process. Whatever a kernel does there, only this kernel is rejected,
+the others are checked, training's results are right, and the next process runs no check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.small_model import Mlp, quantized
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-# How a check ends -> what is said of the kernel.
+# How a check ends -> the reason noted for the kernel.
 ENDS = {
     "trap": "rejected: the process that ran its self-check was ended by SIGILL",
     "illegal": "rejected: it failed: RuntimeError: CUDA error: an illegal instruction",
@@ -54,7 +54,7 @@ def new_process(monkeypatch) -> None:
 
 
 def refused(how, folder, **names):
-    """What is said of a kernel, and the warnings."""
+    """The reason for which a kernel is rejected, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = checks.rejection(request(how, folder, **names))
@@ -107,7 +107,7 @@ def test_training_goes_on_with_the_right_numbers(candidate, monkeypatch, folder,
 
 @pytest.mark.parametrize("how", ["trap", "illegal", "hang"])
 def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
-    """A GEMM's check runs dequantize: that one failed, and the GEMM is checked again."""
+    """A GEMM's check runs dequantize. If that one fails, the GEMM is checked again."""
     assert checks.rejection(request(f"inside {how}", folder)) is None
     inner = request(how, folder, "inner", "dequantize")
     assert check_results.stored(inner).reason.startswith(ENDS[how])
@@ -131,8 +131,8 @@ def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> No
 
 
 def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> None:
-    """Whose kernel the next one rejects without running it; where a process is still at it, no
-    other one knows better."""
+    """The next process rejects that kernel without running it. While a process is still checking,
+    no other process rejects it."""
     asked = request("right", folder)
     check_results.mark(asked)  # of this process, which is alive
     assert checks.rejection(asked) is None and runs(folder) == ["right"]

@@ -304,7 +304,7 @@ KERNEL = """
 
 
 def run(body: str, threads: int = 64, window: int | None = None) -> np.ndarray:
-    """What a thread block writes to an array with a word for each thread."""
+    """The array that a thread block writes, one word per thread."""
     out = np.zeros(threads, U32)
     first = out.ctypes.data
     memory = Global([(first, first + (out.nbytes if window is None else window))])

@@ -22,7 +22,7 @@ SHAPES = {(512, 4096, 4096): "triton_fp4", (16384, 4096, 4096): "cublaslt_fp4"}
 
 @pytest.fixture(autouse=True)
 def blackwell(monkeypatch, tmp_path):
-    """A GPU of compute capability 10.0, with all candidates, and a cache folder of its own."""
+    """A GPU of compute capability 10.0, with all candidates, and an empty cache folder."""
     pretend(monkeypatch, (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA B200")
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: (3, 8))
@@ -99,7 +99,8 @@ def test_a_symbolic_size_takes_the_usual_order_and_no_guard() -> None:
 
 
 def test_what_declines_is_not_taken(monkeypatch) -> None:
-    """The choice changes the order, not what a kernel refuses: its self-check holds."""
+    """The choice changes the order of kernels, but does not run one that is unsupported or
+    rejected."""
     remembered_choices()
     monkeypatch.setattr(triton_fp4, "rejection", lambda *names: "it failed its self-check")
     assert serves(512) == "cublaslt_fp4"
@@ -144,7 +145,7 @@ def test_reports_say_it(monkeypatch) -> None:
     assert text == (
         "q2::gemm on cuda:0 is run by the kernel that `q2compile bench` found the fastest at 2 "
         "shapes on 2026-11-22; another kernel sums in another order, within a rounding of the "
-        "result. Q2COMPILE_GEMM_CHOICES=off leaves that out"
+        "result. Q2COMPILE_GEMM_CHOICES=off ignores them"
     )
     assert registry.preferences() == [text]
 

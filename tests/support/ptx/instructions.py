@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each PTX instruction computes that works on one lane at a time, by the PTX ISA manual 9.0.
+"""PTX instructions that work on one lane at a time, by the PTX ISA manual 9.0.
 
-TABLE has an instruction by its full name. Names that are not there are not known: a kernel that
-has one cannot be run, and says which. Each function that fills TABLE names the sections of the
-manual's chapter "Instruction Set" that it is written from.
+TABLE has each instruction under its full name. A kernel with any other instruction raises an error
+that names it. Each function that fills TABLE names the sections of the manual's chapter
+"Instruction Set" that it is written from.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _extracted(a: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarra
 
 
 def _halves(compute: Callable) -> Callable:
-    """Of two halves of 16 bits each, which come and go as uint16."""
+    """An operation on two halves of 16 bits each, as uint16 arrays."""
     return lambda *words: compute(*(w.view(U16) for w in words)).astype(U16).view(U32)
 
 
@@ -323,7 +323,7 @@ def _conversions() -> None:
     _define("cvt.rn.f16x2.e4m3x2", "b32", ("b16",), _from_small(E4M3))
     _define("cvt.f32.f16", "f32", ("b16",), lambda a: floats.to_f32(floats.f16_of(a)))
     _define("cvt.f32.bf16", "f32", ("b16",), lambda a: floats.to_f32(floats.bf16_of(a)))
-    # Of 16-bit floats and fp32.
+    # Conversions between 16-bit floats and fp32.
     for t, of in (("f16", floats.f16_of), ("bf16", floats.bf16_of)):
         single = lambda a, of=of: floats.to_f32(of(a))  # noqa: E731
         _define(

@@ -175,7 +175,7 @@ function timeTiles(data) {
   const part = h(
     "p",
     { class: "muted" },
-    "of the GEMMs taken and their quantizers alone, not of a step",
+    "for the GEMMs taken and their quantizers, not for a step",
   );
   const alone = h("p", { class: "muted" }, "each matmul alone, forward and backward, not fused");
   return [

@@ -110,7 +110,7 @@ def test_an_operand_with_outliers():
         "dy of wgrad of layers.0.down is rounded with 2.00 times the error of Gaussian data "
         "(0.200, step 40): outliers take its blocks' range.",
         "No NaN or Inf up to step 60, the last that was recorded.",
-        "Which layers make the gradient's error is not measured here: q2compile compare "
+        "This run did not measure which layers make the gradient's error: q2compile compare "
         "FILE.py:FUNCTION --out RUN/compare measures it.",
     ]
     assert policies == [{"layers.0.down": {"wgrad": "bf16"}}, None, None]

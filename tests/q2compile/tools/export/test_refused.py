@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can't be exported raises a ValueError that says what to do, and leaves nothing on disk."""
+"""Models that can't be exported raise a ValueError with the fix, and leave nothing on disk."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "siblings far apart": (
         far_apart,
         {},
-        "k_proj.weight: 256 of 256 block scales fall below what e4m3 holds.*inexact='leave'",
+        "k_proj.weight: 256 of 256 block scales are too small for e4m3.*inexact='leave'",
     ),
     "not finite": (with_nan, {}, "the weight of 'o_proj' holds a NaN or an Inf"),
     "no whole blocks": (
@@ -176,7 +176,7 @@ def test_part_of_what_vllm_fuses(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     done = q2compile.export(
         model_of("llama"), tmp_path / "out", options={"policy": policy}, example_inputs=INPUTS
     )
-    assert "vLLM, which fuses them, refuses that" in done.notes[0] and "v_proj" in done.notes[0]
+    assert "vLLM fuses them and rejects that" in done.notes[0] and "v_proj" in done.notes[0]
     assert done.notes[0] in caplog.text
 
 
@@ -186,7 +186,7 @@ def test_what_transformers_does_not_read(tmp_path: Path) -> None:
     )
     assert "experts without their global scale" in done.notes[0]
     done = q2compile.export(model_of("gpt2"), tmp_path / "gpt2", options={}, example_inputs=INPUTS)
-    assert "no codes into Conv1D" in done.notes[0]
+    assert "does not load codes into Conv1D" in done.notes[0]
     with pytest.raises(ConfigError, match="stored transposed.*compressed-tensors"):
         q2compile.export(
             model_of("gpt2"),
