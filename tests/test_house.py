@@ -36,7 +36,7 @@ TOP_FILES = {
     "constraints.txt",
 }
 
-# Of the packages.
+# File types of the packages.
 SHIPPED = (".py", ".cu", ".cuh", ".cpp", ".h", ".html", ".css", ".js", ".json", ".typed")
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".js", ".css", ".html", ".sh")
 MAX_FILE = 500
@@ -305,7 +305,7 @@ def test_nobody_imports_a_private_name() -> None:
 
 
 def private_imports(path: Path) -> Iterator[str]:
-    """What a file imports, anywhere in it, of modules of torch whose path has a private part."""
+    """Modules of torch with a private part in their path, which a file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -422,12 +422,12 @@ NAMES_QUANTIZERS = {
     "q2compile/cost_model/steps.py",
     "q2compile/tools/bench/cases.py",  # names of timings
 }
-# Before there was one op with arguments there were a dozen, told apart by their names.
+# Earlier there were a dozen ops, distinguished by their names, instead of one with arguments.
 MEANING_IN_NAMES = re.compile(r"_recorded\b|_summed\b|_groups\b|_both\b")
 
 
 def test_quantizing_ops_are_named_in_their_table_alone() -> None:
-    """What is true of them, and what a call of one is, other places ask the table."""
+    """Other places ask the table for their properties and arguments."""
     found, meant = set(), set()
     for path in files(".py", folders=list(PACKAGES)):
         for node in ast.walk(ast.parse(path.read_text())):

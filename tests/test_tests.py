@@ -47,7 +47,7 @@ MOST_PRIVATE_PATCHES = 60  # there were 53 on 2026-11-25; lower it with them
 
 
 def test_tests_patch_public_names() -> None:
-    """A rename inside of a module breaks no test then. There may be no more exceptions than now."""
+    """A rename inside a module then breaks no test. The number of exceptions may not grow."""
     files = [p for p in tracked(ROOT) if p.suffix == ".py" and p.is_relative_to(ROOT / "tests")]
     found = [name for p in files for name in private_patches(p)]
     assert 0 < len(found) <= MOST_PRIVATE_PATCHES, sorted(found)

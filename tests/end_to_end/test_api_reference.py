@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_public_name_is_in_the_reference(tmp_path: Path) -> None:
-    """In a process of its own: docstrings are changed there."""
+    """In a separate process, because building the reference changes docstrings."""
     command = [sys.executable, "-W", "error", "-m", "tests.support.api_reference", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for module, page in ((q2compile, "q2compile.html"), (telemetry, "q2compile/telemetry.html")):

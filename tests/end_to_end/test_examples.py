@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run as a user runs them, and their numbers are right."""
+"""The examples run as a user runs them, and their results are right."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_loss_falls(trained: Path, recipe: str) -> None:
     train, val = losses(trained, recipe, "train"), losses(trained, recipe, "val")
     assert list(train) == list(range(1, STEPS + 1))
     assert list(val) == [15, STEPS]
-    assert train[1] == pytest.approx(5.545, abs=0.15)  # ln 256: an untrained model knows nothing
+    assert train[1] == pytest.approx(5.545, abs=0.15)  # ln 256: an untrained model
     assert val[STEPS] < val[15] < train[1]
     assert val[STEPS] < 4.0
 

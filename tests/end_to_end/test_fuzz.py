@@ -342,7 +342,7 @@ def assert_never_crashes(case, inner, **kwargs):
     except BackendError as error:
         if not isinstance(error, ValueError):
             raise
-        assert "exact" in str(error)  # options that contradict each other are refused in words
+        assert "exact" in str(error)  # contradicting options raise with the reason
         return
     except RuntimeError as error:
         # torch 2.12 cannot take the gradient of an expanded result.

@@ -39,7 +39,7 @@ def eager(tmp_path, monkeypatch, fresh_compiler) -> None:
 
 @pytest.fixture
 def first_line(monkeypatch, caplog) -> Callable[[], str]:
-    """What was said of the first graph that was compiled."""
+    """The log line of the first compiled graph."""
     monkeypatch.setattr(announce.First, "compiled", False)
     return lambda: next(text for text in caplog.messages if text.startswith("q2compile: "))
 
@@ -64,7 +64,7 @@ def test_short_and_with_help(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_explain_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of a folder that has a config.json and no weights."""
+    """A folder with a config.json, without weights."""
     program = load("explain_a_model")
     program.SMALL.save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--layers", "1", "--tokens", "32"]

@@ -54,7 +54,7 @@ RUN_THEIR_OWN = {"limits.md"}
 
 
 class Page:
-    """What the blocks of one page share: names, a folder, and what was printed so far."""
+    """The state that the blocks of one page share: names, a folder, and the output so far."""
 
     def __init__(self, path: Path, folder: Path, log: io.StringIO) -> None:
         self.path, self.folder = path, folder
@@ -269,7 +269,8 @@ def reads_folder(page: Page, words: list[str]) -> None:
 
 
 def parses(page: Page, words: list[str]) -> None:
-    """What fetches from the network is not run; it is a program of bash, and takes one folder."""
+    """Programs that fetch from the network are not run. They must be valid bash and take one
+    folder."""
     script = ROOT / "examples" / "pretraining" / "texts.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert len(words) == 1 and "usage: texts.sh FOLDER" in script.read_text()
@@ -317,8 +318,8 @@ def name_of(path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, fresh_compiler) -> Path:
-    """An empty folder to run in, in a process that has said nothing yet. Without Inductor, but for
-    blocks that set it up: options in the code win over the file."""
+    """An empty folder to run in, in a process that has logged nothing yet. Blocks run without
+    Inductor unless they choose it: options in the code override the file."""
     config = tmp_path / "config.json"
     config.write_text('{"inner": "eager"}')
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(config))
@@ -340,7 +341,7 @@ def _kernels_of_a_page_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What the pages print, and what q2compile logs meanwhile."""
+    """The output of the pages, and q2compile's log."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     level = announce.LOG.level

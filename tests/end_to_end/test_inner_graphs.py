@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs inside of graphs train: branches, loops, checkpoints in branches. Their backwards are
-graphs that no name tells from a forward."""
+"""Graphs inside graphs train: branches, loops, checkpoints in branches. Names do not show which of
+these graphs are backwards."""
 
 import pytest
 import torch
@@ -65,7 +65,8 @@ MODELS = {m.__name__: m for m in (Branches, CheckpointedBranches, NestedBranches
 
 
 def gradients(model, x, backend, **options):
-    """Output and gradients. fullgraph, since a graph break would leave the loop to Python."""
+    """Output and gradients. With fullgraph, because a graph break would leave the loop
+    to Python."""
     torch._dynamo.reset()
     torch.manual_seed(1)
     model.zero_grad()

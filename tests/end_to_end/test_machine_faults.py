@@ -94,7 +94,7 @@ def test_without_triton_and_nvrtc_a_cpu_trains_the_same():
 
 
 def rht_arguments():
-    """Of q2::quantize, rotated, on a GPU that is not there."""
+    """Arguments of a rotating q2::quantize, on a GPU that is not there."""
     with FakeTensorMode():
         x = torch.empty(32, 64, device="cuda:0", dtype=torch.bfloat16)
         seed = torch.empty((), device="cuda:0", dtype=torch.int64)
@@ -175,7 +175,8 @@ def test_a_full_disk_costs_a_compilation_and_leaves_no_half_file(cache, monkeypa
 
 
 def test_a_read_only_cache_folder_costs_a_compilation(cache, monkeypatch):
-    """Of root nothing is read-only, so the refusal is the operating system's in name only."""
+    """Root can write to read-only folders, so the test raises the operating system's error
+    itself."""
     folder, built = cache
 
     def read_only(**_):
@@ -246,7 +247,7 @@ def test_ctrl_c_while_a_cubin_is_written_leaves_no_file(cache, monkeypatch, ctrl
 
 
 def test_a_damaged_inductor_cache_gives_the_same_numbers(tmp_path, monkeypatch):
-    """Every cached graph is cut in half; torch then compiles again instead of running it."""
+    """Every cached graph is truncated. torch then compiles anew instead of loading it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(4, 32)
     torch._inductor.utils.clear_caches()
@@ -334,7 +335,7 @@ HOSTILE = (
 @pytest.mark.parametrize("kind", ["json", "toml"])
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_in_a_config_file_is_evaluated(tmp_path, monkeypatch, text, kind):
-    """Wherever it stands, a hostile string is a name that nothing has, or is refused."""
+    """In every position, a hostile string is an unknown name or is rejected."""
     target = tmp_path / "touched"
     text = text.format(target=target)
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / f"q2.{kind}"))

@@ -127,7 +127,7 @@ def test_every_model_is_expected() -> None:
 
 
 def test_frozen_weights_get_no_gradient_and_no_gemm_for_it() -> None:
-    """Trap: needs_input_grad. LoRA's frozen base has dgrad alone; so nothing is kept of its x."""
+    """Trap: needs_input_grad. LoRA's frozen base has only dgrad, so nothing of its x is saved."""
     model, inputs = model_zoo.lora()
     _, grads, report = model_matrix.step_and_report(model, inputs, "eager")
     assert not [name for name in grads if ".base." in name]

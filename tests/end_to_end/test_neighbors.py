@@ -19,7 +19,7 @@ from tests.support.neighbors_state import names
 ROOT = Path(__file__).resolve().parents[2]
 CASES = names()
 
-# What q2compile registers under names of its own; all else that changes is a fault.
+# Registrations under q2compile's own names. Any other change is a fault.
 OWN = (
     "[q2.",  # lowerings of ops of its own
     "[quartet2]",  # the backend
@@ -68,8 +68,8 @@ def test_the_test_sees_what_is_registered(found: dict[str, dict[str, str]]) -> N
 
 
 def compiled_models(folder: Path, which: str) -> dict[str, Any]:
-    """What `neighbors_models` writes. Both processes share the folder of compiled objects: equal
-    sources are compiled by the C++ compiler once."""
+    """The output of `neighbors_models`. Both processes share the folder of compiled objects, so the
+    C++ compiler compiles equal sources once."""
     file = folder / f"{which}.pt"
     environment = {**os.environ, **QUICK, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     command = [sys.executable, "-m", "tests.support.neighbors_models", str(file), which]

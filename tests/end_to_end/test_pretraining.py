@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of examples/pretraining: resumed to the bit, alike for all runs."""
+"""The loop of examples/pretraining: it resumes with the same bits, and is the same for all runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def comparison(folder: Path, options: dict | None = None, **rhythm: object) -> Comparison:
-    """Of the smallest Llama; the graphs run without Inductor."""
+    """A comparison on the smallest Llama; the graphs run without Inductor."""
     train, val = (tokens(n, n).numpy().astype("uint16") for n in (1000, 100))
     data = Data(
         lambda seed: Windows(train, STEPS, BATCH, SEQ, seed),
@@ -85,11 +85,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     whole: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
-    """Losses, norms, rates and validation: MS-EDEN's random bits are in them from the first step
-    on.
+    """Losses, norms, rates and validation, which depend on MS-EDEN's random bits from the first
+    step on.
 
-    Left before the late switch and after it; in between the process was killed, and had written
-    rows that its checkpoint knows nothing of.
+    The run stops before and after the late switch. In between the process is killed, after it wrote
+    rows that are newer than its checkpoint.
     """
     losses = run_folder(tmp_path, LATE.name, 0) / "losses.csv"
     for stop in (2, 5):

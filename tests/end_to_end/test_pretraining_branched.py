@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def comparison(folder: Path, branch: Branch | None = None, **rhythm: object) -> Comparison:
-    """Of the smallest Llama; the graphs run without Inductor."""
+    """A comparison on the smallest Llama; the graphs run without Inductor."""
     generator = torch.Generator().manual_seed(0)
     train, val = (
         torch.randint(VOCAB, (n,), generator=generator).numpy().astype("uint16")
@@ -188,7 +188,7 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
 
 
 def test_the_arms_of_mxfp4_2d_train(branched: Path) -> None:
-    """Each goes on from the stem of seed 0, and has weights of its own in the end."""
+    """Each resumes from the stem of seed 0, and ends with other weights."""
     file = EXAMPLES / "pretraining" / "branched_mxfp4_2d.toml"
     given = Namespace(plan=file, seeds=[0], tokens=1.0, size="30m", branch_at=None)
     asked = {name: runs.parse(name) for job in plan.jobs(given) for name in job.runs}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What examples/pretraining trains on: token files, batches, and their way to the device."""
+"""The data of examples/pretraining: token files, batches, and their transfer to the device."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_the_tokenizer_never_sees_what_is_held_out(
 
 
 def test_building_streams(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With parts of two pieces, no more than three documents have been read for what is written."""
+    """With parts of two pieces, at most three documents have been read for the parts written so
+    far."""
     monkeypatch.setattr("pretraining.text.ENCODE_PIECES", 2)
     read, written, ahead = itertools.count(1), [0], []
     real = corpora.Document.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What examples/pretraining says of numerics: the oracle run, stability, the error of operands."""
+"""The numerical experiments of examples/pretraining: oracle run, stability, errors of operands."""
 
 from __future__ import annotations
 

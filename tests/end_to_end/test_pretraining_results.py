@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What examples/pretraining compares: runs, gaps, tables, the queue over devices."""
+"""The comparisons of examples/pretraining: runs, gaps, tables, the queue over devices."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 
 def test_gaps_are_paired_by_seed_and_by_batch() -> None:
-    """Losses that move together by 1.0 from seed to seed and by 0.5 from batch to batch."""
+    """Losses that differ by 1.0 from seed to seed and by 0.5 from batch to batch, alike in both
+    runs."""
     bf16 = [result("bf16", s, [2.0 + s, 2.5 + s]) for s in (0, 1, 2)]
     # Differences by batch and seed: (.02, .04), (.03, .05), (.01, .03); by seed .03, .04, .02.
     added = [(0.02, 0.04), (0.03, 0.05), (0.01, 0.03)]
@@ -286,8 +287,8 @@ def test_a_command_is_shown_without_folders_of_its_machine(typed: str, shown: st
 
 
 def test_corpora_stand_apart(tmp_path: Path) -> None:
-    """Two tables of the same size and tokens: neither gap nor spread of one has runs of the other,
-    and a table that is written again replaces its own rows alone."""
+    """Two tables of the same size and tokens. Gap and spread of one use no runs of the other, and a
+    table that is written anew replaces only its own rows."""
     into = tmp_path / "results"
     for corpus, gap in (("abc", 0.02), ("def", 0.5), ("def", 0.04)):
         data = {"tokens": 75_000_000, "epochs": 0.5, "corpus": corpus, "name": f"text {corpus}"}

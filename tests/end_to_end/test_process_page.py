@@ -102,7 +102,7 @@ def test_no_other_variable_of_ours_is_named_anywhere() -> None:
     assert found == set(re.findall(r"`(Q2COMPILE_\w+)`", section))
 
 
-# What writes a file, and what makes a folder or a temporary one.
+# Calls that write a file, or create a folder or a temporary one.
 WRITES = (
     r".*\.(write_text|write_bytes|mkdir|touch|symlink_to)|.*(mkdtemp|mkstemp|TemporaryDirectory)"
     r"|.*SummaryWriter|os\.(replace|makedirs)|torch\.save|save_file"

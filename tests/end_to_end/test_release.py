@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is published: versions agree, and the sdist has what its documents link."""
+"""The published files: versions agree, and the sdist has every file that its documents link."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def no_counters(monkeypatch):
 
 
 class Net(nn.Module):
-    """dropout: of the hidden layer. checkpointed: both linears are computed again in backward."""
+    """dropout: of the hidden layer. checkpointed: both linears are recomputed in the backward."""
 
     def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ def test_the_state_of_a_counter_is_one_tensor_for_good():
 
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4"])
 def test_checkpointed_layers(recipe):
-    """What the backward computes again is drawn again, and is consistent: the error of a gradient
-    is that of a plain run."""
+    """Recomputed operands draw the same bits in forward and backward: the gradient's error is that
+    of a run without checkpoints."""
     errors = []
     exact = trained(1, recipe="bf16")
     for checkpointed in (False, True):

@@ -46,7 +46,7 @@ def jagged(*lengths):
 
 @INNER
 def test_jagged_tensors_are_their_rows(inner):
-    """To the bit what the same rows give as a matrix; and again with other lengths."""
+    """The bits are those of the same rows as a matrix; also with other lengths."""
     model = Mlp()
     call = compiled(model, inner=inner)
     for lengths in ((5, 9, 18), (7, 3, 20)):
@@ -164,7 +164,8 @@ def test_compiled_ahead_of_time(tmp_path):
     [("inner", "eager"), ("cache_weights", True), ("telemetry", {"every": 1})],
 )
 def test_what_can_not_be_saved_ahead_of_time(option, value):
-    """torch wants what Inductor made, and would name a class of its own."""
+    """torch requires the object that Inductor returned, and its own error would name an internal
+    class."""
     with pytest.raises(ConfigError, match=f"{option}.* can't be used with aot_compile"):
         ahead_of_time(Mlp(), torch.randn(WIDTH, WIDTH), **{option: value})
 
@@ -220,7 +221,7 @@ def _grad(model, x):
 
 @pytest.mark.parametrize("transform", [_vmap, _jvp, _grad])
 def test_transforms_of_torch_func(transform):
-    """Inside of one nothing is taken, and the report says why; the numbers are torch's."""
+    """Inside torch.func no matmul is taken, and the report says why. The results are torch's."""
     model, x = Mlp(), torch.randn(8, WIDTH)
     call = compiled(lambda x: transform(model, x), inner="eager")
     torch.testing.assert_close(call(x), transform(model, x))
@@ -242,8 +243,8 @@ def test_a_loss_times_zero():
 
 
 def test_a_norm_of_a_matrix():
-    """Which torch decomposes into a sum over None: of an activation, of a weight, beside which the
-    quantized numbers are small: an error of 10% of an output of 0.6, over a norm of 22."""
+    """torch decomposes it into a sum over None. A norm of an activation or a weight is large
+    compared with the error of the quantized product: 10% of an output of 0.6, over a norm of 22."""
     model, x = Mlp(), torch.randn(8, WIDTH)
 
     def normed(x):
@@ -267,7 +268,8 @@ def test_a_compiled_step_of_an_optimizer():
 
 
 def test_a_model_without_numbers():
-    """On the meta device, which knows no autocast either: a report of what is too large to make."""
+    """On the meta device, which has no autocast either: a report of a model that is too large to
+    build."""
     with torch.device("meta"):
         model, x = Mlp(), torch.randn(WIDTH, WIDTH)
     with torch.autocast("cpu"):

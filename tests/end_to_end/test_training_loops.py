@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops people train with, each around an unmodified model: what a loop may do between and
-around steps, and what must come out the same. How the model is compiled: test_ways_to_compile."""
+"""Training loops around an unmodified model: what they may do between steps, and which results must
+not change. test_ways_to_compile.py has the ways to compile the model."""
 
 import copy
 from functools import partial
@@ -169,8 +169,8 @@ def save_some(context, op, *args, **kwargs):
 
 
 CHECKPOINTS = {
-    # how a block is called -> how often fprop's quantizers and GEMMs run again in the backward. The
-    # last GEMM of a block is in no gradient. Two blocks of two linears: 8 operands, 2 GEMMs.
+    # How a block is called -> how many of fprop's quantizers and GEMMs the backward repeats. The
+    # last GEMM of a block is in no gradient. Two blocks of two linears have 8 operands and 2 GEMMs.
     "non-reentrant": (partial(checkpoint, use_reentrant=False), (8, 2)),
     "reentrant": (partial(checkpoint, use_reentrant=True), (8, 2)),
     "selective": (
@@ -202,7 +202,7 @@ def test_checkpointing_gives_the_bits_of_the_plain_loop(kind, tmp_path):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_around_compiled_blocks(reentrant):
-    """The checkpoint is outside of what is compiled, and runs the compiled forward again."""
+    """The checkpoint is outside the compiled code, and runs the compiled forward twice."""
     plain = new_model()
     for block in plain.layers:
         block.compile(backend="quartet2", options=EAGER)
@@ -214,7 +214,7 @@ def test_checkpointing_around_compiled_blocks(reentrant):
 
 
 def test_compiled_autograd_gives_the_bits_of_the_plain_loop():
-    """The backward is traced and compiled again as a graph of its own, by this backend, too."""
+    """This backend also traces and compiles the backward, as a graph of its own."""
     model = new_model()
     compiled = quantized(model)
     expected = gradients(compiled, model)

@@ -57,7 +57,8 @@ def test_graph_breaks_keep_names_and_gradients():
 
 
 def test_what_a_graph_break_keeps_from_the_backend_is_listed():
-    """A break in a loop over the blocks makes Dynamo give up the frame around it, with the head."""
+    """A graph break in a loop over the blocks makes Dynamo skip the frame around it,
+    with the head."""
 
     def breaks(block, x):
         torch._dynamo.graph_break()
@@ -193,7 +194,7 @@ def test_functional_call_of_a_compiled_model_is_quantized():
 
 
 def test_functional_call_inside_the_compiled_function_says_why_not():
-    """Parameters as arguments are tensors like others: nothing tells them from activations."""
+    """Parameters that are arguments look like any other tensors, so they count as activations."""
     model, tokens = new_model(), batch()[0]
 
     def forward(parameters, tokens):

@@ -201,8 +201,8 @@ def test_litgpt() -> None:
 
 
 def test_torchtune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `compile: True` of its recipes calls. It has a place for the name of the backend, and
-    none for options."""
+    """The call that torchtune's recipes make for `compile: True`. It takes the name of the backend,
+    but no options."""
     torchao = "0.6.1 takes torchao 0.14; make test-integrations runs this test once more with it"
     pytest.importorskip("torchtune.training", reason=torchao, exc_type=ImportError)
     from torchtune.models.llama3_2 import llama3_2

@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def sources(monkeypatch) -> list[str]:
-    """What is generated for an H200 that is not there."""
+    """The code generated for an H200 that is not there."""
     found = emulate(monkeypatch, 90)
     serve_as_on(monkeypatch, 90)
     return found

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers of rows in groups that compute both halves of their operand, the gradient of gate and
-up in a mixture of experts. The kernels run on a CPU (tests/support/emulation)."""
+"""Grouped quantizers that compute their operand, the gradients of gate and up of a mixture of
+experts, which are the halves of one tensor. The kernels run on a CPU (tests/support/emulation)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUTINGS = {
 
 
 def operands(routing: str, half: int = HALF) -> list[torch.Tensor]:
-    """Seeds, the ends of groups, dh, gate and up side by side, which rows are of no group."""
+    """Seeds, ends of groups, dh, gate and up in one tensor, and a mask of the rows of no group."""
     sizes, more = ROUTINGS[routing]
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     rows = sum(sizes) + more
@@ -68,7 +68,7 @@ def masked(dh, both, tail):
 
 
 def of_the_same_operand(done: Fused, args: list[torch.Tensor], scheme: str) -> tuple:
-    """What two kernels make, of the numbers that the one computes."""
+    """The outputs of two kernels, for the operand that the fused kernel computes."""
     ((prologue, given),) = done.calls
     x = torch.cat(made_by(prologue, given), 1)
     return quantizer_calls.grouped_both(x, *args[1:3], *SEEDS, scheme, "rht128", 3)()
@@ -185,7 +185,7 @@ def test_schemes_that_have_no_kernel_of_two(scheme, why, monkeypatch) -> None:
 
 
 def test_the_rule_is_that_of_two_operands(monkeypatch) -> None:
-    """Of two numbers six bytes are read: gate and up are in one tensor, and no longer one read."""
+    """Two elements take six bytes of reads: gate and up are in one tensor, but are two reads."""
     asked = []
 
     def why_not(*args):

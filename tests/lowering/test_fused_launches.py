@@ -99,7 +99,7 @@ def test_what_is_approximated() -> None:
 
 
 def test_what_no_result_comes_from_is_left_out(monkeypatch) -> None:
-    """Of 1 + erf(x) the erf by itself."""
+    """1 + erf(x) needs no step for erf alone."""
     function, operands_of, _ = PROLOGUES["gelu"]
     ((prologue, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
     names = [step[0] for step in prologue.steps]
@@ -198,7 +198,7 @@ def test_reads_with_other_masks_are_left(monkeypatch) -> None:
 
 
 def test_what_is_told_ahead(monkeypatch) -> None:
-    """L2 is told what a long computation will read, not what a short one will."""
+    """L2 prefetches the inputs of a long computation, not of a short one."""
     for name, ahead in (("gelu", 2), ("residual", 0)):
         function, operands_of, _ = PROLOGUES[name]
         ((prologue, _),) = run_fused(monkeypatch, quantized(function), SEEDS, *operands_of()).calls
@@ -219,7 +219,7 @@ def test_rounding_in_between(monkeypatch) -> None:
 
 
 def test_any_number_of_rows(monkeypatch) -> None:
-    """Of a batch of sequences: rows are a product of two sizes."""
+    """Sequences in a batch: the number of rows is a product of two sizes."""
     both = quantized(lambda a, b, v: ((a.float() + b) * v.float()).flatten(0, 1).bfloat16())
     compiled: list[Any] = []
     compile_as_is = torch.compile
@@ -334,13 +334,14 @@ def test_two_operands_of_one_read_are_one_kernel(scheme, dtype, monkeypatch) -> 
     assert_same_bits(done.results, [*one, *two])
     first, second = done.notes
     assert "fused with" in first and ", in one kernel with " in second
-    # The last launch makes what waits for the largest of all four directions.
+    # The tail kernel computes all results that depend on the amax of all four operands.
     body = done.source.partition("def call")[2]
     assert body.count("q2_fused_") == 1 and "q2_site" not in body and "triton_" not in body
 
 
 def test_two_launches_make_what_four_made(monkeypatch) -> None:
-    """One quantizes in all four directions, one makes what waits for the largest of each."""
+    """One launch quantizes all four operands; one computes the results that depend on
+    their amax."""
     operands = matrices(3)
     done = run_fused(monkeypatch, gated(), SEEDS, *operands)
     _, keywords = calls.both(None, *SEEDS, EDEN, "rht128", 3).written()
@@ -385,7 +386,7 @@ def test_where_two_do_not_fit(scheme, dtype, monkeypatch) -> None:
 
 
 def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
-    """Of a SwiGLU's dg and du Inductor makes one kernel, which reads dh, g and u once."""
+    """Inductor computes SwiGLU's dg and du in one kernel, with one read of dh, g and u."""
     told = []
 
     def why_not(prologue, spec, directions, capability, shared):

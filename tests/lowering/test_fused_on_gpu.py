@@ -141,7 +141,7 @@ class SwiGLU(nn.Module):
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_step_under_cuda_graphs_and_without(mode, monkeypatch) -> None:
-    """The gradients of a SwiGLU, with the rule left out; and again with other numbers, which a
+    """The gradients of a SwiGLU, fused without asking the rule; then for other inputs, which a
     replayed graph must read."""
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -73,14 +73,14 @@ def step_of(recipe: str, bias: bool = False, **how: Any) -> Callable[..., list[t
     return step
 
 
-# Of numbers of rows that are no group (linear/autograd.py): a Triton kernel, of which there are but
-# stubs here, writes where a group ends.
+# Row counts that form no group (linear/autograd.py). Otherwise a Triton kernel, which is only a
+# stub here, writes where a group ends.
 def rows(count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, WIDTH, generator=generator).bfloat16()
 
 
-# What the reference gives, before anything is said to be a GPU.
+# The reference's results, computed before the process pretends to have a GPU.
 def wanted(recipe: str, bias: bool = False, count: int = 100) -> list[torch.Tensor]:
     return step_of(recipe, bias)(rows(count))
 
@@ -118,8 +118,8 @@ class Experts(nn.Module):
 
 
 def steps_of_experts(recipe: str, *counts: int) -> list[torch.Tensor]:
-    """y, dx and dw for so many rows, of which the last are no expert's; by one graph for several
-    numbers of them."""
+    """y, dx and dw for each of these numbers of rows, the last of which belong to no expert. One
+    graph serves all of them."""
     torch._dynamo.reset()
     experts = Experts()
     options = {"recipe": recipe, "policy": {"*": recipe}}
@@ -148,8 +148,8 @@ def steps_of_experts(recipe: str, *counts: int) -> list[torch.Tensor]:
     ],
 )
 def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, counts, request) -> None:
-    """In place of an op that dequantizes first. Where numbers are without their global scale, those
-    of quartet's backward, it is that op."""
+    """In place of an op that dequantizes first. If operands are dequantized without their global
+    scale, as those of quartet's backward, it stays that op."""
     want = steps_of_experts(recipe, *counts)
     sources = request.getfixturevalue("pretended")
     assert all(map(torch.equal, steps_of_experts(recipe, *counts), want))
@@ -174,7 +174,7 @@ def test_products_of_global_scales_come_with_them(recipe, request, capability) -
     # The second global scale; the bias is fprop's alone.
     assert [args.split(", ")[-2] for args in gemms] == 3 * ["None"]
     assert [args.split(", ")[-1] for args in gemms] == ["primals_2", "None", "None"]
-    # Of x with w; of dy with w, and of dy's other direction with x.
+    # x with w; dy with w; and the other operand of dy with x.
     names: dict[str, Any] = {
         "q2_CallSite": lambda *args, **how: args,
         "q2_View": lambda *args: args,
@@ -283,7 +283,8 @@ def test_where_only_the_launch_of_several_fails(request, monkeypatch) -> None:
 
 
 def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> None:
-    """By what each of the calls may launch: x and w; dequantizing both; dy, and w and x again."""
+    """The launches that each call may need: x and w; dequantizing both; dy, and w and x
+    requantized."""
     asked: list[tuple[Any, ...]] = []
 
     def compile_ahead(calls, index) -> None:
@@ -370,7 +371,7 @@ def test_statistics_are_taken_of_what_is_written(pretended) -> None:
 
 
 def mixed_gemm(*tensors):
-    """One operand's global scale is in its numbers, the other's 4/3 is not."""
+    """One dequantized operand includes its global scale; the other's, 4/3, is separate."""
     return torch.ops.q2.gemm(*tensors, None, "mxfp4_rtn", "mxfp4_rtn34", torch.bfloat16)
 
 
@@ -409,8 +410,8 @@ def test_a_global_scale_is_applied_once_on_a_gpu() -> None:
 
 
 def test_every_op_that_reads_an_operand_has_a_lowering() -> None:
-    """Inductor puts the operands of an op without one into memory, from the second such op of a
-    process on: what other loops read of them is rounded then."""
+    """Inductor stores the operands of an op without a lowering, from the second such op of a
+    process on. Other kernels then read rounded values."""
     lowering.register()
     for name in registry.ops():
         if name in (

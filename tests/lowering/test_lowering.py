@@ -131,7 +131,7 @@ def test_the_reference_s_bits_of_rotations_and_random_bits(
     lower_on_cpu(monkeypatch)
     x, seed = matrix(*shape), torch.tensor(-1234567890123456789)
     torch._dynamo.reset()
-    # Without vectors: a loop with a block in it is long, and they would be several of it.
+    # Without vectors: the kernel of a block is long, and vectors would need several copies of it.
     with inductor_config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
         compiled = torch.compile(rotated)
         got, (code,) = run_and_get_code(compiled, x, seed, scheme, transform, transpose)
@@ -178,8 +178,8 @@ def test_dynamic_rows_do_not_recompile(monkeypatch) -> None:
 
 
 def test_what_is_lowered() -> None:
-    """On CUDA: what needs no sum of fp32, in chunks up to 32. Of that, NVFP4 to nearest is loops
-    even where the registry has a kernel. On a CPU nothing is."""
+    """On CUDA: schemes without fp32 sums, in chunks of up to 32. Among them NVFP4 to nearest is an
+    Inductor kernel even if the registry has a kernel. On a CPU nothing is lowered."""
     cuda = torch.device("cuda")
     x, seed = torch.empty(32, 64), torch.tensor(1)
 
@@ -233,7 +233,7 @@ def test_kernels_of_a_rotation_with_random_bits(monkeypatch, sources) -> None:
     signs, kernel = triton_kernels(monkeypatch, 80, relu_rotated, sources[0], torch.tensor(7))
     assert signs.source.count("tl.store") == 1
     assert "relu" in kernel.name
-    # 16 numbers and the signs in, codes and raw scales out
+    # 16 elements and the signs in, codes and raw scales out
     assert kernel.source.count("tl.load") == 17 and kernel.source.count("tl.store") == 2
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops' self-check on a GPU that nobody knows, which here is the CPU: it runs in the midst of
-another compilation, once, and whatever fails in it leaves the work to a kernel."""
+"""The self-check of Inductor kernels on an unknown GPU, for which the CPU stands in. It runs once,
+during another compilation. If it fails, a kernel of ours does the work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unknown(monkeypatch, tmp_path) -> None:
 
 
 def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
-    """What `quantized` returns when it is compiled, and its code."""
+    """The result of `quantized` when it is compiled, and the generated code."""
     with inductor_config.patch(force_disable_caches=True):
         results, codes = run_and_get_code(torch.compile(quantized), x)
     return results, codes[-1]
@@ -58,7 +58,7 @@ def in_a_new_process(monkeypatch) -> None:
 
 
 def test_in_the_midst_of_a_compilation(monkeypatch) -> None:
-    """Of a program that has set a default device; its loops are used afterwards."""
+    """In a program that has set a default device. The Inductor kernels are used afterwards."""
     run = []
     disagreement = selfcheck.disagreement
 

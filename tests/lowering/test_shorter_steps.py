@@ -18,7 +18,7 @@ INDEX, HALF = ("index", "c", "first"), ("index", str(COLS // 2), "one")
 
 
 def inputs() -> list[torch.Tensor]:
-    """Every pair of numbers that is easily taken wrong, many times."""
+    """All pairs of values that are easily confused, many times."""
     odd = torch.tensor([0.0, -0.0, 1.0, -1.0, 3e-39, -2.5, float("nan"), 80.0])
     grid = torch.cartesian_prod(odd, odd, odd).t().reshape(3, 8, COLS)
     return [*torch.cat([grid, grid.flip(2)], 1).contiguous()]
@@ -127,7 +127,7 @@ CONTRACTED = {
 
 
 def tree_of(steps: Any, at: int) -> Any:
-    """A step with those it is made of in the places of their numbers, but for LOADS and a
+    """A step as a tree: indices of earlier steps are replaced by these steps, except LOADS and a
     sigmoid."""
     name, *args = steps[at]
     if name == "constant":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lowerings of a graph tell each other: whose it is, and how long it lives."""
+"""The state that the lowerings of one graph share: its graph and its lifetime."""
 
 from __future__ import annotations
 

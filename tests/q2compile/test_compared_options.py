@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamo runs a graph again that an equal call of torch.compile compiled. Calls are equal only if
-their options mean the same now, whatever way the options came in."""
+"""Dynamo reuses a graph that an equal call of torch.compile compiled. Calls are equal only if their
+options now mean the same, however the options were given."""
 
 import copy
 import json
@@ -30,7 +30,8 @@ class Net(nn.Module):
 
 @pytest.fixture
 def formats(monkeypatch):
-    """What fprop of up and down is computed in, of every graph compiled; the last is in force."""
+    """The formats of fprop of up and down, in every compiled graph; the last graph is the current
+    one."""
     from q2compile import backend
 
     compiled, rewrite = [], backend.rewrite

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of every wrong value and type (hypothesis): each is taken, or refused by a ValueError of
-ours that names the option, whatever way it came in.
+"""Options of every wrong value and type (hypothesis): each is accepted, or rejected by our
+ValueError that names the option, however it was given.
 
     Q2COMPILE_FUZZ=2000 .venv/bin/python -m pytest tests/q2compile/test_fuzz_options.py   # more
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled code, and the compilation itself, keep alive: what Inductor keeps, and no more."""
+"""Compiled code, and the compilation itself, keep alive only what Inductor keeps alive."""
 
 import functools
 import gc
@@ -39,8 +39,8 @@ def through_a_function(model, **kwargs):
 
 
 def left_after(training, backend, options=None, compile=torch.compile, **net):
-    """What is left of a model, of its first batch and of the results, once all of them are deleted
-    where they were used; Dynamo's own caches stay."""
+    """Objects that remain of a model, its first batch and its results after all are deleted where
+    they were used. Dynamo's own caches stay."""
     model = Net(**net)
     compiled = compile(model, backend=backend, options=options)
     x = torch.randn(16, 32)

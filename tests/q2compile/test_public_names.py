@@ -33,7 +33,7 @@ def test_unknown_names_are_errors() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    """By a text of its own, not one that a dataclass or a base class has by default."""
+    """A docstring of its own, not the default of a dataclass or a base class."""
     for name in sorted({*q2compile.__all__} - TYPES):
         text = getattr(q2compile, name).__doc__ or ""
         assert text and not text.startswith(f"{name}("), name
@@ -68,5 +68,5 @@ def test_changes_of_a_recipe_are_those_that_resolve_takes() -> None:
 
 
 def test_modes_are_those_of_inductor() -> None:
-    """Of this torch, or of another."""
+    """The modes of this torch, or of another version."""
     assert {"default", *list_mode_options()} <= {*get_args(q2compile.Mode)}

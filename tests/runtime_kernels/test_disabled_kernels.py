@@ -30,7 +30,8 @@ def step(model, compiled, x):
 @pytest.mark.parametrize("names", [["broken"], ["gemm.broken"]])
 @pytest.mark.parametrize("by", ["option", "environment"])
 def test_a_disabled_kernel_serves_nothing(candidate, monkeypatch, names, by, recwarn):
-    """Training has the numbers of the next kernel, without a warning; reports say who did it."""
+    """Training has the results of the next kernel, without a warning; reports name who
+    disabled it."""
     model, x = Mlp(), torch.randn(32, 64)
     want = step(model, quantized(model), x)
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel that fails, wherever it does: the next one serves, the user is told once, and nothing
-else changes. On a CPU, with kernels made for it and GPUs that are not there."""
+"""A kernel that fails at any point: the next one runs, the user gets one warning, and nothing else
+changes. On a CPU, with test kernels and pretended GPUs."""
 
 import dataclasses
 import functools
@@ -26,7 +26,8 @@ from tests.support.warned import texts
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-# What fails how: cuBLASLt, a torch without it, its check of arguments, NVRTC, the driver, Triton.
+# Faults and their errors: cuBLASLt, a torch without it, its check of arguments, NVRTC, the driver,
+# Triton.
 ERRORS = (
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"),
     NotImplementedError("matmul of Float4_e2m1fn_x2 is not implemented"),
@@ -59,8 +60,8 @@ def step(model, compiled, x):
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 def test_a_kernel_that_fails_in_training_is_replaced_once_and_for_all(candidate, error):
-    """The numbers are those of the next kernel. It is not tried again for GEMMs of the same kind:
-    there are six in a step, of two kinds of operands each."""
+    """The results are those of the next kernel. The failed one is not tried again for GEMMs of the
+    same kind; a step has six, with two kinds of operands each."""
     model, x = Mlp(), torch.randn(32, 64)
     want = step(model, quantized(model), x)
     torch._dynamo.reset()
@@ -91,7 +92,7 @@ def test_the_next_one_may_fail_too(candidate):
 
 
 def test_a_kernel_is_rejected_for_calls_of_that_kind_alone(candidate):
-    """cuBLASLt refuses a shape, not all."""
+    """cuBLASLt raises an error for one shape, not for all."""
     calls = candidate("gemm", ERRORS[0])
     with pytest.warns(KernelWarning) as caught:
         run("gemm", gemm_arguments("nvfp4_46_pow2"))
@@ -181,7 +182,7 @@ def test_a_kernel_that_cannot_be_prepared_is_never_called(candidate, error):
 
 
 def test_the_reference_is_never_rejected(monkeypatch):
-    """Nothing would serve: what is wrong is said, and the next call may work."""
+    """There would be no kernel left. The error is raised, and the next call may work."""
     args = gemm_arguments()
     (*_, reference) = registry.kernels("gemm")
 
@@ -198,7 +199,7 @@ def test_the_reference_is_never_rejected(monkeypatch):
 
 
 def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
-    """With its log it takes seconds, and each shape would ask for it again."""
+    """A compilation takes seconds, and each shape would repeat it."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(nvrtc, "_failed", {})
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
@@ -317,7 +318,7 @@ def off(here):
     return 1.01 if here else 1
 
 
-# Of the product without its bias, alpha, the bias, the type and the scheme that were asked for.
+# Faults: a product without its bias or alpha, and a wrong bias, dtype or scheme.
 FAULTS = {
     "no bias": lambda out, alpha, bias, *_: out,
     "bias before alpha": lambda out, alpha, bias, *_: out + alpha * bias,
@@ -341,7 +342,7 @@ def test_a_gemm_that_is_wrong_in_one_way_is_found(candidate, fault, scheme):
 
 
 def test_a_gemm_that_is_right_in_every_way_agrees(candidate):
-    """Also one that declines some forms, as cuda_bf16 does swizzled scales."""
+    """Also one that does not support some forms, as cuda_bf16 does not support swizzled scales."""
     reference = registry.select("gemm", gemm_arguments(), REFERENCE)
     for unsupported in (
         registry._nothing,
@@ -376,7 +377,7 @@ GROUPED_FAULTS = {
 
 
 def tail(asked) -> torch.Tensor:
-    """What is in a row of no group that nobody has zeroed."""
+    """Rows of no group, which nothing has zeroed."""
     return (torch.arange(asked[0].shape[0]) >= asked[6][-1])[:, None]
 
 

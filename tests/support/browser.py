@@ -32,8 +32,7 @@ def missing() -> str:
 
 
 class Browser:
-    """Chromium with a profile of its own. What moves on the page is still: waiting is for states,
-    not for time."""
+    """Chromium with its own profile. Animations are off: tests wait for states, not for time."""
 
     def __init__(self, profile: Path) -> None:
         from selenium import webdriver
@@ -59,7 +58,7 @@ class Browser:
             "Emulation.setEmulatedMedia",
             {"features": [{"name": name, "value": value} for name, value in features]},
         )
-        self.driver.get("about:blank")  # a page that differs in its fragment is not opened again
+        self.driver.get("about:blank")  # another fragment does not reload a page
         self.driver.get(page.resolve().as_uri())
         self.until("return document.documentElement.dataset.ready")
 
@@ -71,7 +70,7 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def until(self, script: str, *arguments: Any) -> Any:
-        """What ``script`` returns, once that is true."""
+        """The value of ``script``, once it is true."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         wait = WebDriverWait(self.driver, SECONDS, poll_frequency=0.02)
@@ -111,7 +110,7 @@ class Browser:
         Select(self.find(css)).select_by_visible_text(value)
 
     def errors(self) -> list[str]:
-        """What the page wrote to the console since the last call."""
+        """The page's console messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def overhang(self) -> int:

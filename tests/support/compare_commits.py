@@ -8,9 +8,9 @@ two commits, compared file by file.
 
 Each commit is checked out into a temporary folder and imported from there, in a process of its own
 with empty caches. It compiles every case below: on this CPU as it is, and for a GPU that is not
-there (`emulation.inductor`, kernels are stubs), forward and backward. What is compared is all that
-the option ``dump`` writes, every stage of every graph and Inductor's code, less what differs from
-run to run (times, paths, hashes of sources).
+there (`emulation.inductor`, kernels are stubs), forward and backward. Everything that the option
+``dump`` writes is compared, every stage of every graph and Inductor's code, except what differs
+from run to run (times, paths, hashes of sources).
 
 --rename    words that were changed on purpose
 --only      the cases to compare, by a pattern
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("quartet2", "nvfp4", "quartet", "mxfp4", "mxfp4_2d", "tetrajet2")
-# What a run may differ in from one of the same commit.
+# Text that differs between two runs of the same commit.
 _VARIES = (
     (re.compile(r'("seconds": )[\d.e-]+'), r"\g<1>0"),
     (re.compile(r"/\S*/(torchinductor\w*|tmp\w*)/\S*"), "PATH"),

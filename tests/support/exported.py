@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of `export` share: small models, and what is read back of a folder by others."""
+"""Shared by the tests of `export`: small models, and readers of the written folders."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def by_module(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
-    """The model with those parameters replaced: what the forward computes, in bf16. A tied head
+    """The model with these parameters replaced: the weights of the forward, in bf16. A tied head
     gets a weight of its own."""
     with torch.no_grad():
         for name, w in weights.items():

@@ -49,7 +49,7 @@ class Builder:
 
 
 def backward(dy, codes, scales, global_scale):
-    """dgrad and wgrad with one quantization of the gradient in both directions."""
+    """dgrad and wgrad with one quantization of the gradient, rowwise and columnwise."""
     s, t = q2.seed(dy, 0), q2.seed(dy, 1)
     both = q2.quantize(
         dy,

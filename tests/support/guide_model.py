@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guides call `model`, `batches` and `optimizer`: a Llama's names, and nothing else."""
+"""The guides' `model`, `batches` and `optimizer`: a tiny model with a Llama's module names."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as
 from tests.support.emulation.on_cpu import launches_on_cpu
 
 HOPPER, BLACKWELL = 90, 100
-# Of a linear of 256 x 512, 512 rows.
+# A linear of 256 x 512 on 512 rows.
 ROWS, INNER, OUTER = 512, 256, 512
 _GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\((.*), '(\S+)', '(\S+)', torch")
 _UNROTATED = "torch.ops.q2.gemm_masked_unrotate.default("
@@ -72,8 +72,8 @@ def launched(recipe: str, capability: int, bias: bool = False, apart: bool = Fal
 
 
 def _of_gemm(args: str, schemes: list[str]) -> list[str]:
-    """What an op by cuBLASLt or Triton launches (cuda/gemm): the GEMM, plain scales swizzled, and
-    for cuBLASLt the product of the global scales, where it is not made."""
+    """The launches of an op by cuBLASLt or Triton (cuda/gemm): the GEMM, the swizzling of plain
+    scales, and for cuBLASLt the product of the global scales if no quantizer computes it."""
     swizzled = ["swizzle_scales.cu" for scheme in schemes if not scheme.endswith(SWIZZLED)]
     if get_scheme(schemes[0]).format == "mxfp4":
         return ["triton gemm", *swizzled]

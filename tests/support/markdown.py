@@ -58,7 +58,7 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """What a link can name after its #: GitHub's names of the headings."""
+    """The anchors of a page: GitHub's names of the headings."""
     return {_anchor(title) for title in _headings(page)}
 
 

@@ -41,7 +41,7 @@ def step(model: nn.Module, inputs: dict[str, Any], call: Any) -> tuple[Tensor, d
 
 
 def cosine(a: list[Tensor], b: list[Tensor]) -> float:
-    """Of the vectors that the tensors of each list make up together."""
+    """The cosine of the two vectors that the tensors of each list form."""
     vectors = (torch.cat([t.flatten().float() for t in tensors]) for tensors in (a, b))
     return F.cosine_similarity(*vectors, dim=0).item()
 

@@ -63,7 +63,7 @@ def qwen3() -> Built:
 
 
 def qwen3_moe() -> Built:
-    """Experts by transformers' default: a custom op of its own where torch has no grouped_mm."""
+    """Experts by transformers' default, which is a custom op if torch has no grouped_mm."""
     return _language_model(
         transformers.Qwen3MoeConfig(
             **DECODER,

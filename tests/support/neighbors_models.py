@@ -270,8 +270,8 @@ OF_THE_USER = ("choices handler", "lowering", "pass", "setting")
 
 
 def set_by_the_user() -> dict[str, bool]:
-    """What a user has set before a model is trained with q2compile: is it there, and used for a
-    model of his own, afterwards?"""
+    """Settings that a user made before a model was trained with q2compile: whether each is still
+    there afterwards, and used for a model of his own."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
@@ -308,7 +308,7 @@ def set_by_the_user() -> dict[str, bool]:
 
 
 def compiled_optimizer() -> dict[str, Any]:
-    """What Dynamo makes of the optimizer of a model that does not use q2compile."""
+    """Dynamo's code for the optimizer of a model that does not use q2compile."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()

@@ -28,7 +28,7 @@ EAGER = {"inner": "eager"}
 
 
 def options(folder: str) -> dict[str, dict[str, Any]]:
-    """What a model is compiled with, by a name for it."""
+    """Options to compile a model with, each under a name."""
     return {
         **{f"recipe {name}": {"recipe": name} for name in RECIPES},
         "bf16 by policy": {"policy": {"*": "bf16"}},
@@ -47,7 +47,7 @@ def options(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def names() -> list[str]:
-    """Of the cases that are written."""
+    """The names of the cases that are written."""
     return [*options(""), "tools"]
 
 

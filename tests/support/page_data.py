@@ -6,7 +6,7 @@ import re
 
 
 def data_of(page):
-    """What the page's scripts read, as Python's values."""
+    """The data that the page's scripts read, as Python values."""
     return json.loads(
         re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
     )

@@ -60,7 +60,8 @@ def dump_of_net(folder, layers=4, **options):
 
 
 def with_more_layers(source, folder, times):
-    """A dump with ``times`` as many layers as ``source``: its rows and texts again, renumbered."""
+    """A dump with ``times`` as many layers as ``source``: its rows and texts, repeated and
+    renumbered."""
     graph = folder / "graph_0"
     graph.mkdir(parents=True)
     rows = json.loads((source / "report.json").read_text())

@@ -2,10 +2,9 @@
 """The memory that a training step holds by Inductor's generated code: the code run on tensors
 without data, with kernels that do nothing.
 
-Alive is what Python still refers to, as on a GPU, and what a call allocates for itself is counted
-too. Inductor's own estimate knows neither `buf = extern_kernels.f(...)` nor what q2's ops need
-while they run. Not counted: what kernels of torch's allocate inside, and what the caching allocator
-rounds up.
+A buffer is alive while Python refers to it, as on a GPU. Workspaces of calls are counted, too.
+Inductor's own estimate includes neither `buf = extern_kernels.f(...)` nor these workspaces. Not
+counted: memory that torch's kernels allocate inside, and rounding by the caching allocator.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Peak:
     alive: dict[str, int] = field(default_factory=dict)
 
     def table(self, least: int = MIB) -> str:
-        """What is alive from ``least`` bytes on, in MiB, largest first."""
+        """Buffers alive at the peak, from ``least`` bytes on, in MiB, largest first."""
         rows = sorted(self.alive.items(), key=lambda row: -row[1])
         return "\n".join(f"{n / MIB:9.1f}  {line}" for line, n in rows if n >= least)
 
@@ -89,8 +88,8 @@ def peaks_of_step(forward: str, backward: str) -> tuple[Peak, Peak]:
     """The peaks of a training step's two generated graphs, by their sources.
 
     The parameters are alive all the time, and so are the incoming gradients in the backward, which
-    autograd holds. What the forward saves is passed on; its other results are dropped before the
-    backward, as by `model(...).loss.backward()`.
+    autograd holds. The saved tensors of the forward are passed on; its other results are dropped
+    before the backward, as by `model(...).loss.backward()`.
     """
     counted = _Allocations()
     with counted:
@@ -265,7 +264,7 @@ class _Grouped:
 
 
 def _names(call: ast.FunctionDef) -> dict[str, Any]:
-    """What the code names and does not make: kernels and checks but for two."""
+    """Names that the code uses without assigning them: kernels, and all checks but two."""
     found: dict[str, Any] = {
         n.id: _Nothing()
         for n in ast.walk(call)

@@ -34,7 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 
 
 def forget() -> None:
-    """What is known of the GPUs of this process."""
+    """Forgets the cached properties of this process's GPUs."""
     unsupported.cache_clear()
     target.cache_clear()
     remembered.forget()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process consists of beside its own data: attributes of torch's modules and classes, the
-settings of Python's runtime, and torch's global settings. Compared before and after something ran.
+"""The global state of a process: attributes of torch's modules and classes, settings of Python's
+runtime, and torch's global settings. Compared before and after a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 State = dict[str, Any]  # qualified name -> the object itself, so that its id is not used again
 MISSING = object()
-# What torch keeps of graphs that it has compiled: code that it has written and loaded, backends.
+# torch's record of compiled graphs: generated and loaded code, backends.
 OF_GRAPHS = (
     "torch._inductor.runtime.compile_tasks.",
     "torch._dynamo.eval_frame:cached_backends[",
@@ -67,7 +67,7 @@ def _with_items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def settings() -> State:
-    """Of Python and of torch, by name; each is compared with ==."""
+    """Settings of Python and of torch, by name; each is compared with ==."""
     return {
         **_of_python(),
         **_of_logging(),

@@ -50,7 +50,7 @@ def both(
     rng_offset: int = 0,
     **more: Any,
 ) -> QuantizerCall:
-    """In both directions."""
+    """Rowwise and columnwise."""
     call = one(x, rowwise_seed, scheme, transform, False, rng_offset, **more)
     return call.replace(columnwise=True, columnwise_seed=columnwise_seed)
 
@@ -106,7 +106,7 @@ def by_scales(x: Any, scales: Tensor, global_scale: Tensor, *how: Any) -> Quanti
 
 
 def launched(call: QuantizerCall) -> Any:
-    """What the op's CUDA kernel makes of a call."""
+    """The results of the op's CUDA kernel for a call."""
     kernel = {QUANTIZE: quantizers.quantize, REQUANTIZE: quantizers.requantize}
     return kernel[call.spec.name](*call.positional)
 
@@ -134,7 +134,7 @@ def quantized_both(
     rng_offset: int = 0,
     **more: Any,
 ) -> list[Tensor]:
-    """What `both` returns, in the form that torch.compile traces: the op alone."""
+    """The results of `both` as torch.compile traces it: the op alone."""
     return torch.ops.q2.quantize(
         x,
         scheme=scheme,

@@ -26,7 +26,7 @@ from tests.support.markdown import broken_links
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# What a user's first program does; nothing of q2compile is imported before torch.compile.
+# A user's first program. It imports nothing of q2compile before torch.compile.
 TRAINS = """
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rewrite alone does to a model: its views, its biases, its graphs."""
+"""The rewrite alone: the views, biases and graphs of a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,8 @@ def rewritten(model: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[
     """The output of the model with every matmul rewritten to q2::linear or its variants, and the
     report's rows.
 
-    The rewritten graph is then run with the recipe's GEMMs all in bf16 text, so that only the
-    rewrite itself is under test: the numbers must be the model's own.
+    The rewritten graph then runs with the text bf16 for all GEMMs, so that only the rewrite is
+    tested: the results must be the model's own.
     """
     rows: list[Row] = []
 

@@ -12,7 +12,7 @@ from q2compile.passes import graph_queries
 
 
 def serve_by(monkeypatch: pytest.MonkeyPatch, serving: Callable[[str, Any], Any]) -> None:
-    """Passes are told that ``serving(op, args)`` would run an op."""
+    """Passes get ``serving(op, args)`` as the kernel that would run an op."""
     monkeypatch.setattr(graph_queries, "serving", serving)
     monkeypatch.setattr(
         graph_queries, "serves", lambda op, args, names: serving(op, args).name in names

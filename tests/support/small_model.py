@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model small enough for a test of a training loop, and what loops are compared by."""
+"""A language model small enough for tests of training loops, and comparisons of such loops."""
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ def assert_same(one, other):
 
 
 def assert_close(one, other, cosine=0.85):
-    """One draw of a MS-EDEN GEMM has cosine 0.99; through these layers they stay over 0.9, and the
-    gradient of a norm's weight, which sums few numbers, over 0.85."""
+    """One draw of an MS-EDEN GEMM has cosine 0.99. Through these layers it stays above 0.9, and
+    above 0.85 for the gradient of a norm's weight, which sums few elements."""
     for name, value in one.items():
         assert F.cosine_similarity(value.flatten(), other[name].flatten(), 0) > cosine, name

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's file, as type checkers read it: `make lint` runs mypy --strict and pyright on it, over
-the package as it is installed. What must be an error is marked as one to ignore; an ignored line
+the package as it is installed. Lines that must be errors have an ignore comment; an ignored line
 without an error is an error."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was said: the warnings of one kind among those that a test caught."""
+"""The warnings of one kind among those that a test caught."""
 
 import warnings
 from collections.abc import Iterable

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Model, Result, new_model, run_scenarios, train
 
-# layers.0 and layers.1 differ, which a graph of its own for each layer could not keep.
+# layers.0 and layers.1 differ, so one graph for each layer could not follow the policy.
 POLICY = {"layers.1.*": {"recipe": "quartet2", "wgrad": "bf16"}, "head": "bf16"}
 EAGER: dict[str, Any] = {"inner": "eager", "policy": POLICY}
 INDUCTOR: dict[str, Any] = {"policy": POLICY}

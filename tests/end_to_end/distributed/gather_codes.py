@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP2 with `q2compile.gather_codes`, and the same training without it, on 2 or 4 ranks.
 
-A scenario is a function of ``attach``, which is gather_codes or nothing. Both runs are recorded to
-the last bit; those of them that have the same numbers share the run without.
+A scenario is a function of ``attach``, which is gather_codes or a no-op. Both runs are recorded bit
+by bit. Scenarios with equal results share the run without gather_codes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Attach = Callable[[nn.Module], int]
 
 @dataclass
 class Run:
-    """What one rank saw. bytes, reduced: that it gave to all-gathers, and to all-reduces, of each
+    """The results of one rank. bytes, reduced: its bytes in all-gathers and in all-reduces, by
     step."""
 
     losses: list[float] = field(default_factory=list)
@@ -288,7 +288,7 @@ def killed(attach: Attach) -> Run:
 
 
 def resumed(attach: Attach) -> Run:
-    """What `killed` has saved, read into another model in another process."""
+    """The state that `killed` saved, loaded into another model in another process."""
     training = Training(*build(), attach)
     state = state_of(training)
     checkpoint.load(state, checkpoint_id=folder() / "checkpoint")
@@ -391,8 +391,8 @@ def in_graph(recipe: str, functional: bool = False) -> Callable[[Attach], Run]:
 
 
 def faulty(kind: str) -> Callable[[Attach], Run]:
-    """What the second half of the ranks, on four a replica of its own, does otherwise must be an
-    error on all ranks."""
+    """The second half of the ranks (on four ranks: the second replica) differs. All ranks must
+    raise an error."""
 
     def scenario(attach: Attach) -> Run:
         half = dist.get_world_size() // 2
@@ -452,7 +452,7 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
 
 
 def without(name: str) -> str:
-    """The scenario whose run without gather_codes has the same numbers."""
+    """The scenario whose run without gather_codes has the same results."""
     if name in ("checkpointed", "kept", "offloaded", "attached_late"):
         return "quartet2"
     same = {"whole_blocks": "whole", "accumulated_kept": "accumulated", "to_two": "four"}

@@ -21,7 +21,7 @@ FOLDER = Path(sys.argv[1])
 
 
 def fsdp(options: dict[str, Any]) -> Result:
-    """Blocks that share a graph, each sharded on its own and computed again in backward."""
+    """Blocks that share a graph, each sharded on its own and recomputed in the backward."""
     model = new_model()
     for i, layer in enumerate(model.layers):
         model.layers[i] = checkpoint_wrapper(layer)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """DDP, FSDP2, tensor, sequence and pipeline parallel: gloo ranks against one process.
 
-The workers in this folder train the same small model on the same batches from the same
-weights; what they recorded is compared here. Three things are known of the numbers:
+The workers in this folder train the same small model on the same batches from the same weights.
+These tests compare their results, which must agree as follows:
 
 - Codes are made block by block, so a rank's codes are one process's codes wherever its shards end
   between blocks. The first loss, before any random rounding, differs by fp32 sums alone.
 - Later losses differ by the random bits, by as much as other random bits do in one process.
-- Where ranks compute the same, they must get the same bits.
+- Ranks that compute the same tensor must get the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from training import INNER, STEPS, UNEVEN, Result, new_model, train  # noqa: E40
 
 # Relative. fp32 sums of up to 128 terms in another order: 128 * 2**-24 at most.
 FP32_SUMS = 8e-6
-# bf16 activations of about 1 in a loss of about 5: 2**-9 each, and more than one lies on the way.
+# bf16 activations of about 1 in a loss of about 5: 2**-9 for each of the roundings on the way.
 BF16_ACTIVATIONS = 1e-3
 ROUNDING_SEEDS = range(8)
 PROJECTIONS = ["gate", "up", "down"]
@@ -130,7 +130,7 @@ def assert_trains_alike(
     gradients = {name: g for r in ranks for name, g in r.gradients.items()}
     assert gradients.keys() == plain.gradients.keys()
     for name, gradient in gradients.items():
-        # The worst of 8 draws, and half as much again: a sum that is missing or done twice gives 1.
+        # 1.5 times the worst of 8 draws. A sum that is missing or added twice gives 1.
         worst = max(relative_error(r.gradients[name], plain.gradients[name]) for r in single)
         found = relative_error(gradient, plain.gradients[name])
         assert found < 1.5 * worst + 10 * first_loss, name
@@ -317,6 +317,7 @@ def test_no_collective_more_than_in_bf16(
 def test_pipeline(pipeline: Ranks, one_process: OneProcess) -> None:
     """Two stages, two micro-batches: the gradient of a mean of halves."""
     assert_trains_alike(pipeline, one_process(), one_process("bf16")[0])
-    # Each once: torch 2.11 learns a stage's shapes by running it under no_grad, a graph of its own.
+    # torch 2.11 runs a stage once more under no_grad to learn its shapes, with a graph of its own.
+    # Each matmul counts once.
     stages = [list(dict.fromkeys(taken(result))) for result in pipeline]
     assert stages == [BLOCKS[:3], [*BLOCKS[3:], "head"]]

@@ -51,7 +51,7 @@ def test_the_ranks_gradients_are_those_of_one_process(recipe: str | None, gradie
     assert found[recipe].keys() == whole.keys()
     for name, gradient in whole.items():
         assert cosine(found[recipe][name], gradient) > least, name
-        # Of a sum that is missing, or done twice, .5 or 2.
+        # A sum that is missing, or added twice, gives .5 or 2.
         assert 0.85 < found[recipe][name].norm() / gradient.norm() < 1.15, name
 
 
@@ -66,7 +66,8 @@ def test_an_expert_without_tokens_has_no_gradient(recipe: str, gradients) -> Non
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("recipe", ERROR)
 def test_the_report_has_a_row_for_each_stack_of_a_rank(recipe, rank, folder: Path) -> None:
-    """Of half of the experts, for any number of tokens; the second block runs the same graph."""
+    """Each rank's stack has half of the experts, for any number of tokens. The second block runs
+    the same graph."""
     rows = json.loads((folder / recipe / f"rank{rank}" / "report.json").read_text())
     taken = {row["module"]: row["shape"] for row in rows if row["taken"]}
     assert list(taken) == ["layers.0.experts.up", "layers.0.experts.down"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded models are exported by all ranks together: the file of one process, byte for byte where
-the forward quantizes whole weights, part by part where tensor parallelism cuts them."""
+"""All ranks export a sharded model. The file is that of one process, byte for byte if the forward
+quantizes whole weights, shard by shard under tensor parallelism."""
 
 from __future__ import annotations
 

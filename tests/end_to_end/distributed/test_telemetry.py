@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telemetry on several ranks: a file each, the same training, no collective more."""
+"""Telemetry on several ranks: one file for each, the same training, and no further collective."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_training_is_the_same(scenario: str, ranks: dict[str, Ranks]) -> None:
     ],
 )
 def test_files(scenario: str, modules: set[str], folder: Path, ranks: dict[str, Ranks]) -> None:
-    """Every rank has all its matmuls, by the user's names, and its own numbers."""
+    """Every rank records all its matmuls, by the user's names, with its own values."""
     amax = []
     for rank in (0, 1):
         lines = (folder / scenario / f"rank{rank}.jsonl").read_text().splitlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers and their test share: a small model, its training, and what is recorded of it.
+"""Shared by the workers and their test: a small model, its training, and the recorded results.
 
 A worker runs under torchrun, as every rank, and writes one file a scenario and rank into the folder
 named by its argument; `test_distributed.py` starts it and reads them. In one process the same
@@ -85,7 +85,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class Result:
-    """What one rank saw of one scenario."""
+    """The results of one rank in one scenario."""
 
     losses: list[float] = field(default_factory=list)  # of each step, the mean over the ranks' data
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, whole

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a function runs several models, names begin with what it calls each."""
+"""Where a function runs several models, module names begin with the function's name for each."""
 
 import functools
 import gc
@@ -222,8 +222,8 @@ def by_block(options, *models):
 
 
 def test_per_block_compile_has_each_models_own_names():
-    """In a function that is not compiled: its variables are nobody's business. Options of its own
-    tell a model's blocks from another's."""
+    """In a function that is not compiled, variables have no influence. Each model's blocks have
+    options of their own."""
     student, teacher, x = Model(), Model(), torch.randn(4, 32)
     by_block({"policy": {"block.up": "bf16"}}, student)
     by_block({}, teacher)

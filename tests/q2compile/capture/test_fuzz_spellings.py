@@ -19,7 +19,7 @@ from tests.support.rewritten import BF16
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# What torch does with random numbers in place of arguments: it stops the process, or needs a GPU.
+# Functions that random arguments crash, or that need a GPU.
 SKIPPED = ("_scaled_grouped_mm", "_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 TARGETS = {
     f"{name}: {getattr(target, '__name__', target)}": (target, arguments)

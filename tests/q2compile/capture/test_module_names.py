@@ -179,7 +179,7 @@ def test_a_recurrent_layer_is_not_silently_left_out():
 
 
 class Experts(nn.Module):
-    """A loop over the experts that got tokens: Dynamo skips it, and no nn.Linear is in it."""
+    """A loop over the experts that got tokens. Dynamo skips it, and it contains no nn.Linear."""
 
     def __init__(self):
         super().__init__()
@@ -232,9 +232,8 @@ def test_per_block_compile_has_absolute_names():
 
 
 def test_a_policy_that_tells_equal_layers_apart_is_refused_when_they_share_a_graph():
-    """Trap: one graph serves all equal layers under per-block compile; a layer index can't be
-    kept.
-    """
+    """Trap: under per-block compile one graph serves all equal layers, so a layer index can't be
+    used."""
     model = Model()
     options = {**EAGER, "policy": {"layers.0.up": "bf16"}}
     for block in model.layers:

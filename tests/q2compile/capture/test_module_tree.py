@@ -132,7 +132,7 @@ def test_the_tree_is_torchs():
 
 
 def test_names_that_can_not_be_found_leave_those_of_the_frame(monkeypatch, caplog):
-    """They matter to a policy alone, which is then not kept by names that mean something else."""
+    """Only a policy needs the names. It is then not applied by names that mean something else."""
 
     def fails(*args):
         raise KeyError("boom")
@@ -186,7 +186,7 @@ LEFT = {
 
 @pytest.mark.parametrize("case", LEFT)
 def test_parameters_can_be_swapped_afterwards(case, tmp_path, monkeypatch):
-    """torch.utils.swap_tensors refuses a tensor that has weak references."""
+    """torch.utils.swap_tensors raises an error for a tensor that has weak references."""
     monkeypatch.chdir(tmp_path)
     model, x = Net(), torch.randn(16, 32)
     compiled = torch.compile(model, backend="quartet2", options={**EAGER, **LEFT[case]})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every product that capture knows, with its arguments by place and by name, and with every size of
-its operands that broadcasts: what torch accepts is taken, or left with a reason, and comes out the
-same, values, dtypes and gradients.
+its operands that broadcasts: every form that torch accepts is taken, or left with a reason, and has
+the same values, dtypes and gradients.
 """
 
 import itertools

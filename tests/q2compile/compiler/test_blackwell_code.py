@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is generated for a Blackwell around its GEMMs, made without one (emulation/inductor.py)."""
+"""The code generated around the GEMMs for a Blackwell, without one (emulation/inductor.py)."""
 
 from __future__ import annotations
 
@@ -113,8 +113,9 @@ def code_of_experts(recipe: str, capability: int) -> str:
 @pytest.mark.parametrize("capability", [*CAPABILITIES, 110, 90])
 @pytest.mark.parametrize("recipe", ["quartet2", "nvfp4", "quartet"])
 def test_grouped_gemms_get_codes_where_there_are_fp4_tensor_cores(recipe, capability) -> None:
-    """With plain scales, one node a GEMM, and bf16 results; elsewhere they are torch's, of numbers,
-    where these have their global scale in them. The ends of the groups are one launch."""
+    """GEMMs get codes with plain scales, one node each, and write bf16. Elsewhere they are torch's
+    grouped GEMMs of dequantized operands that include the global scale. One launch computes the
+    ends of the groups."""
     code = code_of_experts(recipe, capability)
     found = _GROUPED_GEMM.findall(code)
     if capability != 90:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's caches hold what is compiled, and tell options apart.
+"""torch's caches hold the compiled graphs, under keys that include the options.
 
 A process takes many seconds to import torch and to compile: each compiles for several options, with
 torch's compiler reset between them.
@@ -47,8 +47,8 @@ for at, options in enumerate({every}):
 
 def test_a_cold_process_needs_no_import_and_caches_hit_and_miss(tmp_path):
     """A second process takes the compiled graphs from torch's caches; a changed recipe does not,
-    nor does one pass less. What was compiled first is found after them too: no state of the
-    process made them miss."""
+    nor does one pass less. The first graphs still hit after them, so no state of the process made
+    the others miss."""
 
     def counts(*every):
         out = python(COLD.replace("{every}", repr(every)), tmp_path)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each pass does to the code that Inductor writes for a GPU: the calls of the generated
-forward and backward, with the pass left out and with it.
+"""The effect of each pass on the code that Inductor generates for a GPU: the calls in forward and
+backward, without the pass and with it.
 
 The code is that for an H200 (for swizzle_scales a B200), made without one (emulation/inductor.py):
-a whole training step is compiled, its Triton kernels are stubs. There a quantizer is a loop of
-Inductor's where it fuses with what computes x, and a call of our kernel elsewhere. What q2.gemm
-launches ahead of the product has the name of its .cu file.
+a whole training step is compiled, its Triton kernels are stubs. There a quantizer is an Inductor
+kernel where it fuses with the producer of x, and a call of our kernel elsewhere. Kernels that
+q2.gemm launches before the product have the name of their .cu file.
 
 That losses and gradients keep their bits is shown elsewhere: of share_operands, merge_seeds and
 pair_directions in test_passes.py, of part_directions in test_part_directions.py, of keep_packed and
@@ -14,8 +14,8 @@ of gather_codes in test_gather_codes.py, of dequantize_operands in test_dequanti
 sum_columns, all bits but those of the order of a sum, in test_sum_columns.py, of cache_weights in
 test_weight_cache.py. share_rotations and share_saved_rotations draw other random bits:
 test_share_rotations.py. gather_quantizers only moves calls: test_gather_quantizers.py;
-group_launches only marks them: test_group_launches.py. What launches both save is shown in
-tests/lowering/test_launch_counts.py.
+group_launches only marks them: test_group_launches.py. tests/lowering/test_launch_counts.py counts
+the launches that both save.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, ge
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
 
 HOPPER, BLACKWELL = 90, 100
-# What q2.gemm launches there for each operand whose scheme does not end so; see the second test.
+# Kernels that q2.gemm launches there for each operand whose scheme has no such suffix; see the
+# second test.
 BEFORE_A_GEMM = {HOPPER: ("dequantize.cu", DEQUANTIZED), BLACKWELL: ("swizzle_scales.cu", SWIZZLED)}
 WIDTH = 64
 
@@ -72,7 +73,7 @@ class Behind(Heads):
 
 
 class Mlp(nn.Module):
-    """Two linears, computed again in backward."""
+    """Two linears, recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,11 +118,11 @@ def _linear(bias: bool = False) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Row:
-    """A pass, a program that it has something to do in, and the backend's options without the pass
-    and with it. where: post-grad, joint, or option. cse: whether AOTAutograd merges equal nodes
-    before the partitioner. Since torch 2.15 it leaves apart those of which backward needs only one,
-    so what is counted of a pass for operands that are equal must not depend on it. small: bytes of
-    memory that are not worth a kernel."""
+    """A pass, a program that it changes, and the backend's options without the pass and with it.
+    where: post-grad, joint, or option. cse: whether AOTAutograd merges equal nodes before the
+    partitioner. Since torch 2.15 it does not merge nodes of which the backward needs only one, so
+    counts for passes over equal operands must not depend on it. small: bytes of memory below which
+    a kernel does not pay."""
 
     where: str
     name: str
@@ -145,8 +146,8 @@ def _pass(name: str, recipe: str = "quartet2", **program: Any) -> Row:
 
 
 def _joint_pass(name: str, recipe: str, **program: Any) -> Row:
-    """A joint pass that a recipe asks for, among all the others. Of the two for random bits in the
-    forward (nvfp4) neither does anything without the other."""
+    """A joint pass that a recipe asks for, among all the others. The two passes for random bits in
+    the forward (nvfp4) only work together."""
     return Row(
         "joint", name, {"recipe": recipe, **_left_out([name])}, {"recipe": recipe}, **program
     )
@@ -215,8 +216,8 @@ _GEMM = re.compile(r"= torch\.ops\.q2\.gemm\.default\(.*'(\S+)', '(\S+)', ")
 
 
 def calls(source: str, capability: int) -> Counter[str]:
-    """What a graph's generated code launches, by name: ops, Triton kernels together, torch's GEMMs.
-    And its inputs: in backward the tensors that were saved, and the gradients."""
+    """The launches of a graph's generated code, by name: ops, the sum of Triton kernels, torch's
+    GEMMs. And its inputs: in backward the tensors that were saved, and the gradients."""
     body = source[source.index("def call(") :]
     ops = {
         site: [f"q2.{op}" for op in re.findall(r"q2_CallSite\('(\w+)'", made)]
@@ -281,7 +282,7 @@ def graphs_of(
 
 
 def line(before: Counter[str], after: Counter[str]) -> str:
-    """Counts by name, what changes first; a name and its count stay together in wrapping."""
+    """Counts by name, changed ones first. A name and its count stay on one line."""
     names = sorted({*before, *after}, key=lambda name: (before[name] == after[name], name))
     return ", ".join(
         f"{name}~{before[name]}" + (f"~->~{after[name]}" if before[name] != after[name] else "")

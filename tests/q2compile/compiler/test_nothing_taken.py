@@ -53,7 +53,7 @@ def put_in_place(m: Any, x: Tensor) -> Tensor:
 
 
 def short_sum(count: int) -> Callable[[Any, Tensor], Tensor]:
-    """short_sums_unrolled: Inductor makes a loop of 8 elements and more."""
+    """short_sums_unrolled: Inductor makes a loop for 8 elements and more."""
     return lambda m, x: m.linear(x)[torch.arange(T * count) % T].view(T, count, K).sum(1)
 
 
@@ -99,7 +99,7 @@ MODELS: dict[str, Callable[[], Of]] = {
 
 @pytest.fixture
 def sources(monkeypatch) -> list[str]:
-    """What Inductor generates, without the numbers of graphs and the places of files."""
+    """The code that Inductor generates, without the numbers of graphs and the paths of files."""
     found: list[str] = []
 
     def save(source: str) -> None:
@@ -110,7 +110,7 @@ def sources(monkeypatch) -> list[str]:
 
 
 def run(name: str, train: bool, **how: Any) -> list[Tensor]:
-    """What a call returns, and the gradients, if it is to train."""
+    """The result of a call, and with `train` the gradients."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MODELS[name]().bfloat16()
@@ -196,7 +196,7 @@ def test_strict_still_refuses() -> None:
 
 
 def test_an_error_of_inductor_is_inductors(monkeypatch) -> None:
-    """It is neither a failed stage of ours, nor a reason to compile the same graph again."""
+    """It is not reported as a failed stage of q2compile, and the graph is not compiled twice."""
     calls = []
 
     def fail(self: Any, *args: Any) -> Any:

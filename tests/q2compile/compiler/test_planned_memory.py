@@ -83,8 +83,8 @@ def test_a_step_that_is_counted_by_hand() -> None:
 
 
 def test_workspaces_are_counted(monkeypatch) -> None:
-    """While 2048 x 1024 numbers are requantized, four bytes for each of their blocks of 16 are
-    there, too (cuda/quantize/plan.py). Operands that wait for a GEMM would be more."""
+    """While 2048 x 1024 elements are requantized, there are also four bytes for each of their
+    blocks of 16 (cuda/quantize/plan.py). Operands that wait for a GEMM would take more."""
     monkeypatch.setattr(gather_quantizers, "SMALL", 0)
     _, backward = small(backend="quartet2")
     assert backward.at.startswith("q2_site")

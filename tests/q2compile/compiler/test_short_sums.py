@@ -44,7 +44,7 @@ def code(count: int, folder: Any, **options: Any) -> str:
     ],
 )
 def test_code(count, options, loops, tmp_path) -> None:
-    """A loop over the rows of a sum is the only one of that length."""
+    """The only loop of that length is the one over the rows of a sum."""
     assert (f"<static_cast<int64_t>({count}L)" in code(count, tmp_path, **options)) == loops
 
 

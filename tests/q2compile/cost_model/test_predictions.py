@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cost model predicts of the rows that were measured on an H200
-(examples/benchmarks/results): a change of the model that makes it worse fails here."""
+"""The cost model's predictions of the rows that were measured on an H200
+(examples/benchmarks/results). A change that makes the model worse fails here."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def operands(t=48, n=64, k=80, dtype=torch.float32, seed=0):
 
 
 def dequantized(x, scheme="nvfp4_46_pow2"):
-    """What fprop sees of a tensor."""
+    """A tensor as fprop reads it."""
     amax = q2.amax(x) if not scheme.endswith("pow2") else None
     return q2.dequantize(
         *q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax),

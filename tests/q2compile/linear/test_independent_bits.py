@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No two GEMMs of a graph draw the same random bits: each has a seed of its own, and its two
-operands different bits of it."""
+"""No two GEMMs of a graph draw the same random bits. Each has its own seed, and its two operands
+draw different bits from it."""
 
 import operator
 

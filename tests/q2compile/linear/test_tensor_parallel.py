@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which placements are taken, what the collectives are, and why the rest is left. Graphs alone: a
-fake process group of four ranks, of which this is the first; `test_distributed.py` has the numbers.
+"""Which placements are taken, their collectives, and why the others are left. These tests look at
+graphs of rank 0 in a fake process group of four; `test_distributed.py` compares results.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
 Placements = list[Placement]
 
-# Before 2.13 torch flattens the x of a linear, which DTensor refuses when it is sharded in the
-# sequence.
+# Before 2.13 torch flattens the x of a linear, and DTensor raises an error if it is sharded along
+# the sequence.
 FLATTENS_X = torch.__version__ < "2.13"
 
 
@@ -76,7 +76,7 @@ class Placed(nn.Module):
 
 
 def collectives(model: Placed, folder: Path) -> Counter[str]:
-    """What the quantized forward and backward graphs call."""
+    """The collectives in the quantized forward and backward graphs."""
     torch._dynamo.reset()
     options = {"inner": "eager", "dump": str(folder)}
     torch.compile(model, backend="quartet2", options=options)(model.part()).sum().backward()
@@ -88,7 +88,7 @@ def collectives(model: Placed, folder: Path) -> Counter[str]:
 
 
 def collectives_of_torch(model: Placed) -> Counter[str]:
-    """What the graphs of torch's own linear call."""
+    """The collectives in the graphs of torch's own linear."""
     calls: Counter[str] = Counter()
 
     def count(gm: torch.fx.GraphModule) -> None:
@@ -215,7 +215,7 @@ class ExpertParallel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of fake ranks none would send its part of a distributed tensor.
+        # A fake rank would not send its part of a distributed tensor.
         w = torch.randn(2, N, K, dtype=torch.bfloat16)
         self.w = nn.Parameter(DTensor.from_local(w, mesh_of(1), [S0]))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenations before a quantizer: masks go to their parts, and one loop writes all of them."""
+"""Concatenations before a quantizer: masks move to the parts, and one Inductor kernel
+writes them."""
 
 from __future__ import annotations
 
@@ -117,8 +118,8 @@ def of_nothing_in_common(dh, g, u, ends, tail, seeds):
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Of a concatenation Inductor makes one loop over its result there, and does not put into
-    memory what has an exponential."""
+    """On a GPU Inductor computes a concatenation in one kernel over its result, and does not store
+    parts that have an exponential."""
     own = inductor_lowering.pointwise_cat
     patch.setitem(inductor_lowering.lowerings, aten.cat.default, own)
     patch.setattr(ir, "is_cpu", lambda device: False)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that has operands written dequantized, for bf16 GEMMs: its golden, what
-it is left out for, and what the ops make of such operands."""
+"""The pass that has quantizers write dequantized operands for bf16 GEMMs: its golden, the operands
+that it leaves, and the ops' results for dequantized operands."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_of_a_large_weight_that_no_backward_reads_numbers_are_enough(shape) -> N
     [((4096, 4095), {}), ((4096, 4096), {"computed": True}), ((4096, 4096), {"kept": True})],
 )
 def test_other_weights_keep_their_codes(shape, how) -> None:
-    """Of one that is small, that a loop quantizes where it computes it, or whose codes are saved."""
+    """A weight that is small, that an Inductor kernel quantizes where it computes it, or whose
+    codes are saved."""
     builder, _ = weight_of(*shape, **how)
     assert dequantize_operands_pass(builder.graph) == 0
 
@@ -170,7 +171,8 @@ def test_other_gemms_read_codes(gemm, monkeypatch) -> None:
 
 @pytest.mark.parametrize("scheme", [EDEN, "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr", "mxfp4_rtn"])
 def test_dequantized_times_its_global_scale_is_what_the_codes_stand_for(scheme) -> None:
-    """Where the global scale is a power of two it is in the numbers, and then 1."""
+    """A power-of-two global scale is included in the dequantized operand, and its own value is then
+    1."""
     x, seed = torch.randn(40, 200).bfloat16(), torch.tensor(3)
     values, scales, global_scale = q2.quantize(
         x,
@@ -227,7 +229,7 @@ def test_errors_say_what_came() -> None:
 
 
 def test_inductor_takes_dequantized_operands_as_they_are() -> None:
-    """Trap: it gave them the strides that codes had in tracing, and numbers overlapped."""
+    """Trap: Inductor gave them the strides that codes had in tracing, so elements overlapped."""
 
     def gradient(options) -> torch.Tensor:
         torch.manual_seed(0)

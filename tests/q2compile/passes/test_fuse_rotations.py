@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which quantizers may compute their operand, and where it is said what became of them."""
+"""Which quantizers may compute their operand, and where the outcome of each is noted."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def kernels(source: str) -> tuple[int, int, int]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
-    """Of its backward: the producer of dg and du, and two quantizers behind it, are one that
-    computes both operands. What is left of Triton's adds up dx."""
+    """In the backward, the producer of dg and du and the two quantizers of them become one kernel,
+    which computes both operands. The remaining Triton kernel sums dx."""
     monkeypatch.setattr(fusion_rule, "why_not", lambda *args: None)
     with monkeypatch.context() as patch:
         _, before = step(patch, tmp_path / "before")
     with monkeypatch.context() as patch:
         _, after = step(patch, tmp_path / "after", fuse_rotations=True)
-    # The three gradients, each with its weight and with an input that is rotated again.
+    # The three gradients, each with its weight and with a requantized input.
     assert kernels(before) == (2, 3, 0)
     assert kernels(after) == (1, 3, 1)
     (passes,) = (tmp_path / "after").glob("**/passes.json")
@@ -85,8 +85,8 @@ def test_kernels_of_a_swiglu_before_and_after(monkeypatch, tmp_path) -> None:
 
 
 def test_the_rule_decides(monkeypatch, tmp_path) -> None:
-    """On an H200, whose issue slots MS-EDEN fills, dg and du of a SwiGLU pay together, and not each
-    by itself: Inductor's kernel makes both from one read."""
+    """On an H200, whose issue slots MS-EDEN fills, fusing pays for dg and du of a SwiGLU as a pair,
+    but not for each alone: Inductor's kernel computes both from one read."""
     step(monkeypatch, tmp_path / "one", fuse_rotations=True)
     assert sum(": fused with" in text for text in notes_of(tmp_path / "one")) == 2
     monkeypatch.setattr(fused, "has_room_for_two", lambda *args: False)
@@ -121,7 +121,7 @@ def test_operands_of_one_read_are_known_to_the_first() -> None:
 
 
 def test_quantizers_with_no_source_in_common_are_not_compared(monkeypatch) -> None:
-    """Of the layers of a model each has sources of its own, and all read one small table."""
+    """Each layer of a model has sources of its own; all read one small table."""
     build = Builder()
     seed = build.placeholder("seed", dtype=torch.int64)
     table = build.placeholder("table", 1, 128)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are gathered several times are quantized once, before that: in every spelling, with
-every recipe, and not one bit is another."""
+"""Rows that are gathered several times are quantized once, before the gather: in every spelling,
+with every recipe, with the same bits."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_the_graph() -> None:
 
 
 def test_what_is_left() -> None:
-    """Too few rows; random bits, which depend on the place; blocks of several rows."""
+    """Too few rows; random bits, which depend on the position; blocks of several rows."""
     for b, note in (
         (graph(63, 32), ["quantize_default is left: 63 rows, gathered from 32"]),
         (graph(64, 32, "nvfp4_sr_pow2", stochastic=True), []),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are added up by a permutation are gathered: in every spelling, with the numbers of a
-sum that is rounded once; what is no permutation is left."""
+"""Rows that are scattered by a permutation and summed are gathered instead: in every spelling, with
+sums that are rounded once. Other indices are left."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def test_the_graph() -> None:
 
 
 def test_a_sum_is_rounded_once() -> None:
-    """Of random rows: that of fp32, where additions in bf16 are up to two roundings of partial sums
-    away."""
+    """Random rows: the sum is the fp32 sum. Additions in bf16 are up to two roundings of partial
+    sums away."""
     ids, rows = inputs()
     gm = traced(of_tokens, ids, rows)
     added = gm(ids, rows)
@@ -240,7 +240,7 @@ def test_what_is_left(function) -> None:
 
 
 class Mixture(nn.Module):
-    """Experts whose tokens are gathered, sorted by expert, and added up again."""
+    """Experts whose tokens are gathered, sorted by expert, and summed for each token."""
 
     def __init__(self, back: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -296,10 +296,10 @@ def _apart(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_of_a_mixture(back, inner, tmp_path) -> None:
     """Forward, gradient of the tokens and that of the weights. Sums of TOP bf16 values are off by
-    TOP roundings, each at most 2^-9 of a partial sum. Of eager code these are those of the tokens'
-    gradient alone. Inductor does not round what it adds up in one loop with the gather, so that y
-    is another number, too, which takes some codes of the gradient over the threshold of a random
-    rounding: that moves gradients by less than half of what other random bits do."""
+    TOP roundings, each at most 2^-9 of a partial sum. In eager code only the tokens' gradient
+    differs. Inductor does not round sums in the kernel of the gather, so y differs, too, and some
+    codes of the gradient are rounded the other way. This moves gradients by less than half of the
+    effect of other random bits."""
     torch._dynamo.reset()
     options = {"inner": inner, "dump": str(tmp_path)}
     made = step(back, 40, backend="quartet2", options=options)

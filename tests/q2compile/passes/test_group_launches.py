@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which quantizers are launched together, on graphs built by hand: what the pass writes, and what
-lowerings make of it. The launches are counted in tests/lowering/test_launch_counts.py."""
+"""Which quantizers share launches, on graphs built by hand: the pass's decision, and what lowering
+does with it. The launches are counted in tests/lowering/test_launch_counts.py."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_neighbors_are_a_group(between) -> None:
 
 @pytest.mark.parametrize("between", [computed, read, read_by_view, changed, noted])
 def test_each_is_alone_where_more_stands_between(between) -> None:
-    """What reads the codes, changes x, or takes long, while x would have to be kept."""
+    """A node between them reads the codes, changes x, or takes long, so that x would stay alive."""
     b, first, second = quantizers(between)
     assert group_launches_pass(b.graph) == 0
     assert groups(first, second) == [0, 1]
@@ -129,8 +129,8 @@ def test_none_where_nothing_is_launched(monkeypatch) -> None:
 
 
 def test_alpha_comes_from_the_group_that_ends_last() -> None:
-    """Of dgrad and of wgrad: the global scales of both directions of dy, with w's and x's. And the
-    decision can be read in a dump."""
+    """Alpha of dgrad and wgrad: the global scales of both operands of dy, with those of w and x. A
+    dump shows the decision."""
     gm, _ = traced()
     b, first, second = quantizers()
     assert group_launches_pass(b.graph) == 1
@@ -154,7 +154,7 @@ def test_alpha_is_the_gemm_s_own_where_it_is_emulated(monkeypatch) -> None:
 
 
 class Lowered:
-    """What Inductor has of a graph."""
+    """Inductor's state of a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.module = type("Module", (), {"graph": graph})

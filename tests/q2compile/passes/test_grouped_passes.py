@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes on the backward of experts: both directions of a gradient from one read, also where
-the ends of the groups are made too late for that, and operands dequantized."""
+"""The passes on the backward of experts: both operands of a gradient from one read, also if the
+ends of the groups are computed too late for that, and dequantized operands."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_operands_are_dequantized_for_grouped_products(monkeypatch: pytest.Monke
     gm = traced()
     pair_directions_pass(gm.graph)
     before = result(gm)
-    # Both directions of two gradients, and of the codes w for dgrad and x for wgrad.
+    # Both operands of two gradients, and the codes w for dgrad and x for wgrad.
     assert dequantize_operands_pass(gm.graph) == 2 + 2 + 2
     for gemm in q2_nodes(gm.graph, "grouped_gemm"):
         assert gemm.args[7:9] == (EDEN + DEQUANTIZED,) * 2

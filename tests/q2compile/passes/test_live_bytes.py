@@ -37,8 +37,8 @@ def test_a_chain_of_products():
 
 
 def test_what_loops_alone_read_is_not_written():
-    """tanh and its view live in the sum that reads them, and x until then; a second reader that is
-    no loop has it written, in fp32."""
+    """tanh and its view are computed inside the sum that reads them, and x is alive until then. A
+    second reader that is not an Inductor kernel makes Inductor store the result, in fp32."""
     for products in (False, True):
         b = Builder()
         x = b.placeholder("x", 64, 128)
@@ -96,9 +96,10 @@ class Model(nn.Module):
 @pytest.mark.parametrize("tokens", [64, 2048])
 @pytest.mark.parametrize("backend", ["inductor", "quartet2"])
 def test_as_inductor_sees_it(monkeypatch, backend, tokens):
-    """Of the code for a B200, with the passes after the partitioner left out: what the forward and
-    the backward leave within 1%, and the peak of the backward within 20%. There Inductor writes an
-    fp32 sigmoid of one layer, a fifth of all, that the model takes as computed where it is read.
+    """Compared with the code for a B200, without the passes after the partitioner. The memory at
+    the end of forward and backward is within 1%, the peak of the backward within 20%: there
+    Inductor stores an fp32 sigmoid of one layer, a fifth of all, which the model expects to be
+    computed where it is read.
     """
     ours, theirs = [], []
     cuts = Partitioner if backend == "quartet2" else partitioner.MinCut

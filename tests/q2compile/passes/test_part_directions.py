@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of directions at the peak of memory are two quantizations again."""
+"""Paired operands at the peak of memory become two quantizations."""
 
 # ruff: noqa: E501  the golden text is as wide as what it shows
 import operator
@@ -24,7 +24,7 @@ def everything_is_worth_a_kernel(monkeypatch):
 
 
 def backward(later=0, both=True):
-    """dgrad and wgrad, or dgrad alone, of one gradient [T, N] quantized in both directions.
+    """dgrad and wgrad, or dgrad alone, of one gradient [T, N] quantized rowwise and columnwise.
 
     later: rows of a product of the gradient that comes after them, and is the peak if there are
         enough
@@ -85,7 +85,7 @@ return (gemm_default, gemm_default_1)
 
 @pytest.mark.parametrize("changed", [{"later": 4096}, {"both": False}])
 def test_what_stays_a_pair(changed):
-    """The peak is elsewhere, or nobody reads one of the directions."""
+    """The peak is elsewhere, or one of the operands is not read."""
     gm = backward(**changed)
     before = readable(gm)
     assert part_directions_pass(gm.graph) == 0 and readable(gm) == before

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def step(folder: Any, checkpointed: bool = False, **options: Any) -> list[Tensor]:
-    """Of Hugging Face's experts, told that some of them are on other ranks."""
+    """A step of Hugging Face's experts, configured so that some of them are on other ranks."""
     pytest.importorskip("transformers", reason="its experts are masked (extra: train)")
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -48,7 +48,7 @@ def step(folder: Any, checkpointed: bool = False, **options: Any) -> list[Tensor
 
 
 def saved(folder: Any) -> str:
-    """What the forward returns, each with its type."""
+    """The outputs of the forward, each with its dtype."""
     text = (folder / "graph_0" / "2_forward.txt").read_text()
     names = text.splitlines()[-1].removeprefix("return (").removesuffix(")").split(", ")
     lines = [line for line in text.splitlines() if line.partition(":")[0] in names]
@@ -62,7 +62,7 @@ def test_bits_and_what_is_saved(inner, tmp_path) -> None:
     assert all(map(torch.equal, made, masked))
     records = json.loads((tmp_path / "with" / "graph_0" / "passes.json").read_text())
     assert [r["matches"] for r in records if r["name"] == "recompute_mask"] == [2]
-    # Of both stacks, and nothing of theirs after that.
+    # The results of both stacks, and no masked copy of them.
     result = rf"grouped_gemm(_1)?: bf16\[{ROWS}, {K}\] = q2"
     both, none = (saved(tmp_path / name) for name in ("with", "without"))
     assert len(re.findall(result, both)) == 2 and "= aten.where" not in both

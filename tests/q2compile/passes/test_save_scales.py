@@ -21,7 +21,7 @@ WIDTH, TOKENS = 256, 256
 
 @pytest.fixture(autouse=True)
 def no_memory_is_too_small(monkeypatch):
-    """Codes of weights are worth 2% of the peak at these sizes, and scales are not."""
+    """At these sizes the codes of weights are above 2% of the peak, and the scales are not."""
     torch._dynamo.reset()
     monkeypatch.setattr(live_bytes, "SMALL", 0)
 
@@ -84,8 +84,8 @@ def test_the_same_bits_as_from_codes(inner):
 
 
 def test_scales_are_saved_and_codes_are_not():
-    """Of the first two weights: those of the last are kept, since they don't raise the peak. The
-    three activations are saved with codes and scales, and as large as the weights."""
+    """For the first two weights. The codes of the last one are saved, since they don't raise the
+    peak. The three activations are as large as the weights and are saved with codes and scales."""
     _, auto = step()
     for graph in auto.cut:
         graph.lint()
@@ -99,10 +99,10 @@ def test_scales_are_saved_and_codes_are_not():
 
 
 def test_subnormal_scales_leave_a_small_difference():
-    """Of dx, which alone depends on it. What it is of a weight is bounded in
-    tests/runtime_kernels/ops/test_requantize_by_scales.py: 2^-14 of its largest number; here two of
-    three blocks of the first weight are such, and the smallest. What the gradient is rounded to
-    differs where MS-EDEN's random bits fall otherwise by that: a rounding of bf16."""
+    """Only dx depends on them. tests/runtime_kernels/ops/test_requantize_by_scales.py bounds the
+    difference of a weight: 2^-14 of its amax. Here two of three blocks of the first weight have
+    subnormal scales. The gradient differs by a rounding of bf16 where this changes a decision of
+    MS-EDEN's random bits."""
     (dx, *others), _ = step(tiny=True)
     (wanted, *of_codes), _ = step(tiny=True, recompute_weights=True)
     assert all(map(torch.equal, others, of_codes))

@@ -106,7 +106,7 @@ def counts(gm, *names):
 
 
 def test_gradients_stay_paired_and_each_has_a_stream_of_its_own():
-    """q, k and v: three gradients quantized in both directions from one read each, one x."""
+    """q, k and v: one x, and three gradients, each quantized rowwise and columnwise from one read."""
     gm = wgrads(("dq", "dk", "dv"), pair=True)
     merge_seeds_pass(gm.graph)
     assert pair_directions_pass(gm.graph) == 3
@@ -192,8 +192,8 @@ def squared_errors(gm, count, gradients, qx):
 
 def test_every_weight_gradient_is_unbiased_and_as_good_as_before():
     """The squared error of a mean of B independent unbiased draws is 1/B of one draw's: it must
-    fall 16-fold from 1 to 16 and from 8 to 128. Of 2048 entries each, it scatters by some percent;
-    a bias of 1% of the norm would stop the last step at 10."""
+    fall 16-fold from 1 to 16 and from 8 to 128. With 2048 entries each it scatters by some percent.
+    A bias of 1% of the norm would reduce the last factor to 10."""
     dy, dz, qx = operands()
     gm = wgrads()
     before = squared_errors(gm, 8, (dy, dz), qx)
@@ -218,8 +218,8 @@ def error_correlation(scheme):
 
 
 def test_equal_gradients_draw_their_own_random_bits():
-    """Stochastic rounding errs by as much on either operand, so two wgrads share x's half of their
-    error and no more. With equal random bits they would share all of it; 24 draws scatter by a few
+    """Stochastic rounding has the same error on either operand, so two wgrads share half of their
+    error, x's. With equal random bits they would share all of it. 24 draws scatter by a few
     percent."""
     assert 0.4 < error_correlation("nvfp4_sr_pow2") < 0.6
 
@@ -284,9 +284,9 @@ class Heads(nn.Module):
 
 
 def test_nvfp4_saves_x_once(tmp_path):
-    """Codes of x along T are 4.5 bits, for q, k and v once instead of three times; with and without
-    the pass the gradients point the same way. (Behind a tanh x would be kept for its derivative anyway, and
-    rotated in the backward.)"""
+    """Codes of x along T take 4.5 bits, once instead of three times for q, k and v. With and
+    without the pass the gradients point the same way. (Behind a tanh, x would be saved for its
+    derivative anyway, and rotated in the backward.)"""
     torch.manual_seed(0)
     model, x = Heads(between=torch.neg), torch.randn(64, 64)
     saved, grads = [], []

@@ -124,8 +124,8 @@ def test_the_op_gives_what_is_returned(op, casts):
     ids=lambda how: str(how),
 )
 def test_left_alone(how):
-    """No sums along rows; over the other dimension; over both, as in a norm; in bf16; an exact
-    global scale; sums that are read before; a matrix that lies in columns."""
+    """Not replaced: sums of rows; over the other dimension; over both, as in a norm; in bf16; with
+    an exact global scale; a sum that is read earlier; a transposed matrix."""
     assert sum_columns_pass(backward(**how).graph) == 0
 
 

@@ -69,8 +69,8 @@ def test_operands_of_gemms_alone_are_made_swizzled() -> None:
 
 
 def assert_values_fit(graph: fx.Graph) -> None:
-    """What the graph says of its nodes is what their fakes say; and Inductor noted no strides that
-    it would give their arguments (registry.py, flexible_layout)."""
+    """The metadata of the graph's nodes are those of their fakes, and Inductor noted no strides
+    that it would require of their arguments (registry.py, flexible_layout)."""
     for node in q2_nodes(graph):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         got, want = node.meta["val"], node.target(*args, **kwargs)
@@ -264,7 +264,7 @@ def compiled_graphs(recipe: str, train: bool, **options) -> list[fx.Graph]:
 
 
 def operands(graph: fx.Graph) -> dict[str, tuple[str, str]]:
-    """Of each GEMM of a graph: the op that made it, or "saved", and its scheme."""
+    """For each operand of each GEMM of a graph: the op that made it, or "saved", and its scheme."""
     names = iter(OPERANDS[:2] if graph_kind(graph) == "forward" else OPERANDS[2:])
     found = {}
     # dgrad before wgrad: only the latter quantizes along the gradient's other dimension.
@@ -319,7 +319,7 @@ def step(inner: str, disable_passes: tuple[str, ...] = (), **options) -> list[to
 @pytest.mark.parametrize("recipe", PLAIN)
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_same_bits(recipe, keep) -> None:
-    """As without the passes; whatever is saved, and whatever is made again."""
+    """The same bits as without the passes, whatever is saved and whatever is recomputed."""
     options = {"recipe": recipe, "keep_packed": keep, "recompute_weights": keep}
     swizzled = step("eager", **options)
     plain = step("eager", ("swizzle_scales", "swizzle_saved_scales"), **options)

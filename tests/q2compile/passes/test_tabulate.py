@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of sines and cosines: which are put into memory, and what Inductor makes of it."""
+"""Tables of sines and cosines: which of them are stored, and Inductor's code for them."""
 
 from __future__ import annotations
 

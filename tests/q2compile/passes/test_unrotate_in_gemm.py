@@ -31,7 +31,7 @@ def kernels(monkeypatch) -> dict[str, str]:
 
 
 def dgrad(dy, codes, *_, bias=None, back=lambda y, mask: q2.masked_unrotate(y, mask, "h32")):
-    """Of an operand of 40 rows that are 64 of another, whose mask is made of its codes."""
+    """dgrad with a second operand of 64 rows: those of dy, repeated. ``codes`` are the mask."""
     seed = q2.seed(dy, 0)
     a = q2.quantize(
         dy, scheme=SCHEME, transform="rht32", rowwise=True, columnwise=False, rowwise_seed=seed

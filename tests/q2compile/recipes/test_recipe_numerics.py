@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for a linear layer under each recipe: scaling, bias, what a permutation changes."""
+"""Properties of a linear layer under each recipe: scaling, bias, the effect of a permutation."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe is data: its three GEMMs as text, what an option can change, what is refused."""
+"""A recipe is data: its three GEMMs as text, options that change it, and changes that
+are rejected."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said without a dump or a report: the log and torch's trace."""
+"""Output without a dump or a report: the log and torch's trace."""
 
 import logging
 import subprocess

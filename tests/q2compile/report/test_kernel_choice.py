@@ -13,8 +13,8 @@ from q2compile.report.kernel_choice import kernels_used
 
 @pytest.mark.parametrize("shape", [(64, 32, 48), (2, 64, 32, 48)])
 def test_a_checkpoint_around_the_compilation_does_not_see_it(shape) -> None:
-    """An eager checkpoint's hooks count the tensors that its region saves, and compute the region
-    again for one that is asked for: of fake tensors while a layer inside of it is compiled."""
+    """The hooks of an eager checkpoint count the tensors that its region saves, and recompute the
+    region if one is read. While a layer inside is compiled, they must not see its fake tensors."""
 
     def hook(x):
         raise AssertionError("a tensor of the dry run was given to the caller's hooks")

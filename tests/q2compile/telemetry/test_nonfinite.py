@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A NaN or Inf is found where it appeared first: module, GEMM, operand and step, though that step
-was not a recorded one, and nothing is run again."""
+"""A NaN or Inf is found where it first appeared: module, GEMM, operand and step, although that step
+was not recorded, and without a second run."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_whatever_the_recipe(recipe, tmp_path):
     with pytest.warns(TelemetryWarning):
         (event,) = events(tmp_path)
     assert event["step"] == 2 and event["module"] == "layers.1.down"
-    # What NaN of y makes of the loss comes back as dy, before the weight.
+    # A NaN in y makes the loss NaN, and returns as dy before the weight is read.
     assert (event["gemm"], event["operand"]) == {
         "mxfp4": ("dgrad", "dy"),
     }.get(recipe, ("fprop", "w"))

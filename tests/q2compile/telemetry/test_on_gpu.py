@@ -78,7 +78,7 @@ def test_no_bit_changes(recipe, mode, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_replays_record_what_they_compute(mode, tmp_path):
-    """Each time the numbers of that step: the weight grows from record to record."""
+    """Each replay records its own step: the weight grows from record to record."""
     model, step = training(tmp_path, mode)
     for _ in range(17):
         step()

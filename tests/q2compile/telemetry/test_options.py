@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the option takes, and what it refuses."""
+"""The option `telemetry`: values that it accepts and rejects."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is recorded, when, and that it changes nothing."""
+"""Which values are recorded, when, and that recording changes no result."""
 
 import csv
 import json
@@ -67,7 +67,7 @@ class OfAllRecipes(nn.Module):
     ("inner", "dtype"), [("eager", torch.float32), ("inductor", torch.bfloat16)]
 )
 def test_no_bit_changes(inner, dtype, tmp_path):
-    """Of losses and gradients, in recorded steps and in others, whatever the recipe."""
+    """Losses and gradients are equal in recorded steps and in others, for every recipe."""
     policy = {name: name for name in QUANTIZING}
     seen = []
     for folder in (None, tmp_path):
@@ -84,7 +84,7 @@ def test_no_bit_changes(inner, dtype, tmp_path):
 
 
 def test_numbers_are_those_of_quantize(tmp_path):
-    """x and w of fprop, with the very numbers; their error as q2compile.quantize makes it."""
+    """x and w of fprop are recorded exactly; their errors are those of q2compile.quantize."""
     model = new_model(blocks=1, dtype=torch.bfloat16)
     x = batch(0, model)
     train(model, compiled(model, tmp_path, every=10), steps=1)
@@ -211,9 +211,9 @@ def test_inference_records_nothing_and_counts_nothing(tmp_path):
 
 @pytest.mark.parametrize("where", ["inside", "outside", "reentrant"])
 def test_under_checkpointing(where, tmp_path):
-    """Of the graph, or around a compiled block, whose forward is then called again; of the
-    reentrant kind only the second call has gradients, and no module around the block is in sight.
-    """
+    """Checkpoints in the graph, or around a compiled block, whose forward is then called again.
+    With reentrant checkpoints only the second call has gradients, and the modules around the block
+    are unknown."""
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -245,7 +245,7 @@ def test_under_checkpointing(where, tmp_path):
 
 
 def test_blocks_that_share_a_graph_are_told_apart(tmp_path):
-    """By name, forward and backward, and with their own numbers."""
+    """The layers have their own names and values, in forward and backward."""
     model = new_model()
     with torch.no_grad():
         model.layers[1].up.weight.mul_(8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small training loop with telemetry, and what it recorded."""
+"""A small training loop with telemetry, and its records."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `explain` and `compare` run is afterwards what it was."""
+"""`explain` and `compare` leave the model as it was."""
 
 import pytest
 import torch

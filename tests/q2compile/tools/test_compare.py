@@ -75,8 +75,7 @@ def test_each_gemms_error_is_that_of_the_op_on_the_operands_of_the_run_in_bf16()
     assert found.fprop == pytest.approx(relative(y, exact), rel=1e-5)
     (dy,) = torch.autograd.grad(F.softplus(3 * model.norm(exact)).mean(), exact)
     dx, dw = torch.autograd.grad(y, (h, w), dy)
-    # Other random bits than those that compare threw: the errors of so many numbers agree to a few
-    # %.
+    # compare drew other random bits; the errors of so many elements agree to a few %.
     assert found.dgrad == pytest.approx(relative(dx, dy @ w), rel=0.1)
     assert found.wgrad == pytest.approx(relative(dw, dy.t() @ h), rel=0.1)
 
@@ -152,7 +151,7 @@ def test_with_an_optimizer_both_losses_are_those_of_training():
 
 
 def test_a_module_that_does_nothing_to_the_gradient_comes_last():
-    """Of up dgrad alone is quantized, and nobody needs the gradient of the batch."""
+    """Only dgrad of `up` is quantized, and the gradient of the batch is not needed."""
     policy = {"up": {"fprop": "bf16", "wgrad": "bf16"}}
     comparison = q2compile.compare(net(), batches(), options={"policy": policy})
     worst, best = comparison.ranked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which torch versions are supported, and what a user of another is told."""
+"""Which torch versions are supported, and the warning for others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def warnings_of(monkeypatch, version):
-    """What two compilations under this version of torch warn of."""
+    """The warnings of two compilations under this version of torch."""
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     tested_versions._warn_if_untested.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
@@ -37,7 +37,7 @@ def warnings_of(monkeypatch, version):
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.16.0.dev20261122+cu130", "3.0.0a0"])
 def test_an_untested_torch_is_named_once_and_runs(monkeypatch, version):
-    """What was tested, what came, what to report."""
+    """The warning names the tested versions, this version, and what to report."""
     (text,) = warnings_of(monkeypatch, version)
     oldest, newest = TESTED
     assert f"tested with torch {oldest} to {newest}, and this is {version}." in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a weight, and when it is made again: never stale."""
+"""Cached codes of weights: when they are reused, and when they are computed anew. Never stale."""
 
 import gc
 
@@ -35,8 +35,8 @@ class Counting:
 
 
 def is_made_again(w, change, training=False):
-    """Whether codes made before ``change()`` are made again after it: by calls that a backward pass
-    can follow, or by others."""
+    """Whether ``change()`` makes cached codes stale: for calls with a backward pass, or
+    for others."""
     q2compile.forget_weights()
     make = Counting()
     with torch.set_grad_enabled(training):
@@ -162,7 +162,7 @@ def test_an_optimizer_that_comes_later_is_seen():
 
 
 def test_only_optimizers_that_hold_the_weight_get_a_hook():
-    """And only while its codes are kept."""
+    """The hook exists only while the codes are cached."""
     w, other = weight(), weight()
     own, others = step_of_fused(w), step_of_fused(other)
     optimizer_steps.look_up_optimizers()

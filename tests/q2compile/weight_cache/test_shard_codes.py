@@ -153,7 +153,7 @@ def test_shards_far_apart(operand: str) -> None:
 
 
 def test_a_scale_changed_afterwards_would_be_another() -> None:
-    """What the test above would not see, if no such value was among its blocks."""
+    """The case that the test above depends on: its blocks do contain such a value."""
     operand, changed = "nvfp4_pow2", 0
     for step in range(200):
         w = torch.zeros(2, 32)

@@ -94,7 +94,8 @@ def test_under_inductor_too():
     losses, _ = train(plain, False, inner="inductor")
     with counted() as making:
         cached_losses, _ = train(cached, True, inner="inductor")
-    # Inductor compiles the cast and the quantization of a weight together, here or in the graph.
+    # Inductor compiles the cast and the quantization of a weight into one kernel, here or in the
+    # graph.
     assert all(map(torch.equal, losses, cached_losses))
     assert making.calls == 2 * 2
 
@@ -308,8 +309,8 @@ def test_a_captured_quantization_is_part_of_the_capture():
     reason="before torch 2.13 no compiled model can be called while another thread compiles",
 )
 def test_threads_go_on_while_codes_are_compiled(monkeypatch):
-    """FX notes for all threads that it traces, and what Dynamo compiled refuses to be traced, but
-    in a compilation of Dynamo's. Here the other thread comes in the middle of the trace."""
+    """FX notes which code is traced for all threads, and code that Dynamo compiled raises an error
+    if it is traced outside a compilation. Here the other thread runs during the trace."""
     x = torch.randn(32, 64)
     others = quantized(Mlp(), inner="eager")
     expected, met, plain = others(x), [], Form.graph
@@ -338,8 +339,8 @@ def test_threads_go_on_while_codes_are_compiled(monkeypatch):
 
 
 def test_codes_are_compiled_with_their_graph():
-    """Not at the first call, where Dynamo compiles no more: see the test above. Once for each form
-    and shape."""
+    """Codes are not compiled at the first call, when Dynamo compiles no longer: see the test above.
+    Once for each form and shape."""
     compiled = []
 
     def compile_form(gm, inputs):
@@ -354,7 +355,8 @@ def test_codes_are_compiled_with_their_graph():
 
 
 def test_weights_of_symbolic_sizes_are_quantized_in_the_graph():
-    """Codes are compiled for a size; Dynamo can be told to make symbols of parameters' sizes."""
+    """Codes are compiled for fixed sizes; Dynamo can be set to make sizes of parameters
+    symbolic."""
     x = torch.randn(32, 64)
     with torch._dynamo.config.patch(force_parameter_static_shapes=False), counted() as making:
         compiled = quantized(F.linear, cache_weights=True, inner="eager")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels' branch for Blackwell on a GPU of another architecture, with software in the place of
 its FP4 conversions: numbers that keep their signs, swizzled scales, batched and grouped launches.
-Small operands are held to the reference, large ones to the branch that the GPU has by itself.
+Small operands are compared with the reference, large ones with the GPU's own branch.
 
-Of one test on a CPU the machine is the interpreter of PTX. For races on a GPU:
+One test on a CPU runs in the PTX interpreter. For races on a GPU:
 
     compute-sanitizer --tool racecheck python -m pytest -q -m gpu -k small \\
         tests/runtime_kernels/cuda/test_blackwell_branch.py
@@ -55,7 +55,7 @@ def on_device(call: QuantizerCall, device: str) -> QuantizerCall:
 
 
 def every_call(x: torch.Tensor) -> Iterator[QuantizerCall]:
-    """Of x, on its device, for the schemes and forms above."""
+    """Quantizer calls of x, on its device, with the schemes and forms above."""
     seeds = [seed.to(x.device) for seed in SEEDS]
     amax = q2.amax(x)
     for scheme, transform in BOTH:
@@ -109,7 +109,7 @@ def test_small_operands(dtype, with_fp8) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 4096), (4100, 14336)])
 def test_large_operands(shape, with_fp8) -> None:
-    """Against the GPU's own branch: thread blocks loop over tiles."""
+    """Compared with the GPU's own branch. Thread blocks loop over tiles."""
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shape, generator=generator, device="cuda")
     x *= torch.exp(2 * torch.randn((1, shape[1]), generator=generator, device="cuda"))
@@ -122,7 +122,7 @@ def test_large_operands(shape, with_fp8) -> None:
 
 @pytest.mark.gpu
 def test_small_batched_launches(with_fp8) -> None:
-    """Of operands of different sizes, in one launch for the codes and one for the scales."""
+    """Operands of different sizes, in one launch for the codes and one for the scales."""
     seed = SEEDS[0].cuda()
     made: dict[str, list[QuantizerCall]] = {"forward": [], "requantize": []}
     for rows, cols in ((700, 520), (3, 64), (130, 200)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls: what they say of their outputs, and what is refused before anything is launched. That they
-launch the right thing is shown in test_cuda_emulated.py, and in tests/lowering/test_launches.py."""
+"""Calls: the outputs that they declare, and errors before a launch. test_cuda_emulated.py and
+tests/lowering/test_launches.py show that they launch the right kernels."""
 
 from __future__ import annotations
 

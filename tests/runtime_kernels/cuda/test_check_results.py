@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine checks a kernel once: the result is kept on disk, whichever it is."""
+"""A machine checks a kernel once. The result, passed or failed, is stored on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_a_gpu(monkeypatch, tmp_path) -> None:
 
 
 def of_a_new_process(monkeypatch, request=REQUEST, answer=None) -> tuple[str | None, bool]:
-    """What is said of a kernel, and whether the check ran."""
+    """The state of a kernel in a new process, and whether the check ran."""
     ran = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *what: ran.append(what) or answer)
     monkeypatch.setattr(checks, "_RESULTS", {})

@@ -42,8 +42,8 @@ COLUMNS_ALONE = [
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("scheme, transform", COLUMNS_ALONE)
 def test_columns_alone_rotated(scheme, transform) -> None:
-    """What two calls make, from one read: of whole vectors, of rows that begin anywhere, of rows in
-    columns, of fp32; and by groups of rows."""
+    """One read gives the results of two calls: for whole vectors, rows at any address, a transposed
+    x, fp32, and groups of rows."""
     how = (*SEEDS, scheme, transform, 3)
     row, column = (SEEDS[0], scheme, "none", False, 3), (SEEDS[1], scheme, transform, True, 3)
     dtype = torch.float16 if get_scheme(scheme).swizzled else torch.float32

@@ -59,8 +59,8 @@ def test_rht_quantize_both(shape) -> None:
 @pytest.mark.parametrize("room", [100 * 1024])
 @pytest.mark.parametrize("architecture", [AMPERE, BLACKWELL])
 def test_one_tile_at_a_time() -> None:
-    """On 8.6, 8.9 and 12.x: several tiles for each thread block, in parts and whole, by all
-    directions; of elements, and of codes, which come into shared memory by registers."""
+    """On 8.6, 8.9 and 12.x: several tiles for each thread block, partial and whole, rowwise and
+    columnwise; of elements, and of codes, which reach shared memory through registers."""
     x = matrix(300, 700)
     assert_agrees(calls.both(x, *SEEDS, POW2, "rht128", 0))
     assert_agrees(calls.one(x, SEEDS[0], "nvfp4_sr", "rht16", True, 0))
@@ -223,8 +223,8 @@ def test_quantize(scheme) -> None:
 
 
 def next_to_the_grid() -> torch.Tensor:
-    """fp32 [12, 64]: grid points and midpoints, and the numbers up to 8 ulp from them; block scales
-    are 1, from one 6 a block."""
+    """fp32 [12, 64]: grid points, midpoints, and values up to 8 ulp from them. One 6 in each block
+    makes its scale 1."""
     points = torch.tensor([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0])
     steps = torch.tensor([-8, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 8])
     x = (points.view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
@@ -275,8 +275,8 @@ SWIZZLING = [
     *(("mxfp4_sr", "rht64"), ("mxfp4_rtn34", "rht32"), ("mxfp4_rtn", "none")),
     ("mxfp4_rceil", "h32"),
 ]
-# Rows and columns: parts of the last tile of scales in both directions; an odd number of tiles of
-# columns for a kernel that goes 64 at a time; 3, 13 and 33 blocks a row.
+# Rows and columns: parts of the last tile of scales rowwise and columnwise; an odd number of tiles
+# of columns for a kernel that takes 64 at a time; 3, 13 and 33 blocks per row.
 RAGGED = [(130, 200), (33, 517), (257, 40), (1, 1)]
 
 
@@ -349,7 +349,7 @@ def test_requantize_with_swizzled_scales(source, scheme, transform) -> None:
 
 
 def test_padding_is_zero_where_a_source_has_more_columns() -> None:
-    """Of the source's columns only the first `rows` become rows of the result."""
+    """Only the first `rows` columns of the source become rows of the result."""
     packed = calls.plain(matrix(130, 200), None, None, "nvfp4_46_pow2")()
     args = (*packed, SEEDS[0], "nvfp4_46_pow2", "nvfp4_sr_pow2" + SWIZZLED, "rht16", 72, 1)
     got = calls.launched(calls.again(*args))
@@ -359,7 +359,7 @@ def test_padding_is_zero_where_a_source_has_more_columns() -> None:
 @pytest.mark.parametrize("hw_fp4", [False, True])
 @pytest.mark.parametrize("scheme", ["mxfp4_quest", "mxfp4_quest" + SWIZZLED])
 def test_quantize_masked(scheme, hw_fp4) -> None:
-    """Of numbers that clip, of zeros, of blocks down to 2^-96."""
+    """Values that clip, zeros, and blocks down to 2^-96."""
     tiny = matrix(64, 128, torch.float32) * torch.logspace(-27, -3, 128)
     for x in (matrix(130, 200), matrix(33, 517), matrix(200, 130).t(), tiny):
         assert_agrees(calls.masked(x, scheme, "h32"))
@@ -456,8 +456,8 @@ def convert(name: str, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def test_to_e4m3_by_arithmetic() -> None:
-    """All numbers with a mantissa of 7 bits, among them every tie (e4m3 has 3 bits), and their
-    neighbors. What PTX says of the instruction is torch's cast of what has been clamped."""
+    """All values with a mantissa of 7 bits, among them every tie (e4m3 has 3 bits), and their
+    neighbors. By the PTX manual the instruction equals torch's cast of the clamped value."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     x = torch.cat([upper + step for step in (0, 1, 2**15, 2**16 - 1)]).view(torch.float32)
     got = convert("to_e4m3", x, x.numel() // 4).view(torch.uint8)

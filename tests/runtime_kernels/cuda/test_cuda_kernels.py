@@ -322,7 +322,7 @@ def test_a_captured_graph_draws_new_random_bits() -> None:
 
 
 def test_runs_on_the_current_stream() -> None:
-    """On a side stream behind a long product: a kernel on another stream would read zeros."""
+    """On a side stream behind a long product. A kernel on another stream would read zeros."""
     x, seed = matrix((300, 200), torch.bfloat16), SEEDS[0].cuda()
     late, big = torch.zeros_like(x, device="cuda"), torch.randn(8192, 8192, device="cuda")
     filled = x.cuda()
@@ -339,7 +339,7 @@ def test_runs_on_the_current_stream() -> None:
 
 def test_first_use_inside_a_capture_says_what_to_do() -> None:
     fresh = launch.launch("swizzle_scales.cu", "PPiiiii", 256, defines={"Q2_UNUSED": 1})
-    # Thrown inside the capture, which then ends in an error of its own.
+    # Raised inside the capture, which then ends in an error of its own.
     with (
         pytest.raises(launch.LaunchError, match="run the model once"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
@@ -458,7 +458,8 @@ def test_loops_agree(scheme) -> None:
 
 
 def test_a_self_check_waits_for_nobody_and_changes_nothing() -> None:
-    """On a stream of its own, with a default device and type, autocast and modes of the caller."""
+    """It runs on a stream of its own, and is independent of the caller's default device and dtype,
+    autocast and modes."""
     state = torch.cuda.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:

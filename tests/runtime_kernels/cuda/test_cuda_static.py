@@ -297,7 +297,7 @@ def test_other_roundings_are_left_to_other_kernels(scheme, reason) -> None:
 
 
 def loaded_by(monkeypatch, op: str, args: Sequence[Any]) -> list[Launch]:
-    """What warm_up loads for fake arguments, as if their device were there."""
+    """The launches that warm_up loads for fake arguments, as if their device were present."""
     loaded: list[Launch] = []
     monkeypatch.setattr(Launch, "warm_up", lambda launch, index: loaded.append(launch))
     for module in (quantizers, dequantize, cublaslt_fp4, cuda_bf16, triton_fp4):

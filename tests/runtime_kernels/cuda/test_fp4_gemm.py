@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GEMM on fp4 tensor cores without a Blackwell: what surrounds cuBLASLt's product, what
-cuBLASLt is told, and who is asked on which GPU. On a GPU, the same calls of cuBLASLt with fp8."""
+"""The GEMM on fp4 tensor cores without a Blackwell: the code around cuBLASLt's product, cuBLASLt's
+arguments, and the order of kernels on each GPU. On a GPU, the same calls of cuBLASLt with fp8."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_nothing_to_multiply(kernel, shape):
 
 @pytest.mark.parametrize("scheme", [SCHEME, "mxfp4_sr"])
 def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
-    """Of operands whose scales are swizzled already."""
+    """The operands have swizzled scales."""
     read = []
 
     def dequantize(codes, scales, global_scale, scheme, cols, dtype):
@@ -312,8 +312,8 @@ def test_without_cublaslt_the_reason_is_told(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bias", [(BF16, None), (BF16, BF16), (FP16, FP16), (FP32, None)])
 def test_cublaslt_multiplies_fp8(dtype, bias):
-    """With other numbers for the type and the scales, these are the calls that multiply fp4: alpha
-    of a power of two and not, on the device, before the bias; several shapes and streams."""
+    """With another dtype and other scales, these calls multiply fp4: alpha a power of two or not,
+    on the device, before the bias; several shapes and streams."""
     for m, n, k in ((1, 16, 64), (130, 208, 288), (256, 512, 1024)):
         a, b = (torch.randn(r, k, device="cuda").to(torch.float8_e4m3fn) for r in (m, n))
         scale = torch.tensor(0.5, device="cuda"), torch.tensor(4.0, device="cuda")
@@ -400,8 +400,8 @@ CAPABILITIES = [(10, 0), (10, 3), (12, 0), (12, 1), (9, 0), (8, 9), (10, 1), (11
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
 def test_order(gpu, monkeypatch, capability, triton, format_, op):
-    """mxfp4 and groups never go to cuBLASLt; GPUs that nobody knows get bf16, never the reference.
-    Triton's is where tl.dot_scaled multiplies codes."""
+    """mxfp4 and groups never use cuBLASLt. Unknown GPUs get bf16, never the reference. Triton's
+    kernel is used where tl.dot_scaled multiplies codes."""
     gpu(capability)
     monkeypatch.setattr(triton_fp4, "triton_version", lambda: triton)
     monkeypatch.setattr("q2compile.runtime_kernels.cuda.selfcheck.disagreement", lambda *a: None)

@@ -91,7 +91,7 @@ def test_other_schemes(scheme, transform) -> None:
     ],
 )
 def test_rows_of_no_group_are_zeros_without_a_sign(scheme, transform) -> None:
-    """Of a rotation of zeros one of twenty or so would be negative, whatever the seed."""
+    """The rotation of zeros would give about one negative zero in twenty, for any seed."""
     rows, groups = routed("one group")
     for seed in range(4):
         args = (matrix(rows, 40), *groups, torch.tensor(seed), scheme, transform, 3)

@@ -128,7 +128,7 @@ def _named(member: tuple) -> tuple[str, tuple]:
 
 @pytest.mark.parametrize("scheme", [EDEN, EDEN + SWIZZLED, SR + SWIZZLED, "mxfp4_sr"])
 def test_the_bits_are_those_of_the_calls_apart(scheme, emulated) -> None:
-    """And of those with four sides, of which the largest is not the first."""
+    """Also for calls with four operands, of which the largest is not the first."""
     members = [again(scheme), both(scheme)]
     assert_same_bits(run(members), apart(members))
     members = [again(scheme), again(scheme), both(scheme, "rht128", 33, 517)]
@@ -152,7 +152,7 @@ ALIKE = {
     "mx": [again_mx("mxfp4_rtn34", *size) for size in SIZES],
     "groups": [grouped(EDEN, *size) for size in SIZES],
 }
-# Of schemes of the backward: numbers leave, or codes with scales for the tensor cores.
+# Schemes of the backward write dequantized operands, or codes with scales for the tensor cores.
 SUFFIXES = {"sm_90a": DEQUANTIZED, "sm_100a": SWIZZLED}
 
 
@@ -183,7 +183,7 @@ def test_equal_launches_are_one(name, emulated, request) -> None:
 
 
 def test_other_launches_stay(emulated) -> None:
-    """Of another kernel, in the order of the calls; and of operands that are large."""
+    """Calls of another kernel, in the order of the calls; and calls with large operands."""
     members = [both(EDEN), again(EDEN), again(EDEN, 300, 520)]
     steps = grouped_plan([op.plan(*args) for op, args in members]).steps
     assert [step.grid[1] for step in steps] == [1, 2, 4]
@@ -228,7 +228,8 @@ def test_scales_of_inductor_s_loops(emulated) -> None:
 
 @pytest.mark.parametrize("scheme", [EDEN + SWIZZLED, "nvfp4_ms_eden", "mxfp4_rtn34"])
 def test_products_of_global_scales(scheme, emulated) -> None:
-    """Of two made here, of one with one that is known, of either direction."""
+    """Products of two scales that are computed here, or of one and a known scale, for either
+    operand."""
     members = [both(scheme), again(scheme)]
     other = torch.tensor(0.3)
     products = [Product((0, 2), (1, 2)), Product((0, 5), 0)]
@@ -272,7 +273,8 @@ def site_of(call: QuantizerCall, outputs: int) -> CallSite:
 
 
 class OnGpu:
-    """dy in both directions and a saved operand once more, by a site as generated code has it."""
+    """dy rowwise and columnwise and a saved operand requantized, by a call site as in generated
+    code."""
 
     def __init__(self, rows: int, scheme: str = EDEN + SWIZZLED) -> None:
         self.scheme, self.rows = scheme, rows
@@ -335,7 +337,7 @@ class OnGpu:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 130, 5000])
 def test_on_a_gpu(rows) -> None:
-    """The same site again and again, with other numbers."""
+    """The same call site repeatedly, with other operands."""
     on_gpu = OnGpu(rows)
     for number in range(4):
         on_gpu.change(number)

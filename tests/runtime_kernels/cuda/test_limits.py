@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPU gets what: known ones, later ones of a known family, unknown ones, with old and new
-NVRTC and Triton. What is emulated is said once, with the reason."""
+NVRTC and Triton. Emulation is reported once, with the reason."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.support.pretended_gpu import forget, on_gpu
 
 CUDA_12_8, CUDA_12_9, CUDA_13 = (12, 8), (12, 9), (13, 0)
 TARGETS = [
-    # What the families are for.
+    # Later GPUs of a family use the family's target.
     *[((10, 0), v, "sm_100f") for v in (CUDA_12_9, CUDA_13)],
     *[((10, 3), v, "sm_100f") for v in (CUDA_12_9, CUDA_13)],
     *[((10, 7), v, "sm_100f") for v in (CUDA_12_9, CUDA_13)],
     *[(c, CUDA_13, "sm_120f") for c in ((12, 0), (12, 1), (12, 2), (12, 9))],
     ((11, 0), CUDA_13, "sm_110f"),
-    # An NVRTC that knows no families: that of the GPU, else PTX without fp4 conversions.
+    # An NVRTC without families: the GPU's own target, else PTX without fp4 conversions.
     *[((10, 0), CUDA_12_8, "sm_100a"), ((12, 0), CUDA_12_8, "sm_120a")],
     *[((10, 3), CUDA_12_8, "compute_100"), ((12, 1), CUDA_12_8, "compute_120")],
     *[((11, 0), CUDA_12_9, "compute_100"), ((10, 0), (12, 6), "compute_90")],
-    # GPUs without fp4 tensor cores, and ones that nobody knows.
+    # GPUs without fp4 tensor cores, and unknown ones.
     *[((7, 5), CUDA_13, None), ((8, 8), CUDA_13, "compute_80"), ((9, 1), CUDA_13, "compute_90")],
     *[((9, 0), v, "sm_90a") for v in (CUDA_12_8, CUDA_13)],
     *[((10, 1), CUDA_13, "compute_100"), ((13, 0), CUDA_13, "compute_120")],
@@ -47,7 +47,8 @@ def test_what_is_compiled_for_each(capability, version, target) -> None:
 
 
 def test_ptx_only_where_the_driver_reads_it() -> None:
-    """Of a later NVRTC it reads none; machine code of one generation runs on its later GPUs."""
+    """A driver reads no PTX of a later NVRTC. Machine code of one generation runs on its later
+    GPUs."""
     newer = (13, 2)
     assert limits.target((8, 8), newer, CUDA_13).name == "sm_80"
     assert limits.target((8, 8), newer, newer).name == "compute_80"
@@ -95,7 +96,7 @@ def test_later_gpus_of_a_family_have_all_kernels_after_their_checks(gpu, monkeyp
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (10, 7)])
 @pytest.mark.parametrize("version", [CUDA_12_8, CUDA_12_9, CUDA_13])
 def test_no_gpu_of_a_family_is_left_with_references(gpu, monkeypatch, capability, version):
-    """NVRTC 12.8 knows two of them; the quantizers of the others round by arithmetic."""
+    """NVRTC 12.8 has two targets of them; the quantizers of other GPUs round by arithmetic."""
     gpu(capability)
     monkeypatch.setattr(nvrtc, "version", lambda: version)
     forget()
@@ -160,7 +161,7 @@ def test_a_disabled_kernel_is_a_reason(gpu, monkeypatch) -> None:
 
 
 def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
-    """Of two GPUs alike once; those of a CPU say nothing."""
+    """Two equal GPUs are reported once; a CPU is not reported."""
     gpu((9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -134,8 +134,7 @@ def test_requantize_by_scales(source, value) -> None:
     ],
 )
 def test_groups(scheme, transform) -> None:
-    """Of groups that are filled with copies, too, and rows of no group, whose poison is along rows
-    alone."""
+    """Groups that are filled with copies, too. Rows of no group are poisoned rowwise only."""
     offs = torch.tensor([3, 20, 20, 170, 230, 290], dtype=torch.int32)
     groups = offs, q2.padded_ends(offs)
     for value in VALUES:

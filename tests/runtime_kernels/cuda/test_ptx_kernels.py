@@ -45,7 +45,7 @@ BLACKWELL = "sm_100a"
 
 @pytest.fixture(autouse=True)
 def one_thread_block(monkeypatch) -> None:
-    """Of each kernel that loops over tiles."""
+    """One thread block for each kernel that loops over tiles."""
     ptx.serve(monkeypatch, BLACKWELL)
     pretend_device(monkeypatch, room=228 * 1024, multiprocessors=1)
     shape = plan.thread_shape
@@ -150,7 +150,7 @@ def test_with_dbias(scheme, dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["requantize", "rowwise"])
 def test_batched_launches(kind) -> None:
-    """Of operands of different sizes; and one launch for the scales of all."""
+    """Operands of different sizes, and one launch for the scales of all."""
     members = []
     for rows, cols in ((140, 136), (3, 64)):
         packed = calls.plain(matrix(rows, cols), None, None, FORWARD)()

@@ -84,7 +84,7 @@ class Checked:
     def _reference(self, site: CallSite, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         args = site.arguments(given)
         names = dict(zip((name for name, _ in parameters(site.op)), args, strict=True))
-        # What kernels of Triton's write, of which there are but stubs.
+        # The outputs of Triton kernels, which are only stubs here.
         if site.op == SPLIT_SCALES:
             args[0].copy_(torch.linspace(0.5, 1.5, args[0].numel()).view(args[0].shape))
         if names.get("amax") is not None:

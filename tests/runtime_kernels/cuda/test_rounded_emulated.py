@@ -58,7 +58,7 @@ def test_shapes(shape) -> None:
 @pytest.mark.parametrize("room", [228 * 1024, 100 * 1024])
 @pytest.mark.parametrize("scheme", [EDEN + DEQUANTIZED, "nvfp4_sr_pow2", "nvfp4_sr"])
 def test_other_schemes(scheme) -> None:
-    """Of several tiles for each thread block, and where one alone has room."""
+    """With several tiles for each thread block, and where only one fits."""
     agree(matrix(300, 700), "nvfp4_pow2", scheme)
 
 

@@ -53,7 +53,8 @@ def normal() -> torch.Tensor:
 
 
 def operands(dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Of one magnitude each, of different magnitudes by rows, of hardly anything, and of zeros."""
+    """Operands of one magnitude; of another magnitude in each row; and of -0, with one element that
+    is tiny or 0."""
     x = normal()
     for exponent in EXPONENTS:
         yield (x * 2.0**exponent).to(dtype)
@@ -283,7 +284,7 @@ def test_inductor_kernels(scheme, transform, columnwise, monkeypatch) -> None:
             rng_offset=1,
         )
 
-    # A loop that has a block in it is long, and with vectors it would be several.
+    # The kernel of a block is long, and vectors would need several copies of it.
     settings = {"force_disable_caches": True, "cpp.simdlen": 1 if columnwise else None}
     with inductor_config.patch(settings):
         compiled = torch.compile(quantized)
@@ -365,7 +366,7 @@ def test_a_flush_is_seen(scheme, interpreted, monkeypatch) -> None:
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Of float32, or two in 64 bits."""
+    """Flushes float32 values, or pairs of them in 64 bits."""
     return flushed(x.view(np.float32)).view(x.dtype)
 
 

@@ -185,8 +185,8 @@ def test_which_tile(major, multiprocessors) -> None:
 @pytest.mark.parametrize("by", ["rows_in_groups", "contraction_in_groups"])
 @pytest.mark.parametrize("capability, tile, block", CASES)
 def test_grouped_cross_compiled(capability, tile, block, by) -> None:
-    """As above. Scales lie plain, 4 to 16 of them together, and are copied ahead, too: nothing in
-    the loop waits for memory. (12.x reads e8m0 scales, 4 a row, past shared memory.)"""
+    """As above. Scales are plain, 4 to 16 of them adjacent, and are also copied ahead, so nothing
+    in the loop waits for memory. (12.x reads e8m0 scales, 4 per row, without shared memory.)"""
     kernel = compiled_grouped(capability, tile, block, by)
     code = disassemble.disassemble(kernel.asm["cubin"])
     assert code.count(INSTRUCTIONS[capability[0], block])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in training is what was checked: thread blocks with several tiles, and the algorithms
-of large GEMMs. Faults that small self-checks do not see are found, and training has the right
-numbers."""
+"""Self-checks cover what training runs: thread blocks with several tiles, and the algorithms of
+large GEMMs. Faults that small self-checks would miss are found, and training's results are
+right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SCHEME = "nvfp4_46_pow2"
 
 
 def emulated_disagreement(monkeypatch, run) -> str | None:
-    """Of a quantizer, launched by `run` on a device with more multiprocessors than tiles."""
+    """The difference of a quantizer, launched by `run` on a device with more multiprocessors than
+    tiles."""
     emulation.serve(monkeypatch, "sm_90a", run)
 
     def poisoned(size, stride, dtype):
@@ -58,7 +59,7 @@ TILES = 28  # where their number is among the parameters of rotate_quantize.cu
 
 
 def test_wrong_bits_in_the_second_tile_are_found(monkeypatch) -> None:
-    """Of a thread block: with one tile for each there is nothing wrong."""
+    """The second tile of a thread block. With one tile for each the results are right."""
     grids = []
 
     def run(launched, architecture, grid, *values):
@@ -116,7 +117,7 @@ SCHEMES = [
 @pytest.mark.parametrize("schemes", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_right_products_pass(schemes, dtype) -> None:
-    """Of any scheme, with and without a bias; rows of zeros, and what is not finite."""
+    """Every scheme, with and without a bias, with rows of zeros and of NaN or Inf."""
     a, b = factors(300, 600, 192, schemes)
     a.codes[10:200] = 0
     for i, bias in enumerate((None, torch.randn(600).to(dtype))):
@@ -191,7 +192,7 @@ def test_nothing_is_compared_in_a_cuda_graph_capture(monkeypatch, capturing) -> 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wrong) -> None:
     """cuBLASLt's kernel on a CPU, whose algorithm for large products is wrong in one tile. It runs
-    once, and no more after that, nor in the next process."""
+    once, then neither in this process nor in the next."""
     ran = []
 
     def operand(codes, scales, rows):

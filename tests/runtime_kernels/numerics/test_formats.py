@@ -85,8 +85,8 @@ def test_stochastic_rounding_leaves_grid_points_alone():
     "x", [2.0**-24, 0.3, 0.49999997, 0.5 + 2.0**-22, 0.9999999, 1.2, 1.9999999, 2.7, 3.1, 5.3, 5.99]
 )
 def test_e2m1_stochastic_is_unbiased_over_all_its_random_bits(x):
-    """The mean is x within the 2^-23 of a step that a fraction of 22 bits leaves; from 1 on, where
-    an fp32 has no more bits, it is x."""
+    """The mean is x, within 2^-23 of a step, since a fraction has 22 bits. From 1 on an fp32 has no
+    more bits, and the mean is exactly x."""
     x = torch.tensor(x).float()
     below, above = neighbors(x, E2M1)
     for sign in (1, -1):

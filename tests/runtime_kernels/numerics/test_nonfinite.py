@@ -98,7 +98,7 @@ def test_requantize(source, scheme, transform) -> None:
 @pytest.mark.parametrize("scheme", ["nvfp4_ms_eden_pow2", "nvfp4_ms_eden", "nvfp4_sr", "mxfp4_sr"])
 @pytest.mark.parametrize("transform", ["none", "rht128"])
 def test_groups_keep_their_poison(scheme, transform) -> None:
-    """Of groups of 10, 0, 130 and 33 rows the third has an Inf."""
+    """The third of the groups of 10, 0, 130 and 33 rows has an Inf."""
     x, offs = matrix(180, 64), torch.tensor([10, 10, 140, 173], dtype=torch.int32)
     ends = padded_ends(offs)
     bad = x.clone()

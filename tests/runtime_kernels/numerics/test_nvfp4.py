@@ -54,7 +54,7 @@ def test_scales_of_the_exact_rule(name):
 
 @pytest.mark.parametrize("name", ["nvfp4_46", "nvfp4_46_pow2", "nvfp4_46_mae", "nvfp4_16x16_46"])
 def test_four_over_six_keeps_the_better_scale(name):
-    """Both candidates by their definition in float64; the kept one has the smaller error."""
+    """Both candidates by their definition in float64; the chosen one has the smaller error."""
     x = torch.randn(64, 512)
     scheme = get_scheme(name)
     q = quantize(x, name)
@@ -114,7 +114,7 @@ def test_scale_search_in_a_tie_keeps_the_first_step():
 
 @pytest.mark.parametrize("name", ["nvfp4_search", "nvfp4_search_pow2"])
 def test_scale_search_stays_on_the_grid_of_scales(name):
-    """Zeros, the least normal fp32 and the largest scale have neighbors on one side alone."""
+    """Zeros, the smallest normal fp32 and the largest scale have a neighbor on one side only."""
     x = torch.zeros(4, 32)
     x[0, :16] = torch.linspace(0, 448 * 6, 16)
     x[1, :16] = torch.linspace(-1, 1, 16) * 6 * 2.0**-126
@@ -158,8 +158,8 @@ def test_ms_eden_projects_exactly_before_its_scales_are_rounded(monkeypatch):
     estimate = values * unrounded[0].double().unsqueeze(2) * g
     target = x.double().unflatten(1, (-1, 16))
     projection, norm = (target * estimate).sum(2), target.square().sum(2)
-    # Of 16 products each loses less than 2^-13, of a sum that is 30 at least: the largest element
-    # comes out above 5.5 times the scale.
+    # Each of the 16 products loses less than 2^-13, and their sum is at least 30: the largest
+    # element comes out above 5.5 times the scale.
     torch.testing.assert_close(projection, norm, rtol=16 * 2**-13 / 30, atol=0)
 
 

@@ -69,8 +69,8 @@ def test_two_elements_of_a_word_are_nearly_independent(first, second):
     covariance of both is at most 2^-17, since in all but 2^-16 of the cases a half of the word
     decides alone."""
     half = torch.arange(2**16)
-    # Of a word of halves (high, low): how many `low` pass, which is all below a threshold, and for
-    # the threshold itself depends on the other half.
+    # The number of values of `low` that pass, for a word (high, low). All values below a threshold
+    # pass; at the threshold it depends on the other half.
     whole, rest = first >> 6, first & 63
     passing_low = torch.where(half < whole, 2**16, torch.where(half == whole, rest << 10, 0))
     assert passing_low.sum() == first << 10  # uniform: first / 2^22 of 2^32

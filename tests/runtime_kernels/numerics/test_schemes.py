@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each scheme does to N(0,1): the papers' quadratic errors, bias, independent random bits."""
+"""Each scheme on N(0,1): the papers' quadratic errors, bias, independent random bits."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def test_quadratic_error_is_the_papers(scheme):
 
 @pytest.mark.parametrize("scheme", paper.BITS)
 def test_effective_bits_are_the_papers(scheme):
-    # A tensor's amax decides where the e4m3 scales fall: +-0.002 between draws of 2^21 numbers.
+    # A tensor's amax decides where the e4m3 scales fall: +-0.002 between draws of 2^21 elements.
     bits = -math.log2(measured_error(scheme)) / 2
     assert bits == pytest.approx(paper.BITS[scheme], abs=0.004)
 
@@ -70,7 +70,8 @@ def test_stochastic_rounding_is_unbiased(scheme):
 
 
 def test_4_6_makes_stochastic_rounding_biased():
-    """The candidate with the smaller error is kept, so a draw is not free: never in backward."""
+    """4/6 keeps the candidate with the smaller error, so its draws are biased: never in the
+    backward."""
     x = gaussian(16, 256)
     one, many = (error_of_mean("nvfp4_sr_46", draws, x) for draws in (4, 1024))
     assert one / many < 64

@@ -5,7 +5,7 @@ import torch
 
 from q2compile.runtime_kernels.numerics.seeds import seeds, signed
 
-# Of state 0, as Vigna's splitmix64.c prints them; `mix` leaves key 0 as it is.
+# Outputs from state 0, as Vigna's splitmix64.c prints them; `mix` leaves key 0 as it is.
 SPLIT_MIX = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
 ZERO = torch.zeros((), dtype=torch.int64)
 

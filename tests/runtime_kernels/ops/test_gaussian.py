@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schemes do to Gaussian data."""
+"""The errors of schemes on Gaussian data."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ def product(a, b, bias, dtype):
 
 
 def exact(a, b, bias):
-    """What the op computes, in float64, and the error that fp32 sums in any order may have."""
+    """The op's result in float64, and the largest error of fp32 sums in any order."""
     x, w = (q.dequantize(rotate_back=False).double() for q in (a, b))
     result = x @ w.t() + (0 if bias is None else bias.double())
     magnitude = x.abs() @ w.abs().t() + (0 if bias is None else bias.double().abs())

@@ -130,7 +130,7 @@ def test_extreme_groups(offs: list[int]) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_linear_without_rows(name: str) -> None:
-    """The loop's empty expert."""
+    """An expert without tokens, in a loop over experts."""
     x, w, bias = (torch.randn(s, requires_grad=True) for s in ((0, K), (N, K), (N,)))
     y = torch.ops.q2.linear(x, w, bias, *resolve(name).texts(), 0)
     dx, dw, dbias = torch.autograd.grad(y.sum(), (x, w, bias))
@@ -138,8 +138,8 @@ def test_a_linear_without_rows(name: str) -> None:
     assert dw.shape == (N, K) and not dw.any() and not dbias.any()
 
 
-# Tokens of a group: each way to fill a chunk and both sides of where it ends (numerics/groups.py),
-# whole chunks, and last chunks of each kind.
+# Tokens per group: each way to fill a chunk, both neighbors of its size (numerics/groups.py), whole
+# chunks, and last chunks of each kind.
 SIZES = [1, 2, 3, 5, 8, 9, 12, 16, 17, 32, 33, 64, 65, 128, 130, 137, 200]
 
 

@@ -80,7 +80,8 @@ def named(sums):
 
 
 def measured(x, scheme, options):
-    """The statistics, in fp64. What was rounded is recovered by rotating x as quantizing does."""
+    """The statistics, in fp64. The rounded operand is recovered by rotating x as the quantizer
+    does."""
     q = q2compile.quantize(x, scheme, **options)
     rounded = q.dequantize(torch.float64, rotate_back=False)
     exact = x.double().t() if q.transpose else x.double()
@@ -127,7 +128,8 @@ def test_outputs_and_statistics(op, suffix):
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_16x16_pow2", "mxfp4_rtn"])
 def test_of_a_large_tensor_a_sample(scheme):
-    """Whole groups of rows, spread over the tensor, and numbers close to those of all."""
+    """Whole groups of rows, spread over the tensor. The statistics are close to those
+    of all rows."""
     x = matrix(8192, 512)
     rows = sample_of(*x.shape).of(torch.arange(8192)).flatten()
     assert rows.numel() == SAMPLE // 512 and rows[0] == 0 and rows[-1] >= 8192 - 16 * GROUP
@@ -268,7 +270,7 @@ def test_constants_are_made_before_a_call_or_not_kept(monkeypatch):
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=lambda t: t.name)
 def test_a_rotation_as_a_matrix(transform):
-    """What the quantizers' reference makes of the same numbers: sums of few bits, so to the bit."""
+    """The quantizers' reference on the same operand: sums of few bits, so the bits are equal."""
     x = torch.randint(-8, 8, (4, 2 * transform.size)).float()
     tiling = Tiling.of(x, transform.size, transpose=False)
     device = torch.device("cpu")

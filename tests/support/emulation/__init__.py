@@ -2,8 +2,8 @@
 """Runs the .cu files of runtime_kernels/cuda/csrc on a CPU.
 
 g++ compiles them with cuda.h (threads as coroutines) and with ptx.cuh of this folder in place of
-theirs, which holds all their inline PTX. What is left to a GPU is that the instructions do what PTX
-says, memory is ordered as the code assumes, and speed.
+theirs, which holds all their inline PTX. Only a GPU can show that its instructions follow the PTX
+manual, that memory is ordered as the code assumes, and how fast a kernel is.
 """
 
 import ctypes

@@ -43,8 +43,8 @@ extern "C" void run(const PrologueInputs* p, int rows, int cols, uint4* to) {
 
 
 class Fused(NamedTuple):
-    """What became of a function: its results, the calls of fused sites (prologue, tensors given),
-    the notes of the lowering, the generated code."""
+    """A compiled function: its results, the calls of fused sites (prologue, arguments), the notes
+    of the lowering, the generated code."""
 
     results: Any
     calls: list[tuple[PrologueExpression, tuple]]

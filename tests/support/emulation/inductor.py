@@ -96,7 +96,7 @@ class Kernel:
         return disassemble.disassemble(self.built(capability, folder).asm["cubin"])
 
     def built(self, capability: int, folder: Any) -> triton.compiler.CompiledKernel:
-        """What Triton makes of it, with its tile."""
+        """The kernel as Triton compiles it, with its tile."""
         tile, signature = self.tile, self._signature
         path = folder / f"{self.name}.py"
         path.write_text(
@@ -105,7 +105,7 @@ class Kernel:
         scope: dict[str, Any] = {}
         exec(compile(path.read_text(), str(path), "exec"), scope)
         names = list(signature)
-        # What Inductor says of pointers it has allocated.
+        # Inductor's assumptions about pointers that it has allocated.
         aligned = {
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names)
@@ -118,7 +118,7 @@ class Kernel:
 
 
 def lower_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quantizing ops become loops on a CPU as well."""
+    """The quantizing ops become Inductor kernels on a CPU as well."""
     why_not = support.why_not_lowered
     cuda = torch.device("cuda")
     monkeypatch.setattr(support, "why_not_lowered", lambda device, call: why_not(cuda, call))
@@ -165,8 +165,8 @@ def triton_kernels(
 
 
 def serve_as_on(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    """Passes and lowerings are told of the kernels that such a GPU has. Ops that are run are still
-    served on the CPU, by the reference."""
+    """Passes and lowerings see the kernels of such a GPU. Executed ops still run on the CPU, by the
+    reference."""
 
     def why_not(kernel: registry.Kernel, *args: Any) -> str | None:
         return kernel.unavailable(args) if kernel.device_type in (None, "cuda") else "not of CUDA"

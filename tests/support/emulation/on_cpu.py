@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of emulated kernels share: launches on the CPU, test data, and equal bits."""
+"""Shared by the tests of emulated kernels: launches on the CPU, test data, and equal bits."""
 
 from __future__ import annotations
 

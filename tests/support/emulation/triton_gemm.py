@@ -4,7 +4,7 @@ imported: a program of its own, for tests/runtime_kernels/cuda/test_triton_gemm.
 
     TRITON_INTERPRET=1 python tests/support/emulation/triton_gemm.py plain|unrotated|grouped
 
-The interpreter has no dot_scaled; there is one here, on what the kernel loaded.
+The interpreter has no dot_scaled, so this file has one, which takes the loaded operands.
 """
 
 import itertools
@@ -47,7 +47,8 @@ def dot_scaled(self, a, a_scale, a_type, b, b_scale, b_type, sums, *rest):
 
 
 def with_numpy_2_4(patch_tensor):
-    """Triton 3.6's interpreter makes an int of an array of shape [1], which numpy 2.4 refuses."""
+    """Triton 3.6's interpreter converts an array of shape [1] to int, which is an error in numpy
+    2.4."""
 
     def patched(tensor, scope):
         patch_tensor(tensor, scope)
@@ -80,7 +81,7 @@ def check(m: int, n: int, k: int, schemes: tuple[str, str], biased: bool, tile: 
 
 
 def check_unrotated(m: int, n: int, k: int, scheme: str, dtype, tile: gemm.Tile) -> None:
-    """Bit for bit what the two ops make of the kernel's product: of NaNs, too."""
+    """Bit for bit the results of the two ops for the kernel's product, NaNs included."""
     a, b = (swizzled(operand(rows, k, scheme), rows, scheme) for rows in (m, n))
     a[2].fill_(0.75)
     if k > 100:

@@ -2,8 +2,8 @@
 """Floating-point arithmetic with one rounding, and the small formats, in numpy.
 
 Written from the PTX ISA manual, and independent of runtime_kernels/numerics: a result is computed
-exactly or to odd in float64, then rounded once. Subnormals are kept, as every instruction without
-.ftz does.
+exactly or to odd in float64, then rounded once. Subnormals are not flushed, as in every instruction
+without .ftz.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def encoded(x: np.ndarray, kind: Format, saturates: bool) -> np.ndarray:
 
 
 def _exponent(magnitude: np.ndarray, kind: Format) -> np.ndarray:
-    """Of the step around a magnitude, times 2^mantissa."""
+    """The exponent of a magnitude. Its step is 2^(exponent - mantissa)."""
     exponent = np.frexp(magnitude)[1] - 1
     return np.where(magnitude == 0, kind.lowest, np.maximum(exponent, kind.lowest))
 
@@ -106,7 +106,7 @@ def to_f32(x: np.ndarray, toward_zero: bool = False) -> np.ndarray:
 
 
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray, toward_zero: bool = False) -> np.ndarray:
-    """Of float32; their product is exact in float64."""
+    """a * b + c in float32; the product is exact in float64."""
     return to_f32(sum_to_odd(a.astype(np.float64) * b, c.astype(np.float64)), toward_zero)
 
 

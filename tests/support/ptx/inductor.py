@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Triton kernel that Inductor generates for a GPU, as the PTX that Triton makes of it."""
+"""Runs a Triton kernel that Inductor generates for a GPU, as the PTX that Triton compiles it to."""
 
 from __future__ import annotations
 

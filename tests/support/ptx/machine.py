@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a kernel of PTX: one element of an array for each thread of some thread blocks.
 
-Threads have program counters of their own. In each step those that stand at the first of all run
-one straight piece of code together. Threads that wait for others (a barrier, an exchange between
-lanes) stay where they are until those have come; if nobody can go on, that is an error.
+Each thread has a program counter. In each step the threads at the lowest counter run one straight
+piece of code. Threads that wait for others (a barrier, an exchange between lanes) stay until these
+arrive. If no thread can continue, that is an error.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Machine:
         return write
 
     def address(self, text: str) -> Callable[[], np.ndarray]:
-        """Of [register], [variable+4], and so on."""
+        """The address of [register], [variable+4], and so on."""
         base, _, offset = text.strip("[] ").partition("+")
         base, past = base.strip(), int(offset or 0)
         if base not in self._registers:

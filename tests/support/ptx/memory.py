@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memories that a thread block sees, with one address a lane.
 
-Every access is held to its alignment and to its bounds. Shared memory also knows who touched each
-byte last: two threads that touch one, of which one writes, need a barrier between them.
+Every access is checked for alignment and bounds. Shared memory also records the last access to each
+byte: two threads that access it, one of them writing, need a barrier in between.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Shared:
         self._bytes = np.full(total, POISON, np.uint8)
         self.barriers = np.zeros(blocks * threads, np.int32)  # that each lane has passed
         self.warp_barriers = np.zeros(blocks * threads, np.int32)
-        # Who wrote a byte last, and who read it: lane, and its counts of barriers then. A reader of
+        # The last writer and reader of each byte: lane, and its barrier counts at that time. Reader
         # -2 stands for several lanes of a warp, -3 for several warps.
         self._writer = np.full((3, total), -1, np.int32)
         self._reader = np.full((3, total), -1, np.int32)
@@ -109,7 +109,7 @@ class Shared:
         return np.repeat(lanes, size), (place[:, None] + np.arange(size)).ravel()
 
     def _unordered(self, noted: np.ndarray, lane: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Whether no barrier lies between an earlier access, by another lane, and now."""
+        """Whether no barrier separates an earlier access, by another lane, from this one."""
         who, barriers, warp_barriers = noted[:, at]
         same_interval = (who >= 0) & (who != lane) & (barriers == self.barriers[lane])
         same_warp = (who // 32 == lane // 32) & (warp_barriers < self.warp_barriers[lane])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX text to instructions: the subset of the grammar that NVRTC and Triton write for our kernels.
 
-One statement a line, but for inline assembly: `{ .reg .b16 l, h; mov.b32 {l, h}, %r1; ... }` is a
-scope of its own on one line.
+One statement per line, except for inline assembly: `{ .reg .b16 l, h; mov.b32 {l, h}, %r1; ... }`
+is a scope of its own on one line.
 """
 
 from __future__ import annotations

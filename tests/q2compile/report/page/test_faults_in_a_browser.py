@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What newcomers found wrong with the report's page, at the width of a desk and of a phone."""
+"""Faults of the report's page that first-time readers found, at desktop and phone width."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report page is made of, without a browser: its data, its words, and that it is safe."""
+"""The report page without a browser: its data, its sentences, and that it escapes them."""
 
 import base64
 import hashlib

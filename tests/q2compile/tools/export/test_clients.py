@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exported folders, read by those who will: transformers, torchao, ModelOpt, and vLLM's rules.
 
-vLLM itself needs a GPU. What its loaders of compressed-tensors and ModelOpt checkpoints do with
-names and scales is replayed here, from `vllm/model_executor/layers/quantization/
+vLLM itself needs a GPU. These tests replay how its loaders of compressed-tensors and ModelOpt
+checkpoints handle names and scales, from `vllm/model_executor/layers/quantization/
 compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py`, `.../compressed_tensors_moe_w4a4_
 nvfp4.py` and `.../modelopt.py` as published in 2026.
 """

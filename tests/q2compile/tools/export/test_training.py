@@ -156,8 +156,8 @@ def test_trained_exported_loaded(tmp_path: Path) -> None:
     with torch.no_grad():
         found, expected = (m(input_ids=ids, labels=ids).loss for m in (loaded, reference))
     assert torch.equal(found.exp(), expected.exp())
-    # What is left between them: activations in bf16, not in 4 bits, whose errors cost some tenths
-    # of a nat in a model this small.
+    # The remaining difference: activations are in bf16, not in 4 bits. Their errors make some
+    # tenths of a nat in a model this small.
     assert abs(found - trained) < 0.25
 
 
