@@ -6,6 +6,7 @@ line of generated code enqueues the launches, past torch's dispatcher
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from q2compile.lowering.launch_node import LaunchNode, call_argument
 from q2compile.lowering.member import Member, OpCall
 from q2compile.lowering.state import lowering_state
 from q2compile.runtime_kernels.cuda.calls import Layout, is_in_layout
+from q2compile.runtime_kernels.cuda.quantize import grouped_launch
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, begin, checked_as
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import compile_ahead
 from q2compile.runtime_kernels.cuda.quantize.grouping import can_share
 from q2compile.runtime_kernels.ops.launch_groups import ALPHA_FROM, global_scales
@@ -132,6 +135,22 @@ def _layouts_of(name: str, args: Sequence[Any]) -> dict[int, Layout]:
 def _launched(name: str, args: Sequence[Any]) -> list[Any]:
     """The launches that a call of that kernel may make."""
     return list(launching(name, args).launches(*fakes(args)))
+
+
+@_once_a_kind
+def _checked_as(name: str, args: Sequence[Any]) -> Any:
+    """What the self-check of a group has for a call."""
+    return checked_as(name, fakes(args))
+
+
+def _checked_group(members: Sequence[Member], products: Sequence[Product]) -> Group:
+    calls = tuple(_checked_as(member.op, member.args) for member in members)
+    others = itertools.count()
+    pairs = tuple(
+        grouped_launch.Product(own, next(others) if is_tensor(other) else other)
+        for own, other, _ in products
+    )
+    return Group(calls, pairs, sum(is_tensor(product.other) for product in products))
 
 
 def _enqueue(member: Member) -> None:
@@ -276,8 +295,9 @@ class Launches(LaunchNode):
     ) -> None:
         self._members, self._products = members, products
         device = _device(members[0])
-        if device.type == "cuda" and len(members) > 1:
-            compile_ahead([_launched(m.op, m.args) for m in members], device.index)
+        if device.type == "cuda" and (len(members) > 1 or products):
+            compiled = compile_ahead([_launched(m.op, m.args) for m in members], device.index)
+            begin(_checked_group(members, products), device, compiled)
         tensors = [_unwrapped(a) for m in members for a in m.args if is_tensor(a)]
         tensors += [_unwrapped(p.other) for p in products if is_tensor(p.other)]
         buffers = [_unwrapped(b) for m in members for b in m.buffers if b is not None]

@@ -204,7 +204,7 @@ def raise_unless_it_pays(expression: PrologueExpression, quantizer: QuantizerNod
         how = call.scheme, len(call.operands), capability, shared
         reason = fusion_rule.why_not(expression, *how)
     if reason is None and device.type == "cuda":
-        reason = fused.rejection(index, keywords, operands)
+        reason = fused.rejection(index, keywords, operands, expression.dtype)
     if reason is not None:
         raise CannotFuse(reason)
 

@@ -26,6 +26,7 @@ from q2compile.runtime_kernels.cuda.calls import (
     bound_once,
     tensors_of,
 )
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group, checked_as, rejection
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product, grouped_plan
 from q2compile.runtime_kernels.registry import bound, call_op, kernels_own, reject, serving
 
@@ -158,7 +159,7 @@ class GroupedCallSite:
         self._beginnings = tuple(self._first[:-1])
         self._wanted = tuple(w for site in sites for w in site.wanted) + (True,) * len(products)
         self._bound: BoundCall | None = None
-        self._separate = False
+        self._separate = self._is_checked = False
 
     def __call__(self, *given: Any) -> None:
         """Enqueues as a CallSite does.
@@ -187,7 +188,8 @@ class GroupedCallSite:
             for site, start, end in zip(self._sites, first, first[1:], strict=False)
         ]
         kernels = [serving(site.op, a) for site, a in zip(self._sites, args, strict=True)]
-        if self._separate or any(kernel.launching is None for kernel in kernels):
+        self._separate |= any(kernel.launching is None for kernel in kernels)
+        if self._separate or self._is_rejected(args):
             self._one_by_one(given)
             return
         laid_out = [k.launching.in_layout(a) for k, a in zip(kernels, args, strict=True)]
@@ -216,6 +218,15 @@ class GroupedCallSite:
             ]
             byte_offsets += [4 * of.offset if isinstance(of, View) else 0 for of in self._others]
             self._bound = self._bind(kernels, laid_out, tuple(byte_offsets))
+
+    def _is_rejected(self, args: Sequence[Any]) -> bool:
+        """Whether the self-check of this group failed. It is asked for at the first call."""
+        if not self._is_checked:
+            calls = tuple(checked_as(site.op, a) for site, a in zip(self._sites, args, strict=True))
+            group = Group(calls, self._products, len(self._others))
+            device = tensors_of(args[0])[0].device
+            self._is_checked, self._separate = True, rejection(group, device) is not None
+        return self._separate
 
     def _bind(
         self, kernels: Sequence[Any], laid_out: Sequence[Any], byte_offsets: tuple[int, ...] | None

@@ -197,6 +197,12 @@ class BoundCall:
         if self._unproven:
             self._wait()
 
+    def outputs_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same with new outputs, all of them wanted, which it returns."""
+        outputs = [empty(o.shape, o.strides, o.dtype) for o in self.outputs]
+        self([*inputs, *outputs])
+        return outputs
+
     def _wait(self) -> None:
         """Waits for kernels that run for the first time in this process, unless a CUDA graph is
         captured: if the device fails, the failing call is known."""
@@ -268,9 +274,7 @@ class Launching:
     def _run(self, args: Sequence[Any], bind: Callable[[Sequence[Any]], BoundCall]) -> Any:
         inputs = tensors_of(args)
         with on_device(inputs[0].device.index):
-            bound = bind(args)
-            outputs = [empty(o.shape, o.strides, o.dtype) for o in bound.outputs]
-            bound([*inputs, *outputs])
+            outputs = bind(args).outputs_of(inputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

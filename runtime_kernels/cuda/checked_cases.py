@@ -287,6 +287,37 @@ _ARGUMENTS: dict[str, Callable[..., tuple]] = {
 }
 
 
+def cases_of(of: str | Variant | Use, scheme: str) -> Iterator[tuple]:
+    """The arguments of each case of a check by bits: the usual ones for few and more rows, then
+    those for which an op has kernels of their own."""
+    for rows in ROWS:
+        yield arguments_of(of, scheme, rows)
+    others = _OTHERS.get(of) if isinstance(of, str) else None
+    yield from others(scheme) if others else ()
+
+
+def _dequantize_cases(scheme: str) -> Iterator[tuple]:
+    """Of other dtypes; and of all columns, which takes no padding off."""
+    packed = _quantized(scheme, ROWS[0])
+    for dtype, width in product(_DTYPES, (_WIDTH, 2 * packed[0].shape[1])):
+        if (dtype, width) != (torch.bfloat16, _WIDTH):
+            yield *packed, scheme, width, dtype
+
+
+def _masked_unrotate_cases(scheme: str) -> Iterator[tuple]:
+    grad, *rest = _masked_unrotate(scheme, ROWS[0])
+    for dtype in _DTYPES[1:]:
+        yield grad.to(dtype), *rest
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OTHERS: dict[str, Callable[[str], Iterator[tuple]]] = {
+    "dequantize": _dequantize_cases,
+    "masked_unrotate": _masked_unrotate_cases,
+    "transpose": lambda s: iter([(*_quantized(s, ROWS[0])[:2], s, _WIDTH, False)]),
+}
+
+
 def _with_swizzled(*schemes: str) -> tuple[str, ...]:
     return schemes + tuple(scheme + SWIZZLED for scheme in schemes)
 

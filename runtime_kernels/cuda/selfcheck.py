@@ -9,7 +9,7 @@ A check changes no state of the caller: modes, default device and dtype, autocas
 None can run inside a CUDA graph capture.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -26,11 +26,11 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     GEMM_ERROR,
     OF_FORMAT,
     RESULTS,
-    ROWS,
     Form,
     GroupedForm,
     Use,
     arguments_of,
+    cases_of,
     op_of,
 )
 from q2compile.runtime_kernels.cuda.jit import nvrtc
@@ -89,10 +89,11 @@ def _compiled(request: Request, of: str | Variant | Use, index: int) -> list[Fut
     op, _, device, scheme, _ = request.check
     launching = next(k.launching for k in kernels(op) if k.name == CUDA)
     with apart(torch.device("cpu")):
-        arguments = arguments_of(of, scheme)
+        cases = list(cases_of(of, scheme))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            found = launching.launches(*_on(device, arguments))
-            return [nvrtc.begin(launch.variant, architecture(index)) for launch in found]
+            found = [each for args in cases for each in launching.launches(*_on(device, args))]
+    variants = dict.fromkeys(launch.variant for launch in found)
+    return [nvrtc.begin(variant, architecture(index)) for variant in variants]
 
 
 def disagreement(
@@ -116,8 +117,7 @@ def disagreement(
             return _of_gemm(op, name, device, arguments_of(op, scheme))
         if isinstance(of, Variant | Use) or op not in CASES:
             checked = of if isinstance(of, Variant | Use) else op
-            cases = [arguments_of(checked, scheme, rows) for rows in ROWS]
-            differences = (_bits_of(op, name, device, arguments) for arguments in cases)
+            differences = (_bits_of(op, name, device, args) for args in cases_of(checked, scheme))
             return next(filter(None, differences), None)
         unsupported_form: ValueError | None = None
         agreed = False
@@ -152,21 +152,28 @@ def apart(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _bits_of(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
-    """Runs the kernel twice: with a thread block for each tile, if there are enough
+def difference_on_any_grid(difference: Callable[[], str | None]) -> str | None:
+    """Runs twice what plans and launches: with a thread block for each tile, if there are enough
     multiprocessors, and with several tiles for each thread block, whose loop has stages and
-    barriers."""
+    barriers. Returns what it returns if that is not None."""
+    found = difference()
+    if found is None:
+        with on_one_multiprocessor():
+            found = difference()
+        found = found and f"{found}, with several tiles for each thread block"
+    return found
+
+
+def _bits_of(op: str, name: str, device: torch.device, arguments: tuple) -> str | None:
     on_device = _on(device, arguments)
     function = select(op, on_device, name)
     want = select(op, arguments, REFERENCE)(*arguments)
     names = QuantizerCall.of(op, arguments).outputs if op in SPECS else RESULTS[op]
-    difference = difference_of_bits(function(*on_device), want, names)
-    if difference is not None or not isinstance(function, Launching):
-        return difference
-    with on_one_multiprocessor():
-        got = function.planned_anew(*on_device)
-    difference = difference_of_bits(got, want, names)
-    return difference and f"{difference}, with several tiles for each thread block"
+    if not isinstance(function, Launching):
+        return difference_of_bits(function(*on_device), want, names)
+    return difference_on_any_grid(
+        lambda: difference_of_bits(function.planned_anew(*on_device), want, names)
+    )
 
 
 def difference_of_bits(got, want, names: Sequence[str]) -> str | None:

@@ -205,9 +205,6 @@ def test_the_rule_is_that_of_two_operands(monkeypatch) -> None:
 def test_the_self_check_finds_a_kernel_that_computes_otherwise(monkeypatch) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     monkeypatch.setattr(fused, "apart", lambda device: nullcontext())
-    monkeypatch.setattr(
-        fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
-    )
     _, keywords = quantizer_calls.grouped_both(None, *4 * [...], EDEN, "rht128").written()
     check = torch.device("cpu"), keywords, 2
     assert fused.disagreement(*check) is None

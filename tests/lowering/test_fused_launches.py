@@ -15,8 +15,9 @@ import torch
 
 from q2compile.lowering.prologue import fusion_rule
 from q2compile.runtime_kernels.cuda.fused_call_site import FusedCallSite
+from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, LaunchError
-from q2compile.runtime_kernels.cuda.quantize import fused, prologue_source, rotate_quantize
+from q2compile.runtime_kernels.cuda.quantize import fused, plan, prologue_source, rotate_quantize
 from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
     PrologueExpression,
     arguments_of,
@@ -24,7 +25,7 @@ from q2compile.runtime_kernels.cuda.quantize.prologue_expression import (
 from q2compile.runtime_kernels.cuda.quantize.prologue_source import bytes_read
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import KernelWarning
-from tests.support import quantizer_calls
+from tests.support import emulation, quantizer_calls
 from tests.support import quantizer_calls as calls
 from tests.support.emulation.fused import Fused, made_by, run_fused
 from tests.support.emulation.on_cpu import assert_same_bits, launches_on_cpu
@@ -435,20 +436,48 @@ def test_a_launch_that_fails_is_replaced_once_and_for_all(monkeypatch) -> None:
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("operands", [1, 2])
-def test_the_self_check_finds_a_kernel_that_computes_otherwise(operands, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "operands, dtype", [(1, torch.bfloat16), (2, torch.bfloat16), (1, torch.float32)]
+)
+def test_the_self_check_finds_a_kernel_that_computes_otherwise(
+    operands, dtype, monkeypatch
+) -> None:
     launches_on_cpu(monkeypatch, "sm_90a")
     monkeypatch.setattr(fused, "apart", lambda device: nullcontext())
-    monkeypatch.setattr(
-        fused, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
-    )
     _, keywords = calls.both(None, ..., ..., EDEN, "rht128").written()
-    check = torch.device("cpu"), keywords, operands
+    check = torch.device("cpu"), keywords, operands, dtype
     assert fused.disagreement(*check) is None
-    text = prologue_source.cuda_source(fused.representative(operands))
+    prologue = fused.representative(operands, dtype=dtype)
+    assert prologue.dtype == dtype
+    text = prologue_source.cuda_source(prologue)
     assert text.count(" + v1)") == 1
     wrong = text.replace(" + v1)", " - v1)")
     monkeypatch.setattr(rotate_quantize, "cuda_source", lambda prologue: wrong)
     rotate_quantize._rotate_launch.cache_clear()
     assert "differ from the reference" in str(fused.disagreement(*check))
     rotate_quantize._rotate_launch.cache_clear()
+
+
+def test_the_self_check_has_thread_blocks_with_several_tiles(monkeypatch) -> None:
+    """With one tile for each there is nothing wrong."""
+    launches_on_cpu(monkeypatch, "sm_90a")
+    monkeypatch.setattr(plan, "multiprocessors", launch.multiprocessors)
+    monkeypatch.setattr(launch, "all_multiprocessors", lambda index: 132)
+    tiles = 28  # where their number is among the parameters of rotate_quantize.cu
+
+    def run(launched, architecture, grid, *values):
+        values = list(values)
+        if launched.variant.file == "rotate_quantize.cu":
+            values[tiles] = min(values[tiles], grid[0])  # no second one is worked on
+        emulation.emulate(launched, architecture, grid, *values)
+
+    emulation.serve(monkeypatch, "sm_90a", run)
+
+    def poisoned(size, stride, dtype):
+        bytes_ = torch.full((*size, dtype.itemsize), 77, dtype=torch.uint8)
+        return bytes_.view(dtype).view(size)
+
+    monkeypatch.setattr("q2compile.runtime_kernels.cuda.calls.empty", poisoned)
+    _, keywords = calls.both(None, ..., ..., EDEN, "rht128").written()
+    found = fused.disagreement(torch.device("cpu"), keywords, 1)
+    assert found is not None and found.endswith("with several tiles for each thread block")

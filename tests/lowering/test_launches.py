@@ -291,13 +291,17 @@ def test_what_is_launched_together_is_compiled_ahead(pretended, monkeypatch) -> 
         asked.append((index, [[launch.variant.entry for launch in each] for each in calls]))
 
     monkeypatch.setattr(launches, "_device", lambda member: torch.device("cuda", 1))
+    begun: list[Any] = []
     monkeypatch.setattr(launches, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(launches, "begin", lambda *of: begun.append(of))
     step_of("quartet2")(rows(100))
     forward, backward = (
         ["rotate_quantize", "align_scales"],
         ["rotate_quantize", "finalize_dequantized"],
     )
     assert asked == [(1, 2 * [forward]), (1, 2 * [["dequantize"]]), (1, 3 * [backward])]
+    assert [len(group.calls) for group, _, _ in begun] == [2, 2, 3]
+    assert {device for _, device, _ in begun} == {torch.device("cuda", 1)}
 
 
 def test_want_of_memory_is_raised(request, monkeypatch) -> None:

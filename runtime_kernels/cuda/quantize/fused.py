@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from q2compile.runtime_kernels.cuda import checks
-from q2compile.runtime_kernels.cuda.calls import BoundCall, BufferSlot, LaunchPlan, empty
+from q2compile.runtime_kernels.cuda.calls import BoundCall, BufferSlot, LaunchPlan
 from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import architecture
@@ -40,7 +40,11 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import (
     shared_memory,
 )
 from q2compile.runtime_kernels.cuda.quantize.rule import SCALED_AFTERWARDS, Rule
-from q2compile.runtime_kernels.cuda.selfcheck import apart, difference_of_bits
+from q2compile.runtime_kernels.cuda.selfcheck import (
+    apart,
+    difference_of_bits,
+    difference_on_any_grid,
+)
 from q2compile.runtime_kernels.numerics.groups import padded_ends
 from q2compile.runtime_kernels.ops.table import QUANTIZE, QuantizerCall
 from q2compile.runtime_kernels.registry import FUSED
@@ -138,7 +142,9 @@ def prepare(prologue: PrologueExpression, keywords: Keywords, index: int) -> lis
     return [nvrtc.begin(launch.variant, architecture(index)) for launch in needed]
 
 
-def rejection(index: int, keywords: Keywords, operands: int = 1) -> str | None:
+def rejection(
+    index: int, keywords: Keywords, operands: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
     """None if kernels with a prologue may be used with such a call on this CUDA device; otherwise
     the reason in words.
 
@@ -146,35 +152,41 @@ def rejection(index: int, keywords: Keywords, operands: int = 1) -> str | None:
     consists of sums and products, which all devices round alike; functions of libdevice are not
     checked.
 
-    operands: how many one kernel computes and quantizes.
+    operands: how many one kernel computes and quantizes.  dtype: of those.
     """
-    return checks.rejection(_request(index, keywords, operands))
+    return checks.rejection(_request(index, keywords, operands, dtype))
 
 
 def begin(index: int, keywords: Keywords, operands: int = 1) -> None:
-    """Starts that self-check, unless its result is known; threads compile its kernels."""
-    request = _request(index, keywords, operands)
+    """Starts that self-check of bf16 operands, unless its result is known; threads compile its
+    kernels."""
+    request = _request(index, keywords, operands, torch.bfloat16)
     prologue = representative(operands, call_of(keywords).grouped)
     one_or_fits = operands == 1 or no_pair(prologue, keywords, index) is None
     if one_or_fits and not checks.is_known(request):
         checks.begin(request, prepare(prologue, keywords, index))
 
 
-def _request(index: int, keywords: Keywords, operands: int) -> Request:
+def _request(index: int, keywords: Keywords, operands: int, dtype: torch.dtype) -> Request:
     call, device = call_of(keywords), torch.device("cuda", index)
-    how = call.scheme.name, call.transform.name, call.variant
+    how = call.scheme.name, call.transform.name, call.variant, operands, dtype
     plain = {name: ... if _is_tensor(arg) else arg for name, arg in keywords.items()}
-    return Request((QUANTIZE, FUSED, device, *how, operands), __name__, (device, plain, operands))
+    return Request((QUANTIZE, FUSED, device, *how), __name__, (device, plain, operands, dtype))
 
 
-def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) -> str | None:
+def disagreement(
+    device: torch.device,
+    keywords: Keywords,
+    operands: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str | None:
     """Runs a small prologue with inputs of all kinds through the op. None if the results have the
     reference's bits, otherwise how they differ. keywords: it counts which tensors are among them,
     not what the tensors hold."""
     like = call_of(keywords)
     with apart(device):
         inputs = representative_inputs()
-        prologue = representative(operands, like.grouped)
+        prologue = representative(operands, like.grouped, dtype)
         matrices = prologue.evaluate(inputs)
         calls = [
             {
@@ -193,11 +205,15 @@ def disagreement(device: torch.device, keywords: Keywords, operands: int = 1) ->
             {name: arg.to(device) if _is_tensor(arg) else arg for name, arg in given.items()}
             for given in calls
         ]
-        plan = fused_plan(prologue, on_device, (), calls)
-        outputs = [empty(o.shape, o.strides, o.dtype) for o in plan.outputs]
         seeds = [t for given in calls for t in tensors_in(given)]
-        BoundCall(plan, device.index)([*on_device, *seeds, *outputs])
-        return difference_of_bits(outputs, want, like.outputs * len(matrices))
+        names = like.outputs * len(matrices)
+
+        def difference() -> str | None:
+            plan = fused_plan(prologue, on_device, (), calls)
+            made = BoundCall(plan, device.index).outputs_of([*on_device, *seeds])
+            return difference_of_bits(made, want, names)
+
+        return difference_on_any_grid(difference)
 
 
 def _is_tensor(arg: Any) -> bool:
@@ -210,7 +226,9 @@ _ROWS, _COLS = 130, 264
 
 
 @functools.cache
-def representative(operands: int = 1, gate_and_up: bool = False) -> PrologueExpression:
+def representative(
+    operands: int = 1, gate_and_up: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> PrologueExpression:
     """((a + b) * row + c * column) where a mask holds, else 0: sums and products alone, whose bits
     are the same on every device. The second matrix is the difference of the two products.
     gate_and_up: both are halves of one, of whole tiles."""
@@ -236,7 +254,7 @@ def representative(operands: int = 1, gate_and_up: bool = False) -> PrologueExpr
     inputs = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bool)
     results = (14, 15)[:operands]
     size = str(_ROWS), 2 * TILE if gate_and_up else _COLS
-    return PrologueExpression(torch.bfloat16, *size, inputs, (), False, steps, results, gate_and_up)
+    return PrologueExpression(dtype, *size, inputs, (), False, steps, results, gate_and_up)
 
 
 def representative_inputs() -> list[torch.Tensor]:

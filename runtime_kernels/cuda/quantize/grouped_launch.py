@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -72,15 +73,15 @@ def grouped_plan(
     return LaunchPlan(slots.inputs, tuple(outputs), slots.workspace_bytes, tuple(steps), tail)
 
 
-def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> None:
-    """Has NVRTC begin to compile the batched launches of a group, which no call has by itself.
+def compile_ahead(calls: Iterable[Iterable[Launch]], index: int) -> list[Future]:
+    """Has NVRTC begin to compile the batched launches of a group, which no call has by itself, in
+    threads.
 
     calls: the launches that each may have (Launching.launches).
     """
     alike = Counter(launch for launches in calls for launch in launches)
-    for each in [batched_launch(launch) for launch, count in alike.items() if count > 1]:
-        if each is not None:
-            nvrtc.begin(each.variant, architecture(index))
+    batched = [batched_launch(launch) for launch, count in alike.items() if count > 1]
+    return [nvrtc.begin(each.variant, architecture(index)) for each in batched if each is not None]
 
 
 def _moved(step: Step, i: int, slots: _Slots) -> Step:

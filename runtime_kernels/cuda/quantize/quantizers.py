@@ -74,11 +74,11 @@ def _unsupported(call: QuantizerCall) -> str | None:
         # The self-check of that scheme has a source with swizzled scales.
         scheme = scheme.with_form(SWIZZLED)
     return why_not(call) or rejection(
-        call.spec.name, CUDA, call.x.device.index, scheme.name, _use(call)
+        call.spec.name, CUDA, call.x.device.index, scheme.name, use_of(call)
     )
 
 
-def _use(call: QuantizerCall) -> Variant | Use:
+def use_of(call: QuantizerCall) -> Variant | Use:
     """What the self-check must cover. Rows count as unaligned only where that is known: a size may
     be a symbol."""
     x, known = call.x, statically_known_true

@@ -293,3 +293,33 @@ def test_operands_of_a_check_are_as_it_says(dtype, vectors) -> None:
     of = checked_cases.used(again, "rht16", vectors=vectors)
     x, *_ = args = checked_cases.arguments_of(of, "nvfp4_sr_pow2")
     assert (x.shape[1] % 8 == 0) == vectors and len(registry.call_op("requantize", args)) == 3
+
+
+# ---- kernels of other dtypes, and of operands without padding ------------------------------------
+
+OTHER_KERNELS = {
+    "dequantize": lambda args: args[5] != torch.bfloat16,
+    "dequantize of all columns": lambda args: args[4] == 2 * args[0].shape[1],
+    "masked_unrotate": lambda args: args[0].dtype == torch.float32,
+    "transpose": lambda args: not args[4],
+}
+
+
+@pytest.mark.parametrize("which", OTHER_KERNELS)
+def test_every_kernel_of_an_op_is_checked(candidate, which) -> None:
+    """One that is wrong in its other variants alone is found."""
+    op, is_other = which.partition(" ")[0], OTHER_KERNELS[which]
+    reference = registry.kernels(op)[-1].function
+
+    def broken(*args):
+        made = reference(*args)
+        results = made if isinstance(made, tuple) else (made,)
+        spoiled = [r.clone() for r in results]
+        if is_other(args):
+            spoiled[0].view(torch.uint8)[0, 0] ^= 0x40
+        return tuple(spoiled) if isinstance(made, tuple) else spoiled[0]
+
+    candidate(op, None, function=broken)
+    scheme = checked_cases.CHECKED[op][0]
+    found = selfcheck.disagreement(op, "broken", CPU, scheme)
+    assert found is not None and "differ from the reference" in found

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The self-check of a grouped launch: one tail kernel for the operands of several calls, batched
+launches, and products of global scales. Each call by itself is checked before (selfcheck.py).
+
+A group is checked with small operands that differ from call to call, so that an operand that is
+taken for another one shows. If it is rejected, its calls are launched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+
+from q2compile.runtime_kernels.cuda import checks
+from q2compile.runtime_kernels.cuda.calls import BoundCall, tensors_of
+from q2compile.runtime_kernels.cuda.check_results import Request
+from q2compile.runtime_kernels.cuda.checked_cases import (
+    BY_FORMAT,
+    OF_FORMAT,
+    RESULTS,
+    ROWS,
+    Use,
+    arguments_of,
+    op_of,
+)
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product, grouped_plan
+from q2compile.runtime_kernels.cuda.quantize.quantizers import use_of
+from q2compile.runtime_kernels.cuda.selfcheck import (
+    apart,
+    difference_of_bits,
+    difference_on_any_grid,
+)
+from q2compile.runtime_kernels.numerics.schemes import get_scheme
+from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, Variant
+from q2compile.runtime_kernels.registry import (
+    CUDA,
+    GROUPED,
+    REFERENCE,
+    kernels,
+    parameters,
+    select,
+)
+
+# What is checked of a call, and with which scheme.
+Checked = tuple[str | Variant | Use, str]
+
+
+class Group(NamedTuple):
+    """Calls with one grouped launch. others: how many factors of products no call makes."""
+
+    calls: tuple[Checked, ...]
+    products: tuple[Product, ...] = ()
+    others: int = 0
+
+    def __str__(self) -> str:
+        words = " + ".join(f"{of} {scheme}" for of, scheme in self.calls)
+        pairs = ", ".join(f"{own} * {other}" for own, other in self.products)
+        return f"grouped: {words}{pairs and f'; products {pairs}'}"
+
+
+def checked_as(op: str, args: Sequence[Any]) -> Checked:
+    """What the check of a group has for a call with these arguments, which may be fake."""
+    if op in SPECS:
+        call = QuantizerCall.of(op, args)
+        return use_of(call), call.scheme.name
+    named = dict(zip((name for name, _ in parameters(op)), args, strict=True))
+    scheme = named["scheme"]
+    return op, OF_FORMAT[get_scheme(scheme).format] if op in BY_FORMAT else scheme
+
+
+def rejection(group: Group, device: torch.device) -> str | None:
+    """None if the calls may be launched as a group on this device, otherwise the reason in words.
+
+    Raises:
+        LaunchError: it is still to be checked, and a CUDA graph is being captured.
+    """
+    return checks.rejection(_request(group, device)) if device.type == "cuda" else None
+
+
+def begin(group: Group, device: torch.device, after: Sequence[Future]) -> None:
+    """Starts that self-check, unless its result is known. after: threads that compile its
+    kernels."""
+    checks.begin(_request(group, device), after)
+
+
+def _request(group: Group, device: torch.device) -> Request:
+    return Request((op_of(group.calls[0][0]), GROUPED, device, group), __name__, (device, group))
+
+
+def disagreement(device: torch.device, group: Group) -> str | None:
+    """Runs a group on small inputs. None if all results have the references' bits, otherwise how
+    they differ."""
+    with apart(device):
+        ops = [op_of(of) for of, _ in group.calls]
+        arguments = [_arguments(number, *call) for number, call in enumerate(group.calls)]
+        others = [torch.tensor(0.3 + number) for number in range(group.others)]
+        made = [_tuple(select(op, a, REFERENCE)(*a)) for op, a in zip(ops, arguments, strict=True)]
+        want = [result for each in made for result in each]
+        names = [
+            f"{name} of call {number}"
+            for number, (op, a) in enumerate(zip(ops, arguments, strict=True), 1)
+            for name in (QuantizerCall.of(op, a).outputs if op in SPECS else RESULTS[op])
+        ]
+        for (call, own), other in group.products:
+            factor = others[other] if isinstance(other, int) else made[other[0]][other[1]]
+            want.append(made[call][own] * factor)
+            names.append(f"products of the global scale of call {call + 1}")
+        members = [
+            (op, [t.to(device) if isinstance(t, torch.Tensor) else t for t in a])
+            for op, a in zip(ops, arguments, strict=True)
+        ]
+        on_device = [other.to(device) for other in others]
+        return difference_on_any_grid(
+            lambda: difference_of_bits(_run(group, members, on_device, device.index), want, names)
+        )
+
+
+def _arguments(number: int, of: str | Variant | Use, scheme: str) -> tuple:
+    """Of call `number`: another count of rows than the others have, or the same rows in another
+    order, where the ends of groups fix their count."""
+    arguments = arguments_of(of, scheme, ROWS[0] + 3 * number)
+    variant = of.variant if isinstance(of, Use) else of
+    if isinstance(variant, Variant) and variant.grouped:
+        arguments = arguments[0].roll(number, 0), *arguments[1:]
+    return arguments
+
+
+def _run(
+    group: Group, members: Sequence[tuple[str, Sequence[Any]]], others: list, index: int
+) -> list[torch.Tensor]:
+    """All results, and the products."""
+    launchings = [next(k.launching for k in kernels(op) if k.name == CUDA) for op, _ in members]
+    laid_out = [by.in_layout(args) for by, (_, args) in zip(launchings, members, strict=True)]
+    plans = [by.plan(*args) for by, args in zip(launchings, laid_out, strict=True)]
+    plan = grouped_plan(plans, group.products, group.others)
+    operands = [t for args in laid_out for t in tensors_of(args)]
+    return BoundCall(plan, index).outputs_of([*operands, *others])
+
+
+def _tuple(result: Any) -> Sequence[torch.Tensor]:
+    return result if isinstance(result, tuple | list) else (result,)
