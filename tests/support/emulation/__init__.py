@@ -24,7 +24,11 @@ from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, params_bytes
 
 HERE = Path(__file__).parent
-_COMPILER = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC")
+# Without _FORTIFY_SOURCE, whose longjmp refuses to change to another stack.
+_COMPILER = (
+    *("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC"),
+    *("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"),
+)
 _MAIN = """
 template <class Params>
 void call(void (*kernel)(Params), const void* params) {{

@@ -7,6 +7,7 @@
 // __syncthreads, those of all do. This is right for kernels in which every thread of a warp meets the
 // same such points, and deterministic. It finds wrong results, not races.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cfenv>
@@ -107,14 +108,17 @@ T __ldg(const T* from) {
 }
 
 enum Wait { FOR_WARP, FOR_BLOCK, NO_MORE };
+// A context starts a coroutine; later switches are jumps, since swapcontext is a system call.
 struct Coroutine {
   ucontext_t context;
+  jmp_buf at;
+  bool begun;
   std::vector<char> stack;
   Wait waits;
   unsigned steps;
 };
 inline std::vector<Coroutine> coroutines;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline unsigned exchanged[2][1024];
 inline const void* addresses[1024];
 inline std::function<void()> kernel_body;
@@ -124,8 +128,9 @@ inline int __popc(unsigned x) {
 }
 
 inline void hand_over(Wait waits) {
-  coroutines[threadIdx.x].waits = waits;
-  swapcontext(&coroutines[threadIdx.x].context, &scheduler);
+  Coroutine& own = coroutines[threadIdx.x];
+  own.waits = waits;
+  if (!_setjmp(own.at)) _longjmp(scheduler, 1);
 }
 inline void __syncthreads() {
   hand_over(FOR_BLOCK);
@@ -170,13 +175,20 @@ inline void coroutine_main() {
   hand_over(NO_MORE);
 }
 
+inline void resume(Coroutine& coroutine) {
+  if (_setjmp(scheduler)) return;
+  if (coroutine.begun) _longjmp(coroutine.at, 1);
+  coroutine.begun = true;
+  setcontext(&coroutine.context);
+}
+
 // Runs the threads of a warp that wait so, each to where it waits next; whether there were any.
 inline bool run_warp(unsigned first, unsigned last, Wait waiting) {
   bool any = false;
   for (unsigned t = first; t < last; ++t) {
     if (coroutines[t].waits != waiting) continue;
     threadIdx = {t, 0, 0};
-    swapcontext(&scheduler, &coroutines[t].context);
+    resume(coroutines[t]);
     any = true;
   }
   return any;
@@ -188,6 +200,7 @@ inline void run_block(unsigned threads) {
     c.stack.resize(64 * 1024);
     c.waits = FOR_BLOCK;
     c.steps = 0;
+    c.begun = false;
     getcontext(&c.context);
     c.context.uc_stack.ss_sp = c.stack.data();
     c.context.uc_stack.ss_size = c.stack.size();
