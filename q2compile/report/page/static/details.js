@@ -15,7 +15,7 @@ function details(data, row, links) {
     ],
     row.source.length ? ["In the source", sourceText(row.source)] : null,
     row.pattern ? ["Policy", h("code", {}, row.pattern)] : null,
-    row.saved_elements ? ["Kept for backward", savedWords(row)] : null,
+    row.saved_elements ? ["Saved for backward", savedWords(row)] : null,
     row.weight ? ["Codes of the weight", row.weight] : null,
     row.taken && Object.keys(row.predicted).length
       ? ["Predicted", predictionList(data, row)]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM as a drawing: the two operands, each on the path that its numbers take, to the product.
+// A GEMM as a drawing: the two operands, each on its path from the tensor to the codes, and the product.
 
 const ROUNDING = {
   46: "4/6",
@@ -17,7 +17,7 @@ const ROUNDING = {
 };
 const SOURCES = {
   requantize: "codes of fprop",
-  reuse: "codes of fprop, turned",
+  reuse: "codes of fprop, transposed",
   forward: "in the forward",
 };
 const BOX = { height: 24, gap: 12, letter: 6.4, pad: 7 };

@@ -186,7 +186,7 @@ class Matmuls {
       h("td", { "data-label": "recipe" }, chip(first)),
       h(
         "td",
-        { class: "number", "data-label": "kept" },
+        { class: "number", "data-label": "saved" },
         first.saved_elements ? bytesText(saved) : "",
       ),
       errorCell(rows),
@@ -329,23 +329,23 @@ function tableColumns(data) {
     },
     { name: "Recipe" },
     {
-      name: "Kept for backward",
+      name: "Saved for backward",
       title: "Bytes of its quantized operands",
-      id: "kept",
+      id: "saved",
       value: (row) => (row.saved_elements ? row.saved_bytes : null),
       of: sumOf,
     },
     {
       name: "Error, Gaussian = 1",
       title:
-        "Relative error of rounding over the one that the same scheme makes on Gaussian data: of its worst operand by telemetry, or else of its worst GEMM by compare",
+        "Relative error over that of the same scheme on Gaussian data: of the worst operand, by telemetry, or else of the worst GEMM, by compare",
       id: "error",
       value: (row) => (row.error ? row.error.ratio : null),
       of: largestOf,
     },
     {
       name: "Share",
-      title: "Of the gradient's squared error, measured by q2compile compare",
+      title: "Share of the gradient's squared error, measured by q2compile compare",
       id: "share",
       value: shareOf,
       of: sumOf,

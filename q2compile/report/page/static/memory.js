@@ -11,12 +11,12 @@ async function showMemory(data) {
       h(
         "p",
         { class: "about" },
-        `Operands of the matmuls taken: ${bytesText(sum.saved)}, where the same numbers in BF16 take ${bytesText(2 * sum.elements)}. ` +
+        `Operands of the matmuls taken: ${bytesText(sum.saved)}, where BF16 takes ${bytesText(2 * sum.elements)}. ` +
           "An operand that several matmuls share (x of q, k and v) counts once, for the first.",
       ),
       moduleTable(operandRows(data)),
     );
-  } else view.append(h("p", { class: "about" }, nothingKept(data)));
+  } else view.append(h("p", { class: "about" }, nothingSaved(data)));
   const graphs = data.graphs.filter(({ saved }) => saved !== null);
   for (const graph of graphs) {
     const saved = JSON.parse(await data.text(graph.saved));
@@ -53,7 +53,7 @@ function moduleTable(rows) {
           "tr",
           {},
           h("th", {}, "Module"),
-          h("th", { class: "wide" }, "Kept here, and in BF16"),
+          h("th", { class: "wide" }, "Saved here, and in BF16"),
           h("th", { class: "number" }, "Here"),
           h("th", { class: "number" }, "BF16"),
           h("th", { class: "number" }, "Part"),
@@ -107,7 +107,7 @@ function allKept(graph, saved, several) {
   const largest = Math.max(kinds.quantized, kinds.other, 1);
   return h(
     "div",
-    { class: "kept" },
+    { class: "saved" },
     h("h3", {}, title),
     bar("quantized operands", kinds.quantized, largest, bytesText, "var(--series-0)"),
     bar("other tensors", kinds.other, largest, bytesText),

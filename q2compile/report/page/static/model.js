@@ -183,7 +183,7 @@ function nameGroups(item) {
   childItems(item.nodes, `${item.path}.`).forEach(nameGroups);
 }
 
-// Sums over rows: how many of each recipe, what is kept for the backward.
+// Sums over rows: how many of each recipe, bytes saved for the backward.
 function totals(rows) {
   const sum = { weights: 0, taken: 0, saved: 0, elements: 0, of: new Map() };
   for (const row of rows) {

@@ -6,14 +6,14 @@ const OPERANDS = ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgra
 const WORST = 10;
 const ABOUT = {
   amax: "Largest magnitude of the operand, before any rotation.",
-  relative_error: "Norm of the rounding error over the norm of the operand, as it was rounded.",
-  cosine: "Cosine of the operand and of what its codes stand for: 1 is aligned.",
-  zero: "Share of the elements that were not zero and are now.",
-  saturated: "Share of the elements beyond the largest number of their block.",
+  relative_error: "Norm of the rounding error over the norm of the operand.",
+  cosine: "Cosine of the operand and the dequantized operand: 1 is aligned.",
+  zero: "Share of the elements that were rounded to zero.",
+  saturated: "Share of the elements beyond the largest value that their block can represent.",
   scale_zero: "Share of the block scales that are 0: blocks of zeros, or too small for any scale.",
   scale_subnormal: "Share of the block scales among the subnormals, which have fewer bits.",
   scale_largest: "Share of the block scales at the largest that the scheme aims for.",
-  changed: "Of weights: share of the codes that are others than at the last record.",
+  changed: "For weights: share of the codes that changed since the last record.",
 };
 
 class Operands {
@@ -32,7 +32,7 @@ class Operands {
       h(
         "p",
         { class: "about" },
-        "Relative error of the rounding, over the one that the same scheme makes on Gaussian data, at the last record that has one. 1 is what the scheme costs; outliers make it more. A click opens the curves.",
+        "Relative error over that of the same scheme on Gaussian data, at the last record that has one. 1 is the scheme's own error; outliers increase it. A click opens the curves.",
       ),
       this.rankSelect(data.telemetry.ranks),
       h("div", { class: "panel scroll-x" }, this.table),

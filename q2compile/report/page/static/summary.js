@@ -115,20 +115,20 @@ function leftTile(data, filterBy) {
   );
 }
 
-// Why no operand is kept in 4 bits.
-function nothingKept(data) {
+// Why no operand is saved in 4 bits.
+function nothingSaved(data) {
   const taken = data.rows.filter((row) => row.taken);
-  if (!taken.length) return "No matmul was taken, so no operand is kept in 4 bits.";
+  if (!taken.length) return "No matmul was taken, so no operand is saved in 4 bits.";
   return taken.some((row) => row.saved_bytes !== null)
-    ? "The matmuls taken keep no operand in 4 bits."
+    ? "The matmuls taken save no operand in 4 bits."
     : "No graph with a backward was compiled.";
 }
 
 function savedTile(data, sum) {
   if (!sum.elements)
-    return tile("Kept for the backward", "–", h("p", { class: "muted" }, nothingKept(data)));
+    return tile("Saved for the backward", "–", h("p", { class: "muted" }, nothingSaved(data)));
   return tile(
-    "Kept for the backward",
+    "Saved for the backward",
     `${((8 * sum.saved) / sum.elements).toFixed(2)} bits per element`,
     bar("here", sum.saved, 2 * sum.elements, bytesText, "var(--series-0)"),
     bar("BF16", 2 * sum.elements, 2 * sum.elements, bytesText),
@@ -169,7 +169,7 @@ function timeTiles(data) {
   const stands = h(
     "details",
     {},
-    h("summary", {}, "what this stands on"),
+    h("summary", {}, "assumptions"),
     h("p", { class: "muted" }, data.assumptions),
   );
   const part = h(

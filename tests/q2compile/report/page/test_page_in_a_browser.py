@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report page in Chromium: what a user sees, clicks and types."""
+"""The report page in Chromium, from the user's side: views, clicks and input."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def page(dumped):
 
 @pytest.fixture
 def opened(browser, page):
-    """The page, just opened; what it did must have gone without an error."""
+    """The page, just opened, without errors in its console."""
     browser.open(page)
     yield browser
     assert browser.errors() == []
@@ -68,12 +68,12 @@ def test_it_opens_and_loads_nothing_else(opened):
     assert opened.find("h1").text.startswith("17 of 19 matmuls with a weight run in NVFP4")
     assert opened.js("return performance.getEntriesByType('resource').length") == 0
     assert set(shown(opened)) == set(MODULES)
-    titles = ["Where", "Each matmul", "Each graph", "Memory kept for the backward pass"]
+    titles = ["Where", "Each matmul", "Each graph", "Memory saved for the backward pass"]
     assert opened.texts("section:not([hidden]) h2") == titles
     assert opened.texts(".tile h3") == [
         "Taken",
         "Left in BF16",
-        "Kept for the backward",
+        "Saved for the backward",
         "Predicted time",
     ]
 
@@ -90,8 +90,8 @@ def test_names_that_are_html_are_text(opened):
 
 
 def test_products_of_activations_are_one_line_that_opens(opened):
-    """Attention's, of which nothing is to be decided; a filter or the search that asks for them
-    shows them, too."""
+    """Products of activations need no decision, so they are one line. A filter or a search for them
+    also shows them."""
     assert PRODUCTS not in shown(opened)
     label = "8 products of activations, such as attention's, without a weight"
     opened.click(".products button", f"▸{label}")
@@ -210,7 +210,7 @@ def test_a_graph_that_no_pass_changed(browser, tmp_path):
 def test_memory_by_module(opened):
     rows = opened.texts(".memory tbody tr")
     assert len(rows) == 5 and all("%" in text for text in rows)
-    kept = opened.until("return document.querySelector('.kept')?.textContent")
+    kept = opened.until("return document.querySelector('.saved')?.textContent")
     assert "quantized operands" in kept and "Parameters and inputs" in kept
 
 
@@ -275,7 +275,7 @@ def test_no_sideways_scrolling(browser, page, width):
 
 
 def test_a_stage_is_named_for_what_is_shown(opened):
-    """The next one is unpacked first, and what was shown stays meanwhile."""
+    """The next stage is unpacked first, and the previous one stays visible meanwhile."""
     show_graph(opened)
     at_once = (
         "document.getElementById('tab-forward').click();"
@@ -288,8 +288,8 @@ def test_a_stage_is_named_for_what_is_shown(opened):
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ("bf16", "No matmul was taken, so no operand is kept in 4 bits."),
-        ("mxfp4", "The matmuls taken keep no operand in 4 bits."),
+        ("bf16", "No matmul was taken, so no operand is saved in 4 bits."),
+        ("mxfp4", "The matmuls taken save no operand in 4 bits."),
     ],
 )
 def test_why_nothing_is_kept_although_there_is_a_backward(browser, tmp_path, recipe, said):
@@ -344,7 +344,8 @@ def test_a_page_of_nothing_opens(browser, tmp_path):
 
 
 def test_32_layers(browser, dumped, tmp_path):
-    """They are lines as few as 4, and a graph of 32 shows what is equal once."""
+    """Equal layers make as few lines as in a model of 4, and a graph of 32 layers shows equal parts
+    once."""
     folder = with_more_layers(dumped, tmp_path / "wide", 8)
     assert cli.main(["report", str(folder)]) == 0
     browser.open(folder / "report.html")
