@@ -37,7 +37,8 @@ def _same_numbers_in_every_run() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_mode_outlives_its_test() -> Iterator[None]:
-    """One that does, after an error in a compiler, say, would have torch.load make fake tensors."""
+    """A mode that an error left active, in a compiler for example, would make torch.load create
+    fake tensors."""
     yield
     assert _get_current_dispatch_mode_stack() == []
     assert TracingContext.try_get() is None
@@ -62,7 +63,7 @@ def fresh_compiler() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], None]]:
-    """Called with a compute capability, makes all think that there is such a GPU."""
+    """Call it with a compute capability: the process then behaves as if it had such a GPU."""
     from tests.support.pretended_gpu import forget, pretend
 
     yield partial(pretend, monkeypatch)
@@ -113,7 +114,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked gpu where there is none."""
+    """Skip tests marked gpu where there is none."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")

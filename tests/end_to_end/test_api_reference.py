@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make docs` has every public name, with its text."""
+"""`make docs` documents every public name."""
 
 from __future__ import annotations
 

@@ -94,9 +94,9 @@ def test_the_recipes_start_alike_and_then_differ(trained: Path) -> None:
 
 
 def test_the_curves_of_both_recipes_are_drawn(trained: Path) -> None:
-    """Where their losses differ by less than 0.005, the second covers the first: then the first is
-    seen in the legend alone, whose line has 111 pixels, and which names only what is drawn. A curve
-    that nothing covers has 2,800."""
+    """Where the losses differ by less than 0.005, the second curve covers the first, which then
+    appears only in the legend: a line of 111 pixels. The legend names only drawn curves. A curve
+    that is not covered has 2,800 pixels."""
     pixels = torch.from_numpy(image.imread(trained / "losses.png")[..., :3])
     assert pixels.shape == (750, 1200, 3)
     seen = []

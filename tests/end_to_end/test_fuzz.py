@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random small graphs, policies, shapes and strides (hypothesis): what runs without q2compile runs
-with it, and with every policy bf16 the results are the same bits.
+"""Random small graphs, policies, shapes and strides (hypothesis). A program that runs without
+q2compile also runs with it, and if every policy is bf16 the bits are the same.
 
     Q2COMPILE_FUZZ=2000 .venv/bin/python -m pytest tests/end_to_end/test_fuzz.py
 
@@ -114,8 +114,8 @@ def _by_keyword(program, x):
 
 
 def _broadcast(program, x):
-    """Operands of which one is stretched: batches of one weight, a contraction over size 1, a bias
-    of another shape, a vector."""
+    """Operands that broadcast: a batch with one weight, a contraction over size 1, a bias of
+    another shape, a vector."""
     flat, k = x.reshape(-1, x.shape[-1]), x.shape[-1]
     w = program.weight("nk", k)
     rows, n = flat.shape[0], w.shape[0]
@@ -318,7 +318,7 @@ def programs(draw):
 
 
 def run(call, program, x, seed=0):
-    """Output and gradients, or None for what takes no gradient."""
+    """Output and gradients; None for inputs without a gradient."""
     torch.manual_seed(seed)
     program.zero_grad()
     x.grad = None

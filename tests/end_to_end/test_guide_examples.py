@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of examples/guides run, tiny, and say what their pages promise."""
+"""The programs of examples/guides run at tiny sizes, and print what their pages promise."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ TRACKED = tracked(ROOT)
 DOCUMENTS = [path for path in TRACKED if path.suffix == ".md"]
 # Programs that a command may start without a path: those of the reader.
 READERS_OWN = {"train.py"}
-# Pages whose blocks call what they compile, a model other than `model`.
+# Pages whose blocks compile and call another model than `model`.
 RUN_THEIR_OWN = {"limits.md"}
 
 
@@ -74,8 +74,8 @@ class Page:
 
 
 def run_python(page: Page, block: Block) -> None:
-    """Runs it, and one training step of what it compiles. `# name.py` on top: a file of the reader,
-    which commands may name."""
+    """Runs the block, and one training step of the model that it compiles. A block that starts with
+    `# name.py` is a file of the reader, which commands may name."""
     file = re.match(r"# (\w+\.py)\n", block.text)
     if file:
         (page.folder / file[1]).write_text(block.text, encoding="utf-8")
@@ -156,7 +156,7 @@ def command(page: Page, words: list[str]) -> None:
 
 
 def makes(page: Page, words: list[str]) -> None:
-    """The target and the variables exist, and what a variable names."""
+    """The target and its variables exist, and so do the files and tests that a variable names."""
     makefile = (ROOT / "Makefile").read_text()
     for word in words:
         name, is_variable, value = word.partition("=")
@@ -261,7 +261,7 @@ def runs(page: Page, words: list[str]) -> None:
 
 
 def reads_folder(page: Page, words: list[str]) -> None:
-    """A program of others that reads what the page's blocks have written."""
+    """A third-party program that reads the files that the page's blocks wrote."""
     folders = [page.folder / word for word in words if not word.startswith("-")]
     assert folders
     if "TORCH_TRACE" not in page.path.read_text():  # the log of a process that was not started
@@ -379,7 +379,7 @@ def test_the_table_of_passes_has_all() -> None:
 
 
 def test_figures_are_those_that_were_recorded() -> None:
-    """A measured gap in a guide, x ± y, stands in the tables of the results, too."""
+    """Every measured gap in a guide, x ± y, is in the tables of results."""
     results = ROOT / "examples" / "pretraining"
     tables = ("results/tables.md", "results/branched.md", "README.md", "BRANCHED.md")
     recorded = "".join((results / name).read_text() for name in tables)

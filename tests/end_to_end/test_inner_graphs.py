@@ -83,7 +83,7 @@ def gradients(model, x, backend, **options):
     + [("Loop", "inductor")],
 )
 def test_it_trains(name, inner):
-    """One draw of a MS-EDEN GEMM has a cosine of 0.99 with what it stands for; three in a row stay
+    """One draw of an MS-EDEN GEMM has a cosine of 0.99 with the exact product; three in a row stay
     over 0.95."""
     model, x = MODELS[name](), torch.randn(WIDTH, WIDTH, requires_grad=True)
     expected = gradients(model, x, "aot_eager")

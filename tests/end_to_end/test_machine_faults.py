@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the machine and of what is read from it: each ends in a clear message or in the right
-result. Compilers, GPUs, folders, caches, files with hostile content."""
+"""Faults of the machine and of its files: each leads to a clear message or to the right result.
+Compilers, GPUs, folders, caches, files with hostile content."""
 
 import errno
 import json
@@ -272,7 +272,7 @@ def test_a_dump_folder_that_cannot_be_made(tmp_path):
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_a_full_disk_stops_a_dump_with_a_message(tmp_path, monkeypatch, inner):
-    """In the middle of Inductor's compilation too, where torch wraps what is raised."""
+    """Also during Inductor's compilation, where torch wraps the error."""
     write = Path.write_text
 
     def full(path, *args, **kwargs):

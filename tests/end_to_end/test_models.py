@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmodified models: one training step of each under the backend, beside the model's own.
+"""Unmodified models: one training step of each under the backend, compared with the model's own.
 
 How many matmuls with a weight a model has, how many of them are taken and why the others are not is
 asserted exactly.
@@ -21,8 +21,8 @@ from tests.support import model_matrix, model_zoo
 # independent, so their squares add up: with c fprop and d backward GEMMs between the loss and a
 # weight, its gradient has the cosine 1 / sqrt(1 + 0.015 c + 0.019 d). The longest ways here,
 # through two layers and back, have c = d = 10: 0.86. Norms after each sublayer, as in Gemma 3,
-# make more of an error; 0.8 allows 1.6 times its square. Five other seeds of Gemma 3, the worst
-# model in this, gave 0.865 and more.
+# amplify errors; 0.8 allows 1.6 times the squared error. Five other seeds of Gemma 3, the worst
+# model here, gave 0.865 and more.
 MIN_WHOLE_COSINE = 0.8
 # A single weight's gradient can cancel where its error does not: with the usual initialization all
 # softmax weights are nearly the same, so q and k have small gradients, and v the mean of those of
@@ -30,7 +30,8 @@ MIN_WHOLE_COSINE = 0.8
 # that do not fit each other give 0 +- 1 / sqrt(elements), 0.03 for 32 x 32. Experts are held to
 # this, too, as few tokens change theirs; no weight is exempt.
 MIN_COSINE = 0.5
-# A loss near log(classes) moves by a small part of what the logits move by, 0.12 of themselves.
+# A loss near log(classes) changes by a small fraction of the logits' change, which is 0.12 of the
+# logits.
 MAX_LOSS_CHANGE = 0.01
 
 ATTENTION = "attention: activation × activation"
@@ -111,7 +112,7 @@ def test_what_plain_inductor_compiles_is_compiled(name: str) -> None:
 
 
 def test_the_table_of_models_is_this_one() -> None:
-    """MODELS.md, which model_matrix.py writes, has each model, and takes and leaves what we do."""
+    """MODELS.md, which model_matrix.py writes, has each model, with the same counts."""
     lines = [line.split(" | ") for line in model_matrix.TABLE.read_text().splitlines()]
     shown = {line[0].removeprefix("| "): line[1:] for line in lines if len(line) > 3}
     del shown["model"]

@@ -75,7 +75,8 @@ def test_replays_of_a_cuda_graph_draw_fresh_random_bits(recipe) -> None:
 
 
 def test_fixed_signs_in_a_cuda_graph() -> None:
-    """Whose recorder wants every tensor in the graph's memory to be one of its results."""
+    """The recorder of CUDA graphs requires that every tensor in the graph's memory is one of its
+    results."""
     fixed = {"transform": "rht128_fixed"}
     both = {"dgrad": {"dy": fixed, "w": fixed}, "wgrad": {"dy": fixed, "x": fixed}}
     own = [

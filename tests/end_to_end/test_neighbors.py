@@ -48,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
 
 
 def test_torch_alone_changes_nothing(found: dict[str, dict[str, str]]) -> None:
-    """Or the other tests would name what torch does."""
+    """Otherwise the other tests would report changes that torch makes."""
     assert found["by torch"] == {}
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults of tests/support/planted_faults.py can be planted. Which live is asked by hand."""
+"""The faults of tests/support/planted_faults.py can be planted. A run by hand shows which ones no
+test catches."""
 
 from __future__ import annotations
 

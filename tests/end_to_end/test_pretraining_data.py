@@ -66,7 +66,7 @@ def test_every_document_is_there_once_and_whole(texts: Path, tmp_path: Path) -> 
     corpus = make([texts], tmp_path / "corpus")
     train, val = documents(corpus, corpus.train), documents(corpus, corpus.val)
     assert sorted(train + val) == sorted(poem(part) for part in range(12))
-    # A document has about 450 bytes: two make up the 800 that are held out at least.
+    # A document has about 450 bytes, so two are held out to reach the minimum of 800.
     assert len(val) == corpus.facts.val_documents == 2
     assert (corpus.facts.duplicates, corpus.facts.not_text) == (2, 1)  # the copy, the empty file
     assert corpus.facts.vocab == corpus.train.max() + 1 == 300

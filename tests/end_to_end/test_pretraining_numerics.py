@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def test_the_oracle_multiplies_what_quantize_gives_in_fp32() -> None:
-    """fprop alone, against a product in fp64 of the operands that `quantize` makes."""
+    """fprop alone, compared with an fp64 product of the operands from `quantize`."""
     model = nn.ModuleDict({"a": nn.Linear(64, 32), "b": nn.Linear(64, 32)})
     x = torch.randn(48, 64)
     recipe = {"base": "nvfp4", "dgrad": "bf16", "wgrad": "bf16"}
@@ -78,9 +78,9 @@ def test_the_oracle_runs_references_where_there_are_kernels() -> None:
 
 
 def test_an_oracle_run_is_the_compiled_one_but_for_bf16_and_random_bits(tmp_path: Path) -> None:
-    """The same weights and batches, so the first loss differs by what bf16 does to it: some 2^-9 of
-    5.7. The gap to bf16 is then the same to within what the random bits of 8 steps do, which is
-    less."""
+    """The same weights and batches, so the first loss differs by bf16's error, some 2^-9 of 5.7.
+    The gap to bf16 is then the same up to the effect of the random bits of 8 steps, which is
+    smaller."""
     losses = {}
     for name in ("bf16", "quartet2"):
         for way, options in (("compiled", {}), ("oracle", {"oracle": True})):

@@ -64,7 +64,7 @@ def test_the_controls_change_what_their_names_say() -> None:
     whole, bf16 = gemms("quartet2"), "bf16"
     assert gemms("quartet2-forward") == (whole[0], bf16, bf16)
     backward = gemms("quartet2-backward")
-    # No codes are saved to requantize: the backward quantizes what was multiplied.
+    # No codes are saved, so the backward quantizes the operand of the forward.
     assert backward == (bf16, *(text.replace("requantize>", "") for text in whole[1:]))
     assert gemms("quartet2-rtn") == (whole[0].replace("_46", ""), *whole[1:])
     assert gemms("quartet2-exact") == tuple(text.replace("_pow2", "") for text in whole)

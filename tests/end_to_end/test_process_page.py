@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guide "What q2compile changes in your process": each row of its tables is what the sources
-do, and nothing that they do is missing."""
+"""The guide "What q2compile changes in your process": its tables match the sources in both
+directions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCES = {
 
 
 def rows(title: str) -> dict[str, list[str]]:
-    """The table under a heading: what its first cell has in backquotes -> the other cells."""
+    """The table under a heading: the name in backquotes in its first cell -> the other cells."""
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     found = {re.findall(r"`([^`]+)`", first)[0]: rest for first, *rest in cells}
@@ -42,7 +42,7 @@ def rows(title: str) -> dict[str, list[str]]:
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """(file, name of what is called, the call) of all sources."""
+    """(file, name of the called function, the call) for all sources."""
     for file, tree in SOURCES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
@@ -150,7 +150,7 @@ def test_nothing_is_written_by_default(tmp_path: Path) -> None:
 
 
 def test_hooks() -> None:
-    """On what, and by which file."""
+    """The hooks, and the files that register them."""
     found = {
         (name.rpartition(".")[2], file)
         for file, name, _ in calls()

@@ -43,7 +43,7 @@ def test_this_python_is_found() -> None:
     reason="needs the package build, and a clone",
 )
 def test_the_sdist_has_every_file(tmp_path: Path) -> None:
-    """Those that git tracks: so `make demo` and `make test` run in it, too."""
+    """All files that git tracks, so that `make demo` and `make test` run in it."""
     for path in tracked(ROOT):
         copy = tmp_path / "tree" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)

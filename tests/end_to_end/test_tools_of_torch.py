@@ -146,7 +146,8 @@ def ahead_of_time(model, x, **options):
 
 @AHEAD_OF_TIME
 def test_compiled_ahead_of_time(tmp_path):
-    """For ``aot_compile`` Dynamo erases what the graph's inputs are before it calls a backend."""
+    """For ``aot_compile`` Dynamo erases the sources of the graph's inputs before it calls a
+    backend."""
     model, x = Mlp(), torch.randn(WIDTH, WIDTH)
     call = ahead_of_time(model, x, policy={"up": "bf16"}, dump=str(tmp_path), strict=True)
     rows = json.loads((tmp_path / "report.json").read_text())
@@ -231,8 +232,8 @@ def test_transforms_of_torch_func(transform):
 
 
 def test_a_loss_times_zero():
-    """How models keep unused layers in DDP's gradients. Inductor makes a constant of the layer's
-    gradient, and in mxfp4 the partitioner then put its seed into the forward."""
+    """Models keep unused layers in DDP's gradients by this. Inductor turns the layer's gradient
+    into a constant, and in mxfp4 the partitioner then moved its seed into the forward."""
     model, x = Mlp(), torch.randn(WIDTH, WIDTH)
     compiled_loss = compiled(
         lambda x: x.sum() + 0 * model(x).sum(), inner="inductor", recipe="mxfp4", strict=True

@@ -234,7 +234,7 @@ def test_inside_torch_func_matmuls_are_left_and_strict_refuses(name):
 
 
 def test_torch_func_around_a_compiled_model_is_torchs_own_eager():
-    """torch runs what a transform calls without compiling it, whatever the backend."""
+    """torch runs the function of a transform without compiling it, with any backend."""
     model = nn.Sequential(nn.Linear(32, 32))
     compiled, x = quantized(model), torch.randn(4, 32)
     torch.testing.assert_close(torch.func.vmap(compiled)(x), model(x))
@@ -251,7 +251,7 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("way", ["torch.compile", "Module.compile"])
 def test_export_takes_the_plain_model(way):
-    """torch.export asks no backend: what is exported is the model in the precision it has."""
+    """torch.export uses no backend, so the exported model has the precision of its tensors."""
     model, tokens = new_model(), batch()[0]
     if way == "torch.compile":
         compiled = quantized(model)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries that train a model of theirs: each by the lines of examples/trainers/README.md, tiny,
-and without a file from a hub. `make test-integrations` runs them in an environment that has the
-libraries; elsewhere those that are missing are skipped.
+"""Libraries with models of their own, each used as in examples/trainers/README.md, at tiny sizes
+and without a file from a hub. `make test-integrations` runs them in an environment with these
+libraries; elsewhere tests of missing libraries are skipped.
 
 Each model is expected to be compiled (`q2compile.expect`), so the backward raises where it was not.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are alike: how often the registry is asked, and that what is known of them changes no
-generated code."""
+"""Equal calls: how often the registry is asked, and that its cached answers change no generated
+code."""
 
 from __future__ import annotations
 

@@ -76,15 +76,15 @@ def test_the_bits_are_those_of_two_kernels(name, monkeypatch) -> None:
         assert torch.equal(x, by_eager) and torch.equal(by_torch, by_eager)
     else:
         for other in (by_torch, by_eager):
-            # Exponentials and quotients differ by some 2^-22, where terms cancel by as much of
-            # these; a bf16 is rounded otherwise where it is that near to a tie, one in 2^-12.
+            # Exponentials and quotients differ by about 2^-22, more where terms cancel. A bf16 that
+            # is so near to a tie is rounded the other way: one in 2^12.
             torch.testing.assert_close(x.float(), other.float(), rtol=2.0**-7, atol=2.0**-20)
             assert (x != other).float().mean() < 2.0**-10
 
 
 def test_what_is_approximated() -> None:
-    """Against double precision: the polynomial of 1 + erf is 2^-24 wrong, e^x |x| 2^-24 of itself,
-    and 2^-22 is what a GPU's exponential may be."""
+    """Errors against double precision: 2^-24 for the polynomial of 1 + erf, |x| 2^-24 of itself for
+    e^x. A GPU's exponential may add 2^-22."""
     x = torch.cat([torch.linspace(-12, 12, 64 * 128 - 4), torch.tensor([0.0, INF, -INF, NAN])])
     steps = (("load", 0, "(c + (128 * r))", "lanes", -1), ("erf_plus_one", 0), ("exp", 0))
     prologue = PrologueExpression(FP32, "64", 128, (FP32,), (), False, steps, (1, 2))
@@ -294,7 +294,8 @@ def test_the_rule(monkeypatch) -> None:
     steps = (*prologue.steps, *(("log", last + i) for i in range(4)))
     slow = replace(prologue, steps=steps, results=(last + 4,))
     assert "are expected to take" in WHY_NOT(slow, spec, 2, 9)
-    # For an exact global scale the expression is made twice: one logarithm more is too much.
+    # With an exact global scale the expression is computed twice, so one logarithm more is too
+    # much.
     exact = get_scheme("nvfp4_sr")
     assert WHY_NOT(prologue, exact, 2, 9) is None
     steps = (*prologue.steps, ("log", last))
@@ -359,7 +360,7 @@ def of_other_scheme(seeds, dh, g, u):
 
 
 def of_each_other(seeds, dh, g, u):
-    """The second is made from what the first one's codes say."""
+    """The second operand depends on the codes of the first."""
     first = quantized_both(silu_mul(g, dh) * u, *seeds, EDEN, "rht128", 3)
     return [*first, *quantized_both(silu_mul(g, dh) * u * first[2], *seeds, EDEN, "rht128", 3)]
 

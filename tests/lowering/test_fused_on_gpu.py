@@ -80,8 +80,8 @@ def compiled(monkeypatch, function: Callable, *args: Any, fuse: bool, **how: Any
 
 
 def assert_nearly_the_same(results: list[Any]) -> None:
-    """A bf16 in 2^10 is rounded otherwise (test_fused_launches.py), and with it at most the codes
-    of a chunk of 128 a little: one in eight chunks has one."""
+    """One bf16 in 2^10 is rounded differently (test_fused_launches.py). It may change the codes of
+    its chunk of 128 slightly, which happens in one of eight chunks."""
     for got, want in zip(*results, strict=True):
         if got.dtype == torch.uint8:
             assert (got != want).float().mean() < 0.125
@@ -106,7 +106,8 @@ def test_two_operands_of_one_read(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", PROLOGUES)
 def test_prologues(name, monkeypatch) -> None:
-    """Under emulate_precision_casts ptxas contracts nothing: what is exact has the same bits."""
+    """Under emulate_precision_casts ptxas contracts no operations, so exact expressions have equal
+    bits."""
     function, operands, exact = PROLOGUES[name]
     device = torch.device("cuda", torch.cuda.current_device())
     seeds = torch.tensor([11, 12], device=device)

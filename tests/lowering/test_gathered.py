@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes that are gathered, by the code that is written for an H200 that is not there: our kernels
-run on a CPU (tests/support/emulation), and what is Inductor's is in C++."""
+"""Gathered codes, by the code generated for an H200 that is not there: our kernels run on a CPU
+(tests/support/emulation), Inductor's in C++."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 """How many kernels a linear launches, forward and backward, by recipe: counted in generated code
 (support/launch_counts.py).
 
-`apart` is the same code with every quantizer launched by itself, and the products of global scales
-ahead of the GEMMs (without the pass group_launches). nvfp4's was 30 on a Blackwell while
-q2::transpose was eight kernels of torch's there, and swizzle_scales.cu swizzled what came out.
+`apart` is the same code without the pass group_launches: every quantizer has its own launches, and
+the GEMMs compute the products of global scales. nvfp4 had 30 on a Blackwell when q2::transpose was
+eight torch kernels and swizzle_scales.cu swizzled the result.
 """
 
 from __future__ import annotations

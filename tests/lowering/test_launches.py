@@ -389,7 +389,7 @@ def mixed_operands() -> list[torch.Tensor]:
 
 
 def test_a_global_scale_is_applied_once(pretended) -> None:
-    """Where one of two folds: what is multiplied by afterwards is the other's alone."""
+    """One of two operands includes its global scale. Only the other's is multiplied afterwards."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")

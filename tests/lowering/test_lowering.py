@@ -278,7 +278,7 @@ def test_on_a_gpu(scheme, shape) -> None:
     lowering.register()
     x = matrix(*shape)
     torch._dynamo.reset()
-    # relu keeps what is positive exactly, and gives the quantizer something to fuse with
+    # relu leaves positive elements exact, and gives the quantizer a producer to fuse with
     compiled = torch.compile(lambda x: quantize(x.relu(), scheme))
     assert_same_bits([t.cpu() for t in compiled(x.cuda())], quantize(x.relu(), scheme))
 

@@ -43,7 +43,7 @@ def compiled_code(x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], str]:
 
 @pytest.fixture
 def ran(monkeypatch) -> list[tuple]:
-    """Those that were run, all of which agree."""
+    """The self-checks that ran; all of them pass."""
     run: list[tuple] = []
     monkeypatch.setattr(selfcheck, "disagreement", lambda *check: run.append(check))
     return run

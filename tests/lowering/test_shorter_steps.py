@@ -113,7 +113,7 @@ SILU_BACKWARD = (
     *(*LOADS, ("sigmoid", 2), ("mul", 0, 3), ONE, ("sub", 5, 3)),
     *(("mul", 2, 6), ("add", 7, 5), ("mul", 4, 8)),
 )
-# Steps, and the last of those that come of it.
+# Steps, and the last of the steps that replace them.
 CONTRACTED = {
     "a b + c": ((*LOADS, ("mul", 0, 1), ("add", 3, 2)), ("fma", 0, 1, 2)),
     "c + a b": ((*LOADS, ("mul", 0, 1), ("add", 2, 3)), ("fma", 0, 1, 2)),

@@ -192,7 +192,8 @@ def test_saved_for_backward_is_packed(tmp_path):
 
 
 def test_checkpointing_gives_the_same_bits_as_without():
-    """Trap 9: checkpointing runs the forward twice; it is deterministic, so nothing may drift."""
+    """Trap 9: checkpointing runs the forward twice. The forward is deterministic, so both runs must
+    agree."""
 
     class Checkpointed(nn.Module):
         def __init__(self, block):
@@ -255,8 +256,8 @@ def test_autocast_and_fp32_masters(tmp_path):
 
 
 def test_inductors_dropped_round_trips_and_the_switch_that_keeps_them():
-    """Trap: when Inductor fuses, it keeps fp32 where eager rounds to bf16, so codes differ from
-    eager's here and there; its emulate_precision_casts makes them equal."""
+    """Trap: a fused Inductor kernel keeps fp32 where eager rounds to bf16, so some codes differ
+    from eager's. emulate_precision_casts makes them equal."""
 
     class Gated(nn.Module):
         def __init__(self):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options are parsed strictly: what came, what is allowed, the nearest right name."""
+"""Strict parsing of options: errors show the value, the allowed values and the nearest name."""
 
 import json
 
@@ -102,7 +102,7 @@ def test_a_config_is_frozen_and_does_not_follow_its_options():
 
 @pytest.mark.parametrize("kind", ["toml", "json"])
 def test_the_config_file_is_the_base_and_options_win(tmp_path, monkeypatch, kind):
-    """TOML keeps the order of a policy's lines, which decides what wins."""
+    """TOML keeps the order of a policy's lines, which decides between matching patterns."""
     path = tmp_path / f"q2.{kind}"
     if kind == "toml":
         path.write_text(

@@ -31,7 +31,7 @@ FUZZ_COMPILED = settings(max_examples=CASES, suppress_health_check=list(HealthCh
 
 
 class Hostile:
-    """Whatever is asked of it raises."""
+    """An object whose every method raises."""
 
     def __repr__(self):
         raise RuntimeError("repr")
@@ -75,7 +75,7 @@ VALUES = [
     ),
     *({"triton.cudagraphs": 2}, {"cpp.threads": "x"}, {"post_grad_fusion_options": 3}),
 ]
-# By number, because hypothesis prints what it samples from, and some of these can't be printed.
+# By index, because hypothesis prints what it samples, and some of these values can't be printed.
 ODD = st.integers(0, len(VALUES) - 1).map(lambda i: VALUES[i])
 RIGHT = {
     "recipe": st.sampled_from([*RECIPES, {"base": "nvfp4", "fprop": "bf16"}]),

@@ -154,7 +154,8 @@ def test_a_call_that_nobody_can_serve_raises_what_the_first_one_did(candidate, r
 
 
 def test_nothing_is_replaced_in_a_cuda_graph_capture(monkeypatch):
-    """It is lost already; and what a kernel could not load there it can at another time."""
+    """The capture is lost anyway, and a kernel that could not be loaded there may load at another
+    time."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' branch for Blackwell (Q2_HW_FP4) on a GPU without FP4 conversions: software stands
-for those few instructions (csrc/include/ptx.cuh, Q2_SOFTWARE_FP4)."""
+"""The kernels' branch for Blackwell (Q2_HW_FP4) on a GPU without FP4 conversions: software replaces
+these few instructions (csrc/include/ptx.cuh, Q2_SOFTWARE_FP4)."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _models() -> dict[str, Callable[[], Any]]:
             )
 
     class TensorParallel(nn.Module):
-        """A column-wise and a row-wise linear of two ranks, of which this process is the first."""
+        """A column-wise and a row-wise linear of two ranks; this process is rank 0."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -212,7 +212,7 @@ def _collect_one(case: Case, folder: Path, emulation: Any) -> None:
     x = torch.randn(2, 24, 64, dtype=torch.bfloat16, requires_grad=case.training)
     settings: dict[str, Any] = {**case.options, "dump": str(folder)}
     if "telemetry" in settings:
-        # Kernels that are stubs record whatever was in memory: beside what is compared.
+        # Stub kernels record uninitialized memory, so telemetry's files are not compared.
         to = folder.parent.with_name("telemetry") / case.name if case.capability else folder
         settings["telemetry"] = {**settings["telemetry"], "to": str(to / "telemetry")}
     with (
@@ -264,7 +264,7 @@ def checked_out(commit: str | None, folder: Path) -> Path:
 
 
 def _dumps(commit: str | None, folder: Path, only: list[str]) -> dict[str, str]:
-    """{file: text} of what a commit dumps."""
+    """{file: text} of a commit's dumps."""
     tree = checked_out(commit, folder / "tree")
     out = folder / "dumps"
     environment = {

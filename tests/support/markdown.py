@@ -11,8 +11,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Block:
-    """A code block. kind: what stands after the fence; "" for a block that is only indented.
-    line: the number of the first line of its text."""
+    """A code block. kind: the text after the fence; "" for an indented block. line: number of its
+    first line of text."""
 
     kind: str
     text: str
@@ -44,7 +44,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def prose(page: str) -> str:
-    """The page without its blocks and without what stands between backquotes."""
+    """The page without its blocks and without text in backquotes."""
     lines = page.splitlines()
     for block in blocks(page):
         for i in range(block.line - 1, block.line - 1 + len(block.text.splitlines())):

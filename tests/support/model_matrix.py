@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of `model_zoo`, one training step each under the backend beside the model's own.
+"""The models of `model_zoo`: one training step under the backend, compared with the model's own.
 
     python -m tests.support.model_matrix [MODEL ...] [--inductor] [--write]
 
@@ -49,7 +49,7 @@ def cosine(a: list[Tensor], b: list[Tensor]) -> float:
 def step_and_report(
     model: nn.Module, inputs: dict[str, Any], inner: str
 ) -> tuple[Tensor, dict[str, Tensor], Report]:
-    """A step under the backend, and what it reports of the graphs of that step."""
+    """A step under the backend, and its report."""
     torch._dynamo.reset()
     report = Report()
     token = collector.set(report)
@@ -64,7 +64,7 @@ def step_and_report(
 
 @dataclass(frozen=True)
 class Result:
-    """A model's step under the backend, beside its own.
+    """A model's step under the backend, compared with its own.
 
     rows: the report's; graphs: how many were compiled
     loss_change: relative

@@ -39,8 +39,8 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """x + experts(norm(x)), each row by the best of the experts but one. mesh: of expert parallel.
-    The router's choice is made of one weight row an expert, unquantized."""
+    """x + experts(norm(x)), with the second-best expert for each row. mesh: of expert parallelism.
+    The router chooses by one weight row per expert, not quantized."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()

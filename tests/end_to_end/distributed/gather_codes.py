@@ -103,9 +103,9 @@ def build(
     far_apart: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A model under fully_shard, and what to call: blocks compiled on their own, or (whole) all of
-    it. roots: blocks are sharded, and the model is not. far_apart: the last ranks' rows are so
-    small that their scales underflow under the global scale of all."""
+    """A model under fully_shard, and the function to call. Blocks are compiled one by one, or
+    (whole) all at once. roots: only blocks are sharded, not the model. far_apart: the last ranks'
+    rows are so small that their scales underflow under the common global scale."""
     model: Any = new_model(inner).to(masters)
     for layer in model.layers if far_apart else ():
         with torch.no_grad():
@@ -247,7 +247,7 @@ def evaluated(attach: Attach) -> Run:
 
 
 def by_hand(attach: Attach) -> Run:
-    """module.unshard() gives values, whatever is gathered in a forward."""
+    """module.unshard() gives values, also if the forward gathers codes."""
     training = Training(*build(), attach).steps(4)
     layer = training.model.layers[0]
     layer.unshard()

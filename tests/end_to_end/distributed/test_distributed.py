@@ -41,7 +41,7 @@ Ranks = list[Result]
 
 
 def run(worker: str, ranks: int, folder: Path) -> dict[str, Ranks]:
-    """Scenario -> what each rank recorded."""
+    """Scenario -> the result of each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(WORKERS / worker), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -213,7 +213,7 @@ def test_fsdp_mixed_precision_with_compiled_blocks(
 
 
 def test_activation_checkpointing_changes_nothing(data_parallel: dict[str, Ranks]) -> None:
-    """The forward is computed twice and rounds the same way, and the names are the user's."""
+    """The recomputed forward rounds the same way, and the names are the user's."""
     for plain, checkpointed in zip(
         data_parallel["fsdp_compiled_blocks"],
         data_parallel["fsdp_checkpointed_blocks"],
@@ -252,8 +252,8 @@ def test_redundant_compute_draws_the_same_random_bits(
 
 
 def test_uneven_shards(tensor_parallel: dict[str, Ranks], one_process: OneProcess) -> None:
-    """Row-wise codes are cut in another place than one process's blocks, so even the first loss
-    has another rounding: a hundredth of what quantizing changes it by is not to be had."""
+    """Row-wise shards do not end between one process's blocks, so even the first loss is rounded
+    differently: it can't agree to a hundredth of the change by quantizing."""
     ranks = tensor_parallel["uneven"]
     single, plain = one_process(inner=UNEVEN), one_process("bf16", inner=UNEVEN)[0]
     assert_trains_alike(ranks, single, plain, first_loss=BF16_ACTIVATIONS)

@@ -74,8 +74,8 @@ def four(folder: Path) -> Found:
 
 
 def assert_same_training(found: Found, name: str) -> None:
-    """As without gather_codes: on each rank the losses, and what all gradients and weights of a
-    step add up to; for as many steps as the run without has."""
+    """Equal to the run without gather_codes: the losses on each rank, and the sums of all gradients
+    and weights of each step, for as many steps as that run has."""
     plain = f"{worker.without(name)}.plain"
     for rank in found:
         assert not rank[name].error and not rank[plain].error, rank[name].error

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the workers and their test: a small model, its training, and the recorded results.
 
-A worker runs under torchrun, as every rank, and writes one file a scenario and rank into the folder
-named by its argument; `test_distributed.py` starts it and reads them. In one process the same
-functions give what the ranks are compared with.
+Workers run under torchrun and write one file per scenario and rank into the folder named by their
+argument. `test_distributed.py` starts them and reads the files. In one process the same functions
+give the results for comparison.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def of_two_objects(actor, critic, x):
 
 
 def calls(breaks):
-    """name -> (function, its arguments before x, its keywords, what it calls its models)."""
+    """name -> (function, its arguments before x, its keywords, its names for the models)."""
     a, b = Model(breaks), Model(breaks)
     b.requires_grad_(False)  # or Dynamo would run it with the graph of the other
     global STUDENT, TEACHER
@@ -205,7 +205,7 @@ def test_strict_refuses_a_pattern_that_matches_no_model_of_a_function():
 
 
 def collected(call):
-    """The report of what is compiled by the model's own calls of torch.compile."""
+    """The report of a model that calls torch.compile itself."""
     report = Report()
     token = collector.set(report)
     try:
@@ -352,7 +352,7 @@ def test_objects_in_scope_are_not_touched(breaks):
 
 
 def test_the_time_does_not_depend_on_a_list_in_scope():
-    """Nothing of a list is read but what the code names, so elements are never asked for."""
+    """Only the elements that the code names are read from a list."""
     asked = []
 
     class Counted(list):

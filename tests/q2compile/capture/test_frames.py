@@ -77,15 +77,15 @@ def test_it_leaves_what_others_have_of_a_frame_alone():
 
 @pytest.fixture
 def tracing():
-    """sys.settrace for the test, whatever measures coverage put back after it."""
+    """sys.settrace for the test, and the coverage tool's own trace function afterwards."""
     before = sys.gettrace()
     yield sys.settrace
     sys.settrace(before)
 
 
 def test_variables_survive_a_look_from_inside_a_debugger(tracing):
-    """As when a model is compiled at pdb's prompt: Python then writes back what it has for the
-    frame's variables, which must not be nothing."""
+    """As when a model is compiled at pdb's prompt. Python then writes the frame's variables back,
+    and they must still have their values."""
     looked = []
 
     def tracer(frame, event, argument):

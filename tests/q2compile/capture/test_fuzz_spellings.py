@@ -102,7 +102,7 @@ def operand(graph, draw, ndim):
 
 
 def check(graph, node, runs):
-    """The graph is rewritten, and computes what it did; what torch runs, q2compile has read."""
+    """The rewritten graph computes the same. q2compile can read every call that torch runs."""
     gm = graph.module()
     before = gm(*graph.inputs) if runs else None
     rows = rewrite(gm, CONFIG, Names())
@@ -231,7 +231,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_node_that_can_not_be_read_is_left_alone(fault, monkeypatch, caplog):
-    """The others are rewritten; a report, a warning and strict say it, whatever on_error is."""
+    """The other nodes are rewritten. A report, a warning and strict mention the one that failed,
+    with any on_error."""
     from q2compile import explain
 
     where, left = FAULTS[fault]

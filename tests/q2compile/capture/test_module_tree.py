@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose own code must not run while their names are found, and what is left after that."""
+"""Models whose own code must not run while their names are found, and the state after a
+compilation."""
 
 import copy
 import weakref

@@ -65,8 +65,7 @@ def test_a_bias_adds_no_kernel(recipe, capability) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("recipe", ["quartet2", "quartet", "tetrajet2", "mxfp4"])
 def test_gemms_get_codes_with_swizzled_scales_and_write_bf16(recipe, capability) -> None:
-    """No alpha is applied outside of them, nothing is padded, cut, dequantized or swizzled
-    apart."""
+    """The GEMMs apply alpha, and no separate kernel pads, cuts, dequantizes or swizzles."""
     gemms = [
         gemm for source in sources(recipe, False, capability) for gemm in _GEMM.findall(source)
     ]

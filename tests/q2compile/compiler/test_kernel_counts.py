@@ -183,14 +183,13 @@ ROWS = [
 
 
 def test_every_pass_has_a_row() -> None:
-    """cache_weights is no pass over a graph, but has the effect of one. fuse_rotations adds
-    nothing to a graph (test_fuse_rotations.py counts what the lowering makes of it), anchor_seeds
-    changes none without a gradient that is a constant (test_joint_passes.py), tabulate none without
-    a rotary embedding (test_tabulate.py), concatenate_last, gather_scattered and
-    recompute_mask none without experts (test_concatenate_last.py, test_gather_scattered.py,
-    test_recompute_mask.py),
-    quantize_shards none without a collective, own_seeds none without the option seed
-    (test_quantize_shards.py, test_seed.py)."""
+    """cache_weights is not a pass over a graph, but acts like one. fuse_rotations adds nothing to a
+    graph (test_fuse_rotations.py counts the lowered kernels), anchor_seeds changes none without a
+    gradient that is a constant (test_joint_passes.py), tabulate none without a rotary embedding
+    (test_tabulate.py), concatenate_last, gather_scattered and recompute_mask none without experts
+    (test_concatenate_last.py, test_gather_scattered.py, test_recompute_mask.py), quantize_shards
+    none without a collective, own_seeds none without the option seed (test_quantize_shards.py,
+    test_seed.py)."""
     elsewhere = ["gather_quantizers", "concatenate_last", "tabulate", "fuse_rotations"]
     elsewhere += ["group_launches"]
     elsewhere += [
@@ -258,7 +257,7 @@ def graphs_of(
     cse: bool,
     small: int,
 ) -> Graphs:
-    """The calls of each graph: forward, backward, and what quantizes weights apart from them."""
+    """The calls of each graph: forward, backward, and graphs that only quantize weights."""
     with (
         pytest.MonkeyPatch.context() as patch,
         inductor_config.patch(INDUCTOR_OPTIONS),

@@ -24,7 +24,7 @@ T, K = 32, 64
 
 
 class Of(nn.Module):
-    """A linear layer, and what a pass of ours, or a setting, would once have changed beside it."""
+    """A linear layer, and an op that one of our passes or settings changed in earlier versions."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def order(x: Tensor, copies: int) -> Tensor:
 
 
 def sorted_tokens(m: Any, x: Tensor) -> Tensor:
-    """gather_scattered: rows of a mixture of experts. In bf16 its sums were rounded otherwise."""
+    """gather_scattered: rows of a mixture of experts. In bf16 this pass rounds sums differently."""
     return m.linear(x)[order(x, 4) // 4].sin()
 
 

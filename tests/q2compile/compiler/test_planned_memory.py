@@ -72,9 +72,9 @@ def small(**how) -> tuple[Peak, Peak]:
 
 
 def test_a_step_that_is_counted_by_hand() -> None:
-    """MiB. Two weights of 2 and x of 4 are there all the time. The forward makes y of 4, over which
-    it writes tanh, and the result of 4; the backward has the gradient over that one, dw of 2 and
-    the gradient of tanh of 4."""
+    """In MiB. Two weights of 2 and x of 4 are always alive. The forward allocates y of 4, which it
+    overwrites with tanh, and the result of 4. The backward overwrites that one with the gradient,
+    and allocates dw of 2 and the gradient of tanh of 4."""
     forward, backward = small(backend="inductor")
     assert forward.bytes / MIB == pytest.approx(8 + 4 + 4, abs=0.001)  # and some scalars
     assert backward.bytes / MIB == pytest.approx(8 + 4 + 4 + 2 + 4, abs=0.001)

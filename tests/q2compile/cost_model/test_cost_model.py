@@ -216,7 +216,8 @@ def test_emulated_gemms_are_bf16s():
     assert found["wgrad", "requantize x"].bits == (4.5 + 20) * x
     plain = {s.gemm: s for s in bf16_steps(layer, ALL)}
     assert all(found[name, "gemm"] == plain[name] for name in ALL)
-    # A scale that does not fold: sums are written in fp32, and read so by what comes next.
+    # A global scale that is no power of two: GEMM results are written in fp32, and the next op
+    # reads fp32.
     (product,) = [
         s
         for s in recipe_steps(resolve("mxfp4"), layer, ALL)
@@ -259,7 +260,7 @@ def test_fewer_gemms_cost_less():
 
 
 def test_how_often_a_weight_is_quantized():
-    """Cached not at all, made again for backward twice; 24.5 bits an element."""
+    """Not cached, and recomputed for the backward twice: 24.5 bits per element."""
     none, once, twice = (predict(QUARTET2, (T, N, K), w_quantized=n) for n in (0, 1, 2))
     assert once.bytes - none.bytes == twice.bytes - once.bytes == 24.5 * N * K / 8
     rows = {
@@ -272,9 +273,9 @@ def test_how_often_a_weight_is_quantized():
 
 
 def test_experts_have_a_weight_each():
-    """Tokens and FLOPs are those of one; a weight is quantized, requantized and multiplied twice,
-    and its gradient written. One expert takes as long as a dense layer, but for the launch that
-    dequantizes the forward's operands of an emulated grouped GEMM."""
+    """Tokens and FLOPs are those of one expert. Each weight is quantized, requantized and
+    multiplied twice, and its gradient written. One expert takes as long as a dense layer, plus the
+    launch that dequantizes the forward's operands of an emulated grouped GEMM."""
     dense, one, eight = (predict(QUARTET2, (*e, T, N, K)) for e in ((), (1,), (8,)))
     assert (one.bytes, one.flops) == (dense.bytes, dense.flops)
     assert all(one.seconds[device.column] == dense.seconds[device.column] for device in DEVICES)
@@ -283,8 +284,9 @@ def test_experts_have_a_weight_each():
 
 
 def test_which_mixtures_gain_by_fp4():
-    """64 narrow experts of 512 tokens each have twice as many weights to quantize as tokens: on a
-    B200 that takes longer than FP4 saves. 8 wide ones of 8192 tokens gain everywhere."""
+    """64 narrow experts of 512 tokens each have twice as many weight elements to quantize as token
+    elements. On a B200 this takes longer than FP4 saves. 8 wide ones of 8192 tokens gain
+    everywhere."""
     b200, rtx5090 = DEVICES
     narrow, wide = ((64, 32768, 1536, 2048), (8, 65536, 4096, 14336))
     narrow, wide = (predict(QUARTET2, shape) for shape in (narrow, wide))
@@ -294,7 +296,8 @@ def test_which_mixtures_gain_by_fp4():
 
 
 def test_an_x_that_lies_in_memory_is_read():
-    """An input of the graph, and what a matmul leaves; silu's quantizer is part of it."""
+    """An input of the graph and a matmul's result are in memory. A quantizer after silu fuses with
+    it."""
 
     class Mlp(nn.Module):
         def __init__(self):

@@ -108,9 +108,9 @@ def test_mean_gradient_is_that_of_the_quantized_forward_and_falls_as_one_over_b(
 
 @pytest.mark.parametrize("t", [1, 2, 5, 8, 12, 33])
 def test_few_rows_give_an_unbiased_wgrad(t):
-    """As those of an expert's group (numerics/groups.py): the error of a mean of n is 1/sqrt(n) of
-    one draw's, up to what so many elements vary. With zeros after them 2 rows would end at 0.058
-    of the gradient, 8 at 0.029, where the means of 256 unbiased draws are off by 0.008."""
+    """As in an expert's group (numerics/groups.py): the error of a mean of n draws is 1/sqrt(n) of
+    one draw's, up to the variation of so few elements. With zeros in place of copies 2 rows would
+    end at 0.058 of the gradient, 8 at 0.029; the means of 256 unbiased draws are off by 0.008."""
     n = 256
     x, w, dy = operands(t=t)
     y = q2.linear(x, w, None, *QUARTET2, 0)
@@ -332,8 +332,8 @@ BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 def test_nan_and_inf_reach_the_output(bad, where):
-    """Trap 5: one Inf silently zeroes every other block of its tensor, and a max may drop a NaN; a
-    GradScaler must see it. It is in what contracts it, and nowhere else."""
+    """Trap 5: one Inf can silently zero every other block of its tensor, and a max may drop a NaN,
+    which a GradScaler must see. It reaches the results of its contraction and no others."""
     x, w, dy = operands()
     with torch.no_grad():
         {"x": x, "w": w, "dy": dy}[where][3, 5] = BAD[bad]
@@ -365,7 +365,7 @@ def test_all_zero_gradients_give_zeros():
 
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e30])
 def test_tiny_and_huge_tensors_keep_their_direction(size):
-    """Trap 2: a floor on the tensor scale is what blew up one vendor's gradients. The cosine of one
+    """Trap 2: a lower bound of the tensor scale ruined one vendor's gradients. The cosine of one
     MS-EDEN product is 1/sqrt(1 + 2 * 9.4e-3) = 0.991."""
     x, w, dy = operands()
     y, (dx, dw) = gradients(x, w, dy * size)

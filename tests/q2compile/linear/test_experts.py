@@ -442,7 +442,7 @@ def test_what_is_left_has_its_reason(why: str) -> None:
 
 @pytest.mark.parametrize("layer", [grouped, looked_up, equal_groups])
 def test_graphs(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op counts of a step: T and nothing else is padded, and no seed stands in the forward."""
+    """The ops of a step: only T is padded, and no seed is in the forward."""
     counts: dict[str, Counter[str]] = {}
     run = PostGradPasses.__call__
 

@@ -29,7 +29,7 @@ class Twins(nn.Module):
 
 
 def bits_of_gemms(graph: fx.Graph) -> dict[str, set[tuple[fx.Node, int]]]:
-    """(seed, rng_offset) of what each GEMM's operands are quantized with."""
+    """(seed, rng_offset) of the quantizers of each GEMM's operands."""
     calls = dict(quantizers(graph))
     found = {}
     for gemm in q2_nodes(graph, *GEMM_OPS):

@@ -144,7 +144,7 @@ def test_quantizers_with_no_source_in_common_are_not_compared(monkeypatch) -> No
 
 
 def test_an_operand_that_waits_for_a_product_stays() -> None:
-    """The second is made from the product of two matrices that stands behind the first."""
+    """The second operand is computed from a matrix product that comes after the first quantizer."""
     build = Builder()
     seed = build.placeholder("seed", dtype=torch.int64)
     dh, g = (build.placeholder(name, 128, 128) for name in ("dh", "g"))

@@ -65,7 +65,7 @@ def converted(h: Tensor, order: Tensor, ids: Tensor) -> Tensor:
 
 
 def of_the_first_half(h: Tensor, order: Tensor, ids: Tensor) -> Tensor:
-    """Rows that nobody names, among them the largest and one that is not finite."""
+    """Rows that no index names, among them the largest and one with a NaN or Inf."""
     return h[order // TOP // 2]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers that stand alone, moved to those before them: which, and that no bit changes."""
+"""Quantizers that stand alone and move next to earlier ones: which, and that no bit changes."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_only_its_own_outputs_are_a_quantizer_s() -> None:
 
 
 def test_no_check_is_asked_for_scales_that_split_scales_does_not_make(monkeypatch) -> None:
-    """Without the quantizing kernel MS-EDEN has no launch, and q2::split_scales is not asked."""
+    """Without the quantizing kernel MS-EDEN has no launch, and q2::split_scales needs no check."""
     asked: list[str] = []
 
     def only_split_scales(op: str, args: Any) -> Any:

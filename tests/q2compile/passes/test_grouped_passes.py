@@ -79,7 +79,7 @@ def backward(dy, dz, x, x_scales, x_global, w, w_scales, w_global, offs):
 
 def traced() -> fx.GraphModule:
     gm = make_fx(backward, tracing_mode="fake")(*inputs())
-    # As the graphs of AOTAutograd: one padded_ends, where the first wgrad wants it.
+    # As in AOTAutograd's graphs: one padded_ends, where the first wgrad needs it.
     first, *others = q2_nodes(gm.graph, "padded_ends")
     for other in others:
         other.replace_all_uses_with(first)

@@ -81,7 +81,7 @@ def test_the_codes_of_a_weight_and_its_cast_are_made_again():
 
 
 def test_codes_that_are_used_transposed_are_transposed_again():
-    """The partitioner would save them in that form otherwise."""
+    """Otherwise the partitioner would save them transposed."""
     graph = joint_graph(reuse=True)
     assert recompute_weights_pass(graph) == 1
     # The cast, the codes with three outputs, the transposed codes with two.

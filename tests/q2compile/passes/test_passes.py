@@ -257,7 +257,7 @@ def test_rows_of_another_kind_are_no_pair(changed):
 
 
 def test_no_pair_where_the_reference_would_serve_it(monkeypatch):
-    """On a GPU without our kernels Inductor makes one of the rows."""
+    """On a GPU without our kernels Inductor quantizes the rows."""
     monkeypatch.setattr(pair_directions, "quantizer_served_by", lambda call: "reference")
     assert pair_directions_pass(columns_rotated().graph) == 0
 

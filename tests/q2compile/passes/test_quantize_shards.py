@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that quantizes a weight before the graph gathers it: what it writes, and what it leaves.
-That no bit changes is seen on two ranks (tests/end_to_end/distributed/test_gather_codes.py)."""
+"""The pass that quantizes a weight before the graph gathers it: its result, and the graphs that it
+leaves. tests/end_to_end/distributed/test_gather_codes.py shows on two ranks that no bit changes."""
 
 from __future__ import annotations
 

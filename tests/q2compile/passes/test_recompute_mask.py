@@ -103,5 +103,5 @@ def test_what_is_marked() -> None:
     "b", [graph((ROWS, N)), graph((ROWS, 1), 1.0), graph((ROWS, 1), of_gemm=False)]
 )
 def test_what_is_left(b) -> None:
-    """A mask as large as the result; another value; what is in memory for nobody else."""
+    """A mask as large as the result; another fill value; a masked copy that has another reader."""
     assert recompute_mask_pass(b.graph) == 0

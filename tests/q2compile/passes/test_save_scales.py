@@ -47,7 +47,7 @@ class Looking(MinCut):
 
 
 def step(dtype=torch.bfloat16, tiny=False, inner="eager", **options):
-    """Gradients, and what was cut."""
+    """Gradients, and the cut graphs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Stack(dtype)
@@ -68,7 +68,7 @@ def ops(graph):
 
 
 def saved(looking):
-    """Types and elements of what the forward saves."""
+    """Dtypes and numbers of elements of the saved tensors."""
     outputs = looking.cut[0].output_node().args[0][looking.results :]
     return Counter((n.meta["val"].dtype, n.meta["val"].numel()) for n in outputs)
 
@@ -124,8 +124,8 @@ def test_subnormal_scales_leave_a_small_difference():
     ids=str,
 )
 def test_where_scales_are_not_enough(options, tmp_path, monkeypatch):
-    """Parameters that are not bf16, global scales that codes depend on in all their bits, codes
-    that are turned; and where an option says otherwise, or codes are to be looked at."""
+    """Parameters that are not bf16; exact global scales, which the codes depend on; transposed
+    codes; an option that says otherwise; and telemetry, which reads the codes."""
     monkeypatch.chdir(tmp_path)  # of telemetry
     _, looking = step(**options)
     if hasattr(looking, "cut"):

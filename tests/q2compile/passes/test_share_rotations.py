@@ -165,7 +165,7 @@ def draws(gm, count, *inputs):
 
 
 def test_the_first_gradient_keeps_its_bits():
-    """Seeds are drawn as before, so what keeps its seed and rng_offset is computed as before."""
+    """Seeds are drawn as before, so an operand with the same seed and rng_offset has the same bits."""
     dy, dz, qx = operands()
     gm = wgrads()
     merge_seeds_pass(gm.graph)

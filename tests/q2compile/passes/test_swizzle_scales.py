@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes that have scales written swizzled: on graphs built by hand, what they are left out
-for, and what is left to swizzle_scales.cu by each recipe."""
+"""The passes that have quantizers write swizzled scales: graphs built by hand, calls that they
+leave, and the launches of swizzle_scales.cu that remain for each recipe."""
 
 from __future__ import annotations
 

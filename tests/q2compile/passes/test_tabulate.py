@@ -55,7 +55,7 @@ def test_what_is_left(build) -> None:
 
 
 class Rotated(nn.Module):
-    """A projection, then RoPE with angles made of positions."""
+    """A projection, then RoPE with angles computed from positions."""
 
     def __init__(self) -> None:
         super().__init__()

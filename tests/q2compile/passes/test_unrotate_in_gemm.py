@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass that puts QuEST's way back into the epilogue of the GEMM: its golden, its bits, and what
-it leaves alone."""
+"""The pass that moves QuEST's mask and inverse rotation into the GEMM's epilogue: its golden, its
+bits, and the calls that it leaves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose folder a dump goes to: nobody's files are replaced but those of an earlier dump."""
+"""The folder of a dump: only files of an earlier dump are replaced."""
 
 import json
 import os
@@ -95,7 +95,7 @@ class Child:
 
 
 def test_processes_that_dump_into_one_folder_keep_apart(tmp_path):
-    """And a later run removes what they left, when they are gone."""
+    """A later run deletes their folders when these processes have ended."""
     first, second = Child(tmp_path, "a"), Child(tmp_path, "b")
     aside = tmp_path / f"process{second.pid}"
     assert (first.folder, first.warned) == (tmp_path, "[]")
@@ -113,7 +113,8 @@ def test_processes_that_dump_into_one_folder_keep_apart(tmp_path):
 
 
 def test_a_forked_process_has_a_folder_of_its_own(tmp_path):
-    """A DataLoader's worker, say: it inherits what is known of the folder, but not the folder."""
+    """For example a DataLoader's worker: it inherits the state of the folder, but gets its own
+    folder."""
     dumped(tmp_path)
     child = Child(tmp_path, "a")
     child.end()

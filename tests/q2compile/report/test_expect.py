@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`expect`: a training of which nothing runs in 4 bits ends before the optimizer steps."""
+"""`expect`: training raises an error before the first optimizer step if nothing runs in 4 bits."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_region_in_a_region():
 
 
 def test_dynamos_own_shared_bodies():
-    """use_graph_deduplication makes a body of equal parts, whose inputs carry no examples."""
+    """use_graph_deduplication makes bodies of equal parts, whose inputs have no example values."""
 
     class Plain(nn.Module):
         def __init__(self):
@@ -195,7 +195,7 @@ def test_dynamos_own_shared_bodies():
 
 
 def test_a_graph_left_to_inductor_has_its_own_bodies_back(monkeypatch):
-    """AOTAutograd keeps what it made of a body by the name that the call gives it."""
+    """AOTAutograd caches its result for a body under the name in the call."""
 
     def broken(graph):
         raise RuntimeError("broken")

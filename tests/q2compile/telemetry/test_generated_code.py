@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU Inductor fuses quantizers with what computes their operand, and rounds where a kernel
-ends: bits stay because all kernels of the graph stay. Shown on the code that Inductor writes for an
-H200, made without one (tests/support/emulation/inductor.py)."""
+"""On a GPU Inductor fuses quantizers with the producer of their operand, and rounds at the end of a
+kernel. Recording changes no bits because all kernels of the graph stay. These tests read the code
+for an H200, generated without one (tests/support/emulation/inductor.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def graphs_of(monkeypatch, options: dict) -> dict[str, list[list[str]]]:
 
 
 def kernels(source: str) -> list[str]:
-    """Tile, arguments and body of each; what is named after ops and places is left out."""
+    """Tile, arguments and body of each kernel, without names of ops and places."""
     found = re.findall(r"async_compile\.triton\('(\w+)', '''\n(.*?)'''", source, re.S)
     neutral = re.compile(r"'(kernel_name|backend_hash)': '\w+'")
     return sorted(neutral.sub("", code.replace(name, "kernel")) for name, code in found)

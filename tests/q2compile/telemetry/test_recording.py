@@ -305,7 +305,7 @@ def test_beside_compiled_autograd(tmp_path):
 
 
 def test_files(tmp_path):
-    """CSV has what JSONL has; the summary is short; a second run goes on."""
+    """CSV and JSONL have the same records; the summary is short; a second run appends."""
     model = new_model(blocks=1)
     train(model, compiled(model, tmp_path, csv=True), steps=2)
     found = records(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard's events, by a stand-in for its writer; a folder that can't be written any more."""
+"""TensorBoard's events, by a stand-in for its writer; and a folder that becomes unwritable."""
 
 import json
 import shutil

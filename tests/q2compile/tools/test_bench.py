@@ -67,7 +67,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys, fresh_compiler, in_process) -> None:
             assert row["microseconds"] > 0 and "predicted" not in row and "why" not in row
         if "minimum" in row:
             assert row["minimum"] <= row["microseconds"] and row["minimum"] <= row["p90"]
-    # Only what a host takes for its own calls is compared with nothing.
+    # Only rows of host times have nothing to compare with.
     alone = {row["name"] for row in rows if row["status"] == MEASURED and "beside" not in row}
     assert alone <= {"a call of two launches in a compiled graph"}
 
@@ -92,7 +92,7 @@ def test_a_slope_that_is_lost_in_the_noise_is_no_time(
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(tmp_path, monkeypatch, fresh_compiler, in_process) -> None:
-    """Everything runs at small sizes; what is not measured is a kernel for other GPUs."""
+    """Everything runs at small sizes. Rows without a measurement are kernels of other GPUs."""
     sizes = {"matrix": (256, 512), "products": ((128, 256, 256),), "linear": (256, 256, 256)}
     monkeypatch.setattr(bench, "ON_GPU", bench.Sizes(**{**vars(ON_CPU), **sizes}))
     out = tmp_path / "bench.jsonl"
@@ -208,8 +208,8 @@ def test_the_fastest_candidate_of_each_shape(gpu) -> None:
     assert found[f"nvfp4 {CUDA_BF16}"].ratio == pytest.approx(20 / 12)
     assert found[f"nvfp4 {SECOND}"].more == {"algorithm": ALGORITHMS[1]._asdict()}
     assert f"nvfp4 {TRITON_FP4} with a bias" in found
-    # 2 us of GEMM are nothing beside the launches: cuBLASLt's two; one dequantizes both operands
-    # before a GEMM.
+    # 2 us of GEMM are little compared with the launches: two of cuBLASLt, and one that dequantizes
+    # both operands before a GEMM.
     predicted = [found[f"nvfp4 {name}"].predicted for name in (FIRST, CUDA_BF16)]
     assert predicted == pytest.approx([6.8, 6.8], abs=0.1)
     own.choices.clear()
@@ -308,8 +308,8 @@ def test_nothing_is_known_of_a_gpu_without_nvidia_smi(monkeypatch) -> None:
 
 
 def test_what_is_alive_at_the_peak_of_a_trace(tmp_path) -> None:
-    """By the line of generated code, though another function of that allocated; what was there
-    before is freed, and a block whose free was only asked for is alive."""
+    """Memory counts for the line of generated code that allocated it, also through another
+    function. Memory from before is freed. A block whose free was only requested is alive."""
     code = tmp_path / "torchinductor_me.py"
     code.write_text("buf0 = empty_strided_cuda((4, ))\nq2_site_0(buf0)\n")
     generated = [{"filename": str(code), "name": "call", "line": n} for n in (1, 2)]

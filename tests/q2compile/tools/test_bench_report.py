@@ -16,7 +16,7 @@ from q2compile.tools.bench import child, codes, command, losses
 from q2compile.tools.bench.report import SCHEMA, Log, doubts, faults, read, text
 
 CPU = torch.device("cpu")
-# A process that notes what it begins, and then does not come back.
+# A process that records a beginning and then never returns.
 BEGINS = """
 import json, os, signal, sys, time
 with open(sys.argv[2], "a") as file:
@@ -161,8 +161,8 @@ def test_codes_at_full_size_are_the_references(name) -> None:
 
 @pytest.mark.parametrize("recipe", losses.RECIPES)
 def test_losses_are_held_to_the_shipped_curves(recipe) -> None:
-    """The band is narrower than what a recipe costs over a broken one: a curve that learns nothing
-    after a step, or one that is NaN, is outside."""
+    """The band is narrower than the effect of a fault: curves that stop learning after a step, or
+    are NaN, are outside."""
     curve = losses.shipped()[recipe]
     mean = curve["mean"]
     assert len(mean) == losses.STEPS and mean[0] > 5.5 and mean[-1] < 2.2

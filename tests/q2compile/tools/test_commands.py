@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands say in one line what they can't use, and end with status 2."""
+"""Commands name an invalid argument in one line, and exit with status 2."""
 
 import io
 import json
@@ -257,7 +257,7 @@ def test_commands_print_what_stdout_can_show(monkeypatch, command):
 
 
 def test_a_report_prints_what_stdout_can_show(tmp_path):
-    """And the dump, the page and the rows are what they are elsewhere."""
+    """The dump, the page and the rows are the same as with other encodings."""
     model = nn.ModuleDict({"été": nn.Linear(32, 32)})
     options = {"inner": "eager", "dump": str(tmp_path)}
     report = explain(lambda x: model["été"](x), torch.randn(4, 32), options=options)

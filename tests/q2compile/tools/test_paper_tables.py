@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`q2compile tables`: what it measures, on small samples, and what it writes."""
+"""`q2compile tables`: its measurements, on small samples, and its output."""
 
 import csv
 import json

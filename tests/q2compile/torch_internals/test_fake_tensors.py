@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch "fakes": by what fakes of q2 ops are cached, and that a cached one is right."""
+"""The patch "fakes": the cache keys of q2 ops' fakes, and that cached results are right."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_ops_that_write_are_not_remembered(asked) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_what_is_remembered_is_what_they_return() -> None:
-    """Torch compares each with what the fake returns then."""
+    """torch compares each cached result with the result of the fake."""
     hits = FakeTensorMode.cache_info().hits
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     options = {"inner": "eager", "strict": True}

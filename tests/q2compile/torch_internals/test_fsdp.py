@@ -22,8 +22,8 @@ def wire_of(dim: int, shape: tuple[int, ...]) -> Wire:
 
 
 def test_buffers_are_allocated_by_fsdp2_alone() -> None:
-    """`Wire` is asked in the stream of FSDP2's copies. Memory of that stream's pool would go back
-    to it while the model, in its own stream, still reads the codes: so none is allocated there."""
+    """`Wire` runs in the stream of FSDP2's copies. Memory of that stream's pool could be reused
+    while the model, in its own stream, still reads the codes. So `Wire` allocates none there."""
     wire = wire_of(0, (4, 32))
     wire._allocate([torch.zeros(4, 16, dtype=torch.uint8)], torch.empty(0))
     (whole,) = wire.whole

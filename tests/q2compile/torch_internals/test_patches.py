@@ -176,7 +176,8 @@ def train(backend: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"on_error": "bf16"}, {"cache_weights": True}])
 def test_every_graph_with_q2_ops(options, seen) -> None:
-    """Forward, a backward that is compiled in its first call, and what makes cached codes."""
+    """Forward, a backward that is compiled at its first call, and the graph that computes cached
+    codes."""
     before = values()
     with inductor_config.patch(force_disable_caches=True):
         train("quartet2", **options)
@@ -206,7 +207,7 @@ def test_graphs_without_q2_ops(backend, recipe, seen) -> None:
 
 
 def test_another_thread_compiles_for_inductor(seen, monkeypatch) -> None:
-    """While a graph of ours is lowered, of which this thread waits in the middle."""
+    """This thread waits in the middle of lowering one of our graphs."""
     wait = GraphLowering.run
     started: list[threading.Thread] = []
     results: list[torch.Tensor] = []

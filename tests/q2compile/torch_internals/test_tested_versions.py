@@ -50,8 +50,8 @@ def test_a_tested_torch_is_not_spoken_of(monkeypatch, version):
 
 
 def test_the_table_the_bound_the_warning_and_ci_name_the_same_versions():
-    """The ends of TESTED, of pyproject.toml's bound, of the table of what was run, and what CI runs
-    beside the pinned version."""
+    """TESTED, the bound in pyproject.toml, the table of runs and the versions that CI runs beside
+    the pinned one agree."""
     table = (ROOT / "tests" / "VERSIONS.md").read_text()
     rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", table, re.MULTILINE)
     by_age = sorted(rows, key=lambda version: [int(part) for part in version.split(".")])

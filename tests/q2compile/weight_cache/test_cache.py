@@ -112,7 +112,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_step_is_seen(name, training):
-    """Trap: torch's fused optimizers leave the version counter of what they change as it was."""
+    """Trap: torch's fused optimizers do not increase the version counter of the parameters they
+    change."""
     cls, options = OPTIMIZERS[name]
     w = weight()
     w.grad = torch.randn_like(w)
@@ -143,7 +144,7 @@ def test_micro_batches_share_codes():
 
 
 def test_an_optimizer_that_comes_later_is_seen():
-    """After the look-up, in the place of one that is gone, or beside it."""
+    """After the first look-up, in place of a deleted optimizer or in addition to one."""
     w, make = weight(), Counting()
     first = step_of_fused(w)
     parts_of(w, FORM, make)
@@ -335,7 +336,7 @@ def in_another_process(w):
     return lambda: w.data.add_(1)
 
 
-# what shares a weight's memory -> what changes the weight there, with no sign of torch's
+# holder of a weight's memory -> a change of the weight through it, which torch does not notice
 OTHER_HOLDERS = {
     "vector_to_parameters": from_a_vector,
     "flat buffer": out_of_a_buffer,

@@ -28,7 +28,7 @@ def whole_codes(w: Tensor, operand: str, dtype: torch.dtype) -> list[Tensor]:
 def gathered_codes(
     w: Tensor, operand: str, dtype: torch.dtype, ranks: int, dim: int = 0, transposed: bool = False
 ) -> list[Tensor]:
-    """As the ranks make and gather them: shards of equal rows, the last ones with padding."""
+    """Gathered like on ranks: shards of equal rows, the last ones with padding."""
     scheme = shard_codes.scheme_of(operand)
     height = scheme.block[0]
     size = math.ceil(w.shape[dim] / ranks)
@@ -130,8 +130,8 @@ def test_any_cut(operand: str, shape, ranks: int, dim: int, transposed: bool) ->
 
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_all_exponents(operand: str) -> None:
-    """Blocks from fp32's subnormals to 2^125, in ranges of 2^24, as far as e4m3 and its subnormals
-    reach and beyond: there a scale is rounded, and rounding it twice would show."""
+    """Blocks from fp32's subnormals to 2^125, in ranges of 2^24, which is more than e4m3 and its
+    subnormals span. There scales are rounded, and rounding twice would show."""
     for lowest in range(-149, 126, 8):
         exponents = torch.arange(lowest, min(lowest + 24, 125)).repeat_interleave(16)
         if not len(exponents):
@@ -169,7 +169,7 @@ def test_a_scale_changed_afterwards_would_be_another() -> None:
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-45])
 def test_values_of_one_kind(operand: str, value: float) -> None:
-    """Zeros on all ranks, or on all but one; what is not finite poisons its block alone."""
+    """Zeros on all ranks, or on all but one. A NaN or Inf poisons only its own block."""
     w = torch.zeros(64, 32)
     w[5, 7] = value
     assert_same(w, operand, torch.float32, 2)

@@ -78,8 +78,8 @@ def models(make):
     [("quartet2", False), ("quartet2", True), ("nvfp4", False), ("quartet", False)],
 )
 def test_once_a_step_and_the_same_bits(recipe, checkpointed):
-    """Two steps of two micro-batches and a fused optimizer: four weights are quantized twice, not
-    four times, or eight with those that a checkpointed region repeats."""
+    """Two steps of two micro-batches and a fused optimizer: each of four weights is quantized
+    twice, instead of four times, or eight with the repeats of checkpointed regions."""
     plain, cached = models(lambda: nn.Sequential(Mlp(checkpointed), Mlp(checkpointed)))
     losses, weights = train(plain, False, recipe=recipe)
     with counted() as making:

@@ -69,7 +69,8 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype, kind: str = "normal") -> 
 
 
 def both(op: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The C++ kernel's, asked for by name so that nothing serves in its place; the reference's."""
+    """The results of the C++ kernel, called by name so that no other kernel runs, and of the
+    reference."""
     got, want = select(op, args, CPP)(*args), select(op, args, REFERENCE)(*args)
     return ([got], [want]) if isinstance(want, torch.Tensor) else (got, want)
 
@@ -338,8 +339,8 @@ def results_of_all_kernels() -> list[torch.Tensor]:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares x86's vectors")
 def test_every_width_of_vectors_has_the_same_bits(fresh, monkeypatch) -> None:
-    """The library of every processor that this one can stand for. ATEN_CPU_CAPABILITY (avx2,
-    default) makes torch, and with it q2compile, use the narrower ones."""
+    """The library for every kind of processor that this one can run. ATEN_CPU_CAPABILITY (avx2,
+    default) makes torch, and q2compile with it, use narrower vectors."""
     own = results_of_all_kernels()
     usual = build.options()
     base = tuple(o for o in usual if not o.startswith("-mavx"))

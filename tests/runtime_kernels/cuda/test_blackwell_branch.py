@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' branch for Blackwell on a GPU of another architecture, with software in the place of
-its FP4 conversions: numbers that keep their signs, swizzled scales, batched and grouped launches.
-Small operands are compared with the reference, large ones with the GPU's own branch.
+"""The kernels' branch for Blackwell on a GPU of another architecture, with software in place of its
+FP4 conversions: zeros that keep their signs, swizzled scales, batched and grouped launches. Small
+operands are compared with the reference, large ones with the GPU's own branch.
 
 One test on a CPU runs in the PTX interpreter. For races on a GPU:
 
@@ -157,7 +157,7 @@ def test_the_branch_is_the_one_that_runs(monkeypatch, with_fp8) -> None:
 
 @pytest.mark.parametrize("scheme", [FORWARD, EDEN + SWIZZLED])
 def test_software_for_the_conversions(scheme, monkeypatch) -> None:
-    """In the interpreter of PTX: what a Hopper would run."""
+    """In the PTX interpreter, as a Hopper would run it."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     ptx.serve(monkeypatch, "sm_90a")
     pretend_device(monkeypatch, room=228 * 1024)

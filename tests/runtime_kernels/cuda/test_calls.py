@@ -61,7 +61,7 @@ def step(*values) -> Step:
 
 
 def test_an_output_that_nobody_wants_lies_in_the_workspace(launched) -> None:
-    """Behind what the steps need of it, on 16 bytes; what is given keeps its order."""
+    """After the workspace of the steps, aligned to 16 bytes. The given buffers keep their order."""
     outputs = (Output((3,), torch.uint8), Output((4,), torch.float32), Output((), torch.float32))
     call = LaunchPlan(
         1,

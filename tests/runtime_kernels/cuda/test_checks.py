@@ -63,7 +63,7 @@ def refused(how, folder, **names):
 
 @pytest.mark.parametrize("how", ENDS)
 def test_whatever_a_kernel_does_it_alone_is_rejected_once(monkeypatch, folder, how) -> None:
-    """With one warning; what was asked for behind it is checked by a new child."""
+    """With one warning. A new child runs the checks that were queued after it."""
     for suffix in ("right", how, "right too"):
         checks.begin(request(suffix, folder, name=suffix))
     for good in ("right", "right too"):
@@ -191,7 +191,7 @@ def test_a_device_that_fails_here_ends_in_one_error_that_names_the_kernel(
 
 
 def test_an_orphan_keeps_its_result(monkeypatch, folder) -> None:
-    """Ctrl-C ends training at once; the child ends its check, says what it found, and ends."""
+    """Ctrl-C ends training at once. The child finishes its check, stores the result, and exits."""
     asked = request("wrong", folder)
     child = check_child._Child()
     assert child.next(60)[0] == check_child.READY

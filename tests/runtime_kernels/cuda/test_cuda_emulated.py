@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels on a CPU (tests/support/emulation), against the torch reference, bit by bit:
-with the fp4 conversions of Blackwell, and with what stands for them elsewhere, the fp8 conversions
-of Hopper or arithmetic alone."""
+with the fp4 conversions of Blackwell, and with their replacements elsewhere, the fp8 conversions of
+Hopper or arithmetic."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def test_swizzled_scales(rows, blocks) -> None:
         assert_same_bits((shared,), (swizzle_32x4x4(repeated),))
 
 
-# Scheme and transform of every operand that a recipe quantizes afresh in its backward pass, and
-# what a user could ask for besides.
+# Scheme and transform of every operand that a recipe quantizes from a tensor in its backward, and
+# further combinations that a user could choose.
 QUANTIZERS = [
     *((scheme, "rht128") for scheme in ("nvfp4_sr_pow2", "nvfp4_sr")),
     *((s, "rht16") for s in ("nvfp4_sr_pow2", "nvfp4_sr", "nvfp4_pow2", "nvfp4")),

@@ -91,7 +91,7 @@ def test_spills_and_instructions_are_those_recorded(name, architecture) -> None:
 
 
 def test_a_rare_path_ahead_of_the_loop_takes_nothing_from_it() -> None:
-    """The branch that skips it may skip the loop as well."""
+    """The branch that skips the rare path may also skip the loop."""
     names = ("BRA", "F2I", "IADD", "FADD", "FMUL", "BRA")
     code = disassemble.Code(names, ((2, 5),), (0, 1, 2), {0: 6}, frozenset())
     assert code.hot_loop(("F2I",)) == dict.fromkeys(("IADD", "FADD", "FMUL", "BRA"), 1)

@@ -149,7 +149,7 @@ def test_the_mark_stays_where_the_device_has_failed(monkeypatch, tmp_path) -> No
 def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
     candidate, fresh_compiler, monkeypatch, tmp_path, how
 ) -> None:
-    """The next process trains with the right numbers, and one warning."""
+    """The next process trains with the right results, and one warning."""
     program = (
         "import os, signal, time, torch\n"
         "from q2compile.runtime_kernels.cuda.gemm import first_launch\n"

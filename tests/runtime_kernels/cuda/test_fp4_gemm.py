@@ -53,7 +53,7 @@ class Calls(TorchDispatchMode):
 @pytest.fixture
 def products(monkeypatch) -> list[Product]:
     """cuBLASLt's part, done by torch: fp32 sums, times alpha, plus the bias, rounded once. Returns
-    the list of what it was asked."""
+    the list of products that were requested."""
     asked: list[Product] = []
 
     def operand(codes, scales, rows, k):
@@ -177,7 +177,7 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
 
 
 class Library:
-    """Stands in for cuBLASLt: keeps what descriptors are made of, and the arguments of products.
+    """Stands in for cuBLASLt: records the attributes of descriptors and the arguments of products.
     It lists `found` algorithms, whose every attribute is their place in the list."""
 
     def __init__(self, found=1, status=0):

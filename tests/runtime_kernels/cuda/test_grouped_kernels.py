@@ -97,8 +97,8 @@ def test_requantize(source, scheme, transform) -> None:
 
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn"])
 def test_grouped_gemms(scheme) -> None:
-    """Beside the reference on the CPU, with groups of every size: neighbors in bf16, of sums whose
-    order differs; twice rounded where alpha is no power of two."""
+    """Compared with the reference on the CPU, with groups of every size. Results are neighbors in
+    bf16, because sums have another order; rounded twice where alpha is no power of two."""
     rows, (offs, padded) = routed()
     experts, n, k = len(SIZES), 48, 64
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that end in one launch: the bits of the calls apart, by emulated kernels, and the products
+"""Calls that share a tail launch: the bits of separate calls, by emulated kernels, and the products
 of the quantizers' global scales."""
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ SUFFIXES = {"sm_90a": DEQUANTIZED, "sm_100a": SWIZZLED}
 
 
 def with_suffix(members: Members, suffix: str) -> Members:
-    """The same with the schemes that they make."""
+    """The same calls, with the schemes of their outputs."""
     made = []
     for op, args in members:
         call = QuantizerCall.of(op.plan.__name__, args)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU gets what: known ones, later ones of a known family, unknown ones, with old and new
-NVRTC and Triton. Emulation is reported once, with the reason."""
+"""The kernels and targets of each GPU: known ones, later ones of a known family, unknown ones, with
+old and new NVRTC and Triton. Emulation is reported once, with the reason."""
 
 from __future__ import annotations
 

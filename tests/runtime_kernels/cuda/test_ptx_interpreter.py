@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter of PTX (tests/support/ptx): single instructions against other implementations of
-them, and faults planted in a kernel's PTX, each of which it has to find."""
+"""The PTX interpreter (tests/support/ptx): single instructions, compared with other
+implementations, and planted faults in a kernel's PTX, which it must find."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def test_swizzled_scales() -> None:
 
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 def test_every_quotient_of_a_number_and_a_scale() -> None:
-    """All 128 mantissas of bf16 by all 8 of scales, from a hundredth to the largest code: what is
-    rounded to f16 first is what the reference rounds once."""
+    """All 128 mantissas of bf16 by all 8 of scales, from a hundredth to the largest code. Rounding
+    through f16 gives the same as the reference's single rounding."""
     numbers = torch.arange(128, 256) * 2.0 ** torch.arange(-14, -4)[:, None]
     numbers = torch.cat([numbers, -numbers]).flatten()
     scales = torch.arange(0x38, 0x40, dtype=torch.uint8).view(torch.float8_e4m3fn)

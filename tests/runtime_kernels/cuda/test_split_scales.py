@@ -50,7 +50,7 @@ def test_swizzled(shape) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_poison(value: float) -> None:
-    """NaN is a poisoned block's; Inf is nobody's, and has no global scale."""
+    """A NaN marks a poisoned block. No block has an Inf, which has no global scale."""
     scales, unit = torch.ops.q2.split_scales(torch.tensor([[1.0, value]]), "nvfp4_pow2")
     nan = torch.tensor([[value == float("inf"), True]])
     assert torch.equal(scales.float().isnan(), nan) and unit.isfinite() == (not nan.all())

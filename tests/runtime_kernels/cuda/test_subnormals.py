@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands and amax at the bottom of fp32's range, and amax that are far from their operand: the
-reference against the emulated kernels of each branch, their PTX, a CPU's and Inductor's.
+"""Operands and amax near the smallest fp32, and amax far from their operand: the reference,
+compared with the emulated kernels of each branch, their PTX, the C++ kernels and Inductor's.
 
-A divisor that is flushed to zero makes Inf or NaN of a block, and with it of a training run. So the
+A divisor that is flushed to zero turns a block into Inf or NaN, and with it a training run. So the
 sweep has tensors of every magnitude from fp32's smallest subnormal on, rows of different ones in
 one tensor, zeros of both signs, and amax from 0 to the largest float.
 """
@@ -80,8 +80,8 @@ def dequantized(parts, scheme: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_reference_loses_no_more_than_it_must(scheme, dtype) -> None:
-    """No NaN, no Inf, and no block is off by more than one of normal size is, but for 8 * 2^-126
-    and what e4m3's smallest scale stands for.
+    """No NaN, no Inf, and no block has a larger error than one of normal size, except 8 * 2^-126
+    and the value of e4m3's smallest scale.
 
     - Normal size: half the largest step of the codes, stochastic a whole one, of 6 in all; more in
       mxfp4, whose scales may clip a quarter of the largest.
@@ -229,7 +229,7 @@ def test_emulated_requantizing_and_dequantizing(source, monkeypatch) -> None:
 
 
 def agree_on_cpu(call: QuantizerCall) -> None:
-    """The C++ kernel, asked for by name."""
+    """The C++ kernel, called by name."""
     op, args = call.spec.name, call.positional
     assert_same_bits(select(op, args, CPP)(*args), select(op, args, REFERENCE)(*args))
 
@@ -268,7 +268,7 @@ INDUCTOR += [("nvfp4_sr_pow2", "rht16", True), ("mxfp4_rtn34", "rht32", True)]
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("scheme, transform, columnwise", INDUCTOR)
 def test_inductor_kernels(scheme, transform, columnwise, monkeypatch) -> None:
-    """In the form that Inductor makes for a CPU."""
+    """In the form that Inductor generates for a CPU."""
     lower_on_cpu(monkeypatch)
 
     def quantized(x: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ def test_negative_zero_keeps_its_sign(name):
 
 @ALL
 def test_nan_of_any_payload_is_poison(name):
-    """CUDA's own NaN is 0x7fffffff: rounding its bits up must not make a number of it."""
+    """CUDA's own NaN is 0x7fffffff. Rounding up its bits must not give a finite value."""
     bits = torch.randn(32, 64).view(torch.int32)
     rows, width = SCHEMES[name].block
     for payload in (0x7F800001, 0x7FFFFFFF, -1):
@@ -93,8 +93,8 @@ def test_blocks_far_below_the_largest_have_subnormal_scales(name):
 
 @pytest.mark.parametrize("name", [name for name in NVFP4 if SCHEMES[name].takes_amax])
 def test_scales_saturate_at_448(name):
-    """Trap 3: a scale over 448 (an amax given too small, as by a stale measurement) clamps; torch's
-    own cast makes NaN of it in some versions."""
+    """Trap 3: a scale over 448 (from an amax that is too small, such as a stale one) clamps.
+    torch's own cast gives NaN in some versions."""
     q = quantize(torch.randn(16, 64) * 8, name, seed=1, amax=torch.tensor(1.0))
     assert q.scales.float().max() == 448
     assert q.dequantize().isfinite().all()
@@ -104,7 +104,7 @@ def test_scales_saturate_at_448(name):
 def test_ties_go_to_even_codes(name):
     ties = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 8)
     x = torch.cat([ties, -ties]).expand(16, 128) * 2.0**-20
-    # An amax that makes the exact global scale a power of two: with any other nothing is a tie.
+    # An amax for which the exact global scale is a power of two. With any other there are no ties.
     amax = torch.tensor(6 * 448 * 2.0**-20) if SCHEMES[name].takes_amax else None
     q = quantize(x, name, amax=amax)
     assert decode_e2m1(q.codes)[0, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]

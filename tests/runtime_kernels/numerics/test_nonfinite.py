@@ -30,7 +30,7 @@ def assert_poison(parts, expected, scheme: str) -> None:
 
 
 def assert_others_as_without(parts, clean, expected, scheme: str) -> None:
-    """The others dequantize to what they would with zeros in place of the poisoned elements."""
+    """The other blocks dequantize as if the poisoned elements were zero."""
     assert torch.equal(parts[2], clean[2])
     got, want = (scaled_codes(*one[:2], get_scheme(scheme))[~expected] for one in (parts, clean))
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))

@@ -27,7 +27,8 @@ def parts(q) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 @pytest.mark.parametrize("name", NEAREST)
 def test_every_code_is_the_nearest(name):
-    """Given its scale, no other code is nearer, in float64, but for ties that fp32 makes.
+    """Given its scale, no other code is nearer in float64, except for ties that fp32 rounding
+    makes.
 
     Over 2^12 in magnitude: 2^14 below the largest a _pow2 scheme's scale, found after the codes, is
     a subnormal of e4m3 and off by up to half of itself (nvfp4.py).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops behind experts: groups moved apart, grouped GEMMs, and the gradients they give."""
+"""The ops of experts: groups padded to whole tiles, grouped GEMMs, and their gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_padded_layout() -> None:
 @pytest.mark.parametrize("scheme", ["nvfp4_46_pow2", "nvfp4_46", "mxfp4_rtn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_gemm(scheme: str, dtype: torch.dtype) -> None:
-    """Each form beside the products of what the operands stand for, one expert after another."""
+    """Each form, compared with products of the dequantized operands, one expert at a time."""
     offs = torch.tensor([128, 128, 384, 512], dtype=torch.int32)
     x, w = torch.randn(520, 64), torch.randn(E * 96, 64)
     dy_t, x_t, w_t = torch.randn(96, 512), torch.randn(64, 512), torch.randn(64, E * 96)
@@ -144,12 +144,12 @@ SIZES = [1, 2, 3, 5, 8, 9, 12, 16, 17, 32, 33, 64, 65, 128, 130, 137, 200]
 
 
 def test_the_mean_of_wgrad_is_the_gradient_of_the_quantized_forward() -> None:
-    """Unbiased, for groups of any size: the error of a mean of n is 1/sqrt(n) of one draw's, up to
-    what so many elements vary: a few tokens' gradient, of low rank, hangs on K + N rows of random
-    bits.
+    """Unbiased, for groups of any size: the error of a mean of n draws is 1/sqrt(n) of one draw's,
+    up to the variation of so few elements. The gradient of a few tokens has low rank and depends on
+    K + N rows of random bits.
 
-    Trap: with zeros after the tokens of a short chunk it is not so. Measured so, 400 draws: 2
-    tokens in a chunk of 128 give a bias of 0.050 of the gradient, 4 0.056, 7 0.043, 12 0.013.
+    Trap: zeros after the tokens of a short chunk would bias it. Measured, 400 draws: 2 tokens in a
+    chunk of 128 give a bias of 0.050 of the gradient, 4 0.056, 7 0.043, 12 0.013.
     """
     n, recipe, offs = 256, resolve("quartet2"), torch.tensor(SIZES).cumsum(0)
     x, dy = torch.randn(sum(SIZES), K), torch.randn(sum(SIZES), N)
@@ -232,9 +232,9 @@ def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> Non
 
 @pytest.mark.parametrize("suffix", ["", DEQUANTIZED])
 def test_what_is_recorded_of_groups(suffix: str) -> None:
-    """The outputs of the ops themselves, and the error of what was rounded: that of MS-EDEN on
-    N(0,1), sqrt(9.4e-3), of requantized codes, whose zeros round to zero, a little more or less;
-    and less where a chunk of few tokens is one number a block (of 7 rows in 190)."""
+    """The outputs of the ops themselves, and the errors of rounding: for MS-EDEN that on N(0,1),
+    sqrt(9.4e-3). For requantized codes, whose zeros round to zero, slightly different; less for a
+    chunk of few tokens, which has one value per block (7 of 190 rows)."""
     offs, seed, scheme = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3), EDEN
     ends, x = (offs, torch.ops.q2.padded_ends(offs)), torch.randn(200, 64)
     packed = torch.ops.q2.quantize(x, scheme=SOURCE, rowwise=True, columnwise=False)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorded quantizers: outputs of the op they stand for, to the bit; statistics against those
-computed from `q2compile.quantize`; samples of large tensors; how much is launched."""
+"""The recorded quantizers: the bits of the plain op; statistics, compared with those from
+`q2compile.quantize`; samples of large tensors; the number of launches."""
 
 import math
 
@@ -187,7 +187,7 @@ def test_of_no_rows():
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a GPU would launch something for: ops that compute, not views or allocations."""
+    """Counts ops that would launch a kernel on a GPU, not views or allocations."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,8 @@ def test_how_much_is_launched(op, form, suffix):
 @pytest.mark.parametrize("suffix", ["", SWIZZLED, DEQUANTIZED])
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_what_is_launched_has_been_loaded(op, suffix, monkeypatch):
-    """All ops that a recorded op calls, in their forms: a call may stand in a capture."""
+    """All ops that a recorded op calls are loaded, in their forms, because a call may be in a CUDA
+    graph capture."""
     call, _ = calls(suffix)[op]
     args = call.replace(recorded=True).positional
     loaded = set()

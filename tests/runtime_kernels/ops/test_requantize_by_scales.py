@@ -38,8 +38,8 @@ def test_the_bits_of_codes_requantized(source, scheme, dtype) -> None:
 
 def test_under_subnormal_scales_codes_are_nearer() -> None:
     """A code that was rounded before its scale is off by half a step of the largest codes, and by
-    what rounding did to the scale: 2^-10 of the global scale times a code of at most 6. Both are
-    below 2^-14 of the tensor's largest, whose scale is 224 at least."""
+    the rounding of the scale: 2^-10 of the global scale times a code of at most 6. Both are below
+    2^-14 of the tensor's amax, whose scale is 224 at least."""
     x = torch.randn(64, 512) * torch.logspace(-6, 0, 32).repeat_interleave(16)
     codes, scales, global_scale = q2.quantize(x, scheme=FORWARD, rowwise=True, columnwise=False)
     spec = get_scheme(FORWARD)

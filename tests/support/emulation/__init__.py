@@ -59,7 +59,7 @@ def serve(
 ) -> None:
     """Calls of our kernels on tensors of the CPU are launched in the emulation.
 
-    run: what launches them in its place, with emulate's arguments.
+    run: a replacement for `emulate`, with its arguments.
     """
 
     def bind(launch, index, grid, values, slots):
@@ -106,7 +106,7 @@ def library(
     defines: tuple[tuple[str, int], ...],
     headers: tuple[tuple[str, str], ...] = (),
 ) -> ctypes.CDLL:
-    """Compiles what may include the .cuh files of runtime_kernels/cuda, for the CPU."""
+    """Compiles C++ that may include the .cuh files of runtime_kernels/cuda, for the CPU."""
     folder = Path(_folder().name) / str(library.cache_info().misses)
     folder.mkdir()
     for file in (*nvrtc.HEADERS.glob("*.cuh"), HERE / "ptx.cuh"):

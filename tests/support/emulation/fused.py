@@ -61,9 +61,9 @@ def run_fused(
     **how: Any,
 ) -> Fused:
     """A function as Inductor compiles it for a GPU of a compute capability (90: 9.0), its
-    quantizers marked. Kernels of Triton's are stubs: what one of them makes is nothing.
+    quantizers marked. Triton kernels are stubs, which compute nothing.
 
-    always: whatever the rule thinks of it.  how: settings of Inductor.
+    always: fuse without asking the rule.  how: settings of Inductor.
     """
     call = FusedCallSite.enqueue
     sources = emulate(monkeypatch, capability)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's Triton code for CUDA, made and compiled on a machine without a GPU.
+"""Inductor's Triton code for CUDA, generated and compiled on a machine without a GPU.
 
 Inductor believes that Triton has a CPU backend, and Triton that there is a GPU of some
-architecture. Kernels are stubs; what comes back is their source.
+architecture. Kernels are stubs; functions return their source.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ INDUCTOR_OPTIONS = {"cpu_backend": "triton", "force_disable_caches": True}
 def triton_kernels(
     monkeypatch: pytest.MonkeyPatch, capability: int, function: Callable, *args: Any
 ) -> list[Kernel]:
-    """The kernels that torch.compile(function) launches for CUDA, in order of definition, with what
-    is in force while a graph of ours is compiled."""
+    """The kernels that torch.compile(function) launches for CUDA, in order of definition, compiled
+    with our patches."""
     sources = emulate(monkeypatch, capability)
     torch._dynamo.reset()
     with inductor_config.patch(INDUCTOR_OPTIONS), patched():

@@ -39,7 +39,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch, room: int, multiprocessors: 
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Columns of very different size, exact ties, a zero block: what rounding may stumble over."""
+    """Difficult cases of rounding: columns of very different size, exact ties, a zero block."""
     generator = torch.Generator().manual_seed(rows * 7919 + cols)
     x = torch.randn((rows, cols), generator=generator)
     x *= torch.exp(3 * torch.randn((1, cols), generator=generator))

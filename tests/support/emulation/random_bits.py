@@ -11,9 +11,10 @@ def close_to_their_random_bits(
 ) -> torch.Tensor:
     """fp32 [rows, cols] for q2::quantize with scheme nvfp4_sr_pow2, this seed and rng_offset.
 
-    Block scales are 1, from one 5.5 a block. The others are below 1/2, so that the grid around them
-    is {0, 1/2}, and 2^-22 of a step is 2^-23. In these units they fall short of what goes up by 1,
-    3/4, 1/2 or 0, before they are rounded to the nearest one, ties to even. Signs vary.
+    One 5.5 in each block makes its scale 1. The other elements are below 1/2, so that the grid
+    around them is {0, 1/2}, and 2^-22 of a step is 2^-23. In these units they are below the
+    threshold for rounding up by 1, 3/4, 1/2 or 0, before they are rounded to the nearest one, ties
+    to even. Signs vary.
     """
     random = philox.element_bits(
         seed, rows * cols, rng_offset=rng_offset, purpose=philox.RANDOM_BITS

@@ -76,7 +76,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("of_function", [False, True])
 def test_explain_calls_inputs_and_modules_as_the_model_does(browser, tmp_path, of_function):
-    """In the diff, and where a node lists what it takes."""
+    """In the diff, and in a node's list of inputs."""
     torch._dynamo.reset()
     model = Outer()
     called = (lambda x: model(x)) if of_function else model

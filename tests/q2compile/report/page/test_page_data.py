@@ -201,7 +201,7 @@ def test_headlines_of_little():
 
 
 def test_the_page_runs_its_own_scripts_alone(data, dumped):
-    """Its policy names the one script by its hash; what came from the model is JSON or escaped."""
+    """Its policy allows the one script by its hash. Text from the model is JSON or escaped."""
     page = run_page(dumped)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -93,7 +93,7 @@ def test_modelopt(tmp_path: Path) -> None:
         assert torch.equal(tensor.dequantize(block_sizes={-1: 16}, **scales), weight)
 
 
-# vLLM's names: of a fused layer, and the parts it is made of, in order.
+# vLLM's names of fused layers, and their parts in order.
 PACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
@@ -144,8 +144,8 @@ def test_the_rules_of_vllm(format: str, name: str, tmp_path: Path) -> None:
 
 
 def test_a_plain_model(tmp_path: Path) -> None:
-    """No Hugging Face model: codes by parameter, what they are in JSON; every recipe, a rotated one
-    too."""
+    """Not a Hugging Face model: codes by parameter, described in JSON; every recipe, also a rotated
+    one."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
     model = model.bfloat16()
     x = torch.randn(4, 64).bfloat16()

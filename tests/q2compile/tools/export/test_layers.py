@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each layer of an exported folder, as compressed-tensors reads it, is what the forward multiplies,
-bit for bit."""
+"""compressed-tensors reads each layer of an exported folder as the weight of the forward."""
 
 from __future__ import annotations
 
@@ -108,7 +107,7 @@ def test_mxfp4_as_nvfp4(tmp_path: Path) -> None:
 
 
 def test_mxfp4_that_nvfp4_does_not_hold(tmp_path: Path) -> None:
-    """Powers of two 2^20 apart: e4m3 spans 2^17."""
+    """Block scales 2^20 apart. e4m3 spans 2^17."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
     with torch.no_grad():
         model[0].weight[3] *= 2.0**-20

@@ -231,8 +231,8 @@ def test_weights_stored_transposed_and_by_hand(tmp_path: Path) -> None:
 
 
 def test_static_scales_by_calibration(tmp_path: Path) -> None:
-    """The largest of all batches, the same for what reads the same; a power of two, and stored as
-    1 / scale."""
+    """The scale covers all batches and is the same for layers with the same input. It is a power of
+    two, and stored as 1 / scale."""
     model = model_of("llama")
     batches = [{"input_ids": tokens(1, 8)}, {"input_ids": tokens(2, 16)}]
     seen: dict[str, float] = {}
