@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from q2compile.runtime_kernels.cuda import recent_launches
 from q2compile.runtime_kernels.cuda.jit.launch import Launch, empty, wait
 from q2compile.runtime_kernels.registry import CUDA, kernel
 
 _MOST_BOUND_CALLS = 4096  # for a program whose shapes never repeat
 ALIGNMENT = 16  # bytes that the kernels load at once
 _address_of = torch.Tensor.data_ptr
+_note = recent_launches.note
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # no build for CPUs has it
 
 
@@ -151,7 +153,8 @@ class BoundCall:
         wanted = wanted or [True] * len(plan.outputs)
         byte_offsets = byte_offsets or [0] * plan.inputs
         self.outputs = plan.outputs
-        self._index = index
+        self._index, self._steps = index, plan.steps
+        recent_launches.watch()
         given = plan.inputs + sum(wanted)
         self._bytes = plan.workspace
         place = {i: BufferSlot(i, offset) for i, offset in enumerate(byte_offsets)}
@@ -182,6 +185,7 @@ class BoundCall:
 
         tensors: the inputs and the wanted outputs, in order.
         """
+        _note(self)
         addresses = list(map(_address_of, tensors))  # a comprehension would be one more call
         # The workspace is freed at once. Whatever reuses its memory comes later in the stream.
         if self._bytes:
@@ -196,6 +200,9 @@ class BoundCall:
             launch(stream, addresses)
         if self._unproven:
             self._wait()
+
+    def __str__(self) -> str:
+        return " + ".join(step.launch.variant.file for step in self._steps)
 
     def outputs_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same with new outputs, all of them wanted, which it returns."""

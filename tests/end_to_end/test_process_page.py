@@ -157,6 +157,12 @@ def test_hooks() -> None:
         if re.fullmatch(r"register_\w*hook", name.rpartition(".")[2]) or name == "atexit.register"
     }
     found = {("atexit" if hook == "register" else hook, file) for hook, file in found}
+    found |= {
+        ("excepthook", file)
+        for file, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "sys.excepthook"
+    }
     listed = {
         (hook, name)
         for hook, cells in rows("Hooks").items()

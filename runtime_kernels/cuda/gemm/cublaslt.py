@@ -33,7 +33,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from q2compile.runtime_kernels.cuda.gemm.operands import ALIGNMENT
 from q2compile.runtime_kernels.cuda.gemm.remembered import remembered_algorithm
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, empty
+from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.versions import cublaslt as library
+from q2compile.runtime_kernels.ops.table import GEMM
+from q2compile.runtime_kernels.registry import CUBLASLT_FP4
 
 _COMPUTE_32F, _TRANSPOSE, _POINTERS_ON_DEVICE, _EPILOGUE_BIAS = 68, 1, 1, 4
 _POINTER_MODE, _TRANSA, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 2, 3, 7, 8, 26
@@ -228,6 +231,7 @@ def run(product: Product, a: Operand, b: Operand, alpha, bias, out) -> None:
     Raises:
         LaunchError: cuBLASLt is not there, or has no algorithm for this, or fails.
     """
+    note(f"q2::{GEMM} by {CUBLASLT_FP4}")
     planned(product).run(a, b, alpha, bias, out)
 
 

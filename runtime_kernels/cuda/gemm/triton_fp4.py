@@ -22,6 +22,7 @@ from q2compile.runtime_kernels.cuda.gemm.operands import (
 )
 from q2compile.runtime_kernels.cuda.jit.launch import LaunchError, multiprocessors
 from q2compile.runtime_kernels.cuda.jit.limits import why_no_dot_scaled
+from q2compile.runtime_kernels.cuda.recent_launches import note
 from q2compile.runtime_kernels.cuda.selfcheck import rejection
 from q2compile.runtime_kernels.numerics.layout import ceil_div
 from q2compile.runtime_kernels.numerics.transforms import get_transform
@@ -171,6 +172,7 @@ def compiling(op: str, device: torch.device, variant: Hashable) -> Iterator[None
     """
     if (device, variant) in _failed:
         raise LaunchError(_failed[device, variant])
+    note(f"q2::{op} by {TRITON_FP4}")
     try:
         yield
     except Exception as error:
