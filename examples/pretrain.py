@@ -259,7 +259,7 @@ def make_corpus(args: argparse.Namespace) -> int:
 
 
 def add_setup(parser: argparse.ArgumentParser) -> None:
-    """What one run needs to know."""
+    """Arguments that define one run."""
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder that `corpus` built")
     text = "comma-separated, see `pretrain.py --help`; by default bf16,quartet2"

@@ -139,7 +139,7 @@ def _launched(name: str, args: Sequence[Any]) -> list[Any]:
 
 @_once_a_kind
 def _checked_as(name: str, args: Sequence[Any]) -> Any:
-    """What the self-check of a group has for a call."""
+    """How the self-check of a group describes a call."""
     return checked_as(name, fakes(args))
 
 

@@ -161,7 +161,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def call_op(op: str, args: Sequence) -> Any:
-    """What torch.ops.q2.<op> makes of all its arguments, in the order of its schema."""
+    """The result of torch.ops.q2.<op> for all its arguments, in the order of its schema."""
     names = (name for name, _ in parameters(op))
     positional, keywords = as_written(op, dict(zip(names, args, strict=True)))
     return getattr(torch.ops.q2, op).default(*positional, **keywords)
@@ -298,7 +298,7 @@ def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> No
 
 
 def left_out() -> list[str]:
-    """What was rejected in this process, or disabled, in words."""
+    """Kernels that were rejected in this process, or disabled, in words."""
     lines = [
         f"kernel {name!r} of q2::{op} on {device} is {' '.join(reason.split())}"
         for (op, name, device), reason in _WARNED.items()

@@ -75,10 +75,13 @@ PHRASES = (
     Term(
         r"\b(bf16|BF16|dequantized) numbers\b|\bnumbers instead of codes\b", "dequantized operand"
     ),
-    Term(r"\b(bits|bytes) a number\b", "bits per element"),
     Term(r"\bkin\b|\bthe law for\b|\bverdicts?\b", "variants, reference semantics, result"),
     Term(r"\bgiven up\b", "rejected, disabled"),
     Term(r"\bInductor'?s? loops\b|\bloops of Inductor", "Inductor kernels"),
+    Term(r"\bbits? an? (element|number|parameter)\b", "bits per element"),
+    Term(r"\b(both|either) directions\b", "rowwise and columnwise, both operands"),
+    Term(r"\b(made|computed) again\b", "recomputed"),
+    Term(r"\bkept for (the )?backward", "saved for the backward"),
 )
 
 
@@ -143,6 +146,14 @@ def test_names_are_the_field_s() -> None:
 def test_prose_is_the_field_s() -> None:
     places = files(".py", ".md", ".cu", ".cuh")
     assert found((word for file in places for word in prose(file)), PHRASES, whole=False) == []
+
+
+def test_no_comment_begins_with_of_or_what() -> None:
+    """Such a comment leaves its subject to the line of code below it."""
+    begins = re.compile(r"""\s*(#|//|"{3})\s?(Of|What)\b""")
+    places = files(".py", ".cu", ".cuh", ".h", ".cpp", ".js")
+    lines = (word for file in places for word in prose(file))
+    assert [f"{word.file}:{word.line}" for word in lines if begins.match(word.text)] == []
 
 
 def test_every_exception_is_needed() -> None:

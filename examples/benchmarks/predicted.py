@@ -260,7 +260,7 @@ def quantizers() -> str:
 
 
 def _time(recipe: str, shape: tuple[int, ...], device: Device) -> float:
-    """Of BF16's, forward and backward, with x quantized in its producer."""
+    """Time over BF16's, forward and backward, with x quantized in its producer."""
     found = predict(resolve(recipe), shape)
     assert found is not None
     return 1 / found.speed(device)

@@ -76,7 +76,7 @@ def run(
 def _command(
     script: str, name: str, benchmark: Benchmark, args: Namespace, parser: ArgumentParser
 ) -> str:
-    """What makes the rows of this benchmark, without the arguments left at their defaults."""
+    """The command that makes the rows of this benchmark, without default arguments."""
     words = [f"python examples/benchmarks/{script}.py --only {name}"]
     for argument in benchmark.arguments:
         value = getattr(args, argument)

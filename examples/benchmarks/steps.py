@@ -178,7 +178,7 @@ def _saved_bits(model: nn.Module, tokens: torch.Tensor) -> Row:
     linears = [row for row in report.to_json() if row["saved_elements"]]
     elements = sum(row["saved_elements"] for row in linears)
     bits = 8 * sum(row["saved_bytes"] for row in linears) / elements
-    return {"name": "saved_bits", "ratio": round(bits, 3), "unit": "bits an element"}
+    return {"name": "saved_bits", "ratio": round(bits, 3), "unit": "bits per element"}
 
 
 def fused_llama(args: Namespace) -> list[Row]:

@@ -46,7 +46,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the runs of one folder share.
+    """Settings that the runs of one folder share.
 
     dump: whether each run writes its graphs and its report into folder/graphs/NAME.
     branch: where the runs leave the stems; None starts them from fresh weights.
@@ -62,7 +62,7 @@ class Comparison:
     branch: Branch | None = None
 
     def identity(self, run: Run, seed: int) -> dict[str, Any]:
-        """What a checkpoint and a result must agree in for a run to go on from it."""
+        """Settings in which a checkpoint or result must agree with a run that resumes from it."""
         same = {"run": asdict(run), "setup": asdict(self.setup), "data": self.data.facts}
         stem = self.stem(seed)
         return {**same, "stem": stem.weights_hash} if stem else same
@@ -178,7 +178,7 @@ class Comparison:
         )
 
     def branched(self, seed: int) -> dict[str, Any]:
-        """Of a branched run: its branch step, and the hash of its stem's weights."""
+        """The branch step of a branched run, and the hash of its stem's weights."""
         stem = self.stem(seed)
         if self.branch is None or stem is None:
             return {}

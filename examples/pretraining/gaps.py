@@ -89,7 +89,7 @@ def pair(run: Sequence[Result], against: Sequence[Result]) -> Pair | None:
 
 
 def start(result: Result) -> tuple[int, str | None]:
-    """What two runs share: their seed, and the stem they branched from."""
+    """The seed, and the stem that the run branched from: equal for runs that are compared."""
     return result.seed, result.provenance.get("stem")
 
 

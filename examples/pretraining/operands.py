@@ -35,7 +35,8 @@ NORMAL_SIZE = 2048  # T, N and K of the linear of N(0,1)
 
 @dataclass(frozen=True)
 class OperandErrors:
-    """Of one recipe. Keys of operands and normal are "fprop x" and the like; relative errors.
+    """The errors of one recipe. Keys of operands and normal are "fprop x" and the like; relative
+    errors.
 
     worst: of the run's operands, the module with the largest error. gemms: of each GEMM's result;
     gradients: of the gradient of all parameters, under the whole recipe and each GEMM alone.

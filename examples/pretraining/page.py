@@ -193,7 +193,7 @@ def on(corpus: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def spread_over_seeds(comparisons: Iterable[Sequence[Result]]) -> float | None:
-    """Of the gaps to BF16, pooled: for comparisons whose runs have a seed each."""
+    """The spread of the gaps to BF16, pooled over comparisons with a seed for each run."""
     pairs = []
     for runs in comparisons:
         named = by_name(runs)
@@ -336,9 +336,9 @@ def write(into: Path, folder: Path | None, untimed: Collection[str] = ()) -> lis
 
 
 def add_pictures(comparison: Path, into: Path) -> None:
-    """Of a comparison from fresh weights the pictures that are there. Of a branched one, with its
-    many runs, the gaps of all rows like its own, and the curves of those of its runs whose gap to
-    BF16 is the question."""
+    """Adds the pictures of a comparison. From fresh weights: those that exist. Branched, with many
+    runs: the gaps of all comparable rows, and the curves of the runs whose gap to BF16 is of
+    interest."""
     name = comparison.name
     done = finished(comparison)
     if not done or "branch" not in done[0].result.provenance:

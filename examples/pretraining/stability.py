@@ -42,7 +42,8 @@ RunAll = Callable[[Sequence[Sequence[str]]], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one variant to `compiled`. first: the first step whose loss differs; 0 where none does."""
+    """The difference of one variant to `compiled`. first: the first step whose loss differs; 0 if
+    none does."""
 
     run: str
     variant: str
@@ -100,7 +101,7 @@ def differences(names: Sequence[str], variants: Sequence[str], out: Path) -> lis
 
 
 def gaps(names: Sequence[str], variants: Sequence[str], out: Path) -> list[str]:
-    """Of the validation losses of each variant: a line for each run after the first."""
+    """The gaps of each variant's validation losses: one line for each run after the first."""
     lines = []
     for name in names[1:]:
         shown = [

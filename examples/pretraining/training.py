@@ -38,7 +38,7 @@ COUNTER = 0  # the option seed, of all runs: one counter, which begins elsewhere
 
 @dataclass(frozen=True)
 class Setup:
-    """What the runs of a comparison share.
+    """Settings that the runs of a comparison share.
 
     lr: peak; None is the size's. rounding_seed: seed of the rounding, where it is not the run's
     seed. compile_options: on top of every run's own. oracle: see `oracle`; nothing is compiled
@@ -177,7 +177,7 @@ class Trainee:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """What a step's forward and backward are computed in."""
+        """The precision of a step's forward and backward."""
         if self.setup.oracle:
             with References(), exact_sums():
                 yield
@@ -185,7 +185,7 @@ class Trainee:
             yield
 
     def loss(self, tokens: Tensor, step: int) -> Tensor:
-        """Of a batch, by the options of this step."""
+        """The loss of a batch, with the options of this step."""
         late = step > self.switch
         if late not in self.compiled:
             self.compiled[late] = self.compile(late)

@@ -61,7 +61,7 @@ from q2compile.runtime_kernels.numerics.schemes import Scheme
 _INSTRUCTIONS_A_BYTE = {8: 8.0, 9: 5.9, 10: 3.3, 12: 22.0}
 _CHEAPEST = min(_INSTRUCTIONS_A_BYTE.values())
 MARGIN = 0.95  # for errors of the rule
-# Q, of one direction and of two.
+# Q, of one operand and of both.
 _QUANTIZER = {"ms_eden": (26.0, 49.0), "sr": (38.5, 77.5), "rtn": (17.0, 35.0)}
 _DEQUANTIZING = 6.0  # instructions a direction
 _MASK = 15.0  # of a trust mask

@@ -156,9 +156,9 @@ class Layer:
         return 2 * self.t * self.n * self.k
 
 
-# Of dy and x, where one call makes both operands of it: its kind, and the columnwise operand.
+# For dy and x, if one call makes both operands: its kind, and the columnwise operand.
 _Pairs = dict[str, tuple[str, Operand]]
-# What each GEMM writes.
+# The result of each GEMM.
 _RESULT = {"fprop": "y", "dgrad": "x", "wgrad": "w"}
 
 

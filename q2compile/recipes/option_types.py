@@ -53,4 +53,4 @@ class RecipeChange(TypedDict, total=False):
 
 
 PolicyValue: TypeAlias = RecipeName | Literal["auto"] | RecipeChange
-"""What a pattern of a policy stands before; "auto": the recipe where it is predicted to gain."""
+"""The value for a pattern of a policy; "auto": the recipe where it is predicted to gain."""

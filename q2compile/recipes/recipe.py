@@ -30,8 +30,8 @@ from q2compile.runtime_kernels.numerics.schemes import SCHEMES
 from q2compile.runtime_kernels.numerics.transforms import TRANSFORMS
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-# What w in dgrad and x in wgrad are made of. "fresh", the high-precision tensor, is all that
-# fprop's operands and dy can have.
+# Sources of w in dgrad and of x in wgrad. fprop's operands and dy only have "fresh", the
+# high-precision tensor.
 SOURCES = ("fresh", "requantize", "reuse", "forward")
 BF16 = "bf16"
 

@@ -29,7 +29,7 @@ BENCH_UNITS = (
 EXPORT_ACTIVATIONS = ("weight-only", "dynamic", "static")
 EXPORT_FORMATS = ("compressed-tensors", "modelopt", "safetensors")
 PREDICTED_DEVICES = ("b200", "rtx5090")
-# What FILE.py:FUNCTION of compare and export returns.
+# The result of FILE.py:FUNCTION for compare and export.
 BUILT = "(model, batches) or (model, batches, loss)"
 
 

@@ -14,7 +14,7 @@ from q2compile.report.printable import SPELLED
 from q2compile.tools import arguments
 from q2compile.version import __version__
 
-# Of each command: its module, what it does, and its arguments.
+# For each command: its module, its help, and its arguments.
 COMMANDS = {
     "report": (
         "q2compile.tools.report_page",

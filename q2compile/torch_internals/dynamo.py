@@ -120,10 +120,9 @@ def is_region(code: CodeType) -> bool:
 
 
 def own_compile_call(module: torch.nn.Module) -> Any:
-    """What Dynamo compares to tell whether a graph serves a module that torch.compile or
-    Module.compile was called on: ``compile_call``'s record, for most backends. None for a module
-    that was not; `UNKNOWN` if torch does not show it.
-    """
+    """The record by which Dynamo decides whether a graph serves a module that torch.compile or
+    Module.compile was called on: ``compile_call``'s, for most backends. None for other modules;
+    `UNKNOWN` if torch does not show it."""
     attributes = object.__getattribute__(module, "__dict__")
     if issubclass(type(module), torch._dynamo.OptimizedModule):
         context = attributes.get("dynamo_ctx")

@@ -19,7 +19,7 @@ from q2compile.weight_cache.cache import Form
 from q2compile.weight_cache.shard_codes import Layout
 
 Make = Callable[[Tensor], Sequence[Tensor]]
-# What a rank's last forward has read of a weight, other than codes.
+# A rank's last read of a weight, if it did not read codes.
 UNREAD, VALUES = 0, 1
 
 

@@ -73,7 +73,7 @@ def library() -> ctypes.CDLL:
     if path.exists():
         try:
             return ctypes.CDLL(str(path))
-        except OSError:  # a broken file: made again
+        except OSError:  # a broken file: built anew
             path.unlink(missing_ok=True)
     compiler = _compiler()
     try:

@@ -55,7 +55,7 @@ def _unsupported(call: QuantizerCall) -> str | None:
 def _operand(
     scheme: Scheme, transform: Transform, columnwise: bool, requantizes: bool
 ) -> kernels.Operand:
-    """What does not depend on tensors. again: of a requantization."""
+    """The fields that do not depend on tensors. again: those of a requantization."""
     vmax, four = scheme.vmax, scheme.vmax / 1.5
     made = kernels.Operand(
         source_height=1,
@@ -96,7 +96,7 @@ class _Maker:
     def of_matrix(
         self, x: torch.Tensor, columnwise: bool, seed, transform: Transform, **more: Any
     ) -> list[torch.Tensor]:
-        """Of a matrix of any strides. more: fields of the operand."""
+        """Quantizes a matrix of any strides. more: fields of the operand."""
         operand = self._new(columnwise, transform)
         operand.type = kernels.TYPES[x.dtype]
         operand.row_stride, operand.column_stride = x.stride()
@@ -104,7 +104,7 @@ class _Maker:
         return self._run(operand, x, rows, columns, seed, transform, more)
 
     def of_source(self, by_scales: bool, seed) -> list[torch.Tensor]:
-        """Of codes and scales, or of a matrix by scales that are given."""
+        """Requantizes codes with scales, or a matrix by given scales."""
         x, scales, unit = (self.call.args[name] for name in self.call.spec.source)
         scheme, columns = self.call.source_scheme, self.call.args["rows"]
         assert scheme is not None

@@ -37,7 +37,7 @@ _PROGRAM = (
     "from q2compile.runtime_kernels.cuda.check_process import main\n"
     "main()"
 )
-# What the child says, with more.
+# The child's answers, and their arguments.
 READY, BEGUN, ENDED, LOST, UNABLE = "ready", "begun", "ended", "lost", "unable"
 
 

@@ -30,7 +30,7 @@ GEMM_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2
 # Ops for which only the format of a scheme counts.
 BY_FORMAT = ("dequantize", "gemm", "gemm_masked_unrotate", "grouped_gemm", "grouped_mm")
 
-# Of a GEMM: the dtype of its result, that of its bias, and whether scales are swizzled.
+# The form of a GEMM: dtypes of its result and its bias, and whether scales are swizzled.
 Form = tuple[torch.dtype, torch.dtype | None, bool]
 FORMS: tuple[Form, ...] = tuple(
     (dtype, bias, swizzled)
@@ -39,7 +39,7 @@ FORMS: tuple[Form, ...] = tuple(
     for swizzled in (False, True)
 )
 
-# Of a grouped GEMM: which of a layer's three it is, and the dtype of its result.
+# The form of a grouped GEMM: which of a layer's three it is, and the dtype of its result.
 GroupedForm = tuple[str, torch.dtype]
 GROUPED_FORMS: tuple[GroupedForm, ...] = tuple(
     product(("fprop", "dgrad", "wgrad"), (torch.bfloat16, torch.float32))
@@ -88,7 +88,7 @@ def used(
     dtype: torch.dtype = torch.bfloat16,
     vectors: bool = True,
 ) -> Variant | Use:
-    """What is checked for a call. A variant alone stands for its usual use: the usual transform,
+    """The self-check of a call. A variant alone stands for its usual use: the usual transform,
     bf16, rows that begin on 16 bytes."""
     use = Use(variant, transform, dtype, vectors)
     return variant if use == _usual(variant) else use
@@ -228,7 +228,7 @@ def _gemm_masked_unrotate(
 
 
 def _ends(groups: int) -> torch.Tensor:
-    """Of groups of 0 to 198 rows."""
+    """The ends of groups of 0 to 198 rows."""
     sizes = 99 * torch.arange(groups, dtype=torch.int32, device="cpu").remainder(3)
     return sizes.cumsum(0, dtype=torch.int32)
 
@@ -297,7 +297,7 @@ def cases_of(of: str | Variant | Use, scheme: str) -> Iterator[tuple]:
 
 
 def _dequantize_cases(scheme: str) -> Iterator[tuple]:
-    """Of other dtypes; and of all columns, which takes no padding off."""
+    """Cases with other dtypes, and with all columns, so that no padding is cut."""
     packed = _quantized(scheme, ROWS[0])
     for dtype, width in product(_DTYPES, (_WIDTH, 2 * packed[0].shape[1])):
         if (dtype, width) != (torch.bfloat16, _WIDTH):
@@ -392,7 +392,7 @@ CHECKED: dict[str | Variant, tuple[str, ...]] = {
 
 
 def checked_of(op: str) -> Iterator[tuple[str | Variant, str]]:
-    """What is checked of the kernels of an op: it, or its variants, and schemes."""
+    """The self-checks of an op's kernels: the op or its variants, and schemes."""
     for of, schemes in CHECKED.items():
         if op == op_of(of):
             for scheme in schemes:

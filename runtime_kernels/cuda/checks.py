@@ -223,7 +223,7 @@ def run_here(request: Request) -> Result:
 
 
 def _device_error(device: torch.device) -> Exception | None:
-    """What the device reports when all that was launched has ended, if it has failed."""
+    """The device's error, if one occurred, after all launches have ended."""
     if device.type != "cuda":
         return None
     try:

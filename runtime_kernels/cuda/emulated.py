@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is emulated on the GPUs of this process or runs as a reference, and why. Shown in the log,
-in reports and by `q2compile doctor`."""
+"""Emulation and references on the GPUs of this process, with reasons. Shown in the log, in reports
+and by `q2compile doctor`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from q2compile.runtime_kernels.ops.table import (
 )
 from q2compile.runtime_kernels.registry import CUDA, REFERENCE, kernels, select
 
-# What a check is for, beside op and scheme.
+# The subject of a check, in addition to op and scheme.
 What = Form | GroupedForm | Variant | Use | None
 
 

@@ -63,7 +63,7 @@ def driver_version() -> str:
 
 @functools.cache
 def versions() -> tuple[str, ...]:
-    """Of torch, CUDA, the driver, cuBLASLt, Triton and NVRTC."""
+    """Versions of torch, CUDA, the driver, cuBLASLt, Triton and NVRTC."""
     found = [torch.__version__, str(torch.version.cuda), driver_version(), cublaslt_version()]
     for package in _PACKAGES:
         try:

@@ -46,7 +46,7 @@ _HUGE = torch.finfo(torch.float32).max
 
 
 class Rounded(NamedTuple):
-    """What a rounding rule returns."""
+    """The result of a rounding rule."""
 
     values: torch.Tensor  # fp32 tiles [n, w, lanes] of e2m1 values
     scales: torch.Tensor  # e4m3 or e8m0, one a block, laid out along rows

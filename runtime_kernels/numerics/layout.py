@@ -34,8 +34,8 @@ def padded(contraction, scheme: Scheme, transform: Transform):
 
 
 def scales_shape(rows, blocks, scheme: Scheme) -> tuple:
-    """Of `blocks` scales a row: [rows / rows of a block, blocks], or swizzled one tile a row; none
-    where the codes are dequantized."""
+    """The shape for `blocks` scales per row: [rows / rows of a block, blocks], or swizzled, one
+    tile per row; empty if the codes are dequantized."""
     if scheme.dequantized:
         return 0, 0
     if scheme.swizzled:

@@ -67,8 +67,8 @@ def rounded(blocks: Blocks, amax: torch.Tensor | None) -> Rounded:
 def _four_over_six(
     blocks: Blocks, largest: torch.Tensor, six: torch.Tensor, unit: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of two candidate scales of a block, which map its largest to vmax and to vmax / 1.5, the one
-    with the smaller error of the dequantized block; the first in a tie. "Four over Six"
+    """Chooses between two scales of a block, which map its amax to vmax and to vmax / 1.5: the one
+    with the smaller error of the dequantized block, the first in a tie. "Four over Six"
     (2512.02010); Quartet II (2601.22813 v2), section 4.2. Returns the e2m1 values and the scale.
 
     Errors are taken in units of each scale, x*r - e2m1(x*r), and put on one footing by the ratio of

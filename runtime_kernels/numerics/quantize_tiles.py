@@ -43,7 +43,7 @@ def quantize_tiles(
     Returns:
         codes uint8 [rows, Kp/2], or dequantized bf16 [rows, Kp]; scales [rows / rows of a block,
         Kp / width], or none; global_scale fp32 0-dim; and for QuEST the trust mask, uint8 [rows,
-        Kp/8], one bit an element, else None.
+        Kp/8], one bit per element, else None.
     """
     if scheme.rounding == "quest":
         tiles, factor = tiles.mul_(factor), 1.0

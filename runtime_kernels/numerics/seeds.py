@@ -26,7 +26,7 @@ def seeds(drawn: torch.Tensor, count: int, key: int) -> torch.Tensor:
 
     Returns int64 [count]; all 64 bits count.
     """
-    # What Inductor decomposes torch.arange into: a pass inserts these ops after that.
+    # Inductor's decomposition of torch.arange. A pass inserts these ops after decomposition.
     one = {"start": 1, "step": 1, "dtype": torch.int64, "device": drawn.device}
     number = drawn + torch.ops.prims.iota(count, **one, requires_grad=False)
     # int64 products and sums wrap modulo 2^64, so that their bits are those of unsigned ones.

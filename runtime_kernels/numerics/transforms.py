@@ -39,7 +39,7 @@ class Transform:
 
     @property
     def norm(self) -> float:
-        """What sums and differences of a chunk are multiplied by to make H orthogonal."""
+        """The factor of a chunk's sums and differences that makes H orthogonal."""
         return 1.0 / math.sqrt(self.size)
 
 

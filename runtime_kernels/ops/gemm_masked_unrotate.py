@@ -20,7 +20,7 @@ from q2compile.runtime_kernels.registry import REFERENCE, define, kernel, warm_u
 
 
 def _gemm_args(args: Sequence) -> tuple:
-    """Of q2::gemm, from this op's."""
+    """The arguments of q2::gemm, from this op's."""
     *operands, _, a_scheme, b_scheme, _, dtype = args
     return (*operands, None, a_scheme, b_scheme, dtype)
 

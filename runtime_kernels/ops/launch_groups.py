@@ -12,10 +12,10 @@ from torch import fx
 
 from q2compile.runtime_kernels.ops.table import PARTS, quantizer_of
 
-# Of a quantizer: the number of its launch group in this graph. Quantizers of one group share a tail
-# launch (cuda/quantize/grouped_launch.py).
+# A quantizer's key: the number of its launch group in this graph. Quantizers of one group share a
+# tail launch (cuda/quantize/grouped_launch.py).
 LAUNCH_GROUP = "q2_launch_group"
-# Of a GEMM: the group whose tail launch computes alpha, the product of its global scales.
+# A GEMM's key: the group whose tail launch computes alpha, the product of its global scales.
 ALPHA_FROM = "q2_alpha_from"
 
 _GLOBAL_SCALE = PARTS.index("global scale")

@@ -100,8 +100,8 @@ class Operand(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What selects the variant of a kernel, beside scheme and transform. One self-check covers all
-    calls of a variant."""
+    """The properties that select the variant of a kernel, besides scheme and transform. One
+    self-check covers all calls of a variant."""
 
     op: str
     rowwise: bool
@@ -192,7 +192,7 @@ class QuantizerCall:
 
     @property
     def transform(self) -> Transform:
-        """Of its operands, of which the rowwise one may have none (`rotates_rows`)."""
+        """The transform of its operands; the rowwise one may have none (`rotates_rows`)."""
         return get_transform(str(self.args["transform"]))
 
     @property

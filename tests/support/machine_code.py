@@ -42,7 +42,7 @@ from q2compile.runtime_kernels.numerics.transforms import get_transform
 from tests.support.prologue_expressions import GATE_AND_UP, GATED, SWIGLU, fused_launch
 
 FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
-# What a count may exceed the recorded one by. The same NVRTC makes the same code of the same source
+# A count may exceed the recorded one by this. The same NVRTC makes the same code of the same source
 # on every machine, so this is room for changes that need no new file: 0.2 of the 9
 # instructions per element of the shortest kernel; where there are spills, 2 of 3000 instructions.
 INSTRUCTIONS_TOLERANCE, SPILLS_TOLERANCE = 1.02, 2
@@ -251,7 +251,7 @@ def loop(code: disassemble.Code) -> int:
 
 
 def counts(launch: Launch, code: disassemble.Code) -> dict[str, float]:
-    """What is recorded of a kernel."""
+    """The recorded counts of a kernel."""
     found: dict[str, float] = {"spills": spills(code)}
     if launch in FUSED.values():
         found["loop"] = loop(code)
@@ -290,7 +290,7 @@ def recorded(version: tuple[int, int] | None = None) -> dict[str, dict[str, dict
 
 
 def regressions(name: str, architecture: str, code: disassemble.Code) -> dict[str, float]:
-    """What exceeds the recorded counts by more than the tolerance: empty is good."""
+    """Counts that exceed the recorded ones by more than the tolerance; none if all is well."""
     known = recorded()[name][architecture]
     found = counts(everything()[name, architecture], code)
     room = SPILLS_TOLERANCE if known["spills"] else 0

@@ -136,7 +136,7 @@ FAULTS = (
         "end_to_end/test_seed.py",
     ),
     fault(
-        "both directions of a gradient are said to have one seed",
+        "both operands of a gradient are said to have one seed",
         "runtime_kernels/ops/table.py",
         'self.args.get("columnwise_seed" if columnwise else "rowwise_seed")',
         'self.args.get("rowwise_seed")',

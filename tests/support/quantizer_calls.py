@@ -34,7 +34,7 @@ def one(
     rng_offset: int = 0,
     **more: Any,
 ) -> QuantizerCall:
-    """In one direction."""
+    """Rowwise or columnwise."""
     seeds = {"columnwise_seed" if columnwise else "rowwise_seed": seed}
     how = {"scheme": scheme, "transform": transform, "rng_offset": rng_offset, **more}
     directions = {"rowwise": not columnwise, "columnwise": columnwise}

@@ -43,8 +43,8 @@ def pair_directions_pass(graph: fx.Graph) -> int:
       - a kernel serves the pair: where the reference does, Inductor may have one for the rows;
       - the rng_offset becomes that of the columns, the only one that share_saved_rotations changes.
 
-    Exact: both directions at once are defined as the two calls, bit for bit. Rows whose random bits
-    come at another rng_offset, under a seed of their own, have the distribution they had.
+    Exact: rowwise and columnwise at once are defined as the two calls, bit for bit. Rows whose
+    random bits come at another rng_offset, under their own seed, have the same distribution.
     """
     waiting: dict[Any, fx.Node] = {}
     pairs = 0
@@ -64,8 +64,8 @@ def pair_directions_pass(graph: fx.Graph) -> int:
 
 
 def _keys(call: QuantizerCall) -> list[tuple[Any, Any]]:
-    """What it waits under for another one, and what that one would wait under: with the same
-    rotation, or with rows that are not rotated."""
+    """Pairs of keys: the key under which the call waits for a partner, and that of the partner,
+    with the same rotation or with unrotated rows."""
     same = call.x, call.args["scheme"], call.args["amax"]
     alike = (*same, call.args["transform"], call.args["rng_offset"])
     found: list[tuple[Any, Any]] = []

@@ -37,7 +37,7 @@ def part_directions_pass(graph: fx.Graph) -> int:
     Preconditions: the passes that introduce schemes have run; the same kernel serves both calls
     under that scheme.
 
-    Exact: both directions at once are defined as the two calls, bit for bit.
+    Exact: rowwise and columnwise at once are defined as the two calls, bit for bit.
     """
     pairs = [node for node, call in quantizers(graph) if len(call.operands) == 2 and _is_read(node)]
     if not pairs:
@@ -97,7 +97,7 @@ def _single_calls(pair: fx.Node) -> list[QuantizerCall]:
 
 
 def _is_read(pair: fx.Node) -> bool:
-    """Whether both directions are."""
+    """Whether both operands are."""
     row, column = ([n for n in pair.users if n.args[1] in at] for at in ((0, 1, 2), (3, 4, 5)))
     return bool(_readers(row) and _readers(column))
 

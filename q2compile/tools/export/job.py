@@ -18,7 +18,7 @@ from q2compile.tools.export.traced import Trace
 
 @dataclass(frozen=True)
 class Job:
-    """What to write; see `export.export`. amax: site -> of its activations."""
+    """An export's settings; see `export.export`. amax: call site -> the amax of its activations."""
 
     model: nn.Module
     path: Path

@@ -14,7 +14,7 @@ enum Signs { NO_SIGNS = 0, OWN_SIGNS = 1 };
 
 // kernels.py has the same struct.
 struct Operand {
-    // What is quantized: a matrix of rows x columns, or the codes or the matrix of a requantization.
+    // The source: a matrix of rows x columns, or the codes or the matrix of a requantization.
     const void* x;
     int64_t rows, columns, row_stride, column_stride;
     int32_t type, source;
@@ -33,7 +33,7 @@ struct Operand {
     const float* factor_tensor;  // or null
     const float* amax;           // or null
     const float* shares;         // or null, one for each chunk
-    // What comes out.
+    // The outputs.
     uint8_t* codes;
     uint8_t* scales;
     float* global_scale;
@@ -186,7 +186,7 @@ inline void signs_of(int64_t seed, float signs[LARGEST_CHUNK]) {
     }
 }
 
-// Of `size` elements, in the order that numerics/transforms.py sets down.
+// The transform of `size` elements, in the order of numerics/transforms.py.
 inline void hadamard(F* x, int size) {
     for (int h = 1; h < size; h *= 2)
         for (int i = 0; i < size; i += 2 * h)

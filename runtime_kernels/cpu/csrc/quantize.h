@@ -83,7 +83,7 @@ inline float largest_of_all(const Job& job) {
     return all.result();
 }
 
-// Of the other tile of a block of 32 rows: bits of the largest |x| of each lane.
+// Bits of each lane's largest |x| in the other tile of a block of 32 rows.
 inline I largest_of_other_rows(const Job& job, Place place) {
     for (int64_t& row : place.row) row ^= LANES;
     int64_t left = job.layout.rows - place.row[0];

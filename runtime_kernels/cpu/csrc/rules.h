@@ -12,7 +12,7 @@ struct Codes {
     I word[WIDTH / 8];
 };
 
-// What a rule makes of a block, but for what waits for the whole tensor: the scale is raw where the global scale does.
+// A rule's results for a block. The scale is raw if the global scale depends on the whole tensor.
 template <int WIDTH>
 struct Block {
     Codes<WIDTH> codes;
@@ -20,7 +20,7 @@ struct Block {
     I exponent, poisoned, trusted;
 };
 
-// What the rules have besides the numbers.
+// Inputs of the rules besides the elements.
 struct Context {
     const Operand& o;
     F unit;           // the global scale, where it is exact

@@ -56,7 +56,7 @@ Q2_INLINE u32 stochastic_e4m3x4(const float (&x)[4], uint4 random_bits) {
   return bytes;
 }
 
-// What one thread works on: blocks i .. i + 7, of which n exist.
+// The blocks of one thread: i .. i + 7, of which n exist.
 struct Octet {
   long long i;
   int n;

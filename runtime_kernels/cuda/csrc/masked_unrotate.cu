@@ -3,7 +3,7 @@
 // chunks of 32 (H without signs, which is its own inverse).
 //
 //   grad  [M, Kp], Kp in whole chunks: bf16, f16 or fp32
-//   mask  one bit an element, the least significant bit first: u32 [M, Kp/32]
+//   mask  one bit per element, the least significant bit first: u32 [M, Kp/32]
 //   out   as grad
 //
 // A thread has one chunk in registers. Order of operations: transforms.py:hadamard, then the norm;

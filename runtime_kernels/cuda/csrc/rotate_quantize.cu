@@ -405,7 +405,7 @@ Q2_INLINE void quantize_columnwise(const Params& p, const Output& out, const Mas
   }
 }
 
-// What all blocks of one output share. EXACT: thread block 0 writes the global scale.
+// Values that all blocks of one output share. EXACT: thread block 0 writes the global scale.
 Q2_INLINE Common common_of(const Params& p, const Output& out, float norm) {
   Common common = {};
   common.factor = kScaled ? (p.source_global ? *p.source_global : 1.0f) * norm : norm;

@@ -39,7 +39,7 @@ FLOPS = 2**30
 ROWS = 128
 _COLUMNS = 512  # of b that are dequantized at once, some 100 MiB where a row is long
 _CHUNK = 128  # columns that are compared as one
-# Of a chunk of a row, whose few elements may add up to more or less than usual.
+# Bounds a chunk of a row, whose few elements may add up to more or less than usual.
 _OF_CHUNK = 4.0
 # A chunk that is smaller than this share of the usual one is compared with that one.
 _SMALL = 2.0**-6
@@ -61,8 +61,8 @@ class Factor(NamedTuple):
     spec: Scheme
 
 
-# What is done to the rounded product: a function of some rows of it, their indices, and the first
-# and the last column, to the result.
+# The epilogue: a function of some rows of the rounded product, their indices, and the first and the
+# last column, to the result.
 Finish = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 _RESULTS: dict[tuple, Result] = {}
 
@@ -94,7 +94,7 @@ def known(what: Request) -> bool:
 
 
 def begin(op: str, name: str, device: torch.device, *which: Hashable) -> Request | None:
-    """Of a large product: what is to be compared, None if it was compared before.
+    """The comparison that a large product needs; None if it was made before.
 
     which: the algorithm or the specialization, and the types of bias and result.
 
@@ -245,7 +245,7 @@ def _worst(
         got = out[picked, begin:end].float()
         want = want.float()
         difference = (got - want).nan_to_num_(0, 0, 0)
-        # What is not finite in one has to be so in the other.
+        # Elements must be finite in both results or in none.
         difference += (got.isfinite() != want.isfinite()) * 1e30
         for each, into in ((difference, errors), (want.nan_to_num(0, 0, 0), sizes)):
             padded = torch.nn.functional.pad(each, (0, -each.shape[1] % _CHUNK))

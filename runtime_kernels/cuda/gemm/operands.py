@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GEMM kernels require of their operands, as reasons in words; and their epilogue."""
+"""Requirements of the GEMM kernels on their operands, as reasons in words; and their epilogue."""
 
 import torch
 from torch.nn.functional import pad

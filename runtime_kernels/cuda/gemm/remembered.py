@@ -66,7 +66,7 @@ class Remembered(NamedTuple):
 
 
 def holds_for(index: int) -> dict[str, Any]:
-    """What the choices of CUDA device `index` depend on."""
+    """The properties that the choices of CUDA device `index` depend on."""
     found = triton_version()
     return {
         "schema": SCHEMA,

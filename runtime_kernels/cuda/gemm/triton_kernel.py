@@ -34,15 +34,15 @@ from q2compile.runtime_kernels.numerics.layout import ceil_div
 
 
 class Unrotation(NamedTuple):
-    """What q2::masked_unrotate does to a product."""
+    """The epilogue of q2::masked_unrotate."""
 
     mask: torch.Tensor  # uint8 [M, N / 8], in one piece
     norm: float  # of the transform
 
 
 class Tile(NamedTuple):
-    """Of the result, and of the contraction in elements; how many of the loop's loads are under way
-    at once; warps of a thread block."""
+    """m, n: of the result; k: of the contraction, in elements; stages: loads of the loop in flight;
+    warps of a thread block."""
 
     m: int
     n: int

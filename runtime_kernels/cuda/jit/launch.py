@@ -296,7 +296,7 @@ def multiprocessors(index: int) -> int:
 
 @functools.cache
 def all_multiprocessors(index: int) -> int:
-    """Of a CUDA device."""
+    """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 

@@ -44,7 +44,7 @@ from q2compile.runtime_kernels.registry import (
     select,
 )
 
-# What is checked of a call, and with which scheme.
+# A call as its check describes it, and the scheme.
 Checked = tuple[str | Variant | Use, str]
 
 
@@ -62,7 +62,7 @@ class Group(NamedTuple):
 
 
 def checked_as(op: str, args: Sequence[Any]) -> Checked:
-    """What the check of a group has for a call with these arguments, which may be fake."""
+    """A call with these arguments, which may be fake, as the check of a group describes it."""
     if op in SPECS:
         call = QuantizerCall.of(op, args)
         return use_of(call), call.scheme.name
@@ -119,8 +119,8 @@ def disagreement(device: torch.device, group: Group) -> str | None:
 
 
 def _arguments(number: int, of: str | Variant | Use, scheme: str) -> tuple:
-    """Of call `number`: another count of rows than the others have, or the same rows in another
-    order, where the ends of groups fix their count."""
+    """Arguments of call `number`: another number of rows than the other calls, or, if the ends of
+    groups fix it, the same rows in another order."""
     arguments = arguments_of(of, scheme, ROWS[0] + 3 * number)
     variant = of.variant if isinstance(of, Use) else of
     if isinstance(variant, Variant) and variant.grouped:

@@ -35,7 +35,7 @@ from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import batched_laun
 
 
 class Product(NamedTuple):
-    """Of the global scales of two operands of a GEMM.
+    """The product of the global scales of two operands of a GEMM.
 
     own: one of them, as the number of the call that makes it, and which output of that call it is.
     other: the other one, in the same way; or its number among the tensors that are given besides.

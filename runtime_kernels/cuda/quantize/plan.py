@@ -73,8 +73,8 @@ class Groups(NamedTuple):
 
 
 class BoundPrologue(NamedTuple):
-    """What x is computed from: the expression, and the fields of its parameter struct, which are
-    inputs and sizes."""
+    """The expression that computes x, and the fields of its parameter struct, which are inputs and
+    sizes."""
 
     expression: PrologueExpression
     fields: tuple[Address, ...]

@@ -91,7 +91,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_not": Operation("bool", 1, "(!{})", torch.logical_not),
 }
 KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
-# Of inputs; inputs of other dtypes are not supported.
+# Kinds of inputs. Inputs of other dtypes are not supported.
 KIND_OF = {
     **dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), "float"),
     torch.bool: "bool",

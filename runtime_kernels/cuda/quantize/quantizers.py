@@ -79,8 +79,8 @@ def _unsupported(call: QuantizerCall) -> str | None:
 
 
 def use_of(call: QuantizerCall) -> Variant | Use:
-    """What the self-check must cover. Rows count as unaligned only where that is known: a size may
-    be a symbol."""
+    """The variant that the self-check must cover. Rows count as unaligned only if that is known: a
+    size may be a symbol."""
     x, known = call.x, statically_known_true
     if call.spec.name == REQUANTIZE:
         odd = known(x.shape[1] % 8 != 0) if call.by_scales else False

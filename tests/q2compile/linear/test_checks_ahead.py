@@ -96,7 +96,7 @@ def test_equal_layers_need_one_check(begun):
     begin()
     files = Counter(variant.file for variant in begun)
     assert files == {
-        # of x or w, of a large w, of dy in both directions, of codes, and of w by its scales: codes
+        # of x or w, of a large w, of dy for both, of codes, and of w by its scales: codes
         # and numbers
         "rotate_quantize.cu": 6,
         "align_scales.cu": 3,  # theirs and that of loops

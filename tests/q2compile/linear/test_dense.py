@@ -227,7 +227,7 @@ def saved_tensors(run):
 
 
 def test_saved_for_backward_are_codes_scales_and_one_scalar_an_operand():
-    """Nothing in high precision: 4.5 bits an element and one fp32 scalar an operand."""
+    """Nothing in high precision: 4.5 bits per element and one fp32 scalar per operand."""
     x, w, _ = operands(64, 64, 128, torch.bfloat16)
     saved = saved_tensors(lambda: q2.linear(x, w, None, *QUARTET2, 0))
     assert sorted((str(t.dtype), t.numel()) for t in saved) == sorted(

@@ -97,7 +97,7 @@ def test_little_memory_is_worth_no_kernel(monkeypatch):
 
 
 def test_the_peak_falls_by_one_direction():
-    """From both directions at once, with the row's operand, to one of them."""
+    """From both operands at once to one of them."""
     gm = backward()
     before = max(LiveBytes(gm.graph, held_outside(gm.graph).keys()).alive)
     part_directions_pass(gm.graph)

@@ -26,7 +26,7 @@ SOURCE = "nvfp4_46_pow2"
 def wgrads(names=("dy", "dz"), pair=False, scheme=EDEN, **changed):
     """wgrads of linears with one input x [T, K], saved as codes, and gradients [T, N].
 
-    pair      quantize each gradient in both directions, and draw all seeds at once
+    pair      quantize each gradient rowwise and columnwise, and draw all seeds at once
     scheme    of both operands
     changed   what the second wgrad has of its own
     """

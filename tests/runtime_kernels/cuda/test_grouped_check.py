@@ -43,7 +43,8 @@ DEQUANTIZED = Group((("dequantize", RTN), ("dequantize", RTN)))
 
 @pytest.fixture
 def groups(monkeypatch, capability) -> Iterator[list[Group]]:
-    """Of generated code for a GPU of this compute capability, which launches in the emulation."""
+    """The groups in code generated for a GPU of this compute capability, which launches in the
+    emulation."""
     found: list[Group] = []
     calls = {site: site.enqueue for site in (CallSite, GroupedCallSite)}
     emulate(monkeypatch, capability)
@@ -86,7 +87,7 @@ def test_groups_of_training_pass(recipe, capability, groups) -> None:
 
 
 def found(monkeypatch, group: Group, run: Callable) -> str | None:
-    """What the check says of kernels that are launched by `run`."""
+    """The check's result for kernels that `run` launches."""
     launches_on_cpu(monkeypatch, "sm_90a")
     emulation.serve(monkeypatch, "sm_90a", run)
 
@@ -135,7 +136,7 @@ FIELDS = len(align_scales.TailOperand._fields)
 
 
 def test_a_wrong_tail_is_found(monkeypatch) -> None:
-    """Of the last operand: its scales are not written, or its product is not."""
+    """The tail of the last operand: its scales are not written, or its product is not."""
 
     def without(field: str) -> Callable:
         place = align_scales.TailOperand._fields.index(field)

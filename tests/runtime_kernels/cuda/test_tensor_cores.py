@@ -109,8 +109,8 @@ def test_sums_of_scales_so_far_apart_are_exact() -> None:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 @pytest.mark.parametrize("rotation, products", [("rht128", 16), ("none", 0)])
 def test_products(rotation, products, architecture) -> None:
-    """Of 16x16 and 16x8: for each of two groups of four blocks of 16 columns, and for each four
-    elements of their blocks, two pairs of those that come of them."""
+    """Counts of 16x16 and 16x8 products: for each of two groups of four blocks of 16 columns, and
+    for each four elements of their blocks, two pairs of the results."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     transform = get_transform(rotation)
     launch = rotate_launch(SOURCES["nvfp4"], transform, get_scheme(EDEN), False, True)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a line of the table opens to: the drawings of a matmul's GEMMs, and the facts about it.
+// The details that a line of the table opens: the drawings of a matmul's GEMMs, and the facts about it.
 
 function details(data, row, links) {
   const facts = [

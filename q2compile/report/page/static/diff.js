@@ -91,7 +91,7 @@ function kindOf({ left, right }, renames) {
   return renamed === right.call && left.type === right.type ? "renamed" : "changed";
 }
 
-// Of pairs that rise in their first number, the longest part that rises in the second, too.
+// The longest subsequence of pairs, sorted by their first number, that rises in the second, too.
 function longestRising(pairs) {
   const tails = [],
     before = new Array(pairs.length);

@@ -460,10 +460,10 @@ function passTable(passes) {
   );
 }
 
-// What it says of itself, or how it changed the counts of ops.
+// A pass's own note, or its changes of the counts of ops.
 function passText(record) {
-  const told = [record.note, ...(record.details ?? [])].filter(Boolean);
-  return told.join("; ") || opsText(record.ops);
+  const notes = [record.note, ...(record.details ?? [])].filter(Boolean);
+  return notes.join("; ") || opsText(record.ops);
 }
 
 function opsText(ops) {

@@ -9,7 +9,7 @@ const NO_FILTERS = { module: null, recipe: "", state: "", reason: "" };
 
 class Matmuls {
   // links: {module(path), node(row)}: what a click on a module or on "graph" does.
-  // onNarrow(match): told which rows the search leaves, null for all.
+  // onNarrow(match): called with a test for the rows that the search leaves, null for all.
   constructor(data, links, onNarrow) {
     Object.assign(this, { data, links, onNarrow, opened: new Set(), apart: new Set() });
     this.columns = tableColumns(data);
@@ -252,7 +252,7 @@ class Matmuls {
   }
 }
 
-// What of a search's words must be in a matmul's names: all of them.
+// Whether a matmul's names contain all words of a search.
 function textMatches(row, text) {
   if (!text) return true;
   row.searched ||= [
@@ -360,7 +360,7 @@ function tableColumns(data) {
   ];
 }
 
-// Of the rows of a line, null where none has a figure.
+// A line's value, from its rows; null if none has one.
 function columnValue(column, rows) {
   const values = rows.map(column.value).filter((value) => value !== null);
   return values.length ? column.of(values) : null;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the forward keeps for the backward, module by module, beside BF16.
+// Bytes that the forward saves for the backward, by module, compared with BF16.
 
 const MEMORY_ROWS = 40;
 

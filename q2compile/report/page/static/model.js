@@ -63,7 +63,7 @@ function pathOf(row) {
   return row.scope ? [...row.scope.split("."), node] : [node];
 }
 
-// What must be the same for two rows to be shown as one.
+// Rows with equal keys are shown as one.
 function rowKey(row) {
   return [
     row.shapeText,

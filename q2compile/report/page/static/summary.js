@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was done: the figures under the headline, each with a bar, and the recipes.
+// The summary: the figures under the headline, each with a bar, and the recipes.
 
 function showSummary(data, filterBy) {
   byId("findings").append(...data.findings.map(findingElement));
@@ -261,7 +261,7 @@ function recipeCard(recipe, data, filterBy) {
   );
 }
 
-// What the boxes of the drawings mean, as far as these recipes have them.
+// The meaning of the boxes in the drawings of these recipes.
 function legend(data) {
   const text = data.recipes
     .map((recipe) =>

@@ -26,7 +26,7 @@ constexpr Q2_INLINE int row_of_staged(int j) {
   return kAcross ? column_at(place_of_column(j % 8, j / 8)) : j;
 }
 
-// What the codes of a block are multiplied by. MS_EDEN: the scale is drawn with random bits of its own.
+// The factor of a block's codes. MS_EDEN: the scale is rounded with random bits of its own.
 Q2_INLINE float scale_value(const Common& common, u32 stored, u32 random_bits) {
   if constexpr (kRule == MX) return from_e8m0(stored);
   if constexpr (kRule == EXACT) return from_e4m3(stored);
@@ -39,7 +39,7 @@ Q2_INLINE float scale_value(const Common& common, u32 stored, u32 random_bits) {
   return stored == 0 ? 0.0f : provisional(raw_scale);
 }
 
-// What a warp makes of its 16 rows of the result, on its way through shared memory.
+// A warp's 16 rows of the result, staged in shared memory.
 struct Staged {
   u8* shared;
   u32 base;  // of the warp's rows, after the tiles

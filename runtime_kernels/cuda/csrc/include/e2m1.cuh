@@ -2,7 +2,7 @@
 // Rounding to e2m1 of blocks of 16 in registers, two at a time, one in each half of the pairs: the
 // arithmetic of numerics/formats.py, to the bit.
 //
-// What is rounded has been divided by its block's scale, and is below 7 in magnitude, or with kClips
+// Elements to be rounded are divided by their block's scale, and below 7 in magnitude, or with kClips
 // below 16. Without fp4 conversions it is held as a magnitude times 2^-6 (kUnit), beside the elements
 // whose signs count.
 #pragma once
@@ -105,7 +105,7 @@ Q2_INLINE void pack_block(const Pair (&rounded)[16], const Pair (&x)[16], u32 (&
 // 2 or 4 the bit weighs half a step, but then it lies next to a point of the grid. Just below them
 // m * 2^22 + |x| would leave its binade, which is why it is taken off first.) In a tie m * 2^22 is
 // even: ties go to even codes. From 6.5 up to 7 the nearest point of the grid is 6: nothing to clip.
-// What is clipped is so beforehand: m * 2^22 may overflow otherwise.
+// Clips before rounding, because m * 2^22 may overflow otherwise.
 Q2_INLINE void round_block(const Pair (&scaled)[16], const Pair (&x)[16], Pair (&rounded)[16],
                            u32 (&codes)[2][2]) {
 #pragma unroll

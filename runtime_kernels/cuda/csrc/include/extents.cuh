@@ -3,7 +3,7 @@
 #pragma once
 #include "rounding.cuh"
 
-// Of one output; NaN is left out. smallest: of raw scales above 0, less 1.
+// The range of one output's raw scales, without NaN. smallest: of those above 0, less 1.
 struct Extent {
   u32 largest = 0, smallest = ~0u;
 };

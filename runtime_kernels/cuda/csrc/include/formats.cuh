@@ -103,8 +103,8 @@ Q2_INLINE float stochastic_4_bits(float x, u32 random_bits) {
   return __uint_as_float((__float_as_uint(x) + 0xFFFFFu - (random_bits >> 12)) & 0xFFF00000u);
 }
 
-// What stands for a scale until its global scale is known: 1 where code * scale could be too small
-// for bf16. NaN stays.
+// The scale that is used until its global scale is known: 1 if code * scale could be too small for
+// bf16. NaN stays.
 Q2_INLINE float provisional(float scale) {
   return scale < 0x1p-100f ? 1.0f : scale;
 }
@@ -170,7 +170,7 @@ enum Purpose { SIGNS = 1, RANDOM_BITS = 2 };  // of 10 and of 7 rounds
 // Blocks first, first + 1, ... for one rng_offset: their rounds share a key schedule.
 template <int n, typename Index>
 Q2_INLINE void philox(u64 seed, Index first, u32 rng_offset, Purpose purpose, uint4 (&c)[n]) {
-  // Of one block alone a product in C++ gets a sum with 0; of two mul_wide takes registers.
+  // For one block the product in C++ compiles to a sum with 0; for two, mul_wide takes registers.
   auto product = [](u32 x, u32 y) { return n == 1 ? mul_wide(x, y) : (u64)x * y; };
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll

@@ -39,7 +39,7 @@ Q2_INLINE void look_up(const Params& p, Tile tile, u32 iteration) {
   if (kGrouped && threadIdx.x == iteration % (kThreads / 32) * 32) looked_up[iteration % 4] = rows_of(p, tile);
 }
 
-// What it found, behind a barrier.
+// The rows that were looked up, behind a barrier.
 Q2_INLINE Rows rows_now(const Params& p, Tile tile, u32 iteration) {
   return kGrouped ? looked_up[iteration % 4] : rows_of(p, tile);
 }
@@ -50,7 +50,7 @@ Q2_INLINE int row_of_result(const Output& out, const Rows& rows, int j) {
   else return rows.has(j) && !(j & ((1 << rows.shift) - 1)) ? rows.at(j) : out.rows;
 }
 
-// What the copies of a row are multiplied by, which MS-EDEN does with the raw scales of their blocks.
+// The factor of a row's copies. MS-EDEN applies it to the raw scales of their blocks.
 Q2_INLINE float share_of(const Rows& rows) {
   int s = rows.shift;
   return s == 1 ? 0x1.6a09e6p-1f : s == 2 ? 0.5f : s == 3 ? 0x1.6a09e6p-2f : 1.0f;

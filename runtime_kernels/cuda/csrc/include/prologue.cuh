@@ -11,8 +11,8 @@
 
 constexpr int kPerPiece = 16 / kBytes;  // elements of 16 bytes of the operand
 
-// Of an input that is read along a row: kPerPiece elements of `size` bytes. Of one that is the same
-// for all of a piece: one.
+// The elements of a piece that are loaded from one input: kPerPiece of them if it is read along a row,
+// one if it is uniform within a piece.
 template <int words>
 struct Words {
   u32 at[words];
@@ -97,7 +97,7 @@ Q2_INLINE float erf_plus_one(float x) {
   return x < 0.0f ? e : 2.0f - e;
 }
 
-// Of integers that are not negative.
+// Division of integers that are not negative.
 template <typename Index>
 Q2_INLINE Index floordiv(Index a, long long b) {
   return a / (Index)b;
@@ -107,7 +107,7 @@ Q2_INLINE Index mod(Index a, long long b) {
   return a % (Index)b;
 }
 
-// What of a piece was computed, rounded to the operand's type.
+// The computed piece, rounded to the operand's type.
 Q2_INLINE uint4 piece_of(const float (&made)[kPerPiece]) {
   u32 words[4];
 #pragma unroll

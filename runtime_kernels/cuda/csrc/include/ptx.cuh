@@ -241,8 +241,8 @@ Q2_INLINE Pair f16x2_minus(u32 word, float a, float b) {
 #endif
 }
 
-// Of 8x8 matrices of f16 in shared memory, whose rows of 16 bytes lie where lanes 0 to 7 say, 8 to 15
-// and so on: elements (2 * (lane % 4), lane / 4) and below, of all four.
+// Loads elements (2 * (lane % 4), lane / 4), and those below, of four 8x8 matrices of f16 in shared
+// memory. Lanes 0 to 7 pass the addresses of the first one's rows of 16 bytes, 8 to 15 the next one's.
 Q2_INLINE void load_transposed(const u8* shared, u32 (&x)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -39,13 +39,13 @@ static_assert(kSteps <= 0xFFFF, "five scales at most");
 constexpr double kCap = kSelect ? 256.0 : 448.0;  // EXACT: schemes.py
 constexpr float kHuge = 3.402823466e38f;
 
-// What all blocks of one output share.
+// Values that all blocks of one output share.
 struct Common {
   float factor;
   float unit, inverse_unit;  // EXACT: g and 1 / g
 };
 
-// Of a block: what is stored, and what x is multiplied by.
+// A block's scale: as it is stored, and as the factor of x.
 struct BlockScale {
   u32 stored;
   float inverse;
@@ -86,7 +86,7 @@ Q2_INLINE BlockScale block_scale(float largest, const Common& common, const doub
   }
 }
 
-// What u is multiplied by. Of a block of zeros the product may be too large.
+// The factor of u. For a block of zeros the product may be too large.
 Q2_INLINE Pair times_factor(const BlockScale& first, const BlockScale& second,
                             const Common& common) {
   Pair inverse = mul({first.inverse, second.inverse}, both(common.factor));
@@ -283,7 +283,7 @@ Q2_INLINE u32 quest_byte(float mean_square, int top) {
   return (u32)min(max(top + ((exponent + 1) >> 1), 0), 253);
 }
 
-// Of x * down, from element `first` on: neighbors first (blocks.py, sum_neighbors), in an order that
+// For x * down, from element `first` on: neighbors first (blocks.py, sum_neighbors), in an order that
 // holds few of them at once.
 template <int n>
 Q2_INLINE Pair sum_of_squares(const Pair (&x)[16], Pair down, int first = 0) {
@@ -314,7 +314,7 @@ Q2_INLINE uint2 round_trusting(Pair (&x)[2][16], Pair largest, const Common& com
   Pair mean = mul(add(sums[0], sums[1]), both(1.0f / 32));
   uint2 bytes = {largest.a <= kHuge ? quest_byte(mean.a, top_a) : 255,
                  largest.b <= kHuge ? quest_byte(mean.b, top_b) : 255};
-  // Of 255 this is -Inf, whose products, Inf or NaN, are not below 6: nothing is trusted.
+  // For 255 this is -Inf, whose products, Inf or NaN, are not below 6: nothing is trusted.
   Pair inverse = {__uint_as_float((254 - bytes.x) << 23), __uint_as_float((254 - bytes.y) << 23)};
   trusted[0] = trusted[1] = 0;
 #pragma unroll

@@ -3,7 +3,7 @@
 #pragma once
 #include "rounding.cuh"
 
-// What a thread has made: groups, and members of the pairs.
+// A thread's results, by groups and members of the pairs.
 struct Results {
   u32 codes[2][2][2];
   u32 stored[2][2];

@@ -15,7 +15,7 @@
 constexpr int kWarps = kThreads / 32;
 static_assert(!kTensorCores || (kTileBlocks == 4 && kWarps == 4), "a warp has a block of each row");
 
-// Of the scales of 16 columns what each warp has seen, of a tile and the next one.
+// The range of the scales of 16 columns that each warp has seen, for a tile and the next one.
 __shared__ uint4 seen_scales[2][kTensorCores ? kTileBlocks : 1];
 
 // For e4m3 bytes: the largest less 1, and 2^16 less the smallest, but for zeros; both are maxima.
@@ -28,7 +28,7 @@ Q2_INLINE void note_extent(u32 extent, u32 iteration) {
   if (threadIdx.x % 32 < kTileBlocks) of[threadIdx.x % 32 * kWarps + threadIdx.x / 32] = extent;
 }
 
-// Of a thread's share of codes, which are of the same 16 columns as those of every fourth lane.
+// Notes the scales of a thread's share of codes. Every fourth lane has the same 16 columns.
 Q2_INLINE void note_scales(const Share& share, u32 iteration) {
   u32 extent = extent_of_scale(share.scales[0]);
 #pragma unroll
@@ -56,9 +56,9 @@ Q2_INLINE bool sums_are_exact(u32 iteration) {
   return (extent >> 16) < 0x7E && (extent >> 16) + (extent & 0xFFFF) <= 0xFFFF + 8 * 8;
 }
 
-// What a lane gives to products as their right side: of the signs of H, as two f16, those between rows 2 t
-// and 2 t + 1 of the left side's first eight and column lane / 4. Row r is element r % 2 of block r / 2,
-// column n likewise. A chunk of one or two blocks gets nothing of the others.
+// A lane's part of the products' right side: the signs of H, as two f16, between rows 2 t and 2 t + 1
+// of the left side's first eight and column lane / 4. Row r is element r % 2 of block r / 2, column n
+// likewise. A chunk of one or two blocks gets nothing of the others.
 Q2_INLINE u32 hadamard_word() {
   constexpr int kBlocks = kSize < 64 ? kSize / 16 : 4;  // that are rotated with one another
   int of = threadIdx.x % 4, to = threadIdx.x % 32 / 8;
@@ -74,7 +74,7 @@ Q2_INLINE void butterfly(Pair& x, Pair& y) {
   y = sub(a, b);
 }
 
-// What a lane has columnwise, rotated: blocks t and t + 4 (x[0], x[1]) of columns lane / 4 and 8
+// A lane's columnwise elements, rotated: blocks t and t + 4 (x[0], x[1]) of columns lane / 4 and 8
 // more of a warp's 16, as they lie in the tile. place: where a lane's row of four matrices of 8x8 lies
 // (place_of_matrices). Products sum over four elements of each of four blocks, those that differ in the
 // two lowest bits of their places, and adders over the rest.

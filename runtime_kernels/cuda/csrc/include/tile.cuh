@@ -51,7 +51,7 @@ Q2_INLINE float element(const Pair (&x)[16], int member, int i) {
   const Pair& v = kNeighbors ? x[8 * member + i / 2] : x[i];
   return (kNeighbors ? i % 2 : member) ? v.b : v.a;
 }
-// What pair i is multiplied by, given one factor for each block.
+// The factor of pair i, given one factor for each block.
 Q2_INLINE Pair of_pair(Pair of_blocks, int i) {
   return kNeighbors ? both(i < 8 ? of_blocks.a : of_blocks.b) : of_blocks;
 }
@@ -86,7 +86,7 @@ constexpr bool kSignPairs = kBytes == 2 && !kScaled && !kSignsMultiply;
 #include "prologue.cuh"
 #endif
 
-// Where codes of one direction go, and what rounding them takes (rounding.cuh).
+// The destination of an operand's codes, and the inputs of its rounding (rounding.cuh).
 struct Output {
   u8* codes;            // without codes: bf16
   void* scales;         // MS_EDEN, POW2: raw scales, fp32; EXACT: e4m3; MX: e8m0
