@@ -46,7 +46,7 @@ def _no_mode_outlives_its_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_kernel_left_out_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would serve nothing in the next one, whose reports would say so."""
+    """A disabled kernel would not run in the next test, whose reports would mention it."""
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_WARNED", {})
     monkeypatch.setattr(kernel_states, "_DISABLED", {})

@@ -180,7 +180,7 @@ def _double(program, x):
 
 
 def _by_permutation(program, x):
-    """As tokens go to experts, and their gradients back: by an argsort in the graph."""
+    """Tokens are sent to experts, and their gradients back, by an argsort in the graph."""
     flat = x.flatten(0, -2)
     order = flat.detach().sum(-1).repeat_interleave(2).argsort(stable=True)
     return (x + flat[order // 2][: flat.shape[0]].view_as(x)) / 2

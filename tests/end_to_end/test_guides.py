@@ -79,7 +79,7 @@ def run_python(page: Page, block: Block) -> None:
     file = re.match(r"# (\w+\.py)\n", block.text)
     if file:
         (page.folder / file[1]).write_text(block.text, encoding="utf-8")
-    # So many empty lines before it that an error names the line of the page.
+    # Empty lines before the block make an error name the line of the page.
     code = compile("\n" * (block.line - 1) + block.text, str(page.path), "exec")
     before = {name: page.names.get(name) for name in ("model", "options")}
     with contextlib.redirect_stdout(page.printed):

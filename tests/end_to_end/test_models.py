@@ -103,7 +103,7 @@ def test_a_training_step(name: str) -> None:
     assert result.whole > MIN_WHOLE_COSINE
 
 
-# Those whose compilation is cheap; MODELS.md has been written with all.
+# Models that compile quickly; MODELS.md was written with all.
 @pytest.mark.parametrize("name", ["by_hand", "lora"])
 def test_what_plain_inductor_compiles_is_compiled(name: str) -> None:
     model_matrix.run_plain_inductor(name)

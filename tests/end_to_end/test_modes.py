@@ -49,7 +49,7 @@ def inputs(rows: int = 512) -> torch.Tensor:
 
 
 def gradient(model, compiled, x, seed: int | None = None) -> torch.Tensor:
-    """That of a sum of squares, of all weights in one vector."""
+    """The gradient of a sum of squares, of all weights in one vector."""
     if seed is not None:
         torch.manual_seed(seed)
     model.zero_grad()
@@ -63,7 +63,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replays_of_a_cuda_graph_draw_fresh_random_bits(recipe) -> None:
-    """And those of torch.manual_seed. The first calls warm up and record."""
+    """They are the bits that torch.manual_seed determines. The first calls warm up and record."""
     model, compiled = compiled_mlp("reduce-overhead", recipe)
     x = inputs()
     for _ in range(3):
@@ -110,8 +110,9 @@ def test_dequantized_operands_change_no_bit(recipe) -> None:
 
 
 def test_symbolic_sizes_take_one_graph() -> None:
-    """Where their number is open, the rows of wgrad are one group, whose padded layout has other
-    random bits: those of block scales, which cost less than OTHER_BITS' all (0.9995 on an H200)."""
+    """With an unknown number of rows, wgrad has one group, whose padded layout has other random
+    bits for block scales. They have less effect than OTHER_BITS, where all differ (0.9995 on an
+    H200)."""
     model, compiled = compiled_mlp(dynamic=True)
     plain, expected = compiled_mlp()
     sizes = (512, 200, 33, 640)

@@ -103,7 +103,7 @@ def test_the_same_code_and_bits(case: str, models: dict[str, dict[str, Any]]) ->
 
 
 def test_a_compiled_optimizer_of_another_model(models: dict[str, dict[str, Any]]) -> None:
-    """As many frames and graph breaks, and no recompilation."""
+    """The same numbers of frames and graph breaks, and no recompilation."""
     assert models["with"]["optimizer"] == models["without"]["optimizer"]
 
 

@@ -35,7 +35,7 @@ def test_every_room_has_one() -> None:
 
 
 def test_a_fault_that_no_test_sees_lives(tmp_path: Path) -> None:
-    """And one that a test sees does not; the file is as it was after both."""
+    """A fault that a test sees does not live. The file is restored after both."""
     package = tmp_path / "installed" / "q2compile"
     package.mkdir(parents=True)
     (package / "__init__.py").symlink_to(tmp_path / "one.py")

@@ -129,7 +129,7 @@ def test_a_stem_is_what_defines_it(tmp_path: Path) -> None:
 
 
 def test_a_result_of_another_stem_is_not_taken_for_this_one_s(branched: Path) -> None:
-    """As on a second machine, whose stem has other bits."""
+    """The stem of a second machine has other bits."""
     compared = comparison(branched, Branch(BRANCH, branched / "stems"))
     assert compared.is_finished(BF16, 0)
     facts = compared.stem(0).facts

@@ -181,7 +181,8 @@ def test_an_epoch_has_every_token_once() -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    """So the place in the data is the number of the step: read backwards they are the same."""
+    """The position in the data depends only on the number of the step: batches read backwards are
+    the same."""
     windows, again = (Windows(TOKENS, 9, 3, 100, seed=5) for _ in range(2))
     backwards = [again[i] for i in reversed(range(9))]
     assert all(torch.equal(windows[i], backwards[8 - i]) for i in range(9))

@@ -189,7 +189,7 @@ def test_strict_ahead_of_time_looks_at_once():
 @INNER
 @pytest.mark.parametrize("outside", ["quartet2", "inductor"])
 def test_compile_in_compile(inner, outside):
-    """As everywhere in torch, the outermost decides."""
+    """As always in torch, the outermost call decides."""
     model, x = nn.Sequential(Mlp(), nn.Linear(WIDTH, WIDTH)), torch.randn(WIDTH, WIDTH)
     expected = model(x)
     model[0] = torch.compile(model[0], backend="quartet2")
@@ -282,8 +282,8 @@ def test_a_model_without_numbers():
 
 
 def test_second_derivatives_are_refused():
-    """As everywhere under AOTAutograd. Nothing saved leads back to x, so who allows that x is not
-    used, as vhp does unless strict, is given zeros; Inductor alone raises there, too."""
+    """As always under AOTAutograd. No saved tensor depends on x, so with unused inputs allowed, as
+    in vhp without strict, the result is zero. Inductor alone raises, too."""
     model, x = Mlp(), torch.randn(WIDTH, WIDTH, requires_grad=True)
     loss = compiled(lambda x: model(x).square().sum(), inner="eager")
     (first,) = torch.autograd.grad(loss(x), x, create_graph=True)

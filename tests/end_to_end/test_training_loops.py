@@ -241,7 +241,7 @@ def test_compiled_autograd_of_a_whole_training_step():
 
 
 def test_deterministic_algorithms():
-    """Nothing of ours needs a nondeterministic algorithm; the same seed gives the same bits."""
+    """q2compile needs no nondeterministic algorithm. The same seed gives the same bits."""
     torch.use_deterministic_algorithms(True)
     try:
         runs = []

@@ -86,7 +86,7 @@ def pretended(monkeypatch) -> Iterator[list[str]]:
     [("quartet2", "zero"), ("tetrajet2", "some"), ("nvfp4", "all"), ("quartet", "some")],
 )
 def test_the_bits_are_the_reference_s(recipe, how, request) -> None:
-    """Those of the ops, none of them moved."""
+    """The bits are those of the ops, without any pass."""
     want = step(how, recipe=recipe, disable_passes=["gather_codes"])
     sources = request.getfixturevalue("pretended")
     got = step(how, recipe=recipe)

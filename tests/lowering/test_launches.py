@@ -86,7 +86,7 @@ def wanted(recipe: str, bias: bool = False, count: int = 100) -> list[torch.Tens
 
 
 def dbias(count: int) -> torch.Tensor:
-    """As its op is defined."""
+    """dbias as the op defines it."""
     dy = torch.linspace(-1, 1, count * WIDTH).view(count, WIDTH).bfloat16()
     return column_sums(dy, torch.bfloat16)
 
@@ -162,8 +162,7 @@ def test_grouped_gemms_are_torch_s_of_numbers(recipe, ops, counts, request) -> N
 @pytest.mark.parametrize("capability", [100])
 @pytest.mark.parametrize("recipe", ["quartet2", "tetrajet2"])
 def test_products_of_global_scales_come_with_them(recipe, request, capability) -> None:
-    """And are those of the reference, which the gradients and y show: their GEMMs are given nothing
-    else."""
+    """They are the reference's, as y and the gradients show: their GEMMs get no other scale."""
     want = wanted(recipe, bias=True)
     sources = request.getfixturevalue("pretended")
     step = step_of(recipe, bias=True)

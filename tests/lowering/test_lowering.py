@@ -288,7 +288,7 @@ def test_on_a_gpu(scheme, shape) -> None:
 def test_rotations_and_random_bits_on_a_gpu(
     scheme, transform, transpose, shape, monkeypatch
 ) -> None:
-    """As on a GPU that has no kernel of our own."""
+    """As on a GPU for which we have no kernel."""
     lowering.register()
     reference = next(k for k in registry.kernels("quantize") if k.name == registry.REFERENCE)
     monkeypatch.setattr(

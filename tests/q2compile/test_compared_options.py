@@ -141,7 +141,7 @@ def test_equal_options_share_one_graph(formats, way):
 
 
 def test_nothing_of_the_user_is_written_to():
-    """Neither the options nor torch's record of a call that is only compared."""
+    """Neither the options nor torch's record of a call change."""
     given = [{**EAGER, "policy": {"up": "bf16"}} for _ in range(2)]
     before, model, x = copy.deepcopy(given), Net(), torch.randn(4, 32)
     compiled = [by_torch_compile(model, options) for options in given]

@@ -168,7 +168,7 @@ def test_a_config_file_that_is_not_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])
 def test_a_file_with_a_byte_order_mark_is_read(suffix, tmp_path, monkeypatch):
-    """As editors of Windows write it."""
+    """Windows editors write one."""
     text = {"json": '{"recipe": "nvfp4"}', "toml": 'recipe = "nvfp4"\n'}[suffix]
     path = tmp_path / f"q2.{suffix}"
     path.write_text(text, encoding="utf-8-sig")

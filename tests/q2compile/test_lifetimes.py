@@ -121,7 +121,7 @@ def test_so_does_one_that_q2compile_could_not_compile(monkeypatch):
 
 
 class Trainer(nn.Module):
-    """Whose methods have variables of their own while a model is compiled in them."""
+    """A trainer whose methods have local variables while they compile a model."""
 
     def __init__(self):
         super().__init__()

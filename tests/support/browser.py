@@ -114,6 +114,6 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def overhang(self) -> int:
-        """By how many pixels the page is wider than the screen."""
+        """Pixels by which the page is wider than the screen."""
         script = "const e = document.documentElement; return e.scrollWidth - e.clientWidth"
         return int(self.js(script))

@@ -69,7 +69,7 @@ def _index_put(x: Tensor) -> Tensor:
 
 
 def _routed(x: Tensor) -> Tensor:
-    """As tokens go to experts and back."""
+    """Tokens go to experts and back."""
     weight, expert = x[:, :4].softmax(-1).topk(2)
     order = expert.flatten().argsort(stable=True)
     rows = x[order // 2].tanh() * weight.flatten()[order][:, None]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def tracked(root: Path) -> list[Path]:
-    """Those that git tracks; in an unpacked sdist, which has no .git, those that it was made of."""
+    """Files that git tracks; in an unpacked sdist, which has no .git, the files of the sdist."""
     if (root / ".git").exists():
         done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
         names = done.stdout.decode().split("\0")

@@ -145,7 +145,7 @@ def of_vectors(call: Any, step: int, part: int) -> Tensor:
 
 
 def folder() -> Path:
-    """Where results go."""
+    """The folder of the results."""
     return Path(sys.argv[1])
 
 
@@ -272,7 +272,7 @@ def moved(attach: Attach) -> Run:
 
 
 def state_of(training: Training) -> dict[str, Any]:
-    """As distributed checkpoints take it; random bits of this rank besides."""
+    """The state in a distributed checkpoint, and this rank's random bits."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
     generator = torch.get_rng_state()
     return {"model": model, "optimizer": optimizer, f"generator{dist.get_rank()}": generator}

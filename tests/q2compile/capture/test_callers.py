@@ -297,7 +297,7 @@ def test_nothing_of_the_callers_is_kept():
 
 
 class OldNames(nn.Module):
-    """As of torch < 2.0."""
+    """The names of torch < 2.0."""
 
     def named_parameters(self, prefix="", recurse=True):
         raise TypeError("no remove_duplicate")

@@ -189,7 +189,7 @@ def test_every_einsum(seed):
 
 
 def test_einsum_of_one_operand_is_no_matmul():
-    """As diffusers' DiT spells its unpatchify."""
+    """diffusers' DiT writes its unpatchify like this."""
     graph = Graph()
     x = graph.activation(1, 4, 4, 2, 2, 8)
     assert check(graph, *graph.call(torch.einsum, ("nhwpqc->nchpwq", x), {})) == []

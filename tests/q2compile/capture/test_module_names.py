@@ -87,7 +87,7 @@ def test_inside_another_module_names_start_at_the_outermost():
 
 
 class Lightning(nn.Module):
-    """Whose methods are called, not the module itself."""
+    """Its methods are called, not the module itself."""
 
     def __init__(self):
         super().__init__()
@@ -316,7 +316,7 @@ def test_a_pattern_that_matches_nothing_gets_the_nearest_that_would(pattern, nea
 
 
 def test_telemetry_that_would_record_nothing_says_so_once(tmp_path, caplog):
-    """Its folder stays empty, which is seen when the run is over."""
+    """Otherwise the empty folder would only be noticed after the run."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     telemetry = {"modules": ["3", "layers*"], "to": str(tmp_path)}
     options = {**EAGER, "telemetry": telemetry}

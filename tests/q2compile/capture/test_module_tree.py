@@ -66,7 +66,7 @@ class Raising(Net):
 
 
 class Iterating(Net):
-    """Those of torch's ways to iterate over a model that Dynamo itself does not use."""
+    """torch's ways to iterate over a model that Dynamo does not use."""
 
     def modules(self, *args, **kwargs):
         raise RuntimeError("touched")

@@ -218,7 +218,7 @@ def test_a_checkpointed_region_is_entered():
 
 
 def test_inside_a_custom_autograd_function_is_left():
-    """Its backward is written by hand: rewriting its forward would change nothing that trains."""
+    """Its backward is handwritten, so rewriting the forward would not change the gradients."""
 
     class Times(torch.autograd.Function):
         @staticmethod

@@ -176,8 +176,8 @@ def predicted_of(**options):
 
 
 def test_a_bias_costs_what_bf16_s_does():
-    """Where no quantizer sums dy, as for an exact global scale: its gradient is a sum over dy in
-    both then; it is added inside of both GEMMs."""
+    """For recipes in which no quantizer sums dy, such as with an exact global scale. The bias
+    gradient is then a separate sum over dy in both, and both GEMMs add the bias."""
     exact = resolve("tetrajet2", global_scale="exact")
     plain, biased = predict(exact, (T, N, K)), predict(exact, (T, N, K), bias=True)
     assert biased.bytes - plain.bytes == 2 * T * N

@@ -94,7 +94,7 @@ def step(model, x, **options):
 
 
 def test_the_user_gets_graph_stage_reproducer_and_the_choice(broken, tmp_path):
-    """And running the reproducer shows the same error, until the fault is fixed."""
+    """The reproducer shows the same error, until the fault is fixed."""
     with pytest.raises(StageError, match="boom") as caught:
         step(Net(), torch.randn(2, 8, 32), **EAGER, dump=str(tmp_path))
     message, error = str(caught.value), caught.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which self-checks are begun before a graph is traced: those that its compilation asks for."""
+"""Self-checks that begin before a graph is traced: those that its compilation will need."""
 
 from __future__ import annotations
 

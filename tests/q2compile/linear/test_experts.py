@@ -65,7 +65,7 @@ def looked_up_einsum(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
 
 
 def equal_groups(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
-    """As many tokens for each expert, in order."""
+    """The same number of tokens for each expert, in order."""
     return torch.bmm(x.view(E, -1, x.shape[1]), w.transpose(1, 2)).flatten(0, 1)
 
 

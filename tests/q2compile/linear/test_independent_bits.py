@@ -55,7 +55,7 @@ def test_every_gemm_draws_bits_of_its_own(recipe, monkeypatch):
         return merge_seeds_pass(graph)
 
     replace_pass(monkeypatch, "merge_seeds", look)
-    # Which share a seed on purpose, and then draw from other offsets (test_share_rotations).
+    # Passes that share a seed on purpose and draw from other offsets (test_share_rotations).
     shared = ["share_saved_rotations", "share_rotations"]
     options = {"recipe": recipe, "inner": "eager", "disable_passes": shared}
     compiled = torch.compile(Twins(), backend="quartet2", options=options)

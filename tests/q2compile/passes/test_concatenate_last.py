@@ -42,7 +42,7 @@ def of_halves(dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tenso
 
 
 def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As masked_fill is decomposed."""
+    """masked_fill, decomposed."""
     return torch.where(mask, torch.zeros((), dtype=x.dtype), x)
 
 

@@ -73,7 +73,7 @@ def of_descending_ranks(ids: Tensor, rows: Tensor) -> Tensor:
 
 
 def with_an_inverse(ids: Tensor, rows: Tensor) -> Tensor:
-    """Which is there already, made by a scatter."""
+    """The inverse already exists, made by a scatter."""
     order = order_of(ids)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(ROWS))
     total = rows.new_zeros(TOKENS, K).index_put([order // TOP], rows, accumulate=True)
@@ -183,7 +183,7 @@ def put(ids: Tensor, rows: Tensor) -> Tensor:
 
 
 def of_a_narrow_index(ids: Tensor, rows: Tensor) -> Tensor:
-    """Which wraps around where there are more rows."""
+    """The narrow index wraps around if there are more rows."""
     index = order_of(ids).to(torch.int8).long() // TOP
     return rows.new_zeros(TOKENS, K).index_put([index], rows, accumulate=True)
 

@@ -78,9 +78,7 @@ return (select_int, select_int_1)
 
 
 def test_merged_seeds_are_the_values_of_the_single_draws():
-    """So the pass changes no bit on a CPU: the draw takes them in graph order from one
-    generator.
-    """
+    """The pass changes no bit on a CPU: the draw takes the seeds in graph order from one generator."""
     b = Builder()
     dy = b.placeholder("tangents_1", 4, 64)
     gm = b.done(*[b.call(q2.seed.default, dy, i) for i in range(5)])

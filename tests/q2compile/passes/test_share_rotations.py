@@ -225,8 +225,8 @@ def test_equal_gradients_draw_their_own_random_bits():
 
 
 def test_equal_gradients_rounded_by_ms_eden_err_alike():
-    """Its codes depend on the signs alone, which are shared, and only its scales on random bits: two
-    equal gradients get nearly equal errors. Each is unbiased all the same."""
+    """MS-EDEN's codes depend only on the signs, which are shared, and its scales on random bits.
+    Two equal gradients therefore get nearly equal errors, but each stays unbiased."""
     assert 0.9 < error_correlation(EDEN) < 1
 
 

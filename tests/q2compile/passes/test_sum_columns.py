@@ -97,7 +97,7 @@ return (gemm_default, getitem_9)
 @pytest.mark.parametrize("casts", [(), (BF16,), (torch.float16,), (BF16, FP32)])
 @pytest.mark.parametrize("op", ["both", "col"])
 def test_the_op_gives_what_is_returned(op, casts):
-    """And a second run changes nothing."""
+    """A second run changes nothing."""
     gm = backward(op, casts=casts)
     dtypes = [node.meta["val"].dtype for node in gm.graph.output_node().args[0]]
     assert sum_columns_pass(gm.graph) == 1
@@ -137,7 +137,8 @@ def test_without_the_kernel_nothing_changes(monkeypatch):
 
 @pytest.mark.parametrize("op", ["both", "col"])
 def test_the_numbers(op):
-    """Those of the graph before, but for the order of the sums in fp32: integers show none."""
+    """The results are those of the original graph, except for the order of fp32 sums, which
+    integers do not show."""
     dy = torch.randint(-8, 9, (T, N), generator=torch.Generator().manual_seed(0)).to(BF16)
     x = torch.randn(K, T, generator=torch.Generator().manual_seed(1)).to(BF16)
     gm = backward(op)

@@ -138,7 +138,7 @@ def schemes_of(graph: fx.Graph) -> list[tuple[str, ...]]:
 
 
 def test_saved_operands_are_swizzled_for_both_their_readers() -> None:
-    """And the other pass does the rest, in the graph of the backward alone."""
+    """The other pass handles the rest, in the backward alone."""
     graph = joint_graph()
     assert swizzle_saved_scales_pass(graph) == 2
     assert_values_fit(graph)
@@ -162,7 +162,7 @@ def returned(b, qx):
 
 
 def multiplied_by_groups(b, qx):
-    """By experts' weights, in another GEMM."""
+    """A second GEMM multiplies them by experts' weights."""
     w = [b.placeholder("w_codes", 64, 40, dtype=torch.uint8)]
     w += [b.placeholder("w_scales", 64, 5, dtype=torch.float8_e4m3fn)]
     w += [b.placeholder("w_global", dtype=torch.float32)]
@@ -327,7 +327,7 @@ def test_the_same_bits(recipe, keep) -> None:
 
 
 def test_inductor_lays_out_swizzled_scales_as_they_are() -> None:
-    """And not with the strides that plain ones had when the graph was traced."""
+    """They do not get the strides that plain scales had when the graph was traced."""
     with inductor_config.patch(force_disable_caches=True):
         assert all(map(torch.equal, step("inductor"), step("eager")))
 

@@ -23,7 +23,7 @@ SCHEME = "mxfp4_rtn34"
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch) -> dict[str, str]:
-    """By which each op would be served on a Blackwell."""
+    """The kernel that each op would have on a Blackwell."""
     served = {"gemm": TRITON_FP4, "gemm_masked_unrotate": TRITON_FP4}
     by_name = lambda op, args: SimpleNamespace(name=served.get(op, CUDA))  # noqa: E731
     serve_by(monkeypatch, by_name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module gets which recipe."""
+"""The recipe of each module."""
 
 import pytest
 

@@ -39,7 +39,7 @@ def test_a_users_report_is_not_replaced(tmp_path, name):
 
 
 def test_a_users_graph_is_not_replaced(tmp_path):
-    """Nor removed by the next run, if its number was not reached by the first."""
+    """The next run does not remove it either, even if the first one did not reach its number."""
     for number in (1, 7):
         (tmp_path / f"graph_{number}").mkdir()
         (tmp_path / f"graph_{number}" / "mine.txt").write_text("mine")

@@ -166,7 +166,8 @@ def test_a_region_in_a_region():
     torch.testing.assert_close(y, model(x))
     found = bodies(model, policy=policy)
     assert len({body for body, _, _ in found}) == 2
-    # Where both calls agree, one body with one linear serves both; elsewhere one is left a linear.
+    # If both calls agree, one body with one linear serves both. Otherwise one body keeps its
+    # linear.
     assert [len(ops) for _, _, ops in found] == [1, 1, 1, 1]
 
 

@@ -59,7 +59,7 @@ def test_all_kernels_stay(monkeypatch, tmp_path):
 
 
 def test_the_loops_of_a_recorded_quantizer(monkeypatch):
-    """Their codes are the reference's bits, and statistics see the x that they saw."""
+    """The codes are the reference's bits, and the statistics are those of the same x."""
     lower_on_cpu(monkeypatch)
     x = torch.randn(64, 256).bfloat16()
 

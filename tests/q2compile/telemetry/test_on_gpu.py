@@ -99,7 +99,7 @@ def test_replays_record_what_they_compute(mode, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_waits_for_the_device(mode, tmp_path):
-    """Neither in steps between records, nor in recorded ones, nor where marks are looked at."""
+    """Neither steps between records, nor recorded steps, nor checks of the marks wait."""
     _, step = training(tmp_path, mode)
     for _ in range(10):  # compiles, and captures both variants
         step()

@@ -117,7 +117,7 @@ def test_operands_that_gemms_share_have_the_same_numbers(tmp_path):
 
 
 def test_every(tmp_path, monkeypatch):
-    """And constants of the device are made before: by the recorder, since no op keeps any."""
+    """The recorder creates device constants before, since no op keeps any."""
     monkeypatch.setattr(constants, "_PAIRS", {})
     model = new_model(blocks=1)
     train(model, compiled(model, tmp_path, every=3), steps=8)
@@ -169,7 +169,8 @@ def test_steps_without_an_optimizer(tmp_path):
 
 
 def test_codes_that_changed(tmp_path):
-    """None at the first record; none where the weight stayed; all that the weights' codes show."""
+    """None at the first record, none if the weight stayed, otherwise every change of the weight's
+    codes."""
     model = new_model(blocks=1, dtype=torch.bfloat16)
     weights = []
 
@@ -296,7 +297,7 @@ def test_a_backward_that_is_compiled_at_once(tmp_path):
 
 
 def test_beside_compiled_autograd(tmp_path):
-    """Whose graphs are not recorded: the forward is."""
+    """Graphs of compiled autograd are not recorded; the forward is."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         model = new_model(blocks=1)
         train(model, compiled(model, tmp_path, every=2), steps=3)
@@ -373,7 +374,7 @@ def test_what_was_not_recorded_is_said_at_exit(kind, tmp_path):
 
 
 def test_steps_of_a_fused_optimizer_count(tmp_path):
-    """Which leaves the version counters as they were."""
+    """A fused optimizer does not increase the version counters."""
     model = new_model(blocks=1)
     call = compiled(model, tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -118,7 +118,7 @@ def names(blocks: int = 2) -> list[str]:
 
 
 def forget_all() -> None:
-    """As in a new process: step 0, no folder in use."""
+    """The state of a new process: step 0, no folder in use."""
     from q2compile.telemetry import folder
 
     folder.Folder._open.clear()

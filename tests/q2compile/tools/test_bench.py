@@ -219,7 +219,8 @@ def test_the_fastest_candidate_of_each_shape(gpu) -> None:
 
 
 def test_one_candidate_alone_is_not_chosen(gpu) -> None:
-    """Nor one that fails, or is wrong by more than the self-check allows; the others are timed."""
+    """A kernel that fails, or is wrong by more than the self-check allows, is not chosen either.
+    The others are timed."""
     own, _, broken, wrong = gpu
     broken[CUBLASLT_FP4] = NotServedError("it cannot run q2::gemm here: mxfp4", "unsupported")
     rows = list(measurements.products(own))

@@ -75,7 +75,7 @@ def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
 
 @pytest.mark.parametrize("state", ["passed", "rejected"])
 def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
-    """And a line that says so is the exit status."""
+    """A faulty line sets the exit status."""
     row = doctor.Row("gemm", "good", "gemm", "nvfp4", state, "why" * (state == "rejected"), 7)
     gpu((12, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -81,7 +81,7 @@ def test_errors_are_raised_each_time(asked) -> None:
 
 
 def test_symbolic_sizes(asked) -> None:
-    """Those of the second graph are its own."""
+    """The symbols of the second graph are its own."""
     for _ in range(2):
         mode = FakeTensorMode(shape_env=ShapeEnv())
         x = mode.from_tensor(torch.empty(256, 128), static_shapes=False)

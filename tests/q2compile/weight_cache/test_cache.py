@@ -186,7 +186,7 @@ def test_without_a_look_up_codes_are_not_trusted(monkeypatch):
 
 
 class ThroughData(torch.optim.Optimizer):
-    """As old ones do, and those that keep master copies: here of the weights given to it."""
+    """An old optimizer, or one with master copies; here the copies are of the given weights."""
 
     def __init__(self, weights):
         self.weights = weights
@@ -198,7 +198,8 @@ class ThroughData(torch.optim.Optimizer):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As those of trainers: its own __init__ does not run, its groups are those of another."""
+    """A trainer's wrapper: its own __init__ does not run, and its groups are those of another
+    optimizer."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -255,7 +256,7 @@ def test_a_compiled_step_is_seen(fused):
 
 
 def test_the_hook_costs_a_compiled_step_no_graph_break():
-    """And no compilation after the first with it."""
+    """There is no compilation after the first one with the hook."""
 
     def counted(hooked):
         torch._dynamo.reset()
@@ -316,7 +317,7 @@ def from_a_vector(w):
 
 
 def out_of_a_buffer(w):
-    """As optimizers of flat memory have their weights."""
+    """The weights of an optimizer with flat memory."""
     buffer = torch.randn(2 * w.numel())
     w.data = buffer[: w.numel()].view_as(w)
     return lambda: buffer.add_(1)

@@ -169,7 +169,7 @@ class Merging(nn.Module):
 
 
 class MergedAlone(Merging):
-    """As in loralib, whose linear is the layer itself."""
+    """loralib's form: the linear is the layer itself."""
 
     def __init__(self):
         super().__init__()

@@ -95,7 +95,7 @@ def agree_call(call: QuantizerCall) -> None:
 
 
 def quantized(scheme: str, x: torch.Tensor) -> list[torch.Tensor]:
-    """By the reference."""
+    """The reference's results."""
     call = rowwise_call(scheme, x)
     if call.scheme.stochastic:
         call = call.replace(rowwise_seed=SEEDS[1])

@@ -38,7 +38,7 @@ ENDS = {
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """Where checks say that they ran. Limits are short."""
+    """The folder in which checks leave marks. Limits are short."""
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(check_child, "SECONDS", 1.0)
     monkeypatch.setattr(checks, "_CHECKER", check_child.Checker())
@@ -115,7 +115,7 @@ def test_the_kernel_inside_of_a_check_is_the_one(folder, how) -> None:
 
 
 def test_a_child_that_ended_between_two_checks_is_replaced(folder, caplog) -> None:
-    """As one does whose device was lost: nothing is checked in this process because of it."""
+    """A child ends like this if its device was lost. Checks do not move into this process then."""
     with caplog.at_level("INFO", logger="q2compile"):
         assert checks.rejection(request("illegal", folder)).startswith(ENDS["illegal"])
         if checks._CHECKER._child is not None:
@@ -156,7 +156,7 @@ def test_a_process_that_died_at_a_check_leaves_a_mark(monkeypatch, folder) -> No
 
 
 def test_where_no_child_can_run_it_runs_here(monkeypatch, folder) -> None:
-    """There is no memory for one, it sees another device, it can't be started."""
+    """The child has no memory, sees another device, or can't be started."""
     memory = request("memory", folder)
     with pytest.raises(torch.OutOfMemoryError):
         checks.rejection(memory)

@@ -333,7 +333,7 @@ def test_quantize_with_swizzled_scales(scheme) -> None:
     ],
 )
 def test_requantize_with_swizzled_scales(source, scheme, transform) -> None:
-    """Those of the source, those of the result, both."""
+    """Swizzled scales of the source, of the result, and of both."""
     for shape in ((145, 200), (300, 72)):
         x = matrix(*shape)
         amax = q2.amax(x) if get_scheme(source).takes_amax else None

@@ -347,7 +347,7 @@ def test_first_use_inside_a_capture_says_what_to_do() -> None:
         fresh.bind(0, (1, 1), (0, 0, 0, 0, 0, 1, 0), {})
 
 
-# Whose kernels every GPU has (gemm_masked_unrotate's is of fp4 tensor cores), and their names.
+# Ops whose kernels every GPU has (gemm_masked_unrotate's needs fp4 tensor cores), and their names.
 OPS = {
     of: "cuda_bf16" if of in ("gemm", "grouped_gemm") else "cuda"
     for of in checked_cases.CHECKED

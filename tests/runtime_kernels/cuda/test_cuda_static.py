@@ -190,8 +190,8 @@ OCCUPANCY = {
     ],
 )
 def test_thread_blocks_at_once(name, room) -> None:
-    """By registers and shared memory, as ptxas tells them: 64 Ki registers, given out by 8 a
-    thread; of shared memory CUDA keeps 1 KiB for each thread block."""
+    """By registers and shared memory, as ptxas reports them: 64 Ki registers, allocated by 8 per
+    thread. CUDA reserves 1 KiB of shared memory for each thread block."""
     kind, large, small = OCCUPANCY[name]
     stages, blocks = small if room == SMALL else large
     launch = rotate(*kind, room=room)
@@ -272,7 +272,7 @@ def test_an_explicit_request_never_falls_back() -> None:
 
 
 def test_every_quantizer_of_a_recipe_has_a_kernel() -> None:
-    """But for 16x16 blocks, which are a lowering, or the reference."""
+    """Except 16x16 blocks, which have an Inductor kernel or the reference."""
     for recipe in RECIPES:
         for kind in ("pow2", "exact"):
             resolved = resolve(recipe, kind)

@@ -285,7 +285,7 @@ def test_no_algorithm_is_an_error_that_has_another_kernel_serve(library, setting
 
 
 def test_the_algorithm_that_was_the_fastest_is_taken_where_it_is_listed(library, monkeypatch):
-    """By its attributes: another product may list it elsewhere, or not at all."""
+    """Its attributes identify it: another product may list it elsewhere, or not at all."""
     told = library(found=3)
     product = Product(0, 130, 208, 288, BF16, None)
     first, second, third = (cublaslt.Algorithm(*[place] * 8, -1) for place in range(3))
@@ -353,8 +353,8 @@ def test_cublaslt_in_a_cuda_graph():
 
 
 def test_what_triton_refuses_is_compiled_once(monkeypatch):
-    """Not for each number of tokens; another tile, type or bias is another kernel, and so is one
-    with a rotation back."""
+    """It is not compiled again for another number of tokens. Another tile, dtype, bias or inverse
+    rotation is another kernel."""
     triton_kernel = pytest.importorskip("q2compile.runtime_kernels.cuda.gemm.triton_kernel")
     tried = []
 

@@ -118,7 +118,7 @@ def one_operand(launched, architecture, grid, *values):
 
 
 def first_twice(launched, architecture, grid, *values):
-    """It reads the first operand's parameters for all."""
+    """A faulty launch: it reads the first operand's parameters for all."""
     if grid[1] > 1:
         size = len(values) // MOST_OPERANDS
         values = values[:size] * MOST_OPERANDS
@@ -162,7 +162,7 @@ def test_a_wrong_tail_is_found(monkeypatch) -> None:
 
 @pytest.mark.parametrize("capability", [90])
 def test_training_goes_on_without_a_rejected_group(capability, groups, monkeypatch, tmp_path):
-    """Its calls are launched one by one: the same bits, and one warning."""
+    """Its calls are launched one by one, with the same bits and one warning."""
     want, names = step("quartet2"), []
     run = emulation.emulate
     monkeypatch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path))

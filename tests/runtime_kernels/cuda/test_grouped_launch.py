@@ -208,7 +208,7 @@ def test_which_have_a_launch_for_several(scheme, make, there, emulated) -> None:
 
 
 def test_what_is_launched_together_is_compiled_ahead(emulated, monkeypatch) -> None:
-    """By threads, as soon as it is known which calls those are."""
+    """In threads, as soon as these calls are known."""
     begun: list[Any] = []
     monkeypatch.setattr(nvrtc, "begin", lambda variant, architecture: begun.append(variant))
     monkeypatch.setattr(grouped_launch, "architecture", lambda index: "sm_90a")

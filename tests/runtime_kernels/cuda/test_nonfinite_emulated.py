@@ -101,7 +101,7 @@ def test_quantize_masked(transform) -> None:
 @pytest.mark.parametrize("architecture", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("source", ["nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16", "mxfp4_rtn"])
 def test_requantize(source) -> None:
-    """By tensor cores, too, which leave columns with a NaN to the reference's order."""
+    """Also with tensor cores, which leave columns with a NaN to the reference's order."""
     x = with_bad(matrix(300, 200), torch.nan)
     amax = q2.amax(x) if get_scheme(source).takes_amax else None
     packed = calls.plain(x, amax, None, source, 0)()

@@ -121,7 +121,7 @@ def test_with_a_trust_mask(scheme) -> None:
     ],
 )
 def test_requantize(source, scheme, transform) -> None:
-    """By tensor cores, and by butterflies where those would not be exact."""
+    """With tensor cores, and with butterflies where tensor cores would not be exact."""
     x = matrix(145, 136)
     packed = calls.plain(x, amax_of(x, source), None, source)()
     agree(calls.again(*packed, SEEDS[0], source, scheme, transform, 136, 1))

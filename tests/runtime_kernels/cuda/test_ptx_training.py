@@ -123,7 +123,7 @@ def checked(monkeypatch, capability) -> Iterator[Checked]:
 
 
 def schemes_of_gemms(sources: list[str]) -> set[str]:
-    """By the calls of q2's GEMMs in generated code."""
+    """The schemes in the calls of q2's GEMMs in generated code."""
     calls = re.findall(r"torch\.ops\.q2\.gemm\w*\.default\((.*)\)", "\n".join(sources))
     return {scheme for call in calls for scheme in re.findall(r"'((?:nv|mx)fp4_[\w@]+)'", call)}
 

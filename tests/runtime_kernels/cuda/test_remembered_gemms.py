@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GEMM kernel is tried first where `q2compile bench` has measured it; on a pretended GPU."""
+"""The GEMM kernel that is tried first after `q2compile bench` measured it, on a pretended GPU."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_products_are_rejected_for_good(monkeypatch, fault) -> None:
-    """By the next process, too; another algorithm is none the worse."""
+    """The next process rejects them, too; other algorithms still run."""
     a, b = factors(300, 512, 256)
     out = product(a, b, None, torch.bfloat16)
     FAULTS[fault](out)

@@ -201,7 +201,7 @@ def test_the_padded_layout_has_room_for_every_routing(rows: int, groups: int) ->
 
 @pytest.mark.parametrize("scheme, transform", [("nvfp4_sr_pow2", "rht16"), ("mxfp4_rtn", "none")])
 def test_other_schemes_are_padded_with_zeros(scheme: str, transform: str) -> None:
-    """As the layout moves rows, and rht_quantize quantizes them."""
+    """The padded layout moves rows, and rht_quantize quantizes them."""
     offs, seed = torch.tensor([7, 7, 150, 190], dtype=torch.int32), torch.tensor(3)
     padded, x = padded_ends(offs), torch.randn(200, K)
     apart, _ = lay_out(x, offs, padded, spread=False)

@@ -82,7 +82,8 @@ def serve(
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory:
-    """Where libraries are built; with cuda.h precompiled, which is a third of their compilation."""
+    """The folder of built libraries, with cuda.h precompiled, which takes a third of their
+    compilation."""
     folder = tempfile.TemporaryDirectory(prefix="q2-emulation-")
     shutil.copy(HERE / "cuda.h", folder.name)
     header = [*_COMPILER, "-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"]

@@ -77,7 +77,7 @@ class Kernel:
 
     @property
     def tile(self) -> dict[str, int]:
-        """That is fixed in it: XBLOCK, num_warps, and so on."""
+        """The tile that is fixed in the kernel: XBLOCK, num_warps, and so on."""
         fixed = re.search(r"config=(\{.*?\})", self.config)
         assert fixed, "no fixed tile"
         return eval(fixed.group(1))
@@ -92,7 +92,7 @@ class Kernel:
         return eval(re.search(r"'signature': (\{.*?\})", self.source).group(1))  # type: ignore[union-attr]
 
     def compiled(self, capability: int, folder: Any) -> disassemble.Code:
-        """Its machine code with its tile."""
+        """The kernel's machine code with its tile."""
         return disassemble.disassemble(self.built(capability, folder).asm["cubin"])
 
     def built(self, capability: int, folder: Any) -> triton.compiler.CompiledKernel:

@@ -58,7 +58,7 @@ def with_numpy_2_4(patch_tensor):
 
 
 def operand(rows: int, k: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its scales plain."""
+    """An operand with plain scales."""
     x = torch.randn(rows, k)
     amax = x.abs().amax() if get_scheme(scheme).takes_amax else None
     return torch.ops.q2.quantize(x, scheme=scheme, rowwise=True, columnwise=False, amax=amax)

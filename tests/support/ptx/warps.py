@@ -34,7 +34,7 @@ def _together(name: str) -> Callable[[Exchange], Exchange]:
 
 
 def _by(size: int, here: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Those whose group of `size` lanes are all here, but for lanes that have ended."""
+    """Lanes whose group of `size` lanes are all here, except lanes that have ended."""
     groups = (here | ~alive).reshape(-1, size).all(1)
     return here & np.repeat(groups, size)
 

@@ -51,7 +51,7 @@ def focused(browser):
 
 
 def show_graph(browser, tab="Rewrite"):
-    """That stage of the graph is rendered when this returns."""
+    """On return that stage of the graph is rendered."""
     browser.click("[role=tab]", tab)
     browser.until(
         "const tab = document.querySelector('[role=tab][aria-selected=true]');"
@@ -158,7 +158,7 @@ def test_a_matmul_shows_its_gemms_and_its_kernels(opened):
 
 
 def test_from_a_matmul_to_its_node_and_back(opened):
-    """And on to the module, the source and the generated code."""
+    """Further links lead to the module, the source and the generated code."""
     opened.click("#table .opener", "▸layers.0–3.up")
     opened.click(".details a", "graph 0")
     info = opened.find(".info")

@@ -83,8 +83,8 @@ def test_every_recipe(recipe: str, tmp_path: Path) -> None:
 
 
 def test_mxfp4_as_nvfp4(tmp_path: Path) -> None:
-    """By ModelOpt, which has no MXFP4 here; and where a policy has both formats. A block of 32 is
-    two of 16, its power of two is an e4m3 number."""
+    """For ModelOpt, which has no MXFP4 here, and for policies with both formats. A block of 32
+    becomes two of 16; its power of two is an e4m3 value."""
     model = model_of("llama")
     with torch.no_grad():
         model.lm_head.weight[:, 32:] = 0  # a block of zeros has e8m0's least scale

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def train(model: Any, steps: int = 3, called: Any = None) -> list[float]:
-    """As the demo: fp32 masters, AdamW, bf16 autocast."""
+    """Trains like the demo: fp32 masters, AdamW, bf16 autocast."""
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, betas=(0.9, 0.95))
     losses = []
     for i in range(steps):
@@ -176,7 +176,7 @@ def exported_plain(net: nn.Module, inputs: Any, folder: Path) -> tuple[Any, dict
 
 
 class LoRA(nn.Module):
-    """As PEFT names them."""
+    """LoRA with PEFT's module names."""
 
     def __init__(self) -> None:
         super().__init__()
