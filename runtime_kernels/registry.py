@@ -17,6 +17,7 @@ disabled never runs (kernel_states.py).
 """
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from typing import Any
 
 import torch
 
-from q2compile.runtime_kernels.kernel_states import VARIABLE as DISABLING
 from q2compile.runtime_kernels.kernel_states import (
+    UNSUPPORTED,
     DeviceLostError,
     NotServedError,
     Reason,
@@ -37,7 +38,9 @@ from q2compile.runtime_kernels.kernel_states import (
     state_of,
     why_disabled,
 )
+from q2compile.runtime_kernels.kernel_states import VARIABLE as DISABLING
 
+LOG = logging.getLogger("q2compile")
 LIBRARY = torch.library.Library("q2", "DEF")
 
 # Names of kernels, as reports show them and `select` takes them.
@@ -96,6 +99,7 @@ _FAILURES: dict[Hashable, Reason] = {}  # kind of call -> why the kernel was rej
 _PREFERRED: dict[str, Callable[[Sequence], str | None]] = {}
 _REASONS: list[Callable[[], list[str]]] = []
 _EMULATED: list[Callable[[], list[str]]] = []
+_REFERENCES: dict[str, str] = {}  # op -> why its reference serves a GPU
 _MOST_FAILURES = 4096  # for a program whose shapes never repeat
 _WARNED: dict[tuple[str, str, torch.device], str] = {}  # what was rejected, and the first reason
 
@@ -175,6 +179,8 @@ def _run(candidates: Sequence[Kernel], args: tuple):
     device_type = device_of(args).type
     for kernel in _in_order(candidates, args):
         if kernel.device_type in (None, device_type) and kernel.unavailable(args) is None:
+            if kernel.name == REFERENCE and device_type == "cuda":
+                _say_why_reference(candidates, args)
             try:
                 return kernel.function(*args)
             except Exception as error:
@@ -185,6 +191,20 @@ def _run(candidates: Sequence[Kernel], args: tuple):
                 others = [other for other in candidates if other is not kernel]
                 return _instead(kernel, others, args, error)
     raise AssertionError("an op has no reference")
+
+
+def _say_why_reference(candidates: Sequence[Kernel], args: tuple) -> None:
+    """Logs why no kernel serves a call on a GPU, once for each op, and adds it to reports. Kernels
+    that are rejected or disabled are reported elsewhere (`left_out`)."""
+    op, device = candidates[0].op, device_of(args)
+    if op in _REFERENCES or candidates is not _KERNELS[op]:
+        return
+    reasons = {k.name: k.unavailable(args) for k in candidates if k.device_type == device.type}
+    states = {state_of(why) for why in reasons.values() if why}
+    if states == {UNSUPPORTED}:
+        words = "; ".join(f"{name}: {' '.join(str(why).split())}" for name, why in reasons.items())
+        _REFERENCES[op] = f"q2::{op} on {device} runs as its torch reference: {words}"
+        LOG.info("q2compile: %s", _REFERENCES[op])
 
 
 def prefer(
@@ -217,7 +237,7 @@ def emulation(describe: Callable[[], list[str]]) -> None:
 
 def emulated() -> list[str]:
     """Lines on what is emulated here, or runs as a reference on a GPU, with reasons."""
-    return [text for describe in _EMULATED for text in describe()]
+    return [text for describe in _EMULATED for text in describe()] + list(_REFERENCES.values())
 
 
 def _in_order(candidates: Sequence[Kernel], args: Sequence) -> Sequence[Kernel]:

@@ -49,6 +49,7 @@ def _no_kernel_left_out_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> No
     """A disabled kernel would not run in the next test, whose reports would mention it."""
     monkeypatch.setattr(registry, "_FAILURES", {})
     monkeypatch.setattr(registry, "_WARNED", {})
+    registry._REFERENCES.clear()
     monkeypatch.setattr(kernel_states, "_DISABLED", {})
     monkeypatch.setattr(checks, "_RESULTS", {})
 

@@ -4,17 +4,19 @@ old and new NVRTC and Triton. Emulation is reported once, with the reason."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from q2compile.report.report import Report
-from q2compile.runtime_kernels import registry
+from q2compile.runtime_kernels import kernel_states, registry
 from q2compile.runtime_kernels.cuda import checked_cases, emulated, selfcheck
 from q2compile.runtime_kernels.cuda.checked_cases import op_of
 from q2compile.runtime_kernels.cuda.gemm import triton_fp4
 from q2compile.runtime_kernels.cuda.jit import disassemble, launch, limits, nvrtc
 from q2compile.runtime_kernels.cuda.quantize.rotate_quantize import rotate_launch
-from q2compile.runtime_kernels.kernel_states import disable
+from q2compile.runtime_kernels.kernel_states import disable, rejected
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from tests.support.pretended_gpu import forget, on_gpu
@@ -169,3 +171,32 @@ def test_reports_of_a_gpu_say_it(gpu, monkeypatch) -> None:
     assert len(registry.emulated()) == 1 and "emulated in BF16" in registry.emulated()[0]
     monkeypatch.setattr(Report, "rows", [type("Row", (), {"device": "cuda", "predicted": {}})])
     assert Report().notes == registry.emulated()
+
+
+def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch, caplog) -> None:
+    """At its first call, in the log and in reports; not where a rejection was said already."""
+    nothing = registry._nothing
+    reference = registry.kernels("grouped_mm")[-1]
+    of_cuda = [
+        registry.Kernel("grouped_mm", name, "cuda", nothing, lambda *args, w=why: w, nothing)
+        for name, why in (("cuda", "it is of bfloat16,\nnot of float16"), ("own", "no fp4"))
+    ]
+    monkeypatch.setattr(registry, "device_of", lambda args: torch.device("cuda", 0))
+    monkeypatch.setitem(registry._KERNELS, "grouped_mm", [*of_cuda, reference])
+    candidates = registry._KERNELS["grouped_mm"]
+    args = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+    want = reference.function(*args)
+    with caplog.at_level("INFO", logger="q2compile"):
+        for _ in range(2):
+            assert torch.equal(registry._run(candidates, args), want)
+    said = (
+        "q2::grouped_mm on cuda:0 runs as its torch reference: cuda: it is of bfloat16, not of "
+        "float16; own: no fp4"
+    )
+    assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
+    assert said in registry.emulated()
+    registry._REFERENCES.clear()
+    for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
+        candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
+        registry._run(candidates, args)
+    assert registry._REFERENCES == {}

@@ -6,6 +6,7 @@ right."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ import torch
 
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cache_folder import cache_dir
-from q2compile.runtime_kernels.cuda import calls, checked_cases, selfcheck
+from q2compile.runtime_kernels.cuda import calls, checked_cases, checks, selfcheck
+from q2compile.runtime_kernels.cuda.check_results import Request
 from q2compile.runtime_kernels.cuda.gemm import cublaslt_fp4, first_launch, swizzle
 from q2compile.runtime_kernels.cuda.gemm.first_launch import Factor, WrongError
 from q2compile.runtime_kernels.cuda.jit import launch
@@ -22,7 +24,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.formats import decode_e2m1
 from q2compile.runtime_kernels.numerics.schemes import SWIZZLED, get_scheme
 from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle_32x4x4
-from q2compile.runtime_kernels.registry import Kernel, KernelWarning
+from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
 from tests.support.pretended_gpu import on_gpu
 from tests.support.small_model import Mlp, quantized
@@ -36,9 +38,8 @@ SCHEME = "nvfp4_46_pow2"
 # ---- several tiles for each thread block ---------------------------------------------------------
 
 
-def emulated_disagreement(monkeypatch, run) -> str | None:
-    """The difference of a quantizer, launched by `run` on a device with more multiprocessors than
-    tiles."""
+def launch_emulated(monkeypatch, run) -> None:
+    """Quantizers are launched by `run` on a device with more multiprocessors than tiles."""
     emulation.serve(monkeypatch, "sm_90a", run)
 
     def poisoned(size, stride, dtype):
@@ -49,34 +50,59 @@ def emulated_disagreement(monkeypatch, run) -> str | None:
     monkeypatch.setattr(launch, "all_multiprocessors", lambda index: 132)
     for module in (plan, quantizers):
         monkeypatch.setattr(module, "shared_memory", lambda index: 228 * 1024)
-    own = Kernel("quantize", "emulated", "cpu", quantizers.quantize, registry._nothing, None)
-    monkeypatch.setitem(registry._KERNELS, "quantize", [own, *registry._KERNELS["quantize"]])
-    what = "quantize", "emulated", CPU, "nvfp4_ms_eden_pow2"
-    return selfcheck.disagreement(*what, checked_cases.COLUMNWISE)
 
 
+OF_TILES = "quantize", "emulated", CPU, "nvfp4_ms_eden_pow2", checked_cases.COLUMNWISE
 TILES = 28  # where their number is among the parameters of rotate_quantize.cu
 
 
-def test_wrong_bits_in_the_second_tile_are_found(monkeypatch) -> None:
-    """The second tile of a thread block. With one tile for each the results are right."""
-    grids = []
+def first_tiles(grids: list) -> Callable[..., None]:
+    """Launches whose thread blocks work on no second tile."""
 
     def run(launched, architecture, grid, *values):
         values = list(values)
         if launched.variant.file == "rotate_quantize.cu":
             grids.append((grid[0], values[TILES]))
-            values[TILES] = min(values[TILES], grid[0])  # no second one is worked on
+            values[TILES] = min(values[TILES], grid[0])
         emulation.emulate(launched, architecture, grid, *values)
 
-    found = emulated_disagreement(monkeypatch, run)
+    return run
+
+
+def test_wrong_bits_in_the_second_tile_are_found(candidate, monkeypatch) -> None:
+    """Of a thread block: with one tile for each there is nothing wrong."""
+    grids: list = []
+    launch_emulated(monkeypatch, first_tiles(grids))
+    candidate("quantize", None, "emulated", function=quantizers.quantize)
+    found = selfcheck.disagreement(*OF_TILES)
     assert found is not None and found.endswith("with several tiles for each thread block")
     assert any(blocks == tiles > 1 for blocks, tiles in grids)
     assert any(2 * blocks <= tiles for blocks, tiles in grids)
 
 
-def test_right_bits_in_all_tiles_agree(monkeypatch) -> None:
-    assert emulated_disagreement(monkeypatch, emulation.emulate) is None
+def test_right_bits_in_all_tiles_agree(candidate, monkeypatch) -> None:
+    launch_emulated(monkeypatch, emulation.emulate)
+    candidate("quantize", None, "emulated", function=quantizers.quantize)
+    assert selfcheck.disagreement(*OF_TILES) is None
+
+
+def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, monkeypatch) -> None:
+    """Its self-check rejects it, with one warning; the next kernel gives the right numbers."""
+    model, x = Mlp(), torch.randn(32, 64)
+    want, grids = step(model, x), []
+    launch_emulated(monkeypatch, first_tiles(grids))
+    monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
+    request = Request(OF_TILES, selfcheck.__name__, OF_TILES)
+    unsupported = lambda *args: checks.rejection(request)  # noqa: E731
+    candidate("quantize", None, "emulated", function=quantizers.quantize, unsupported=unsupported)
+    with pytest.warns(KernelWarning) as caught:
+        assert all(map(torch.equal, step(model, x), want))
+    (said,) = texts(caught, KernelWarning)
+    assert "kernel 'emulated' of q2::quantize columnwise rotated on cpu is rejected" in said
+    assert "differ from the reference, with several tiles for each thread block" in said
+    launches = len(grids)
+    assert launches > 0 and all(map(torch.equal, step(model, x), want))
+    assert len(grids) == launches  # it runs in its check alone
 
 
 # ---- the first large GEMM of an algorithm --------------------------------------------------------
