@@ -258,7 +258,7 @@ def within(module: str, room: str) -> bool:
 
 
 def room_of(module: str) -> str:
-    """The longest name in MAY_IMPORT that a module stands under."""
+    """The longest name in MAY_IMPORT that contains a module."""
     return max((room for room in MAY_IMPORT if room and within(module, room)), key=len, default="")
 
 

@@ -217,7 +217,7 @@ def test_a_source_that_nvrtc_refuses_is_compiled_once(monkeypatch, tmp_path):
     assert compiled == ["sm_120a", "sm_121a"]
 
 
-# ---- in its self-check, and on GPUs that nobody knows -------------------------------------------
+# ---- in its self-check, and on unknown GPUs -----------------------------------------------------
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)

@@ -116,7 +116,7 @@ def _emptied(args: list[Any]) -> list[Any]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts storages from when they are seen first until nobody holds them."""
+    """Counts storages from their first use until no reference is left."""
 
     def __init__(self) -> None:
         super().__init__()

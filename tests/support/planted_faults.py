@@ -366,7 +366,7 @@ FAULTS = (
         "if False:",
         "q2compile/test_config.py",
     ),
-    # ---- what is kept, recorded, reported; tools ----
+    # ---- saved tensors, telemetry, reports, tools ----
     fault(
         "codes of a weight stay after it has changed",
         "q2compile/weight_cache/cache.py",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of this project: what a user has beside them is nobody's business."""
+"""The files of this project, without other files in the same folders."""
 
 from __future__ import annotations
 

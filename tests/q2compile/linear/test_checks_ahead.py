@@ -57,12 +57,12 @@ def asked(monkeypatch, recipe: str, capability: int) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("recipe", "capability"), CASES)
 def test_those_are_begun_that_are_asked_for(monkeypatch, recipe, capability):
-    """Loops alone ask for split_scales: not in this model where two ops read x, as by nvfp4. Nor
-    has it large weights, whose numbers alone are written, or some whose codes are not kept."""
+    """Checks that this model does not need: split_scales in nvfp4, since two ops read x and only
+    Inductor kernels use it; large weights, which are only dequantized; codes that are not saved."""
     foreseen = set(checked_calls(resolve(recipe), codes=capability == 100))
     found = asked(monkeypatch, recipe, capability)
     assert found <= foreseen
-    square = recipe in ("nvfp4", "mxfp4_2d")  # of a large weight no numbers are written
+    square = recipe in ("nvfp4", "mxfp4_2d")  # a large weight is not dequantized
     large = {checked_cases.ROWWISE} if capability == 90 and not square else set()
     if recipe in ("quartet2", "quartet2_search", "tetrajet2"):
         large |= {checked_cases.REQUANTIZED._replace(by_scales=True)}
@@ -96,10 +96,10 @@ def test_equal_layers_need_one_check(begun):
     begin()
     files = Counter(variant.file for variant in begun)
     assert files == {
-        # of x or w, of a large w, of dy for both, of codes, and of w by its scales: codes
-        # and numbers
+        # x or w, a large w, dy rowwise and columnwise, codes, and w by its scales: codes and
+        # dequantized
         "rotate_quantize.cu": 6,
-        "align_scales.cu": 3,  # theirs and that of loops
+        "align_scales.cu": 3,  # those of the kernels, and of Inductor's
         "finalize_dequantized.cu": 4,
         "partial_max.cu": 1,
         "dequantize.cu": 6,  # of three dtypes, with and without padding

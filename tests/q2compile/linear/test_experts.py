@@ -433,7 +433,7 @@ def test_what_is_left_has_its_reason(why: str) -> None:
     assert not row.taken and row.wanted and why in row.why
     with pytest.raises(NotTakenError, match="w: "):
         compiled(One(), policy={"w": "nvfp4"})[0](x, ids)
-    compiled(One(), policy={"w": "bf16"})[0](x, ids)  # strict, but nobody asked
+    compiled(One(), policy={"w": "bf16"})[0](x, ids)  # strict, but the policy says bf16
 
 
 # ---- graphs

@@ -114,7 +114,7 @@ def test_directions_of_other_groups_are_not_paired_when_those_come_too_late() ->
         other = gm.graph.call_function(torch.ops.aten.clone.default, (ends,))
     other.meta = dict(ends.meta)
     ends.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
-    assert pair_directions_pass(gm.graph) == 1  # the second gradient's, before whose ops it stands
+    assert pair_directions_pass(gm.graph) == 1  # the second gradient's, whose ops come after it
 
 
 def test_stacks_that_share_x_rotate_it_once() -> None:

@@ -179,7 +179,7 @@ def test_masked_unrotate_is_the_adjoint():
     back = q2.masked_unrotate(grad, mask, "h32")
     kept = grad * unpack_bits(mask)
     assert torch.equal(q2.masked_unrotate(kept, mask, "h32"), back)
-    # orthogonal: lengths and the inverse are kept
+    # orthogonal: norms do not change, and the transpose is the inverse
     torch.testing.assert_close(back.norm(), kept.norm())
     full = torch.full_like(mask, 255)
     torch.testing.assert_close(q2.masked_unrotate(back, full, "h32"), kept, atol=1e-6, rtol=0)

@@ -172,7 +172,7 @@ OCCUPANCY = {
     "fprop": ((BF16, "none", "nvfp4_46_pow2", ROW), (2, 2), (1, 2)),
     "wgrad": ((BF16, "rht16", SR, COL), (2, 3), (1, 3)),
     "mxfp4 both": ((BF16, "rht64", "mxfp4_sr", BOTH), (2, 2), (1, 2)),
-    # One tile of fp32 is as large as two of 16 bits, and numbers that leave dequantized are staged.
+    # One tile of fp32 is as large as two of 16 bits, and dequantized operands are staged.
     "float32 row": ((FP32, "rht128", EDEN, ROW), (1, 2), (1, 1)),
     "float32 col": ((FP32, "rht128", EDEN, COL), (1, 4), (1, 2)),
     "values both": ((BF16, "rht128", EDEN + DEQUANTIZED, BOTH), (2, 2), (2, 1)),

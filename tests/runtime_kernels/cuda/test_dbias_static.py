@@ -63,7 +63,7 @@ def test_instructions_more_an_element(recipe, architecture) -> None:
     counts = machine_code.recorded((13, 0))[f"dbias {recipe}"][architecture]["instructions"]
     more = counts - counted()[key][architecture]
     swizzling = 2.4 * (scheme.endswith(SWIZZLED) and scheme.startswith("mxfp4"))
-    # The loop of quartet's numbers is scheduled otherwise, 3.3 more of 40.6.
+    # quartet's dequantizing loop is scheduled differently: 3.3 more of 40.6.
     otherwise = 1.6 * (recipe == "quartet" and scheme.endswith(DEQUANTIZED))
     assert more <= DBIAS_INSTRUCTIONS[architecture] + swizzling + otherwise + 0.5
 

@@ -173,7 +173,7 @@ def test_in_bf16_as_well_when_fp4_has_failed(monkeypatch, scheme):
     assert set(read) == {scheme}
 
 
-# --- what cuBLASLt is told ------------------------------------------------------------------------
+# --- cuBLASLt's arguments -------------------------------------------------------------------------
 
 
 class Library:

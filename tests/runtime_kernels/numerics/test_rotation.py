@@ -34,7 +34,7 @@ def test_is_h_of_x_times_d(rotation):
     signs = torch.ones(rotation.size) if signs is None else signs
     chunks = x.double().view(5, 2, rotation.size) * signs
     expected = chunks @ sylvester(rotation.size) / rotation.size**0.5
-    # fp32 sums of up to 128 numbers of order 1, pairwise
+    # pairwise fp32 sums of up to 128 terms of order 1
     torch.testing.assert_close(rotated(x, rotation).double(), expected.view(5, -1), **close(1e-5))
 
 

@@ -126,7 +126,7 @@ class Shared:
         reader = np.where(again, np.where(other_warp | (who == -3), -3, -2), lane)
         self._reader[0, at], self._reading_warp[at] = reader, warp
         self._reader[1, at], self._reader[2, at] = self.barriers[lane], self.warp_barriers[lane]
-        # Lanes that read the same byte at once: the last of them stands there.
+        # If several lanes read a byte at once, the last of them is recorded.
         lost = (self._reader[0, at] != reader) & (self._reader[0, at] != -3)
         self._reader[0, at[lost]] = -2
         self._reader[0, at[lost & (self._reading_warp[at] != warp)]] = -3
