@@ -34,7 +34,7 @@ from q2compile.runtime_kernels.cuda.selfcheck import (
     difference_on_any_grid,
 )
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
-from q2compile.runtime_kernels.ops.table import SPECS, QuantizerCall, Variant
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPECS, QuantizerCall, Variant
 from q2compile.runtime_kernels.registry import (
     CUDA,
     GROUPED,
@@ -122,6 +122,9 @@ def _arguments(number: int, of: str | Variant | Use, scheme: str) -> tuple:
     """Arguments of call `number`: another number of rows than the other calls, or, if the ends of
     groups fix it, the same rows in another order."""
     arguments = arguments_of(of, scheme, ROWS[0] + 3 * number)
+    if of == DEQUANTIZE:  # with all columns, as GEMMs do
+        codes, scales, unit, name, _, dtype = arguments
+        return codes, scales, unit, name, 2 * codes.shape[1], dtype
     variant = of.variant if isinstance(of, Use) else of
     if isinstance(variant, Variant) and variant.grouped:
         arguments = arguments[0].roll(number, 0), *arguments[1:]

@@ -101,13 +101,15 @@ def found(monkeypatch, group: Group, run: Callable) -> str | None:
 
 @pytest.mark.parametrize("group", [BATCHED, TAIL, DEQUANTIZED], ids=str)
 def test_right_launches_agree(monkeypatch, group) -> None:
-    grids = []
+    grids, whole = [], set()
 
     def run(launched, architecture, grid, *values):
         grids.append((launched.variant.file, grid[1]))
+        whole.add(dict(launched.variant.defines).get("Q2_WHOLE"))
         emulation.emulate(launched, architecture, grid, *values)
 
     assert found(monkeypatch, group, run) is None
+    assert whole == ({1} if group is DEQUANTIZED else {None})
     batched = [y for file, y in grids if file == "rotate_quantize.cu"]
     assert batched == {BATCHED: [2, 2], TAIL: [1, 1, 1, 1], DEQUANTIZED: []}[group]
 

@@ -70,7 +70,7 @@ def first_tiles(grids: list) -> Callable[..., None]:
 
 
 def test_wrong_bits_in_the_second_tile_are_found(candidate, monkeypatch) -> None:
-    """Of a thread block: with one tile for each there is nothing wrong."""
+    """The second tile of a thread block. With one tile for each the results are right."""
     grids: list = []
     launch_emulated(monkeypatch, first_tiles(grids))
     candidate("quantize", None, "emulated", function=quantizers.quantize)
