@@ -5,14 +5,19 @@
 
 compiles and disassembles them with the NVRTC of this environment, without a GPU, and writes
 `tests/runtime_kernels/cuda/machine_code/nvrtc_VERSION.json`: for each kernel and architecture the
-loads and stores of spilled registers, and the instructions per element of the loop over tiles. A
-quantizer that computes its operand has loops inside that one: its whole length is recorded.
-Run it after a change of a kernel and for another NVRTC, and read the difference as code: it is the
-change.
+loads and stores of spilled registers, the instructions per element of the loop over tiles (of a
+quantizer that computes its operand, which has loops inside that one, the length of all of it), the
+conversions to and from FP4, and the registers of descriptors. Run it after a change of a kernel and
+for another NVRTC, and read the difference as code: it is the change.
+
+The file also holds a digest of each kernel's sources without comments, defines and options. While
+it is the same, tests take the counts from the file: the same NVRTC makes the same code. Otherwise
+they compile and disassemble the kernel, a second for each architecture.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from argparse import ArgumentParser
@@ -20,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +47,13 @@ from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, ge
 from q2compile.runtime_kernels.numerics.transforms import get_transform
 from tests.support.prologue_expressions import GATE_AND_UP, GATED, SWIGLU, fused_launch
 
+# The counts of a kernel for an architecture:
+#   spills: loads and stores of local memory
+#   instructions: per element, of the loop over tiles (quantizers)
+#   loop: instructions of the loop over tiles (quantizers that compute their operand)
+#   to_fp4, from_fp4: conversion instructions (Blackwell)
+#   descriptors: uniform registers that hold descriptors of memory accesses (sm_90 and later)
+Counts = dict[str, Any]
 FOLDER = Path(__file__).parents[1] / "runtime_kernels" / "cuda" / "machine_code"
 # A count may exceed the recorded one by this. The same NVRTC makes the same code of the same source
 # on every machine, so this is room for changes that need no new file: 0.2 of the 9
@@ -250,16 +263,6 @@ def loop(code: disassemble.Code) -> int:
     return max(end + 1 - first for first, end in code.loops)
 
 
-def counts(launch: Launch, code: disassemble.Code) -> dict[str, float]:
-    """The recorded counts of a kernel."""
-    found: dict[str, float] = {"spills": spills(code)}
-    if launch in FUSED.values():
-        found["loop"] = loop(code)
-    elif launch.variant.entry == "rotate_quantize":
-        found["instructions"] = instructions(code)
-    return found
-
-
 @cache
 def everything() -> dict[tuple[str, str], Launch]:
     """(name, architecture) -> kernel, all that are recorded."""
@@ -276,28 +279,95 @@ def file(version: tuple[int, int]) -> Path:
 
 
 @cache
-def recorded(version: tuple[int, int] | None = None) -> dict[str, dict[str, dict[str, float]]]:
-    """Kernel -> architecture -> "spills" and, of those that quantize, "instructions", or "loop".
-    By the NVRTC of this environment, or another one."""
-    path = file(version or nvrtc.version())
+def _content(version: tuple[int, int]) -> dict[str, Any]:
+    path = file(version)
     if not path.exists():
-        raise FileNotFoundError(
+        raise LookupError(
             f"{path.name}: nothing is recorded for this NVRTC. Run `python -m "
             "tests.support.machine_code`, compare the file with those of other versions, commit it."
         )
-    kernels: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text())["kernels"]
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def recorded(version: tuple[int, int] | None = None) -> dict[str, dict[str, Counts]]:
+    """Kernel -> architecture -> counts, by the NVRTC of this environment or another one."""
+    kernels: dict[str, dict[str, Counts]] = _content(version or nvrtc.version())["kernels"]
     return kernels
 
 
-def regressions(name: str, architecture: str, code: disassemble.Code) -> dict[str, float]:
+@cache
+def digests() -> dict[str, str]:
+    """Kernel -> hash of all that determines its machine code."""
+    found: dict[str, str] = {}
+    for (name, architecture), launch in everything().items():
+        found[name] = found.get(name, "") + digest(launch.variant, architecture)
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in found.items()}
+
+
+def digest(variant: nvrtc.Variant, architecture: str) -> str:
+    """Hash of all that NVRTC compiles, without comments, and of its options."""
+    files = (
+        variant.file,
+        *(f"include/{path.name}" for path in sorted(nvrtc.HEADERS.glob("*.cuh"))),
+    )
+    parts = [_without_comments((nvrtc.SOURCES / file).read_text()) for file in files]
+    parts += [_without_comments(text) for _, text in variant.headers]
+    return hashlib.sha256(
+        "\0".join((*parts, *nvrtc.compiler_options(variant, architecture))).encode()
+    ).hexdigest()
+
+
+@cache
+def _without_comments(source: str) -> str:
+    lines = (line.partition("//")[0].rstrip() for line in source.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def unchanged(name: str) -> bool:
+    """Whether the counts recorded of a kernel are those of today's sources."""
+    return _content(nvrtc.version()).get("digests", {}).get(name) == digests()[name]
+
+
+def counted(launch: Launch, architecture: str) -> Counts:
+    """Compiled and counted now.
+
+    Raises:
+        FileNotFoundError: nvdisasm is not installed.
+    """
+    code = disassembled(launch, architecture)
+    assert code.names[-1] == "NOP" and code.count("EXIT")
+    found: Counts = {"spills": spills(code)}
+    if launch in FUSED.values():
+        found["loop"] = loop(code)
+    elif launch.variant.entry == "rotate_quantize":
+        found["instructions"] = instructions(code)
+    if architecture in BLACKWELL:
+        found["to_fp4"] = code.count("F2FP.SATFINITE.E2M1")
+        found["from_fp4"] = code.count("F2FP.F16.E2M1.UNPACK_B")
+    if architecture not in AMPERE:
+        found["descriptors"] = sorted(code.descriptors)
+    return found
+
+
+@cache
+def counts(name: str, architecture: str) -> Counts:
+    """The counts of today's sources: from the file if it is of them, otherwise counted now."""
+    if unchanged(name):
+        return recorded()[name][architecture]
+    return counted(everything()[name, architecture], architecture)
+
+
+def regressions(name: str, architecture: str) -> dict[str, float]:
     """Counts that exceed the recorded ones by more than the tolerance; none if all is well."""
-    known = recorded()[name][architecture]
-    found = counts(everything()[name, architecture], code)
-    room = SPILLS_TOLERANCE if known["spills"] else 0
+    known, now = recorded()[name][architecture], counts(name, architecture)
     most = {
-        n: known[n] + room if n == "spills" else known[n] * INSTRUCTIONS_TOLERANCE for n in found
+        each: known[each] * INSTRUCTIONS_TOLERANCE
+        for each in ("instructions", "loop")
+        if each in known
     }
-    return {n: count for n, count in found.items() if count > most[n]}
+    most["spills"] = known["spills"] + (SPILLS_TOLERANCE if known["spills"] else 0)
+    return {each: now[each] for each in most if now[each] > most[each]}
 
 
 def main() -> None:
@@ -308,18 +378,21 @@ def main() -> None:
     only = parser.parse_args().only
     launches = {key: launch for key, launch in everything().items() if only in key[0]}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = pool.map(lambda key: disassembled(launches[key], key[1]), launches)
-    kernels = {name: recorded()[name] for name, _ in everything() if only not in name}
-    for ((name, architecture), launch), code in zip(launches.items(), codes, strict=True):
-        kernels.setdefault(name, {})[architecture] = counts(launch, code)
-    lines = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(kernels[name])}"
-        for name in dict.fromkeys(name for name, _ in everything())
-    )
+        found = pool.map(lambda key: counted(launches[key], key[1]), launches)
+    # Counts of the others stay, with the digests of the sources that they are of.
+    others = {name for name, _ in everything() if only not in name}
+    kernels = {name: recorded()[name] for name in others}
+    known = _content(nvrtc.version()).get("digests", {}) if others else {}
+    made_of = {**digests(), **{name: known.get(name, "") for name in others}}
+    for (name, architecture), each in zip(launches, found, strict=True):
+        kernels.setdefault(name, {})[architecture] = each
+    names = dict.fromkeys(name for name, _ in everything())
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(kernels[name])}" for name in names)
     FOLDER.mkdir(exist_ok=True)
-    command = "python -m tests.support.machine_code"
+    header = {"command": "python -m tests.support.machine_code", "digests": made_of}
+    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in header.items())
     path = file(nvrtc.version())
-    path.write_text(f'{{\n "command": "{command}",\n "kernels": {{\n{lines}\n }}\n}}\n')
+    path.write_text(f'{{\n{head},\n "kernels": {{\n{lines}\n }}\n}}\n')
     print(f"{path}: {len(launches)} kernels")
 
 

@@ -118,7 +118,7 @@ def compile_variant(
             [name.encode() for name in headers],
         )
     )
-    options = [o.encode() for o in (*_options(variant, architecture), *extra)]
+    options = [o.encode() for o in (*compiler_options(variant, architecture), *extra)]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     output = _output(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
     log = output.rstrip(b"\0").decode()
@@ -160,7 +160,8 @@ def conversions(architecture: str) -> tuple[tuple[str, int], ...]:
     return ("Q2_HW_FP8", int(capability >= 89)), ("Q2_HW_FP4", int(fp4))
 
 
-def _options(variant: Variant, architecture: str) -> tuple[str, ...]:
+def compiler_options(variant: Variant, architecture: str) -> tuple[str, ...]:
+    """NVRTC's options for a variant: architecture, language and defines."""
     defines = (*variant.defines, *conversions(architecture))
     return (
         f"--gpu-architecture={architecture}",
@@ -175,7 +176,7 @@ def _cache_path(variant: Variant, architecture: str) -> Path:
         _source(variant.file),
         *_headers().values(),
         *variant.headers,
-        *_options(variant, architecture),
+        *compiler_options(variant, architecture),
         version(),
     ):
         key.update(f"{part}\0".encode())

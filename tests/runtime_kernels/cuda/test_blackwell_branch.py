@@ -147,7 +147,7 @@ def test_the_branch_is_the_one_that_runs(monkeypatch, with_fp8) -> None:
     compiled = []
     make = nvrtc.cubin
     monkeypatch.setattr(
-        nvrtc, "cubin", lambda *how: compiled.append(nvrtc._options(*how)) or make(*how)
+        nvrtc, "cubin", lambda *how: compiled.append(nvrtc.compiler_options(*how)) or make(*how)
     )
     with blackwell_branch():
         launched(calls.plain(matrix(40, 48).cuda(), None, None, FORWARD))

@@ -4,6 +4,7 @@ instructions it should have and no spills, and the registry has each where it se
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -48,10 +49,11 @@ from tests.support.machine_code import (
     SEVERAL,
     SR,
     align,
-    instructions,
     regressions,
     rotate,
 )
+
+KERNELS = {**HOT, **OTHERS}
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 
@@ -63,16 +65,24 @@ def disassembled(launch: Launch, architecture: str) -> disassemble.Code:
         pytest.skip(str(error))
 
 
+def counts(name: str, architecture: str) -> machine_code.Counts:
+    try:
+        return machine_code.counts(name, architecture)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(request, tmp_path_factory) -> None:
-    """A cache of this module's own, so that it compiles what it tests, once: at once what all of
-    its tests want, since a few of them (`make test-internals`) need not wait for the rest."""
+    """A cache of this module's own, so that it compiles what it tests, once. Kernels whose sources
+    changed since their counts were recorded are compiled at once, as far as tests want them, which
+    may be a few only (`make test-internals`)."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
         patch.setenv("Q2COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
         asked = [getattr(item, "callspec", None) for item in request.session.items]
         asked = {(c.params.get("name"), c.params.get("architecture")) for c in asked if c}
-        pairs = [({**HOT, **OTHERS}[case[0]].variant, case[1]) for case in CASES if case in asked]
-        list(pool.map(lambda pair: nvrtc.cubin(*pair), pairs))
+        wanted = [c for c in CASES if c in asked and not machine_code.unchanged(c[0])]
+        list(pool.map(lambda case: nvrtc.cubin(KERNELS[case[0]].variant, case[1]), wanted))
         yield
 
 
@@ -85,9 +95,57 @@ def test_spills_and_instructions_are_those_recorded(name, architecture) -> None:
     """Issue slots limit these kernels, so a slower one shows here first. A static_assert in each
     source also holds its parameter struct to the launch's layout. The counts and the tolerance are
     those of tests/support/machine_code.py."""
-    code = disassembled({**HOT, **OTHERS}[name], architecture)
-    assert code.names[-1] == "NOP" and code.count("EXIT")
-    assert regressions(name, architecture, code) == {}
+    assert counts(name, architecture)
+    assert regressions(name, architecture) == {}
+
+
+@pytest.mark.parametrize(
+    "name, architecture",
+    [
+        ("rht_quantize_row", "sm_90a"),
+        ("values requantize", "sm_80"),
+        ("quartet2 fprop, several", "sm_120a"),
+        ("align mx", "sm_103a"),
+        ("by scales swizzled", "sm_100a"),
+        ("dequantize bf16", "sm_121a"),
+    ],
+)
+def test_counts_recorded_are_those_of_the_machine_code(name, architecture) -> None:
+    """The same NVRTC makes the same code of the same sources on any machine, which is why counts
+    are taken from the file. One kernel of each source, each architecture once."""
+    try:
+        now = machine_code.counted(KERNELS[name], architecture)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    if machine_code.unchanged(name):
+        assert now == machine_code.recorded()[name][architecture]
+    else:
+        assert regressions(name, architecture) == {}
+
+
+def test_a_changed_kernel_is_counted_anew(monkeypatch) -> None:
+    """Defines, headers and the architecture change its digest; comments do not."""
+    name, architecture = "align mx", "sm_90a"
+    variant = KERNELS[name].variant
+    others = {
+        machine_code.digest(dataclasses.replace(variant, **change), architecture)
+        for change in (
+            {},
+            {"defines": (*variant.defines, ("Q2_CHANGED", 1))},
+            {"headers": (("more.cuh", "int x;\n"),)},
+            {"headers": (("more.cuh", "// an int\nint x;  // is it\n"),)},
+        )
+    }
+    assert len(others) == 3 and machine_code.digest(variant, "sm_80") not in others
+    changed = {**machine_code.digests(), name: "changed"}
+    everything = {**machine_code.everything(), (name, architecture): KERNELS["transpose"]}
+    monkeypatch.setattr(machine_code, "digests", lambda: changed)
+    monkeypatch.setattr(machine_code, "everything", lambda: everything)
+    machine_code.counts.cache_clear()
+    found = counts(name, architecture)
+    machine_code.counts.cache_clear()
+    assert found == machine_code.counted(KERNELS["transpose"], architecture)
+    assert found != machine_code.counted(KERNELS[name], architecture)
 
 
 def test_a_rare_path_ahead_of_the_loop_takes_nothing_from_it() -> None:
@@ -109,7 +167,7 @@ def test_descriptors_are_register_pairs(name, architecture) -> None:
     for copies with an L2 cache hint: an illegal instruction on an H200 that nothing here had
     shown. (Before sm_90 there are none.)
     """
-    descriptors = disassembled({**HOT, **OTHERS}[name], architecture).descriptors
+    descriptors = counts(name, architecture)["descriptors"]
     assert descriptors and not any(register % 2 for register in descriptors)
 
 
@@ -122,19 +180,19 @@ def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
     if name == "amax both":
         pytest.skip("makes no codes")
     directions = 2 if "both" in name else 1
-    code = disassembled(HOT[name], architecture)
+    found = counts(name, architecture)
     if name == "quartet2 fprop":  # a few of them on two paths
-        for conversion in ("F2FP.SATFINITE.E2M1", "F2FP.F16.E2M1.UNPACK_B"):
-            assert 2 * 32 <= code.count(conversion) <= 2 * 32 + 8
+        assert 2 * 32 <= found["to_fp4"] <= 2 * 32 + 8
+        assert 2 * 32 <= found["from_fp4"] <= 2 * 32 + 8
         return
-    assert 0 <= code.count("F2FP.SATFINITE.E2M1") - 32 * directions <= 2
+    assert 0 <= found["to_fp4"] - 32 * directions <= 2
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
     )
     # A few of them are on two paths, that of tensor cores and the other one.
     twice = 2 if "requantize" in name or "by scales" in name else 0
     looked_at = 32 * directions * looks + 32 * ("requantize" in name)
-    assert 0 <= code.count("F2FP.F16.E2M1.UNPACK_B") - looked_at <= twice
+    assert 0 <= found["from_fp4"] - looked_at <= twice
 
 
 def test_hopper_has_no_fp4_and_uses_fp8() -> None:
@@ -147,7 +205,7 @@ def test_hopper_has_no_fp4_and_uses_fp8() -> None:
 def test_ptx_has_no_instructions_of_one_architecture_alone(architecture) -> None:
     """The driver compiles it for any later one."""
     for name in ("rht_quantize_both", "quartet2 fprop", "align sr", "dequantize bf16"):
-        ptx = nvrtc.cubin({**HOT, **OTHERS}[name].variant, architecture).rstrip(b"\0").decode()
+        ptx = nvrtc.cubin(KERNELS[name].variant, architecture).rstrip(b"\0").decode()
         assert f".target sm_{architecture.removeprefix('compute_')}\n" in ptx
         assert "e2m1" not in ptx and ".entry " in ptx
         assert architecture != "compute_80" or "e4m3" not in ptx
@@ -246,8 +304,7 @@ def test_a_struct_that_is_chosen_costs_few_instructions(name) -> None:
     most = 1.045
     for architecture in ("sm_90a",) if "values" in name else ("sm_90a", "sm_100a", "sm_120a"):
         one, batched = (
-            instructions(disassembled({**HOT, **OTHERS}[each], architecture))
-            for each in (name.partition(",")[0], name)
+            counts(each, architecture)["instructions"] for each in (name.partition(",")[0], name)
         )
         assert batched <= most * one
 
