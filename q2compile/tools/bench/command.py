@@ -7,8 +7,8 @@
 Prints what it finds and writes the same as a report (report.py), to be sent back. Each group runs
 in a process of its own with a time limit. On a GPU that has several kernels for FP4 GEMMs it
 remembers which kernel and which of cuBLASLt's algorithms was the fastest at each shape, for this
-device (runtime_kernels/cuda/gemm/remembered.py); --no-remember only measures. On a CPU everything
-is the torch reference at small sizes, which shows that it works and nothing about speed. --read
+device (runtime_kernels/cuda/gemm/remembered.py); --no-remember only measures. A CPU runs its C++
+kernels and references at small sizes, which shows that they work and nothing about speed. --read
 prints a report of another machine, and what is wrong there.
 """
 
@@ -37,7 +37,7 @@ from q2compile.tools.bench.report import SCHEMA, Line, Log, doubts, faults, read
 
 _MOST_CHARACTERS = 4000  # characters of a process's stderr that a report keeps
 _GROUP = (sys.executable, "-m", "q2compile.tools.bench.child")
-_ON_CPU = ": no GPU that torch sees. All is the torch reference, at small sizes; no time means much"
+_ON_CPU = ": no GPU that torch sees. C++ kernels and references at small sizes; no time means much"
 
 
 def run(options: Namespace) -> int:
