@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def explain(
     original = original_module(model) if is_model else None
     model = model if original is None else original
     config = Config.from_options(options)
+    on_meta = is_model and any(parameter.is_meta for parameter in model.parameters())
+    if on_meta and config.inner == "inductor":
+        # Together with constants, Inductor folds all meta tensors that a graph returns: nothing
+        # would be saved for the backward.
+        inductor = {**config.inductor, "joint_graph_constant_folding": False}
+        config = replace(config, inductor=inductor)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         # A function of its own, so that code compiled before by the same options is not reused.

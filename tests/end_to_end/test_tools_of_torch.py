@@ -281,6 +281,24 @@ def test_a_model_without_numbers():
     assert [(row.module, row.taken) for row in rows] == [("up", True), ("down", True)]
 
 
+def test_bytes_saved_without_numbers():
+    """Inductor would fold the constant, and with it every meta tensor that a graph returns."""
+
+    class WithConstant(Mlp):
+        def forward(self, x):
+            return super().forward(x) * torch.ones(WIDTH, device=x.device)
+
+    saved = {}
+    for device in ("cpu", "meta"):
+        torch._dynamo.reset()
+        with torch.device(device):
+            rows = explain(WithConstant(), torch.randn(WIDTH, WIDTH)).rows
+        saved[device] = [(row.saved_bytes, row.saved_elements) for row in rows]
+    elements = WIDTH * WIDTH
+    assert saved["meta"] == saved["cpu"]
+    assert saved["cpu"][0] == (elements // 2 + elements // 16 + 4, elements)
+
+
 def test_second_derivatives_are_refused():
     """As always under AOTAutograd. No saved tensor depends on x, so with unused inputs allowed, as
     in vhp without strict, the result is zero. Inductor alone raises, too."""
