@@ -326,7 +326,7 @@ def test_files(tmp_path):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     model = new_model(blocks=1)
-    with pytest.raises(ValueError, match="telemetry: to: .*file.*is no folder"):
+    with pytest.raises(ValueError, match="telemetry: to: .*file.*is not a folder"):
         compiled(model, tmp_path / "file")(batch(0, model))
 
 
