@@ -32,12 +32,11 @@
 // Tiles. A thread block walks over tiles of 128x128 (128x64 if only columnwise). If shared memory has
 // room for two (Q2_STAGES), the next tile is copied while this one is quantized.
 //
-// Registers. A thread holds 64 elements, four whole blocks of 16: half a row of a tile, or a quarter of
-// each of two columns. Blocks are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128
-// count within a block, so butterflies of h = 1, 2, 4, 8 stay in registers.
-//   rowwise     h = 16 and 64 stay in registers, h = 32 goes between two lanes
-//   columnwise  h = 64 stays in registers, h = 16 and 32 go between four lanes, unless tensor cores
-//               rotate (tensor_cores.cuh)
+// Registers. A thread holds 64 elements, four whole blocks of 16: half a row or half a column of a tile
+// (lines.cuh), or, where tensor cores rotate, a quarter of each of two columns (tensor_cores.cuh). Blocks
+// are worked on in pairs. Bits 0 to 3 of an element's index in a chunk of 128 count within a block, so
+// butterflies of h = 1, 2, 4, 8 stay in registers, as do those of 16 and 64. h = 32 goes between two
+// lanes.
 //
 // Order of operations: numerics/transforms.py:hadamard. Rounding: nearest even. The bits equal the
 // reference's for |u| < 2^120; above that the factor of x is an fp32 subnormal on Hopper.
@@ -45,50 +44,17 @@
 // dequantized: 2.25, EXACT, MX: 2); nvfp4 source: .5625 read.
 
 #include "extents.cuh"
+#include "lines.cuh"
 #include "round_to_scales.cuh"
 #include "stores.cuh"
 #include "tail.cuh"
 #include "tensor_cores.cuh"
-#include "tile_sums.cuh"
 #include "dequantized.cuh"
 
 extern __shared__ __align__(16) u8 shared_tiles[];
 
 // -------------------------------------------------------------------------------------------------
 // Rotation and quantization of the elements of one thread
-
-// h = 1, 2, 4, 8 of chunks of kChunk, in registers.
-template <int kChunk> Q2_INLINE void butterflies(Pair (&x)[16]) {
-#pragma unroll
-  for (int h = 1; h < 16 && h < kChunk; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (i & h) continue;
-      Pair a = x[i], b = x[i + h];
-      x[i] = add(a, b);
-      x[i + h] = sub(a, b);
-    }
-  }
-}
-
-// One butterfly between lanes that differ in bit `mask`: a + b in the lower, a - b in the upper.
-Q2_INLINE void butterfly_across(Pair (&x)[16], int mask) {
-  Pair sign = both(threadIdx.x & mask ? -1.0f : 1.0f);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    x[i] = fma(x[i], sign, from_lane(x[i], mask));
-  }
-}
-
-// One butterfly between the two groups of blocks that a thread holds.
-Q2_INLINE void butterfly_between(Pair (&x)[2][16]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    Pair a = x[0][i], b = x[1][i];
-    x[0][i] = add(a, b);
-    x[1][i] = sub(a, b);
-  }
-}
 
 Q2_INLINE Pair larger(Pair x, Pair y) {
   return {max_or_nan(x.a, y.a), max_or_nan(x.b, y.b)};
@@ -100,9 +66,9 @@ Q2_INLINE u32 larger_bits(u32 x, float y) {
 }
 
 // first: index of the first Philox block of random bits, for each member of group 0; step: from there to
-// group 1. kAcross: a block of 32 lies in two lanes, else in both groups of one. x becomes what the
+// group 1. kQuarters: a block of 32 lies in two lanes, else in both groups of one. x becomes what the
 // codes stand for, in kUnit.
-template <bool kAcross>
+template <bool kColumns, bool kQuarters = false>
 Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output& out, u32 first_a,
                             u32 first_b, int step, Results& results, Extent& extent,
                             [[maybe_unused]] float share = 1.0f) {
@@ -110,15 +76,15 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       Pair raw_scale = ms_eden(x[group], results.codes[group]);
-      if constexpr (kAcross && kSpread) raw_scale = mul(raw_scale, both(share));
+      if constexpr (kColumns && kSpread) raw_scale = mul(raw_scale, both(share));
       results.stored[group][0] = __float_as_uint(raw_scale.a);
       results.stored[group][1] = __float_as_uint(raw_scale.b);
     }
   } else {
     Pair most[2] = {largest_of_block(x[0]), largest_of_block(x[1])};
-    if constexpr (kRule == MX && kAcross) {
+    if constexpr (kRule == MX && kQuarters) {
 #pragma unroll
-      for (Pair& m : most) m = larger(m, from_lane(m, kQuartersApart));
+      for (Pair& m : most) m = larger(m, from_lane(m, 1));
     } else if constexpr (kRule == MX) {
       most[0] = most[1] = larger(most[0], most[1]);
     }
@@ -130,7 +96,7 @@ Q2_INLINE void round_groups(Pair (&x)[2][16], const Common& common, const Output
       }
       return;
     }
-    if constexpr (kMasked && !kAcross) {  // a mask is made rowwise alone
+    if constexpr (kMasked && !kColumns) {  // a mask is made rowwise alone
       uint2 stored = round_trusting(x, most[0], common, results.codes, results.trusted);
       results.stored[0][0] = stored.x, results.stored[0][1] = stored.y;
       return;
@@ -158,11 +124,11 @@ Q2_INLINE u32 random_at(const Output& out, int row, int block) {
   return 2 * ((u32)row * out.blocks + block);
 }
 
-// Stores the codes, scales and masks of quantize_rowwise.
-Q2_INLINE void store_rowwise(const Params& p, const Output& out, Tile tile, const Rows& rows,
-                                const Results& made) {
-  int row = row_of_result(out, rows, threadIdx.x / 2), lane_of_row = threadIdx.x % 2;
-  Target target = target_at(out, row, tile.col / kBlock);
+// Stores the codes, scales and masks of a line: row `row` of the result, from block `first` on.
+template <bool kColumns>
+Q2_INLINE void store_line(const Params& p, const Output& out, int row, int first, const Results& made) {
+  int lane_of_row = threadIdx.x % 2;
+  Target target = target_at(out, row, first);
   if constexpr (kInterleaved) {
     if (target.left <= 0) return;
 #pragma unroll
@@ -171,59 +137,67 @@ Q2_INLINE void store_rowwise(const Params& p, const Output& out, Tile tile, cons
           made.codes[0][half][0], made.codes[0][half][1], made.codes[1][half][0],
           made.codes[1][half][1]};
     ((uint4*)target.scales)[lane_of_row] = {made.stored[0][0], made.stored[0][1], made.stored[1][0],
-                                     made.stored[1][1]};
+                                            made.stored[1][1]};
   } else {
-    // Blocks of a row in fours, so that whole sectors are written.
-    bool fours = out.blocks % 4 == 0;
-    if constexpr (kRawScales) {
-      if (fours) store_four_raw_scales(target, made);
+    int ahead = 2 * lane_of_row;
+    if (out.blocks % 4 == 0) {  // whole sectors
+      if constexpr (kRawScales) store_four_raw_scales(target, made);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_two(target, ahead + 4 * half, made.codes[0][half], made.codes[1][half],
+                  made.stored[0][half], made.stored[1][half]);
+    } else {
+      const auto& codes = made.codes;
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {  // a loop, for short code
+        bool group = i % 2, half = i / 2;
+        auto of = [&](u32 a, u32 b, u32 c, u32 d) { return group ? (half ? d : c) : (half ? b : a); };
+        u32 block[2] = {of(codes[0][0][0], codes[0][1][0], codes[1][0][0], codes[1][1][0]),
+                        of(codes[0][0][1], codes[0][1][1], codes[1][0][1], codes[1][1][1])};
+        u32 stored = of(made.stored[0][0], made.stored[0][1], made.stored[1][0], made.stored[1][1]);
+        store(target, ahead + 4 * half + group, block, stored);
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int ahead = 2 * lane_of_row + 4 * half;
-      if (fours) {
-        store_two(target, ahead, made.codes[0][half], made.codes[1][half], made.stored[0][half],
-                  made.stored[1][half]);
-      } else {
-        store(target, ahead, made.codes[0][half], made.stored[0][half]);
-        store(target, ahead + 1, made.codes[1][half], made.stored[1][half]);
-      }
-      int block = tile.col / kBlock + ahead;
+      int block = ahead + 4 * half;
       if constexpr (kSwizzled)
-        store_two_swizzled(out, row, block, made.stored[0][half], made.stored[1][half]);
-      if (kMasked && ahead < target.left) store_mask(p, out, row, block, made.trusted[half]);
+        store_two_swizzled(out, row, first + block, made.stored[0][half], made.stored[1][half]);
+      if (kMasked && !kColumns && block < target.left)
+        store_mask(p, out, row, first + block, made.trusted[half]);
     }
   }
 }
 
-// Q2_DEQUANTIZED: stores what quantize_rowwise has rounded.
-Q2_INLINE void store_dequantized_rowwise(const Params& p, const Output& out, Tile tile,
-                                    const Rows& rows, const Pair (&x)[2][16], const Results& made,
-                                    const Common& common) {
-  int row = threadIdx.x / 2, lane_of_row = threadIdx.x % 2, block = tile.col / kBlock;
+// Q2_DEQUANTIZED: stores what a lane has rounded of a line, row `row` of the result.
+template <bool kColumns>
+Q2_INLINE void store_dequantized(const Output& out, Tile tile, const Rows& rows, int row,
+                                 const Pair (&x)[2][16], const Results& made, const Common& common) {
+  int lane_of_row = threadIdx.x % 2, block = (kColumns ? tile.row : tile.col) / kBlock;
   Staged staged(shared_tiles, out, common);
   u32 random_bits[2][2] = {};
-  if constexpr (kRule == MS_EDEN)
-    random_bits_rowwise(staged, row_of_result(out, rows, row), block, random_bits);
-  u32 at = staged.place(row % kStagedRows, 64 * lane_of_row);
+  if constexpr (kRule == MS_EDEN) random_bits_of_line(staged, row, block, random_bits);
+  u32 at = staged.place(threadIdx.x / 2 % kStagedRows, 64 * lane_of_row);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, half = i % 2;
     staged.put(at, 8 * half + 2 * group, x[group], half, made.stored[group][half],
                random_bits[group][half]);
   }
-  staged.store_rows(rows, row / kStagedRows * kStagedRows, block);
+  int first = threadIdx.x / 32 * kStagedRows;
+  if constexpr (kColumns) staged.store_cols(tile.col + first, block);
+  else staged.store_rows(rows, first, block);
 }
 
-// The same of quantize_columnwise.
-Q2_INLINE void store_dequantized_columnwise(const Output& out, Tile tile, int first, int second,
-                                    const Pair (&x)[2][16], const Results& made,
-                                    const Common& common) {
-  auto [pair, quarter] = lane_columnwise();
+// The same of quantize_by_products.
+Q2_INLINE void store_dequantized_products(const Output& out, Tile tile, int first, int second,
+                                          const Pair (&x)[2][16], const Results& made,
+                                          const Common& common) {
+  auto [pair, quarter] = lane_of_products();
   int warp = threadIdx.x / 32, block = tile.row / kBlock;
   Staged staged(shared_tiles, out, common);
   u32 random_bits[2][2] = {};
-  if constexpr (kRule == MS_EDEN) random_bits_columnwise(staged, first, second, block, random_bits);
+  if constexpr (kRule == MS_EDEN) random_bits_of_products(staged, first, second, block, random_bits);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int group = i / 2, column = i % 2;
@@ -233,153 +207,48 @@ Q2_INLINE void store_dequantized_columnwise(const Output& out, Tile tile, int fi
   staged.store_cols(tile.col + kStagedRows * warp, block);
 }
 
-// Two lanes for each row of the tile, with four of its eight blocks each: group g, half h is block
-// 2 * lane_of_row + g + 4 h. Pairs: halves, elements 64 apart.
-Q2_INLINE void quantize_rowwise(const Params& p, const Output& out, const Masks& masks,
-                                   Tile tile, const Rows& rows, const u8* shared,
-                                   Places places, const Common& common, Extent& extent) {
-  constexpr int kPieces = kBlock * kBytes / 16, kPerPiece = 16 / kBytes;
-  int row = threadIdx.x / 2, lane_of_row = threadIdx.x % 2;
-  u32 source = places.rowwise();
+// A line is a row or a column of a tile, in two lanes (lines.cuh).
+template <bool kColumns>
+Q2_INLINE void quantize_lines(const Params& p, const Output& out, const Masks& masks, Tile tile,
+                              const Rows& rows, const u8* shared, Places places,
+                              const Common& common, Extent& extent) {
+  constexpr int kChunk = kColumns ? kSize : kRowSize;
   Pair x[2][16];
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      u32 words[2][4], signs[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int piece = (group + 4 * half) * kPieces + i;  // without lane_of_row
-        uint4 v = *(const uint4*)(shared + (source ^ slot(piece)));
-        uint4 m = {0, 0, 0, 0};
-        if (kRowSigned) m = ((const uint4*)masks.rowwise)[2 * lane_of_row * kPieces + piece];
-        words[half][0] = v.x, words[half][1] = v.y, words[half][2] = v.z, words[half][3] = v.w;
-        signs[half][0] = m.x, signs[half][1] = m.y, signs[half][2] = m.z, signs[half][3] = m.w;
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        Pair* to = x[group] + i * kPerPiece + j * kPerPiece / 4;
-        if constexpr (kBytes == 2) {
-          Pair a = two_of_row(words[0][j], signs[0][j]), b = two_of_row(words[1][j], signs[1][j]);
-          to[0] = {a.a, b.a};
-          to[1] = {a.b, b.b};
-        } else {
-          to[0] = {__uint_as_float(words[0][j] ^ signs[0][j]),
-                   __uint_as_float(words[1][j] ^ signs[1][j])};
-        }
-      }
-    }
-    butterflies<kRowSize>(x[group]);
-  }
-  if (kRowSize > 16) butterfly_between(x);
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    if (kRowSize > 32) butterfly_across(x[group], 1);
-    if (kRowSize > 64) {
-#pragma unroll
-      for (Pair& v : x[group]) v = sum_and_difference(v);
-    }
-  }
-  u32 random = random_at(out, row_of_result(out, rows, row), tile.col / kBlock + 2 * lane_of_row);
+  if constexpr (kColumns) load_column(p, masks, tile, shared, places, x);
+  else load_row(masks, shared, places, x);
+  rotate_line<kChunk>(x);
+  int row = kColumns ? tile.col + column_at(column_of_lane()) : row_of_result(out, rows, threadIdx.x / 2);
+  int block = (kColumns ? tile.row : tile.col) / kBlock;
+  u32 random = random_at(out, row, block + 2 * (threadIdx.x % 2));
   Results made;
-  round_groups<false>(x, common, out, random, random + 8, 2, made, extent);
+  round_groups<kColumns>(x, common, out, random, random + 8, 2, made, extent,
+                         kColumns ? share_of(rows) : 1.0f);
   if constexpr (kRule == AMAX) return;
-  if constexpr (kDequantized) store_dequantized_rowwise(p, out, tile, rows, x, made, common);
-  if constexpr (kCodes || kRawScales) store_rowwise(p, out, tile, rows, made);
+  if constexpr (kDequantized) store_dequantized<kColumns>(out, tile, rows, row, x, made, common);
+  if constexpr (kCodes || kRawScales) store_line<kColumns>(p, out, row, block, made);
 }
 
-// Loads the columnwise elements of one lane in one group, with their signs.
-Q2_INLINE void load_cols(const Masks& masks, const u8* shared, Places places, int group, Pair (&x)[16]) {
-  int first = 64 * group + 16 * lane_columnwise().quarter;
-  u32 source = places.columnwise();
-  constexpr int kSigns = kSignPairs ? 8 : 16;
-  u32 signs[kSigns];
-#pragma unroll
-  for (int i = 0; i < kSigns; i += 4) {
-    uint4 m = kSigned && !kScaled ? *(const uint4*)(masks.columnwise + first * kSigns / 16 + i)
-                                  : uint4{0, 0, 0, 0};
-    signs[i] = m.x, signs[i + 1] = m.y, signs[i + 2] = m.z, signs[i + 3] = m.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 16; i += 4) {
-    const u8* row = shared + (64 * group + i) * kRowBytes;
-    if constexpr (kMatrices8 && !kTensorCores) {
-      u32 words[4];  // of two rows: two columns, and of the next two rows
-      load_transposed(row + (source ^ twist(64 * group + i)), words);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int at = i + j / 2 * 2;
-        Pair two = kSignsMultiply ? signed_bf16x2(words[j], signs[at % kSigns], signs[(at + 1) % kSigns])
-                                  : signed_two(words[j], signs[at / 2]);
-        element(x, j % 2, at) = two.a, element(x, j % 2, at + 1) = two.b;
-      }
-    } else {
-#pragma unroll
-      for (int j = i; j < i + 4; ++j) {
-        const u8* of = row + (j - i) * kRowBytes;
-        if constexpr (kTensorCores) {
-          u32 word = *(const u16*)(of + (source ^ twist(j))) |
-                     *(const u16*)(of + (source ^ twist(j) ^ slot(1))) << 16;
-          x[j] = two_of(word);
-        } else {
-          uint2 two = *(const uint2*)(of + (source ^ twist(j)));
-          x[j] = {__uint_as_float(two.x ^ signs[j % kSigns]), __uint_as_float(two.y ^ signs[j % kSigns])};
-        }
-      }
-    }
-  }
-}
-
-// The columnwise elements of one lane, rotated in the reference's order.
-Q2_INLINE void rotated_in_order(const Params& p, const Masks& masks, Tile tile, const u8* shared,
-                                Places places, Pair (&x)[2][16]) {
-  int quarter = lane_columnwise().quarter;
-  [[maybe_unused]] Pair sum = both(0.0f);
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    load_cols(masks, shared, places, group, x[group]);
-    if constexpr (kSums) add_to_sum(sum, x[group], 64 * group + 16 * quarter);
-    // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
-    if constexpr (kScaled && kSize > 1) x[group][0] = add(x[group][0], both(0.0f));
-    butterflies<kSize>(x[group]);
-    if (kSize > 16) butterfly_across(x[group], kQuartersApart);
-    if (kSize > 32) butterfly_across(x[group], 2 * kQuartersApart);
-  }
-  if constexpr (kSums) store_sums(p, tile, sum);
-  if (kSize > 64) butterfly_between(x);
-}
-
-// From two blocks element by element to the order of kNeighbors.
-Q2_INLINE void pair_neighbors(Pair (&x)[16]) {
-  Pair y[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) y[i] = x[i];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) element(x, 0, i) = y[i].a, element(x, 1, i) = y[i].b;
-}
-
-// 16 columns for each warp, four lanes for each pair of columns. A lane has 16 rows from 16 *
-// quarter and 16 rows 64 below: groups. Pairs: two columns.
-Q2_INLINE void quantize_columnwise(const Params& p, const Output& out, const Masks& masks,
-                                   Tile tile, const Rows& rows, const u8* shared, u32 iteration,
-                                   Places places, const Common& common, Extent& extent) {
-  auto [pair, quarter] = lane_columnwise();
+// Columnwise, rotated by tensor cores: 16 columns for each warp, four lanes for each pair of columns. A
+// lane has 16 rows from 16 * quarter and 16 rows 64 below: groups. Pairs: two columns, or kNeighbors.
+Q2_INLINE void quantize_by_products(const Params& p, const Output& out, Tile tile, const Rows& rows,
+                                    const u8* shared, u32 iteration, Places places,
+                                    const Common& common, Extent& extent) {
+  auto [pair, quarter] = lane_of_products();
   Pair x[2][16];
+  rotated_by_products(shared, places.matrices(), x);
   // The vote tells the compiler that lanes agree: without it some variants spill registers.
-  if constexpr (kTensorCores) rotated_by_products(shared, places.matrices(), x);
-  if (!kTensorCores || !__all_sync(~0u, sums_are_exact(iteration))) {
-    rotated_in_order(p, masks, tile, shared, places, x);
+  if (!__all_sync(~0u, sums_are_exact(iteration))) {
+    rotated_in_order(shared, places, x);
     if constexpr (kNeighbors) pair_neighbors(x[0]), pair_neighbors(x[1]);
   }
   int col = tile.col + threadIdx.x / 32 * 16;
-  int first = col + column_at(place_of_column(pair, 0)),
-      second = col + column_at(place_of_column(pair, 1));
+  int first = col + column_at(pair), second = col + column_at(pair + 8);
   int block = tile.row / kBlock + quarter;
   Results made;
-  round_groups<true>(x, common, out, random_at(out, first, block), random_at(out, second, block), 8,
-                     made, extent, share_of(rows));
+  round_groups<true, true>(x, common, out, random_at(out, first, block),
+                           random_at(out, second, block), 8, made, extent, share_of(rows));
   if constexpr (kRule == AMAX) return;
-  if constexpr (kDequantized) store_dequantized_columnwise(out, tile, first, second, x, made, common);
+  if constexpr (kDequantized) store_dequantized_products(out, tile, first, second, x, made, common);
   if constexpr (kDequantized && !kRawScales) return;
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
@@ -481,12 +350,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, Q2_BLOCKS_PER_SM)
       const Tile at = kGateAndUp ? Tile{tile.row, tile.col + i * p.cols} : tile;
       const u8* x = current + i * kTileBytes;
       if (kRows)
-        quantize_rowwise(p, of.rowwise, masks[matrix], at, held, x, places, rows,
-                            extents.rowwise);
+        quantize_lines<false>(p, of.rowwise, masks[matrix], at, held, x, places, rows, extents.rowwise);
       if (kGrouped && held.tail) store_zeros_columnwise(of.columnwise, at, cols);
-      else if (kCols)
-        quantize_columnwise(p, of.columnwise, masks[matrix], at, held, x, iteration, places, cols,
-                            extents.columnwise);
+      else if constexpr (kCols && kTensorCores)
+        quantize_by_products(p, of.columnwise, at, held, x, iteration, places, cols, extents.columnwise);
+      else if constexpr (kCols)
+        quantize_lines<true>(p, of.columnwise, masks[matrix], at, held, x, places, cols,
+                             extents.columnwise);
       if (kMatrices == 2) exchange(extents, others);
     }
     if (kStages == 1) {

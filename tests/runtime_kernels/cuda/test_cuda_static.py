@@ -189,10 +189,10 @@ def test_blackwell_converts_to_fp4_in_hardware(name, architecture) -> None:
     looks = not any(
         recipe in name for recipe in ("tetrajet2", "nvfp4", "mxfp4", "quartet", "exact")
     )
-    # A few of them are on two paths, that of tensor cores and the other one.
-    twice = 2 if "requantize" in name or "by scales" in name else 0
+    # A few of them are on two paths: of tensor cores or not, stored or not. NVRTC 13.2 copies most,
+    # of MS-EDEN both.
     looked_at = 32 * directions * looks + 32 * ("requantize" in name)
-    assert 0 <= found["from_fp4"] - looked_at <= twice
+    assert 0 <= found["from_fp4"] - looked_at <= 4 * (looked_at > 0)
 
 
 def test_hopper_has_no_fp4_and_uses_fp8() -> None:

@@ -187,6 +187,13 @@ Q2_INLINE Pair times_signs_bf16x2(u32 word, u32 signs) {
 Q2_INLINE Pair times_signs_f16x2(u32 word, u32 signs) {
   return mul(from_f16x2(word), from_f16x2(signs));
 }
+Q2_INLINE float plus_bf16x2(float x, u32 word) {
+  return x + __uint_as_float(word << 16) + __uint_as_float(word & 0xFFFF0000u);
+}
+Q2_INLINE float plus_f16x2(float x, u32 word) {
+  Pair two = from_f16x2(word);
+  return x + two.a + two.b;
+}
 Q2_INLINE Pair f16x2_minus(u32 word, float a, float b) {
   return sub(from_f16x2(word), {a, b});
 }

@@ -338,6 +338,12 @@ def _conversions() -> None:
             ("b16", "f32"),
             lambda a, c, f=single: floats.canonical(f(a) - c),
         )
+        _define(
+            f"add.rn.f32.{t}",
+            "f32",
+            ("b16", "f32"),
+            lambda a, c, f=single: floats.canonical(f(a) + c),
+        )
     for t in ("u32", "s32"):
         # Out of range: the nearest that is in it; NaN: 0.
         low, high = np.iinfo(TYPES[t]).min, np.iinfo(TYPES[t]).max

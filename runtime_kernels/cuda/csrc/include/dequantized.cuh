@@ -9,8 +9,8 @@
 //
 // A lane holds blocks of 16 and memory wants whole lines, so a warp puts its 16 rows of 128 elements
 // into shared memory first. Rows j and j + 8 are neighbors, and the next two 16 bytes further than
-// they would: eight lanes meet no bank twice, whether they store rowwise (four rows, pieces of 16
-// bytes 4 apart) or columnwise (one piece of eight rows), and addresses differ by constants.
+// they would: eight lanes meet no bank twice, whether they store four rows, pieces of 16 bytes 4 apart, or
+// one piece of eight rows (tensor cores), and addresses differ by constants.
 #pragma once
 #include "rounding.cuh"
 
@@ -19,11 +19,11 @@ constexpr int kStagedRowBytes = 256;
 constexpr int kStagedPitch = 2 * kStagedRowBytes + 16;  // of two rows
 constexpr int kStagedBytes = kStagedRows / 2 * kStagedPitch - 16;  // of a warp
 
-// Columnwise a lane's first column is row `pair` of those, and its second row pair + 8. Of the
-// result row j is then this one of 16.
-template <bool kAcross>
+// Row j of those is this one of 16 of the result. Columnwise it is that of lane 2 j (column_of_lane), or lies
+// by place where tensor cores rotate.
+template <bool kColumns>
 constexpr Q2_INLINE int row_of_staged(int j) {
-  return kAcross ? column_at(place_of_column(j % 8, j / 8)) : j;
+  return kColumns ? column_at(kTensorCores ? j : j / 2 + j % 2 * 8) : j;
 }
 
 // The factor of a block's codes. MS_EDEN: the scale is rounded with random bits of its own.
@@ -91,16 +91,16 @@ struct Staged {
 
  private:
   // Row j goes to row_of(j); in_order: to `row` and row_of_staged(j) more.
-  template <bool kAcross, typename RowOf>
+  template <bool kColumns, typename RowOf>
   Q2_INLINE void store(int row, int block, bool in_order, RowOf row_of) const {
     __syncwarp();
     int piece = threadIdx.x % 16, first = threadIdx.x / 16 % 2;
     if (in_order && row + kStagedRows <= out.rows && block + kStagedRowBytes / 32 <= out.blocks) {
       const uint4* from = staged(first, piece);
-      uint4* to = target(row + row_of_staged<kAcross>(first), block, piece);
+      uint4* to = target(row + row_of_staged<kColumns>(first), block, piece);
 #pragma unroll
       for (int i = 0; i < kStagedRows; i += 2)
-        to[(u64)(2 * row_of_staged<kAcross>(i)) * (u32)out.blocks] =
+        to[(u64)(2 * row_of_staged<kColumns>(i)) * (u32)out.blocks] =
             from[(i % 8 * kStagedPitch + i / 8 * kStagedRowBytes) / 16];
     } else if (block + piece / 2 < out.blocks) {
 #pragma unroll 1
@@ -135,9 +135,9 @@ Q2_INLINE const u8* exchanged_random_bits(const Staged& staged, u64 index) {
   return (const u8*)at;
 }
 
-// Random bits of the scales of the four blocks of one lane rowwise, [group][half]: the lanes of a
-// row make a Philox block each, and hand them on through the warp's shared memory.
-Q2_INLINE void random_bits_rowwise(const Staged& staged, int row, int block, u32 (&random_bits)[2][2]) {
+// Random bits of the scales of the four blocks that one lane has of a line, [group][half]: the lanes of a
+// line make a Philox block each, and hand them on through the warp's shared memory.
+Q2_INLINE void random_bits_of_line(const Staged& staged, int row, int block, u32 (&random_bits)[2][2]) {
   int lane_of_row = threadIdx.x % 2;
   u64 index = ((u64)row * staged.out.blocks + block) / 4 + lane_of_row;
   const u8* drawn = exchanged_random_bits(staged, index) - 16 * lane_of_row + 8 * lane_of_row;
@@ -149,14 +149,13 @@ Q2_INLINE void random_bits_rowwise(const Staged& staged, int row, int block, u32
   __syncwarp();
 }
 
-// The same along a pair of columns, [group][column], whose four lanes make a Philox block each.
-Q2_INLINE void random_bits_columnwise(const Staged& staged, int first, int second, int block,
-                                u32 (&random_bits)[2][2]) {
-  constexpr int kApart = 16 * kQuartersApart;
-  int quarter = lane_columnwise().quarter;
+// The same of products, along a pair of columns, [group][column], whose four lanes make a Philox block each.
+Q2_INLINE void random_bits_of_products(const Staged& staged, int first, int second, int block,
+                                       u32 (&random_bits)[2][2]) {
+  int quarter = lane_of_products().quarter;
   u64 index = ((u64)(quarter < 2 ? first : second) * staged.out.blocks + block) / 4 + quarter % 2;
-  const u8* drawn = exchanged_random_bits(staged, index) - kApart * quarter + 4 * quarter;
+  const u8* drawn = exchanged_random_bits(staged, index) - 16 * quarter + 4 * quarter;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) random_bits[i % 2][i / 2] = *(const u32*)(drawn + kApart * i);
+  for (int i = 0; i < 4; ++i) random_bits[i % 2][i / 2] = *(const u32*)(drawn + 16 * i);
   __syncwarp();
 }

@@ -228,6 +228,29 @@ Q2_INLINE Pair times_signs_f16x2(u32 word, u32 signs) {
 #endif
 }
 
+// An fp32, plus the first and then the second of two bf16 (or f16): from sm_100 on one instruction each.
+Q2_INLINE float plus_bf16x2(float x, u32 word) {
+#if __CUDA_ARCH__ >= 1000
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; add.rn.f32.bf16 %0, l, %0; add.rn.f32.bf16 %0, h, %0; }"
+      : "+f"(x)
+      : "r"(word));
+  return x;
+#else
+  return x + __uint_as_float(word << 16) + __uint_as_float(word & 0xFFFF0000u);
+#endif
+}
+Q2_INLINE float plus_f16x2(float x, u32 word) {
+#if __CUDA_ARCH__ >= 1000
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; add.rn.f32.f16 %0, l, %0; add.rn.f32.f16 %0, h, %0; }"
+      : "+f"(x)
+      : "r"(word));
+  return x;
+#else
+  Pair two = from_f16x2(word);
+  return x + two.a + two.b;
+#endif
+}
+
 // Two f16, less two fp32: from sm_100 on one instruction each.
 Q2_INLINE Pair f16x2_minus(u32 word, float a, float b) {
 #if __CUDA_ARCH__ >= 1000

@@ -11,6 +11,7 @@
 // are two elements of block t.
 #pragma once
 #include "groups.cuh"
+#include "lines.cuh"
 
 constexpr int kWarps = kThreads / 32;
 static_assert(!kTensorCores || (kTileBlocks == 4 && kWarps == 4), "a warp has a block of each row");
@@ -112,4 +113,34 @@ Q2_INLINE void rotated_by_products(const u8* shared, u32 place, Pair (&x)[2][16]
     const Pair& two = z[n / 16][at / 4][at / 2 % 2][column];
     element(x[n / 16], column, at) = two.a, element(x[n / 16], column, at + 1) = two.b;
   }
+}
+
+// Makes the same as rotated_by_products, by adders in the order of the reference.
+Q2_INLINE void rotated_in_order(const u8* shared, Places places, Pair (&x)[2][16]) {
+  u32 source = places.quarters();
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const u8* row = shared + (64 * group + i) * kRowBytes;
+      u32 word = *(const u16*)(row + (source ^ twist(i))) |
+                 *(const u16*)(row + (source ^ twist(i) ^ slot(1))) << 16;
+      x[group][i] = two_of(word);
+    }
+    // A sum of a chunk is -0 only where its first element is (numerics/quantize_tiles.py).
+    x[group][0] = add(x[group][0], both(0.0f));
+    butterflies<kSize>(x[group]);
+    if (kSize > 16) butterfly_across(x[group], 1);
+    if (kSize > 32) butterfly_across(x[group], 2);
+  }
+  if (kSize > 64) butterfly_between(x);
+}
+
+// From two blocks element by element to the order of kNeighbors.
+Q2_INLINE void pair_neighbors(Pair (&x)[16]) {
+  Pair y[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) y[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) element(x, 0, i) = y[i].a, element(x, 1, i) = y[i].b;
 }

@@ -149,7 +149,8 @@ struct __align__(16) Masks {
   // The same, or one sign in both halves (kScaled), or in the upper half (kSignsMultiply).
   u32 columnwise[kSignPairs ? 64 : 128];
 #if Q2_SUMS
-  float signs[128];  // columnwise: 1 or -1, which make what was signed as it was
+  // Columnwise: 1 or -1, which remove the signs of elements. kMixed needs none: it adds bare words.
+  float signs[kMixed ? 4 : 128];
 #endif
 };
 __shared__ Masks masks[kMatrices];
@@ -176,14 +177,15 @@ Q2_INLINE Pair two_of_row(u32 word, u32 mask) {
 }
 
 // 16-byte piece `piece` of row `row` of a tile lies at row * kRowBytes + (slot(piece) ^
-// twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in
-// loading; rowwise one piece of every other pair of blocks of four rows; columnwise one piece of
-// two rows of each of four blocks (of fp32: 4 pieces of rows 16 apart). Both are linear over
-// exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled loop.
+// twist(row)). That spreads over all banks what eight lanes take at once: 8 pieces of a row in loading, or
+// every other one of two rows; rowwise one piece of every other pair of blocks of four rows; columnwise
+// two rows, those 32 below, and the next piece of all (fp32: 4 pieces of rows 32 apart). Both are linear
+// over exclusive or, so that of an address only its exclusive or with a constant changes in an unrolled
+// loop.
 constexpr Q2_INLINE u32 twist(int row) {
   if (kTensorCores) return 16 * ((row & 7) ^ (row >> 4 & 3) << 1);
-  return 16 * (kBytes == 2 ? (row & 1) | ((row >> 1 ^ row >> 4) & 1) << 1 | (row >> 5 & 1) << 2
-                           : (row & 3) | (row >> 4 & 1) << 2);
+  int low = kBytes == 2 ? (row & 1) * 3 ^ (row >> 1 & 1) : row & 3;
+  return 16 * (low | (row >> 5 & 1) << 2);
 }
 constexpr Q2_INLINE u32 slot(int piece) {
   return 16 * (kBytes == 2 ? piece : piece ^ (piece >> 3 & 1) << 2);
@@ -199,25 +201,27 @@ struct Places {
   u32 fetched, rounded;
   Q2_INLINE u32 rowwise() const { return rounded & 0xFFFF; }
   Q2_INLINE u32 columnwise() const { return rounded >> 16; }
+  Q2_INLINE u32 quarters() const { return rounded >> 16; }
   Q2_INLINE u32 matrices() const { return rounded & 0xFFFF; }  // there are no rows then
 };
 
-// Columnwise four lanes of a warp have a pair of its columns, a quarter of each. What is loaded as
-// matrices of 8x8 comes to neighboring lanes, of columns 8 apart.
-constexpr bool kMatrices8 = kBytes == 2;
+// The column of a tile, by place, that a lane shares with its neighbor. Lane l gets column l / 4 of a
+// matrix of 8x8 (ptx.cuh, load_transposed): of four lanes the first two get it of one matrix, the
+// others of the next.
+Q2_INLINE int column_of_lane() {
+  return threadIdx.x / 32 * 16 + threadIdx.x / 4 % 8 + threadIdx.x / 2 % 2 * 8;
+}
+
+// Rotated by tensor cores four lanes of a warp have a pair of its columns, 8 apart, a quarter of each.
 struct Lane {
   int pair, quarter;
 };
-Q2_INLINE Lane lane_columnwise() {
+Q2_INLINE Lane lane_of_products() {
   int lane = threadIdx.x % 32;
-  return kMatrices8 ? Lane{lane / 4, lane % 4} : Lane{lane % 8, lane / 8};
+  return {lane / 4, lane % 4};
 }
-constexpr int kQuartersApart = kMatrices8 ? 1 : 8;  // lanes
-// Where of the places of 16 columns those of a pair are, and which column lies at a place: in
-// expand_codes' order columns 4 apart are neighbors, unless an instruction expands codes.
-constexpr Q2_INLINE int place_of_column(int pair, int member) {
-  return kMatrices8 ? pair + 8 * member : 2 * pair + member;
-}
+// Which column lies at a place: in expand_codes' order columns 4 apart are neighbors, unless an instruction
+// expands codes.
 constexpr Q2_INLINE int column_at(int place) {
   return kPacked && !Q2_HW_FP4 ? place / 8 * 8 + place % 8 / 2 + place % 2 * 4 : place;
 }
@@ -227,20 +231,25 @@ constexpr Q2_INLINE int column_at(int place) {
 // its quarter of two columns, and products sum over them.
 Q2_INLINE u32 place_of_matrices() {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (!kTensorCores)  // rows of two lanes, of 8 columns and the next 8; eight rows of each
+    return place_in_tile(lane / 2 % 2 * 32 + lane / 8 * 2 + lane % 2, 2 * warp + lane / 4 % 2);
   return place_in_tile(lane / 2 % 4 * 16 + lane / 16 * 2 + lane % 2, 2 * warp + lane / 8 % 2);
 }
 
 Q2_INLINE Places places_in_tile() {
   constexpr int kFetched = kPacked ? kTileBlocks : kRowBytes / 16;  // places of a row
-  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block or of a warp's 16 columns
+  constexpr int kPieces = kBlock * kBytes / 16;  // of 16 bytes, of a block
   u32 fetched = place_in_tile(threadIdx.x / kFetched, threadIdx.x % kFetched * (kPacked ? 2 : 1));
   u32 rows = kRows ? place_in_tile(threadIdx.x / 2, threadIdx.x % 2 * 2 * kPieces) : 0;
-  Lane lane = lane_columnwise();
-  int place = place_of_column(lane.pair, 0), piece = threadIdx.x / 32 * kPieces + place * kBytes / 16;
-  u32 cols = place_in_tile(16 * lane.quarter, piece) + place * kBytes % 16;
-  if (kTensorCores) rows = place_of_matrices();
-  else if (kMatrices8) cols = place_of_matrices();
-  constexpr bool kNoRegisters = (kDequantized && kRule == MX) || (kSums && Q2_HW_FP4) ||
+  int column = column_of_lane();
+  u32 cols = kBytes == 2 ? place_of_matrices()
+                         : place_in_tile(threadIdx.x % 2 * 32, column / 4) + column % 4 * kBytes;
+  if (kTensorCores) {  // and where a lane's quarter of its first column begins
+    Lane lane = lane_of_products();
+    rows = cols;
+    cols = place_in_tile(16 * lane.quarter, 2 * (threadIdx.x / 32)) + lane.pair * kBytes;
+  }
+  constexpr bool kNoRegisters = (kDequantized && kRule == MX) ||
                                 (kRule == EXACT && kRows && Q2_SWIZZLED && Q2_HW_FP4);
   if (kNoRegisters) return {fetched, rows | cols << 16};
   return {__shfl_xor_sync(~0u, fetched, 0), __shfl_xor_sync(~0u, rows | cols << 16, 0)};
@@ -444,7 +453,7 @@ Q2_INLINE void make_masks(const Directions& of, Masks& masks) {
                                 : negative(random, i) * (kBytes == 2 ? 0x80008000u : 0x80000000u);
     }
 #if Q2_SUMS
-    masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
+    if constexpr (!kMixed) masks.signs[i] = negative(random, i) ? -1.0f : 1.0f;
 #endif
   }
 }
