@@ -198,7 +198,7 @@ def test_reads_with_other_masks_are_left(monkeypatch) -> None:
     assert torch.equal(*made_by(prologue, given), parts(a))
 
 
-def test_what_is_told_ahead(monkeypatch) -> None:
+def test_which_inputs_are_prefetched(monkeypatch) -> None:
     """L2 prefetches the inputs of a long computation, not of a short one."""
     for name, ahead in (("gelu", 2), ("residual", 0)):
         function, operands_of, _ = PROLOGUES[name]
@@ -389,10 +389,10 @@ def test_where_two_do_not_fit(scheme, dtype, monkeypatch) -> None:
 
 def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
     """Inductor computes SwiGLU's dg and du in one kernel, with one read of dh, g and u."""
-    told = []
+    asked = []
 
     def why_not(prologue, spec, directions, capability, shared):
-        told.append((len(prologue.results), shared))
+        asked.append((len(prologue.results), shared))
         return "" if len(prologue.results) > 1 else None
 
     def alone(seeds, dh, g, u):
@@ -401,7 +401,7 @@ def test_the_rule_knows_operands_of_one_read(monkeypatch) -> None:
     for function in (gated(), alone):
         monkeypatch.setattr(fusion_rule, "why_not", why_not)
         run_fused(monkeypatch, function, SEEDS, *matrices(3), always=False)
-    assert told == [(2, False), (1, True), (1, True), (1, False)]
+    assert asked == [(2, False), (1, True), (1, True), (1, False)]
 
 
 def site_of(done: Fused) -> FusedCallSite:

@@ -85,6 +85,17 @@ def quantized(model, **options):
     return torch.compile(model, backend="quartet2", options={**EAGER, **options})
 
 
+def results_of(model, x):
+    """The output and all gradients of a forward and backward, compiled anew, with one seed."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    y = quantized(model)(x)
+    y.square().sum().backward()
+    results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    return results
+
+
 def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():

@@ -19,7 +19,7 @@ from q2compile.runtime_kernels.cuda.jit import launch
 from q2compile.runtime_kernels.kernel_states import DeviceLostError
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.registry import REFERENCE, Kernel, KernelWarning
-from tests.support.small_model import Mlp, quantized
+from tests.support.small_model import Mlp, results_of
 from tests.support.warned import texts
 
 CPU = torch.device("cpu")
@@ -169,16 +169,7 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
 
     model, x = Mlp(), torch.randn(32, 64)
 
-    def step() -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        y = quantized(model)(x)
-        y.square().sum().backward()
-        results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
-        model.zero_grad()
-        return results
-
-    want, ran = step(), []
+    want, ran = results_of(model, x), []
 
     def gemm(*args):
         with first_launch.marked(first_launch.begin("gemm", "large", CPU, 1)):
@@ -186,7 +177,7 @@ def test_a_large_launch_that_crashed_or_hung_does_not_run_again(
 
     candidate("gemm", None, "large", function=gemm)
     with pytest.warns(KernelWarning) as caught:
-        assert all(map(torch.equal, step(), want))
+        assert all(map(torch.equal, results_of(model, x), want))
     (said,) = texts(caught, KernelWarning)
     assert "kernel 'large' of q2::gemm on cpu is rejected" in said
     assert "its first large launch did not end in an earlier process" in said

@@ -24,7 +24,7 @@ for i in range(10):
     recent_launches.note(f"launch {i}")
 raise ERROR
 """
-TOLD = (
+LINE = (
     "q2compile: its last launches before this error, newest first: launch 9, launch 8, launch 7, "
     "launch 6, launch 5, launch 4, launch 3, launch 2. One of these may be at fault, or a kernel "
     "of others: CUDA_LAUNCH_BLOCKING=1 makes the error name the call."
@@ -32,7 +32,7 @@ TOLD = (
 
 
 @pytest.mark.parametrize(
-    "error, told",
+    ("error", "of_device"),
     [
         ("RuntimeError('CUDA error: an illegal memory access was encountered')", True),
         ("recent_launches.DeviceLostError('cuda:0 failed')", True),
@@ -40,13 +40,13 @@ TOLD = (
         ("ValueError('loss is NaN')", False),
     ],
 )
-def test_an_uncaught_device_error_names_them(error, told) -> None:
+def test_an_uncaught_device_error_names_them(error, of_device) -> None:
     """Once, after the traceback; other errors are as they were."""
     code = PROGRAM.replace("ERROR", error)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and any("Error: " in line for line in lines[-2:])
-    assert lines[-1] == TOLD if told else "q2compile" not in done.stderr
+    assert lines[-1] == LINE if of_device else "q2compile" not in done.stderr
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from q2compile.runtime_kernels.numerics.swizzle import swizzle_32x4x4, unswizzle
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
 from tests.support.pretended_gpu import on_gpu
-from tests.support.small_model import Mlp, quantized
+from tests.support.small_model import Mlp, results_of
 from tests.support.warned import texts
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -89,19 +89,19 @@ def test_right_bits_in_all_tiles_agree(candidate, monkeypatch) -> None:
 def test_training_goes_on_without_a_kernel_with_wrong_second_tiles(candidate, monkeypatch) -> None:
     """Its self-check rejects it, with one warning; the next kernel gives the right numbers."""
     model, x = Mlp(), torch.randn(32, 64)
-    want, grids = step(model, x), []
+    want, grids = results_of(model, x), []
     launch_emulated(monkeypatch, first_tiles(grids))
     monkeypatch.setattr(checks._State, "mode", checks.Mode(in_child=False))
     request = Request(OF_TILES, selfcheck.__name__, OF_TILES)
     unsupported = lambda *args: checks.rejection(request)  # noqa: E731
     candidate("quantize", None, "emulated", function=quantizers.quantize, unsupported=unsupported)
     with pytest.warns(KernelWarning) as caught:
-        assert all(map(torch.equal, step(model, x), want))
+        assert all(map(torch.equal, results_of(model, x), want))
     (said,) = texts(caught, KernelWarning)
     assert "kernel 'emulated' of q2::quantize columnwise rotated on cpu is rejected" in said
     assert "differ from the reference, with several tiles for each thread block" in said
     launches = len(grids)
-    assert launches > 0 and all(map(torch.equal, step(model, x), want))
+    assert launches > 0 and all(map(torch.equal, results_of(model, x), want))
     assert len(grids) == launches  # it runs in its check alone
 
 
@@ -240,14 +240,14 @@ def test_training_goes_on_without_a_wrong_algorithm(candidate, monkeypatch, wron
     monkeypatch.setattr(swizzle, "swizzled", _swizzled)
     monkeypatch.setattr(first_launch, "FLOPS", 1)
     model, x = Mlp(), torch.randn(32, 64)
-    want = step(model, x)
+    want = results_of(model, x)
     own = {"function": cublaslt_fp4.gemm_fp4, "unsupported": _other_formats}
     candidate("gemm", None, "large", **own)
     for attempt in range(2):
         before = len(ran)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            got = step(model, x)
+            got = results_of(model, x)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
         said = texts(caught, KernelWarning)
@@ -275,16 +275,6 @@ def _swizzled(scales, rows, spec):
         return scales
     plain = scales.view(torch.uint8).repeat_interleave(spec.block[0], 0)[:rows]
     return swizzle_32x4x4(plain.view(torch.float8_e4m3fn))
-
-
-def step(model, x) -> list[torch.Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(1)
-    y = quantized(model)(x)
-    y.square().sum().backward()
-    results = [y.detach(), *(p.grad.clone() for p in model.parameters())]
-    model.zero_grad()
-    return results
 
 
 # ---- the way a quantizer is used -----------------------------------------------------------------
