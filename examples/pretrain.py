@@ -403,6 +403,8 @@ def add_operands(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, help="sequences of each; by default the run's")
     text = "what runs the graphs that are measured; eager compiles nothing and starts sooner"
     add("--inner", choices=("inductor", "eager"), default="inductor", help=text)
+    text = "also each module alone: which kinds of layers make the gradient's error"
+    add("--alone", action="store_true", help=text)
     add("--device", default="auto", help="auto takes CUDA when there is one")
     add("--out", type=Path, default=Path("runs/operands"), help="folder of operands.json")
     parser.set_defaults(main=measure_operands, devices=None, deterministic=False)
@@ -421,7 +423,7 @@ def measure_operands(args: argparse.Namespace) -> int:
     facts |= environment()
     found = []
     for run in [runs.parse(name) for name in args.runs]:
-        found.append(operands.measure(trained, run, batches, args.device, args.inner))
+        found.append(operands.measure(trained, run, batches, args.device, args.inner, args.alone))
         operands.write(found, facts, args.out / "operands.json")
     print(f"{trained.run}, {trained.setup['size']}, after step {trained.step}")
     print(operands.table(found), flush=True)

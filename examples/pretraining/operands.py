@@ -9,6 +9,8 @@ of GEMM results and of the gradient of all parameters come from `q2compile.compa
     error of an operand     root of the mean over modules and batches of (|x̂ - x| / |x|)²
     error of a GEMM         root of the mean over modules of (|q - g|² / |g|²), on the same operands
     error of the gradient   |q - g| / |g| of all parameters together, mean over the batches
+    share of a kind         of the squared effects of all modules, an effect being the error of the
+                            gradient with one module alone quantized (`--alone`)
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class OperandErrors:
 
     worst: of the run's operands, the module with the largest error. gemms: of each GEMM's result;
     gradients: of the gradient of all parameters, under the whole recipe and each GEMM alone.
+    kinds: o_proj and the like -> its shares of the squared effects and of the FLOPs; with --alone.
     """
 
     run: str
@@ -48,11 +51,15 @@ class OperandErrors:
     worst: dict[str, tuple[str, float]] = field(default_factory=dict)
     gemms: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of a checkpoint of `train`, in training mode, and what it was trained by."""
+    """The model of a checkpoint of `train`, in training mode, and what it was trained by.
+
+    The checkpoint of a stem (see `branching`) has no run: BF16 trained it.
+    """
 
     model: nn.Module
     step: int
@@ -70,18 +77,24 @@ class Trained:
         setup = state["setup"]["setup"]
         model: nn.Module = build_model(SIZES[setup["size"]], setup["vocab"], setup["seq"])
         model.load_state_dict(state["model"])
-        return cls(model.to(device), state["step"], setup, state["setup"]["run"]["name"])
+        run = state["setup"].get("run", {"name": "bf16"})
+        return cls(model.to(device), state["step"], setup, run["name"])
 
 
 def measure(
-    trained: Trained, run: Run, batches: Sequence[Tensor], device: str, inner: str
+    trained: Trained,
+    run: Run,
+    batches: Sequence[Tensor],
+    device: str,
+    inner: str,
+    alone: bool = False,
 ) -> OperandErrors:
     """Everything about one recipe. batches: int64 [B, S] each, on the device."""
     layers = SIZES[trained.setup["size"]].layers
     options = {**run.compile_options(layers), "inner": inner}
     own = of_operands(recorded(trained.model, batches, options, device))
     normal = of_operands(recorded_of_normal(options, device))
-    compared = compared_gemms(trained.model, batches, options, device)
+    compared = compared_gemms(trained.model, batches, options, device, alone)
     return OperandErrors(
         run=run.name,
         operands={key: rms(errors.values()) for key, errors in own.items()},
@@ -93,6 +106,7 @@ def measure(
             if (errors := [e for m in compared.modules if (e := getattr(m, gemm)) is not None])
         },
         gradients={key: sum(e) / len(e) for key, e in compared.gradients.items()},
+        kinds=of_kinds(compared) if alone else {},
     )
 
 
@@ -177,20 +191,36 @@ def of_operands(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float
 
 
 def compared_gemms(
-    model: nn.Module, batches: Sequence[Tensor], options: Mapping[str, Any], device: str
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    options: Mapping[str, Any],
+    device: str,
+    alone: bool,
 ) -> q2compile.Comparison:
     others = {key: value for key, value in options.items() if key not in ("recipe", "inner")}
     asked = [{"input_ids": tokens, "labels": tokens} for tokens in batches]
     torch._dynamo.reset()
     with torch.autocast(device, torch.bfloat16):
-        return q2compile.compare(model, asked, options["recipe"], options=others, alone=False)
+        return q2compile.compare(model, asked, options["recipe"], options=others, alone=alone)
+
+
+def of_kinds(compared: q2compile.Comparison) -> dict[str, tuple[float, float]]:
+    """The last part of the modules' names -> their shares of the squared effects and the FLOPs."""
+    flops = sum(module.flops or 0 for module in compared.modules)
+    kinds: dict[str, tuple[float, float]] = {}
+    for module in compared.modules:
+        kind = module.module.rpartition(".")[2]
+        effects, size = kinds.get(kind, (0.0, 0.0))
+        share = compared.share(module) or 0.0
+        kinds[kind] = (effects + share, size + (module.flops or 0) / flops)
+    return kinds
 
 
 # ------------------------------------------------------------------------------------------ table
 
 
 def table(found: Sequence[OperandErrors]) -> str:
-    """A line a recipe and operand, run's own tensors beside N(0,1); then GEMMs and gradients."""
+    """A line a recipe and operand, own tensors beside N(0,1); then GEMMs, gradients, kinds."""
     rows = [["recipe", "operand", "own tensors", "N(0,1)", "worst module", ""]]
     for errors in found:
         for place, error in errors.operands.items():
@@ -203,9 +233,14 @@ def table(found: Sequence[OperandErrors]) -> str:
         of_gemms = [number(errors.gemms.get(gemm)) for gemm in GEMMS]
         of_gradients = [number(errors.gradients.get(key)) for key in ("all", *GEMMS)]
         gemms.append([errors.run, *of_gemms, *of_gradients])
+    kinds = [["recipe", "modules", "share of the gradient's error", "of the FLOPs", "ratio"]]
+    for errors in found:
+        for kind, (effect, size) in sorted(errors.kinds.items(), key=lambda k: -k[1][0] / k[1][1]):
+            kinds.append([errors.run, kind, f"{effect:.1%}", f"{size:.1%}", f"{effect / size:.2f}"])
     return (
         f"{aligned(rows)}\n\n{aligned(gemms)}\n(gradient: of all parameters, under the whole "
         "recipe and with one GEMM alone quantized)"
+        + (f"\n\n{aligned(kinds)}" if len(kinds) > 1 else "")
     )
 
 

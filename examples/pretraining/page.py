@@ -32,7 +32,8 @@ from pretraining.results import (
 )
 from pretraining.runs import RUNS
 
-IF_ANY = ("late", "late_at", "backwards", "perturbed", "against", "about")  # of a run, in its row
+# Fields of a run that its row has if they are set.
+IF_ANY = ("late", "late_at", "backwards", "perturbed", "mean_split", "against", "about")
 DIGITS = 6  # of a loss in gaps.json: a hundredth of the smallest standard error there is
 
 # Quartet II (arXiv 2601.22813 v2): gap of the validation loss to BF16, nats a token on C4, by the

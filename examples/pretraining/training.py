@@ -27,6 +27,7 @@ import q2compile
 from pretraining import checkpoint
 from pretraining.batches import Backwards, Batches, First, prefetched
 from pretraining.branching import Stem
+from pretraining.mean_split import split_means
 from pretraining.model import SIZES, build_model
 from pretraining.oracle import References, by_references, exact_sums
 from pretraining.record import Losses, Point
@@ -138,6 +139,8 @@ class Trainee:
         fresh: torch.nn.Module = build_model(self.size, setup.vocab, setup.seq)
         if self.model is None:
             self.model = fresh.to(setup.device)
+            if self.run.mean_split:
+                split_means(self.model)
             self.compiled[False] = self.compile(late=False)
         else:
             self.model.load_state_dict(fresh.state_dict())

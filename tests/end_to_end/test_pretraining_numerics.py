@@ -183,7 +183,7 @@ def test_operands_are_measured_as_their_gemm_multiplies_them(
     monkeypatch.setattr(operands, "NORMAL_SIZE", 256)
     before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
     batches = [tokens(64, seed).reshape(4, 16) for seed in (1, 2)]
-    found = operands.measure(trained, runs.RUNS["nvfp4"], batches, "cpu", "eager")
+    found = operands.measure(trained, runs.RUNS["nvfp4"], batches, "cpu", "eager", alone=True)
     places = [f"{gemm} {name}" for gemm, both in operands.GEMMS.items() for name in both]
     assert list(found.operands) == list(found.normal) == places
     # N(0,1): the paper's table. 256 x 256 samples, whose mean squared error is known to 1%, and the
@@ -213,7 +213,15 @@ def test_operands_are_measured_as_their_gemm_multiplies_them(
     assert found.gradients["all"] > max(found.gradients[g] for g in operands.GEMMS)
     for name, p in trained.model.named_parameters():
         assert torch.equal(p, before[name]) and p.grad is None
+    # tiny has one block: q, k, v, o are H x H, gate, up, down are H x 2H.
+    assert {kind: size for kind, (_, size) in found.kinds.items()} == pytest.approx(
+        {name: (0.1 if name[0] in "qkvo" else 0.2) for name in found.kinds}
+    )
+    assert len(found.kinds) == 7 and sum(effect for effect, _ in found.kinds.values()) == (
+        pytest.approx(1)
+    )
     shown = operands.table([found])
+    assert "share of the gradient's error" in shown
     assert f"nvfp4   fprop w   {found.operands['fprop w']:.4f}" in shown
 
 
