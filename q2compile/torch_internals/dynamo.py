@@ -180,6 +180,12 @@ def compiling_apart(example: torch.Tensor) -> Iterator[torch.Tensor]:
         yield mode.from_tensor(example, static_shapes=True) if fake is None else fake
 
 
+def skip_frames_of(function: Any) -> None:
+    """A call of ``function`` from code that is not compiled runs as it is. Dynamo would compile it
+    by itself, with torch.compiler.is_compiling() True. Inlined in another frame it is traced."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
 def compile_id() -> str:
     """Dynamo's number of the graph that is compiled now, as in its logs: "0/0"."""
     return str(torch._guards.CompileContext.current_compile_id())

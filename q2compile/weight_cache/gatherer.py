@@ -16,18 +16,19 @@ did, and ranks that did not, both raise an error there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from q2compile.capture.module_names import plain_name
 from q2compile.capture.module_tree import named_modules, under
 from q2compile.errors import ConfigError
 from q2compile.torch_internals import fsdp
+from q2compile.torch_internals.dynamo import skip_frames_of
 from q2compile.weight_cache.exchange import Votes
 from q2compile.weight_cache.sharded_weight import ShardedWeight, add
 
@@ -71,12 +72,13 @@ class Gatherer:
         _covered.update((m, self) for _, m in named_modules(root) if fsdp.is_sharded(m))
 
     def _register_hooks(self, root: nn.Module) -> None:
+        self._eager: list[_ValuesIfEager] = []
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         root.register_forward_pre_hook(begin, prepend=True)  # before FSDP2's, which gathers
         root.register_forward_hook(end, always_call=True)
         for weight in self.weights:
             if not weight.why:
-                fsdp.owner_of(weight.record).register_forward_pre_hook(_values_if_eager(weight))
+                self._eager.append(_ValuesIfEager(weight))
         if any(fsdp.gathered_parameter(w.record) is not None for w in self.weights):
             torch.compiler.reset()  # graphs of a step before this call take no codes
 
@@ -108,6 +110,8 @@ class Gatherer:
                 votes.begin()
 
     def _end(self, *_: Any) -> None:
+        for hook in self._eager:
+            hook.register()
         for weight in self.weights:
             weight.end_forward()
 
@@ -157,15 +161,32 @@ def _weights_of(name: str, root: nn.Module) -> list[ShardedWeight]:
     return weights
 
 
-def _values_if_eager(weight: ShardedWeight) -> Callable[..., None]:
-    """A hook of the module that holds the weight. In a compiled graph, which says itself what it
-    reads, Dynamo leaves nothing of it."""
+class _ValuesIfEager:
+    """A hook of the module that holds the weight, for a forward without a graph. A compiled graph
+    says itself what it reads; Dynamo leaves nothing of the hook there.
 
-    def hook(*_: Any) -> None:
+    It is gone while the module runs: Dynamo compiles a torch.nn module that has hooks in places
+    where it skips one that has none, and the module would be quantized there.
+    """
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        self._owner = fsdp.owner_of(weight.record)
+        self._read_values = torch.compiler.disable(weight.read_values)
+        self._handle: RemovableHandle | None = None
+        self.register()
+
+    def register(self) -> None:
+        """Again, if it was called since."""
+        if self._handle is None:
+            skip_frames_of(self._hook)
+            self._handle = self._owner.register_forward_pre_hook(self._hook)
+
+    def _hook(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            weight.read_values()
-
-    return hook
+            if self._handle is not None:
+                self._handle.remove()
+                self._handle = None
+            self._read_values()
 
 
 def _ranks(ranks: list[int]) -> str:

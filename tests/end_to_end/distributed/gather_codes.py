@@ -216,6 +216,14 @@ def accumulated(**how: Any) -> Callable[[Attach], Run]:
     return lambda attach: Training(*build(**how), attach).steps(STEPS, micro_batches=2).done()
 
 
+def bare(attach: Attach) -> Run:
+    """Linears that are compiled by themselves, which Dynamo skips."""
+    model, call = build(compiled=False)
+    for layer in model.layers:
+        layer.up.compile(backend="quartet2", options={"inner": "eager"})
+    return Training(model, call, attach).steps(STEPS).done()
+
+
 def attached_late(attach: Attach) -> Run:
     """After two steps."""
     training = Training(*build(), None).steps(2)
@@ -428,6 +436,7 @@ SCENARIOS: dict[str, Callable[[Attach], Run]] = {
     "uneven_square": simple(inner=80, recipe="nvfp4"),
     "accumulated": accumulated(),
     "accumulated_kept": accumulated(reshard_after_forward=False),
+    "bare": bare,
     "attached_late": attached_late,
     "switched": switched,
     "evaluated": evaluated,
@@ -453,9 +462,9 @@ ON_FOUR: dict[str, Callable[[Attach], Run]] = {
 
 def without(name: str) -> str:
     """The scenario whose run without gather_codes has the same results."""
-    if name in ("checkpointed", "kept", "offloaded", "attached_late"):
+    if name in ("whole_blocks", "checkpointed", "kept", "offloaded", "attached_late"):
         return "quartet2"
-    same = {"whole_blocks": "whole", "accumulated_kept": "accumulated", "to_two": "four"}
+    same = {"bare": "not_compiled", "accumulated_kept": "accumulated", "to_two": "four"}
     return same.get(name, name)
 
 
