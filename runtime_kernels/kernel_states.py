@@ -11,33 +11,45 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterable
 
 UNSUPPORTED, REJECTED, DISABLED = "unsupported", "rejected", "disabled"
 VARIABLE = "Q2COMPILE_DISABLE_KERNELS"
 OPTION = "disable_kernels"
+_LINES = 12  # of a traceback
 
 
 class Reason(str):
-    """Why a kernel does not run. A reason that is a plain str means that a call is unsupported."""
+    """Why a kernel does not run. A reason that is a plain str means that a call is unsupported.
+
+    traceback: the last lines, if an exception is the reason. They go to the parent of a process of
+        self-checks, and not to disk.
+    """
 
     state: str
+    traceback: list[str]
 
-    def __new__(cls, text: str, state: str) -> Reason:
+    def __new__(cls, text: str, state: str, traceback: Iterable[str] = ()) -> Reason:
         made = super().__new__(cls, text)
-        made.state = state
+        made.state, made.traceback = state, list(traceback)
         return made
 
     def __reduce__(self) -> tuple:
-        return Reason, (str(self), self.state)
+        return Reason, (str(self), self.state, self.traceback)
 
     def __str__(self) -> str:
         return str.__str__(self)
 
 
-def rejected(text: str) -> Reason:
-    """The reason of a kernel that failed."""
-    return Reason(f"{REJECTED}: {text}", REJECTED)
+def rejected(text: str, error: BaseException | None = None) -> Reason:
+    """The reason of a kernel that failed. error: what it raised."""
+    return Reason(f"{REJECTED}: {text}", REJECTED, lines_of(error) if error else ())
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """The last lines of its traceback."""
+    return traceback.format_exception(error)[-_LINES:]
 
 
 def state_of(reason: str) -> str:

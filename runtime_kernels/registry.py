@@ -301,7 +301,7 @@ def reject(kernel: Kernel, args: Sequence, error: Exception) -> None:
 
 def failure_text(error: Exception) -> Reason:
     """The reason why a kernel that raised this is rejected."""
-    return rejected(f"it failed: {type(error).__name__}: {error}"[:2000].rstrip())
+    return rejected(f"it failed: {type(error).__name__}: {error}"[:2000].rstrip(), error)
 
 
 def warn_of_failure(op: str, name: str, device: torch.device, reason: str) -> None:

@@ -9,7 +9,7 @@ A check changes no state of the caller: modes, default device and dtype, autocas
 None can run inside a CUDA graph capture.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -35,6 +35,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
 )
 from q2compile.runtime_kernels.cuda.jit import nvrtc
 from q2compile.runtime_kernels.cuda.jit.launch import (
+    Launch,
     architecture,
     on_one_multiprocessor,
     unsupported,
@@ -65,9 +66,12 @@ def rejection(op: str, name: str, index: int, scheme: str, what: What = None) ->
 def begin(of: str | Variant | Use, index: int, scheme: str) -> None:
     """Starts the self-check of kernel CUDA of an op on this device, unless its result is known;
     threads compile its kernels. of: the op, or the variant of a quantizer."""
-    request = request_of(op_of(of), CUDA, index, scheme, None if isinstance(of, str) else of)
+    op = op_of(of)
+    request = request_of(op, CUDA, index, scheme, None if isinstance(of, str) else of)
     if not checks.is_known(request):
-        checks.begin(request, _compiled(request, of, index))
+        _, _, device, scheme, _ = request.check
+        launches = launches_of(op, cases_of(of, scheme), device)
+        checks.begin(request, begin_compiling(launches, index))
 
 
 def begin_gemm(op: str, name: str, index: int, scheme: str, form: Form | GroupedForm) -> None:
@@ -84,15 +88,19 @@ def request_of(op: str, name: str, index: int, scheme: str, what: What = None) -
     return Request((op, name, device, scheme, what), __name__, (op, name, device, scheme, *of))
 
 
-def _compiled(request: Request, of: str | Variant | Use, index: int) -> list[Future]:
-    """Threads that compile the kernels of a self-check."""
-    op, _, device, scheme, _ = request.check
+def launches_of(op: str, cases: Iterable[tuple], device: torch.device) -> list[Launch]:
+    """The launches that kernel CUDA of an op may make. cases: arguments on the CPU; an iterator
+    makes them undisturbed by the caller's modes."""
     launching = next(k.launching for k in kernels(op) if k.name == CUDA)
     with apart(torch.device("cpu")):
-        cases = list(cases_of(of, scheme))
+        made = list(cases)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            found = [each for args in cases for each in launching.launches(*_on(device, args))]
-    variants = dict.fromkeys(launch.variant for launch in found)
+            return [each for args in made for each in launching.launches(*_on(device, args))]
+
+
+def begin_compiling(launches: Iterable[Launch], index: int) -> list[Future]:
+    """Threads that compile these launches for a device."""
+    variants = dict.fromkeys(launch.variant for launch in launches)
     return [nvrtc.begin(variant, architecture(index)) for variant in variants]
 
 

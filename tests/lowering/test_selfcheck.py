@@ -14,7 +14,7 @@ from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import check_results, checks
 from q2compile.runtime_kernels.ops.table import rowwise_call
 from q2compile.runtime_kernels.registry import KernelWarning
-from q2compile.tools import doctor
+from q2compile.tools import doctor, kernel_rows
 from tests.support.emulation.inductor import lower_on_cpu
 from tests.support.warned import texts
 
@@ -176,11 +176,11 @@ def test_doctor_checks_them_too(monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         selfcheck, "disagreement", lambda device, call: answers.get(call.scheme.name)
     )
-    rows = list(doctor.inductor_rows(CPU))
+    rows = list(kernel_rows.inductor_rows(CPU))
     with pytest.warns(KernelWarning):
-        doctor.checked(rows, True, print)
+        doctor.printed(rows, True, print)
     _, *lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(rows) == len(doctor.INDUCTOR_CHECKED)
+    assert len(lines) == len(rows) == len(kernel_rows.INDUCTOR_CHECKED)
     assert sum(" passed (" in line for line in lines) == len(lines) - 1
     (line,) = [line for line in lines if "FAULT" in line]
     assert "nvfp4_46 " in line and "FAULT, rejected: it failed its self-check" in line

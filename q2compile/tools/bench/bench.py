@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from q2compile.cost_model.devices import Device, data_sheet
 from q2compile.runtime_kernels.cuda.gemm.remembered import Choice
-from q2compile.runtime_kernels.kernel_states import REJECTED, NotServedError, state_of
+from q2compile.runtime_kernels.kernel_states import REJECTED, NotServedError, lines_of
 from q2compile.tools.bench.llama_block import Block
 from q2compile.tools.bench.report import FAULT, UNSUPPORTED, Log, Row, Times
 from q2compile.tools.bench.timing import (
@@ -26,7 +25,6 @@ from q2compile.tools.bench.timing import (
 )
 
 _ROUNDS = 20
-# How the reason begins why a kernel that would serve a call does not.
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,4 @@ def failed(row: Row, error: Exception) -> None:
     fault = not isinstance(error, NotServedError) or error.state == REJECTED
     row.status = FAULT if fault else UNSUPPORTED
     if row.status == FAULT:
-        row.more["traceback"] = traceback.format_exception(error)[-12:]
-
-
-def unsupported(reason: str) -> str:
-    """The status of a row whose kernel does not serve it, by the reason."""
-    return FAULT if state_of(reason) == REJECTED else UNSUPPORTED
+        row.more["traceback"] = lines_of(error)

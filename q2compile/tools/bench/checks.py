@@ -3,55 +3,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-import torch
-
-from q2compile.runtime_kernels.cuda import selfcheck
-from q2compile.runtime_kernels.cuda.checked_cases import arguments_of, checked_of
-from q2compile.runtime_kernels.ops.table import Variant
-from q2compile.runtime_kernels.registry import REFERENCE, Kernel, kernels, ops
+from q2compile.runtime_kernels.kernel_states import REJECTED
 from q2compile.tools.bench import codes
-from q2compile.tools.bench.bench import Bench, failed, unsupported
+from q2compile.tools.bench.bench import Bench, failed
 from q2compile.tools.bench.report import FAULT, PASSED, UNSUPPORTED, Row
+from q2compile.tools.kernel_rows import checked, device_rows
 
 
 def checks(bench: Bench) -> Iterator[Row]:
-    """The self-check of every kernel, anew."""
+    """The self-check of every kernel, anew, in a process of its own: one that traps or hangs does
+    not hide the others."""
     if not bench.on_gpu:
         why = "no CUDA device: `q2compile doctor` checks the kernels of a CPU"
         yield Row("checks", "all", status=UNSUPPORTED, why=why)
         return
-    for op in ops():
-        for kernel in kernels(op):
-            serves = kernel.name != REFERENCE and kernel.device_type in (None, bench.device.type)
-            for of, scheme in checked_of(op) if serves else ():
-                yield _check(bench, kernel, of, scheme)
-
-
-def _check(bench: Bench, kernel: Kernel, of: str | Variant, scheme: str) -> Row:
-    name = f"{of} {scheme}"
-    bench.begun(f"{name} {kernel.name}")
-    row = Row("checks", name, kernel=kernel.name, status=PASSED)
-    start = time.perf_counter()
-    try:
-        arguments = [
-            a.to(bench.device) if isinstance(a, torch.Tensor) else a
-            for a in arguments_of(of, scheme)
-        ]
-        why = kernel.why_not(*arguments)
-        if why is not None:
-            row.status, row.why = unsupported(str(why)), str(why)
-            return row
-        variant = (of,) if isinstance(of, Variant) else ()
-        difference = selfcheck.disagreement(kernel.op, kernel.name, bench.device, scheme, *variant)
-        if difference is not None:
-            row.status, row.why = FAULT, difference
-    except Exception as error:  # whatever a kernel does, the report goes on
-        failed(row, error)
-    row.more["milliseconds"] = round(1e3 * (time.perf_counter() - start))
-    return row
+    rows = list(device_rows(bench.device))
+    for found in checked(rows, True, lambda row: bench.begun(f"{row.name} {row.scheme}")):
+        status = {PASSED: PASSED, REJECTED: FAULT}.get(found.state, UNSUPPORTED)
+        name = f"{found.of} {found.scheme}"
+        row = Row("checks", name, status=status, kernel=found.kernel, why=found.reason)
+        row.more = {"milliseconds": found.milliseconds}
+        if found.traceback:
+            row.more["traceback"] = found.traceback
+        yield row
 
 
 def hashes(bench: Bench) -> Iterator[Row]:

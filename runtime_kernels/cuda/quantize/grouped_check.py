@@ -26,12 +26,18 @@ from q2compile.runtime_kernels.cuda.checked_cases import (
     arguments_of,
     op_of,
 )
-from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product, grouped_plan
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import (
+    Product,
+    compile_ahead,
+    grouped_plan,
+)
 from q2compile.runtime_kernels.cuda.quantize.quantizers import use_of
 from q2compile.runtime_kernels.cuda.selfcheck import (
     apart,
+    begin_compiling,
     difference_of_bits,
     difference_on_any_grid,
+    launches_of,
 )
 from q2compile.runtime_kernels.numerics.schemes import get_scheme
 from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPECS, QuantizerCall, Variant
@@ -80,10 +86,21 @@ def rejection(group: Group, device: torch.device) -> str | None:
     return checks.rejection(_request(group, device)) if device.type == "cuda" else None
 
 
-def begin(group: Group, device: torch.device, after: Sequence[Future]) -> None:
-    """Starts that self-check, unless its result is known. after: threads that compile its
-    kernels."""
-    checks.begin(_request(group, device), after)
+def begin(group: Group, device: torch.device, after: Sequence[Future] | None = None) -> None:
+    """Starts that self-check, unless its result is known. after: threads that compile its kernels;
+    by default they are started."""
+    request = _request(group, device)
+    if not checks.is_known(request):
+        checks.begin(request, _compiled(group, device) if after is None else after)
+
+
+def _compiled(group: Group, device: torch.device) -> list[Future]:
+    """Threads that compile the kernels of a group."""
+    with apart(torch.device("cpu")):
+        cases = [(op_of(call[0]), [_arguments(n, *call)]) for n, call in enumerate(group.calls)]
+    found = [launches_of(op, arguments, device) for op, arguments in cases]
+    of_calls = begin_compiling([each for launches in found for each in launches], device.index)
+    return compile_ahead(found, device.index) + of_calls
 
 
 def _request(group: Group, device: torch.device) -> Request:

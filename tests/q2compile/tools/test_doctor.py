@@ -11,7 +11,7 @@ import torch
 from q2compile.runtime_kernels import registry
 from q2compile.runtime_kernels.cuda import checked_cases, selfcheck
 from q2compile.runtime_kernels.kernel_states import disable, rejected
-from q2compile.tools import cli, doctor
+from q2compile.tools import cli, doctor, kernel_rows
 from tests.support.pretended_gpu import on_gpu
 
 ON_CPU = torch.device("cpu")
@@ -32,13 +32,13 @@ def test_doctor_lists_what_fails_and_goes_on(candidate, capsys):
     disable(["gemm.unwanted"], "option disable_kernels")
     cpu, schemes = torch.device("cpu"), checked_cases.CHECKED["gemm"]
     rows = [
-        doctor.kernel_row(kernel, cpu, "gemm", scheme)
+        kernel_rows.kernel_row(kernel, cpu, "gemm", scheme)
         for kernel in registry.kernels("gemm")[:5]
         for scheme in schemes
     ]
     for row in rows:
         row.begins = []
-    doctor.checked(rows, True, print)
+    doctor.printed(rows, True, print)
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 5 * len(schemes) + 1
     for line in (
@@ -66,9 +66,9 @@ def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
         dataclasses.replace(row, asks=[functools.partial(quantizer.why_not, *on_gpu(of, scheme))])
         for quantizer in registry.kernels("quantize")[:1]
         for of, scheme in list(checked_cases.checked_of("quantize"))[:3]
-        for row in [doctor.kernel_row(quantizer, ON_CPU, of, scheme)]
+        for row in [kernel_rows.kernel_row(quantizer, ON_CPU, of, scheme)]
     ]
-    doctor.checked(rows, False, print)
+    doctor.printed(rows, False, print)
     assert capsys.readouterr().out.count("serves this device") == 3
     assert {row.state for row in rows} == {"serves"}
 
@@ -76,12 +76,12 @@ def test_doctor_without_checks_runs_none(gpu, monkeypatch, capsys):
 @pytest.mark.parametrize("state", ["passed", "rejected"])
 def test_doctor_prints_json(gpu, monkeypatch, capsys, state):
     """A faulty line sets the exit status."""
-    row = doctor.Row("gemm", "good", "gemm", "nvfp4", state, "why" * (state == "rejected"), 7)
+    row = kernel_rows.Row("gemm", "good", "gemm", "nvfp4", state, "why" * (state == "rejected"), 7)
     gpu((12, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(doctor, "device_rows", lambda device: [row])
-    monkeypatch.setattr(doctor, "checked", lambda rows, check, say: say("a line"))
+    monkeypatch.setattr(doctor, "printed", lambda rows, check, say: say("a line"))
     assert cli.main(["doctor", "--json"]) == (state == "rejected")
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert device["capability"] == "12.0" and device["target"] == "kernels for sm_120f"

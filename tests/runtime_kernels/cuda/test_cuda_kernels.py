@@ -18,7 +18,7 @@ from q2compile.runtime_kernels.cuda.quantize import plan, quantizers
 from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SCHEMES, SWIZZLED, get_scheme
 from q2compile.runtime_kernels.ops.table import QuantizerCall, Variant, rowwise_call
 from q2compile.runtime_kernels.registry import REFERENCE, select
-from q2compile.tools import cli, doctor
+from q2compile.tools import cli, kernel_rows
 from tests.support import quantizer_calls as made
 from tests.support.emulation.random_bits import close_to_their_random_bits
 
@@ -452,7 +452,7 @@ def test_on_a_gpu_that_nobody_knows(of, as_on_a_gpu_that_nobody_knows) -> None:
     assert disagreement(of, checked_cases.CHECKED[of][0]) is None
 
 
-@pytest.mark.parametrize("scheme", doctor.INDUCTOR_CHECKED)
+@pytest.mark.parametrize("scheme", kernel_rows.INDUCTOR_CHECKED)
 def test_loops_agree(scheme) -> None:
     assert loops.disagreement(torch.device("cuda", 0), rowwise_call(scheme)) is None
 

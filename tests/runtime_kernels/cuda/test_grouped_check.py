@@ -20,6 +20,7 @@ from q2compile.runtime_kernels.cuda.checked_cases import BOTH, REQUANTIZED, ROWW
 from q2compile.runtime_kernels.cuda.quantize import align_scales, grouped_check
 from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
 from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product
+from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
 from q2compile.runtime_kernels.registry import KernelWarning
 from tests.support import emulation
 from tests.support.emulation.inductor import INDUCTOR_OPTIONS, emulate, serve_as_on
@@ -74,10 +75,12 @@ def step(recipe: str) -> list[torch.Tensor]:
     [("quartet2", 90), ("quartet2", 100), ("nvfp4", 90), ("quartet", 100)],
 )
 def test_groups_of_training_pass(recipe, capability, groups) -> None:
+    """`q2compile doctor` checks them too."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype", lambda a, b, dtype: torch.zeros(len(a), b.shape[1]), "CPU")
         step(recipe)
     assert groups and max(len(group.calls) for group in groups) > 1
+    assert set(groups) <= set(groups_of_recipes(codes=capability == 100))
     for group in dict.fromkeys(groups):
         assert pickle.loads(pickle.dumps(group)) == group  # as it goes to the child process
         assert grouped_check.disagreement(CPU, group) is None, str(group)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of a device as rows of a report, each with its self-check: of `q2compile doctor` and
+of `q2compile bench`."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from q2compile.lowering.inductor_kernels import selfcheck as inductor_selfcheck
+from q2compile.runtime_kernels.cuda import checks, selfcheck
+from q2compile.runtime_kernels.cuda.checked_cases import (
+    CASES,
+    FORMS_OF,
+    arguments_of,
+    checked_of,
+    op_of,
+)
+from q2compile.runtime_kernels.cuda.jit.launch import multiplies_codes, unsupported
+from q2compile.runtime_kernels.cuda.quantize import grouped_check
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Group
+from q2compile.runtime_kernels.cuda.quantize.groups_of_recipes import groups_of_recipes
+from q2compile.runtime_kernels.kernel_states import REJECTED, lines_of, state_of
+from q2compile.runtime_kernels.ops.table import QUANTIZE, Variant, rowwise_call
+from q2compile.runtime_kernels.registry import (
+    CUDA,
+    GROUPED,
+    INDUCTOR,
+    REFERENCE,
+    Kernel,
+    kernels,
+    ops,
+)
+
+# The schemes of the recipes' operands for which Inductor kernels are used.
+INDUCTOR_CHECKED: tuple[str, ...] = ("nvfp4_46_pow2", "nvfp4_46", "nvfp4_16x16_pow2")
+INDUCTOR_CHECKED += ("nvfp4_16x16", "mxfp4_rceil_32x32")
+PASSED, SERVES = "passed", "serves"  # beside the three states of kernels that do not run
+
+
+@dataclass
+class Row:
+    """The state of a kernel with one scheme; of a quantizer also for one variant.
+
+    state: passed, rejected, unsupported or disabled; "serves" without a check.
+    traceback: of the exception that a rejected one raised, if it did; its last lines.
+    """
+
+    op: str
+    kernel: str
+    of: str
+    scheme: str
+    state: str = SERVES
+    reason: str = ""
+    milliseconds: int | None = None
+    traceback: list[str] = field(default_factory=list, repr=False)
+    asks: Any = field(default=None, repr=False)  # each: None, or the reason why it does not run
+    begins: Any = field(default=None, repr=False)  # has its check run ahead
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.of if self.of != self.op else ''}".rstrip()
+
+    def ask(self) -> None:
+        """Fills in the state: rejected if one of its forms is, unsupported if all are."""
+        start, reasons = time.perf_counter(), []
+        for ask in self.asks:
+            try:
+                reasons.append(ask())
+            except Exception as error:  # whatever a kernel does, the report goes on
+                self.state, self.reason = REJECTED, f"{type(error).__name__}: {error}"
+                self.traceback = lines_of(error)
+                return
+        self.milliseconds = round(1e3 * (time.perf_counter() - start))
+        bad = [r for r in reasons if r is not None and state_of(r) == REJECTED]
+        if bad or None not in reasons:
+            reason = (bad or reasons)[0]
+            self.state = state_of(reason)
+            self.traceback = getattr(reason, "traceback", [])
+            self.reason = " ".join(reason.split()).removeprefix(f"{self.state}: ")
+        else:
+            self.state = PASSED
+
+    def as_line(self) -> dict[str, Any]:
+        """For JSON."""
+        names = "op", "kernel", "of", "scheme", "state", "reason", "milliseconds"
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        if self.state == SERVES:
+            return "serves this device"
+        if self.state == PASSED:
+            return f"passed ({self.milliseconds} ms)"
+        state = f"FAULT, {self.state}" if self.state == REJECTED else self.state
+        return f"{state}: {self.reason.removeprefix(f'{self.state} ')}"
+
+
+def checked(rows: Sequence[Row], check: bool, announce: Callable[[Row], None]) -> Iterator[Row]:
+    """Fills in the rows, and yields each when it is done. All checks run anew, in a process of
+    their own.
+
+    check: whether checks run.  announce: called with each row before it waits for its check.
+    """
+    with checks.answering(checks.Mode(stored=False, runs=False)):
+        for row in rows:
+            row.ask()
+            if row.state == PASSED:
+                row.state = SERVES
+    with checks.answering(checks.Mode(stored=False)) if check else nullcontext():
+        for begin in [b for row in rows if check and row.state == SERVES for b in row.begins]:
+            begin()
+        for row in rows:
+            announce(row)
+            if check and row.state == SERVES:
+                row.ask()
+            yield row
+
+
+def device_rows(device: torch.device) -> Iterator[Row]:
+    """On a GPU the rows of Inductor kernels and of grouped launches; and those of all kernels but
+    the references."""
+    if device.type == "cuda":
+        yield from inductor_rows(device)
+    grouped = list(group_rows(device)) if device.type == "cuda" else []
+    for op in ops():
+        for kernel in kernels(op):
+            serves = kernel.name != REFERENCE and kernel.device_type in (None, device.type)
+            for of, scheme in checked_of(op) if serves else ():
+                yield kernel_row(kernel, device, of, scheme)
+        yield from (row for row in grouped if row.op == op)
+
+
+def inductor_rows(device: torch.device) -> Iterator[Row]:
+    for scheme in INDUCTOR_CHECKED:
+        yield Row(
+            *(QUANTIZE, INDUCTOR, f"Inductor kernel of {QUANTIZE}", scheme),
+            asks=[partial(inductor_selfcheck.rejection, device, rowwise_call(scheme))],
+            begins=[partial(inductor_selfcheck.begin, device, scheme)],
+        )
+
+
+def group_rows(device: torch.device) -> Iterator[Row]:
+    """Rows of the grouped and batched launches of the recipes' linears."""
+
+    def ask(group: Group) -> str | None:
+        return unsupported(device.index) or grouped_check.rejection(group, device)
+
+    for group in groups_of_recipes(multiplies_codes(device.index)):
+        counts = Counter(str(of) for of, _ in group.calls)
+        of = " + ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
+        schemes = " + ".join(dict.fromkeys(scheme for _, scheme in group.calls))
+        yield Row(
+            *(op_of(group.calls[0][0]), GROUPED, of, schemes),
+            asks=[partial(ask, group)],
+            begins=[partial(grouped_check.begin, group, device)],
+        )
+
+
+def kernel_row(kernel: Kernel, device: torch.device, of: str | Variant, scheme: str) -> Row:
+    """The rows of a kernel with one scheme; of a GEMM in all its variants."""
+    op = op_of(of)
+    forms = FORMS_OF.get(op, ())
+    calls = [next(CASES[op](scheme, (f,))).arguments for f in forms] or [arguments_of(of, scheme)]
+
+    def ask(arguments: tuple) -> str | None:
+        on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+        return kernel.why_not(*on_device)
+
+    begins: list[Callable[[], None]] = []
+    if kernel.name == CUDA and kernel.launching is not None and not forms:
+        begins = [partial(selfcheck.begin, of, device.index, scheme)]
+    for form in forms if device.type == "cuda" else ():
+        what = op, kernel.name, device.index, scheme, form
+        begins.append(partial(selfcheck.begin_gemm, *what))
+    asks = [partial(ask, arguments) for arguments in calls]
+    return Row(op, kernel.name, str(of), scheme, asks=asks, begins=begins)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped launches that `q2compile doctor` checks: those of linears by the published recipes,
+forward and backward. Training checks all of its own before their first use (grouped_check.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from q2compile.runtime_kernels.cuda.checked_cases import (
+    BOTH,
+    COLUMNS_ROTATED,
+    COLUMNWISE,
+    MASKED,
+    OF_FORMAT,
+    REQUANTIZED,
+    ROWWISE,
+    used,
+)
+from q2compile.runtime_kernels.cuda.quantize.grouped_check import Checked, Group
+from q2compile.runtime_kernels.cuda.quantize.grouped_launch import Product
+from q2compile.runtime_kernels.numerics.schemes import DEQUANTIZED, SWIZZLED, get_scheme
+from q2compile.runtime_kernels.ops.table import DEQUANTIZE, SPLIT_SCALES, Variant
+
+# x and w.
+_FORWARD = (
+    *((ROWWISE, "nvfp4_46_pow2"), (ROWWISE, "nvfp4_search_pow2"), (ROWWISE, "nvfp4_pow2")),
+    (MASKED, "mxfp4_quest"),
+)
+# The scheme and the transform of gradients, and what follows dy: x and w.
+_BACKWARD = (
+    ("nvfp4_ms_eden_pow2", "rht128", REQUANTIZED),
+    ("nvfp4_sr_pow2", "rht128", REQUANTIZED),
+    ("mxfp4_rtn34", "rht32", REQUANTIZED),
+    ("mxfp4_sr", "rht64", COLUMNWISE),
+)
+_ROW, _COLUMN = (0, 2), (0, 5)  # the global scales of a first call with both operands
+
+
+def groups_of_recipes(codes: bool) -> Iterator[Group]:
+    """codes: whether the GPU's GEMMs read codes, with swizzled scales and one product of global
+    scales; else dequantized operands."""
+    for variant, scheme in _FORWARD:
+        calls = [(variant, scheme + SWIZZLED * codes)] * 2
+        yield _group(calls, [Product(_ROW, (1, 2))] if codes else [])
+    for scheme in () if codes else OF_FORMAT.values():
+        yield Group(((DEQUANTIZE, scheme), (DEQUANTIZE, scheme)))
+    form = SWIZZLED if codes else DEQUANTIZED
+    for dbias in (False, True):
+        for scheme, transform, variant in _BACKWARD:
+            dy = used(BOTH._replace(dbias=dbias), transform), scheme + form
+            other = used(variant, transform), scheme + form
+            products = [Product(_ROW, (1, 2)), Product(_COLUMN, (2, 2))] if codes else []
+            yield _group([dy, other, other], products)
+        dy = used(COLUMNWISE._replace(dbias=dbias), "h32"), "mxfp4_rceil" + form
+        yield _group([dy, dy], [])
+    yield from _of_nvfp4(codes)
+
+
+def _of_nvfp4(codes: bool) -> Iterator[Group]:
+    """Blocks of 16x16 for weights, which Inductor kernels make but for their scales."""
+    weight: Checked = (SPLIT_SCALES, "nvfp4_16x16_pow2")
+    if not codes:
+        yield Group(((COLUMNS_ROTATED, "nvfp4_pow2"), weight))
+        return
+    yield Group((weight,), (Product((0, 1), 0),), 1)
+    for dbias in (False, True):
+        dy: Variant = COLUMNS_ROTATED._replace(dbias=dbias)
+        products = Product(_ROW, 0), Product(_COLUMN, 1)
+        yield Group(((dy, "nvfp4_sr_pow2" + SWIZZLED),), products, 2)
+
+
+def _group(calls: Sequence[Checked], products: Sequence[Product]) -> Group:
+    """MXFP4 has no global scales to multiply."""
+    is_nvfp4 = get_scheme(calls[0][1]).format == "nvfp4"
+    return Group(tuple(calls), tuple(products) if is_nvfp4 else ())
