@@ -229,7 +229,7 @@ def section(
         f"### Llama {size}, {tokens / 1e6:.0f}M tokens ({first['epochs']:g} epochs), "
         f"{first['batch']} x {first['seq']} a step"
     )
-    columns = ["run", "seeds", "validation loss", "gap to BF16"]
+    columns = ["run", "stems" if branch else "seeds", "validation loss", "gap to BF16"]
     if branch:
         title += f", branched after step {branch} of {tokens // (first['batch'] * first['seq'])}"
     else:
@@ -258,7 +258,7 @@ def order_table(runs: Sequence[Result], found: Sequence[Gap]) -> list[str]:
         return []
     lines = ["| run | the next below | difference |", "|---|---|---|"]
     lines += [f"| `{gap.run}` | `{gap.against}` | {gap} |" for gap in steps.values()]
-    return ["The order, of those with four seeds or more:", "\n".join(lines)]
+    return ["The order, of those with four stems or more:", "\n".join(lines)]
 
 
 def rank(name: str) -> tuple[int, str]:
@@ -360,12 +360,12 @@ def add_pictures(comparison: Path, into: Path) -> None:
 
 
 def add(new: Sequence[dict[str, Any]], file: Path) -> None:
-    """Put rows into a file, in place of those of the same runs."""
+    """Put rows into a file, in place of those of the same runs, of the same stem if they branched."""
     if not new:
         return
 
     def run_of(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row.get(k) for k in ("corpus", "size", "tokens", "branch", "run", "seed"))
+        return tuple(row.get(k) for k in ("corpus", "size", "tokens", "stem", "run", "seed"))
 
     replaced = {run_of(row) for row in new}
     there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []

@@ -186,7 +186,7 @@ def test_branched_runs_have_a_file_of_their_own(branched: Path, tmp_path: Path) 
     assert row["gap"] == pytest.approx(row["val_loss"] - bf16["val_loss"], abs=2e-6)
     text = written.read_text()
     assert f"branched after step {BRANCH} of {STEPS}" in text
-    assert "| run | seeds | validation loss | gap to BF16 |" in text
+    assert "| run | stems | validation loss | gap to BF16 |" in text
 
 
 @pytest.mark.parametrize(
