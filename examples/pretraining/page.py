@@ -360,7 +360,7 @@ def add_pictures(comparison: Path, into: Path) -> None:
 
 
 def add(new: Sequence[dict[str, Any]], file: Path) -> None:
-    """Put rows into a file, in place of those of the same runs, of the same stem if they branched."""
+    """Put rows into a file, in place of those of the same runs (of the same stem, if any)."""
     if not new:
         return
 
