@@ -195,9 +195,10 @@ def _run(candidates: Sequence[Kernel], args: tuple):
 
 def _say_why_reference(candidates: Sequence[Kernel], args: tuple) -> None:
     """Logs why no kernel serves a call on a GPU, once for each op, and adds it to reports. Kernels
-    that are rejected or disabled are reported elsewhere (`left_out`)."""
+    that are rejected or disabled are reported elsewhere (`left_out`). The reference of a recorded
+    call makes the same call without its statistics, which then says it (ops/recorded.py)."""
     op, device = candidates[0].op, device_of(args)
-    if op in _REFERENCES or candidates is not _KERNELS[op]:
+    if op in _REFERENCES or candidates is not _KERNELS[op] or _is_recorded(op, args):
         return
     reasons = {k.name: k.unavailable(args) for k in candidates if k.device_type == device.type}
     states = {state_of(why) for why in reasons.values() if why}
@@ -205,6 +206,12 @@ def _say_why_reference(candidates: Sequence[Kernel], args: tuple) -> None:
         words = "; ".join(f"{name}: {' '.join(str(why).split())}" for name, why in reasons.items())
         _REFERENCES[op] = f"q2::{op} on {device} runs as its torch reference: {words}"
         LOG.info("q2compile: %s", _REFERENCES[op])
+
+
+def _is_recorded(op: str, args: Sequence) -> bool:
+    return any(
+        name == "recorded" and arg for (name, _), arg in zip(parameters(op), args, strict=True)
+    )
 
 
 def prefer(

@@ -196,6 +196,13 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
     assert [r.getMessage() for r in caplog.records] == [f"q2compile: {said}"]
     assert said in registry.emulated()
     registry._REFERENCES.clear()
+    recorded = registry.bound(
+        "quantize",
+        (torch.ones(16, 32), "nvfp4_46_pow2", "none"),
+        {"rowwise": True, "recorded": True},
+    )
+    registry._say_why_reference(registry.kernels("quantize"), recorded)
+    assert registry._REFERENCES == {}
     for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
         candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
         registry._run(candidates, args)
