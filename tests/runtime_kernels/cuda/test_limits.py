@@ -201,7 +201,7 @@ def test_a_reference_that_serves_a_gpu_is_said_once_with_the_reasons(monkeypatch
         (torch.ones(16, 32), "nvfp4_46_pow2", "none"),
         {"rowwise": True, "recorded": True},
     )
-    registry._say_why_reference(registry.kernels("quantize"), recorded)
+    registry._say_why_reference(registry._KERNELS["quantize"], recorded)
     assert registry._REFERENCES == {}
     for state in (rejected("it trapped"), kernel_states.Reason("by him", kernel_states.DISABLED)):
         candidates[0] = dataclasses.replace(of_cuda[0], unsupported=lambda *args, w=state: w)
